@@ -1,0 +1,138 @@
+"""Wrappers put around their targets: all of a patch's or none, each read back the way its callers find it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import fingerprint
+
+FunctionWrapper = Callable[[Any, Callable[..., Any]], Any]
+
+
+class ApplyError(Exception):
+    """Nothing of the patch is in place. `reason` is one word, `detail` a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass
+class Applied:
+    """One wrapper in place. `owner` is the class or module whose attribute was replaced."""
+
+    target: str
+    owner: Any
+    attribute: str
+    original: Any
+    wrapper: Any
+
+
+def apply(
+    wrappers: Mapping[str, Callable[..., Any]], function_wrapper: FunctionWrapper, known: Iterable[Any], force: bool
+) -> list[Applied]:
+    """Wrap every target (module:qualname) or raise ApplyError with all of them as they were.
+
+    `known` are wrappers that we put in place before: they are no strangers. `force` takes a target that somebody else
+    replaced since its module was written.
+    """
+    ours = {id(wrapper) for wrapper in known}
+    planned: list[Applied] = []
+    for target, wrapper in wrappers.items():
+        owner, attribute, original = _resolve(target)
+        if id(original) in ours:
+            continue
+        stranger = None if force else _stranger(target, original)
+        if stranger is not None:
+            raise ApplyError("foreign", f"{target} was already replaced by {stranger}")
+        planned.append(Applied(target, owner, attribute, original, function_wrapper(original, wrapper)))
+    done: list[Applied] = []
+    try:
+        for step in planned:
+            done.append(step)
+            setattr(step.owner, step.attribute, step.wrapper)
+        for step in planned:
+            if not in_place(step):
+                raise ApplyError("readback", f"{step.target}, looked up again, is {_described(_lookup(step.target))}")
+    except BaseException as error:
+        for step in reversed(done):
+            setattr(step.owner, step.attribute, step.original)
+        if isinstance(error, Exception) and not isinstance(error, ApplyError):
+            raise ApplyError("raised", f"{type(error).__name__} while applying: {error}") from error
+        raise
+    return planned
+
+
+def in_place(step: Applied) -> bool:
+    """Whether a fresh look-up of the target finds our wrapper itself."""
+    return _lookup(step.target) is step.wrapper
+
+
+def overtaken_by(step: Applied) -> str | None:
+    """Who replaced our wrapper since, None where it is still reached: in place, or wrapped by somebody else's."""
+    found = _lookup(step.target)
+    inner = found
+    for _ in range(64):
+        if inner is step.wrapper:
+            return None
+        inner = getattr(inner, "__func__", None) or getattr(inner, "__wrapped__", None)
+        if inner is None:
+            break
+    return _described(found)
+
+
+def _resolve(target: str) -> tuple[Any, str, Any]:
+    module_name, _, qualname = target.partition(":")
+    *path, attribute = qualname.split(".")
+    try:
+        owner: Any = sys.modules[module_name]
+        for part in path:
+            owner = getattr(owner, part)
+        return owner, attribute, vars(owner)[attribute]
+    except (KeyError, AttributeError, TypeError):
+        raise ApplyError("missing", f"{target} is not there in the loaded module") from None
+
+
+def _lookup(target: str) -> Any:
+    try:
+        return _resolve(target)[2]
+    except ApplyError:
+        return None
+
+
+def _stranger(target: str, found: Any) -> str | None:
+    """What stands where the module's own function should, None where it is that function.
+
+    A function of another file may still be the module's doing, by a decorator: then its source has one.
+    """
+    module_name, _, qualname = target.partition(":")
+    module = sys.modules[module_name]
+    function = getattr(found, "__func__", found)
+    file = getattr(module, "__file__", None)
+    if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
+        return None
+    try:
+        import ast
+
+        node = fingerprint.find(ast.parse(inspect.getsource(module)), qualname)
+    except (OSError, TypeError, SyntaxError):
+        node = None
+    if getattr(node, "decorator_list", None):
+        return None
+    return _described(found)
+
+
+def _described(found: Any) -> str:
+    if found is None:
+        return "nothing"
+    function = getattr(found, "__func__", found)
+    where = getattr(function, "__module__", None) or type(found).__module__
+    code = getattr(function, "__code__", None)
+    file = f" in {code.co_filename}" if code is not None else ""
+    return f"{where}.{getattr(function, '__qualname__', type(found).__qualname__)}{file}"

@@ -1,0 +1,66 @@
+# The entry of a vllm-livepatch bundle: `generate` writes it as the bundle's `sitecustomize.py`.
+#
+# It runs in every Python process that has the bundle on PYTHONPATH, so it imports only what `site` has imported
+# already, does nothing but put one finder first on `sys.meta_path`, and parses on Python 2.7. An interpreter that the
+# bundle does not serve, or LIVEPATCH=off, sees no trace of it.
+import os
+import sys
+
+TARGETS = frozenset([])  # generate: the modules that the bundle's patches name
+
+
+class LivepatchFinder(object):
+    """Hands the import of a target module to the runtime, which is itself imported only then."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name not in TARGETS:
+            return None
+        from _vllm_livepatch.sitecustomize import runtime
+
+        return runtime.find_spec(name, path, target)
+
+
+def arm():
+    if os.environ.get("LIVEPATCH") == "off" or not (3, 10) <= sys.version_info[:2] <= (3, 14):
+        return False
+    for finder in sys.meta_path:
+        if getattr(finder, "__name__", "") == "LivepatchFinder":  # another bundle, earlier on the path, serves
+            return False
+    sys.meta_path.insert(0, LivepatchFinder)
+    for name in TARGETS:
+        if name in sys.modules:  # a .pth file was faster than we are
+            from _vllm_livepatch.sitecustomize import runtime
+
+            runtime.imported_before(name)
+    return True
+
+
+def run_next():
+    """Run the `sitecustomize` that this one hides, as if this one were not there: it gets the name in `sys.modules`."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    rest = sys.path[sys.path.index(here) + 1 :] if here in sys.path else []
+    if sys.version_info[0] == 2:
+        import imp
+
+        found = imp.find_module("sitecustomize", rest)
+        imp.load_module("sitecustomize", *found)
+        return True
+    import _frozen_importlib
+    import _frozen_importlib_external
+
+    spec = _frozen_importlib_external.PathFinder.find_spec("sitecustomize", rest)
+    if spec is None or spec.loader is None:
+        return False
+    module = _frozen_importlib.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+    return True
+
+
+ARMED = arm()
+if not run_next() and not ARMED:
+    # `site` takes exactly this error to mean that there is no sitecustomize, which leaves sys.modules as it was.
+    error = ImportError("no sitecustomize beside the vllm-livepatch bundle, which is not in use here")
+    error.name = "sitecustomize"
+    raise error

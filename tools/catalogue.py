@@ -1,0 +1,70 @@
+"""The catalogue: every folder with a `patch.toml`, read and checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_livepatch import patches as own_patches
+from vllm_livepatch.sitecustomize.decision import Patch, PatchError
+from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.tools.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One patch folder: where it is, its facts as written, and as checked."""
+
+    folder: Path
+    facts: dict[str, Any]
+    patch: Patch
+
+
+def load(extra: Iterable[Path] = ()) -> dict[str, Entry]:
+    """Our own patches and those of `extra` directories, by name. Raises UserError."""
+    entries: dict[str, Entry] = {}
+    for place in (*map(Path, own_patches.__path__), *extra):
+        if not place.is_dir():
+            raise UserError(f"{place} is not a directory of patches")
+        found = sorted(place.glob("*/patch.toml"))
+        if not found:
+            raise UserError(f"{place} has no patch: a patch is a folder with a patch.toml")
+        for file in found:
+            entry = read(file.parent)
+            if entry.patch.name in entries:
+                first = entries[entry.patch.name].folder
+                raise UserError(f"two patches are called {entry.patch.name}: {first} and {entry.folder}")
+            entries[entry.patch.name] = entry
+    return entries
+
+
+def read(folder: Path) -> Entry:
+    """One patch folder. Raises UserError."""
+    if not folder.name.isidentifier():
+        raise UserError(f"{folder}: a patch's folder is its name with underscores")
+    name = folder.name.replace("_", "-")
+    file = folder / "patch.toml"
+    try:
+        facts = tomllib.loads(file.read_text("utf-8"))
+        patch = to_patch(name, facts)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError) as error:
+        raise UserError(f"{file}: {str(error).splitlines()[0]}") from error
+    if not (folder / "wrappers.py").is_file():
+        raise UserError(f"{folder} has no wrappers.py, which is a patch's code")
+    return Entry(folder, facts, patch)
+
+
+def choose(entries: dict[str, Entry], names: Sequence[str]) -> dict[str, Entry]:
+    """The entries called `names`, all where none is named. Raises UserError."""
+    unknown = [name for name in names if name not in entries]
+    if unknown:
+        raise UserError(f"no patch is called {unknown[0]}; there are {', '.join(sorted(entries))}")
+    return {name: entry for name, entry in entries.items() if not names or name in names}

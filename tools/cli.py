@@ -1,0 +1,176 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from vllm_livepatch.tools import bundle, catalogue, pages
+from vllm_livepatch.tools import check as checking
+from vllm_livepatch.tools import status as statuses
+from vllm_livepatch.tools.errors import UserError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+PatchNames = Annotated[list[str] | None, typer.Option("--patch", metavar="NAME", help="Only this patch; repeatable.")]
+PatchDirs = Annotated[
+    list[Path] | None, typer.Option("--patch-dir", metavar="DIR", help="A directory of your own patches; repeatable.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+
+
+@app.command()
+def generate(
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The bundle's directory.")] = None,
+    patch: PatchNames = None,
+    patch_dir: PatchDirs = None,
+    zip_file: Annotated[Path | None, typer.Option("--zip", metavar="FILE", help="The bundle as one file.")] = None,
+) -> None:
+    """Write a self-contained bundle. PYTHONPATH=DIR (or FILE) is all that a process needs."""
+    if out is None and zip_file is None:
+        raise UserError("name a directory with --out, or a file with --zip")
+    entries = catalogue.choose(catalogue.load(patch_dir or ()), patch or ())
+    files = bundle.contents(entries)
+    if out is not None:
+        bundle.write_directory(files, out)
+    if zip_file is not None:
+        bundle.write_zip(files, zip_file)
+    for place in filter(None, (out, zip_file)):
+        print(f"{place}: {len(files)} files, {len(entries)} patches ({', '.join(sorted(entries))})")
+        print(f"  export PYTHONPATH={place.absolute()}${{PYTHONPATH:+:$PYTHONPATH}}")
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="After --: the command and its words.")],
+    patch: PatchNames = None,
+    patch_dir: PatchDirs = None,
+) -> NoReturn:
+    """Run COMMAND with the bundle injected, its children included."""
+    place = bundle.cached(bundle.contents(catalogue.choose(catalogue.load(patch_dir or ()), patch or ())))
+    before = os.environ.get("PYTHONPATH")
+    environ = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{before}" if before else str(place)}
+    try:
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        raise UserError(f"{command[0]} cannot be run: {error.strerror}") from error
+
+
+@app.command("list")
+def list_patches(patch_dir: PatchDirs = None, as_json: AsJson = False) -> None:
+    """The catalogue."""
+    entries = catalogue.load(patch_dir or ())
+    if as_json:
+        _print_json([pages.summary(entry.patch) for entry in entries.values()])
+    else:
+        Console().print(pages.catalogue_table(entry.patch for entry in entries.values()))
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME")], patch_dir: PatchDirs = None, as_json: AsJson = False
+) -> None:
+    """One patch: why, origin, upstream state, releases, options."""
+    entry = catalogue.choose(catalogue.load(patch_dir or ()), [name])[name]
+    if as_json:
+        _print_json({"name": name, **entry.facts})
+    else:
+        pages.print_page(Console(), entry.patch)
+
+
+@app.command()
+def check(
+    python: Annotated[str | None, typer.Option("--python", metavar="PATH", help="An interpreter to ask.")] = None,
+    site_packages: Annotated[Path | None, typer.Option("--site-packages", metavar="DIR")] = None,
+    patch_dir: PatchDirs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Every patch's verdict for what is installed, without importing it. Exit 1 where a needed one could not apply."""
+    if python is not None and site_packages is not None:
+        raise UserError("--python and --site-packages exclude each other")
+    patches = [entry.patch for entry in catalogue.load(patch_dir or ()).values()]
+    if site_packages is not None:
+        tree = checking.directory_tree(site_packages)
+    else:
+        tree = checking.interpreter_tree(python or sys.executable, sorted({patch.package for patch in patches}))
+    packages, answers = checking.check(patches, tree)
+    if as_json:
+        _print_json({"packages": packages, "patches": [answer.described() for answer in answers], "pairs": []})
+    else:
+        pages.print_check(Console(), packages, answers)
+    if any(answer.blocked for answer in answers):
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    state_dir: Annotated[Path | None, typer.Option("--state-dir", metavar="DIR")] = None,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+) -> None:
+    """Every live patched process: releases, patches, state, reason, targets, counters."""
+    directory = statuses.state_directory(state_dir)
+    if watch and not as_json:
+        with Live(console=Console(), refresh_per_second=2) as live:
+            while True:
+                live.update(pages.status_view(statuses.processes(directory)[0], directory))
+                time.sleep(1)
+    processes, ended = statuses.processes(directory)
+    if as_json:
+        _print_json(processes)
+    else:
+        Console().print(pages.status_view(processes, directory))
+    if ended:
+        print(f"removed the reports of {len(ended)} ended processes: {', '.join(map(str, ended))}", file=sys.stderr)
+
+
+@app.command()
+def verify(place: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
+    """The bundle is what `generate` wrote. Exit 1 where it is not."""
+    found, compared = bundle.differences(place)
+    for difference in found:
+        print(difference)
+    if found:
+        raise typer.Exit(1)
+    print(f"{place}: {compared} files, all as written")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def main() -> NoReturn:
+    """Run the command line; bad input is one line on stderr and exit 2."""
+    try:
+        code = app(standalone_mode=False)
+    except UserError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # piped into head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        # click's errors, wherever this release of typer keeps its click.
+        formatted = getattr(error, "format_message", None)
+        if formatted is None:
+            if type(error).__name__ == "Abort":
+                sys.exit(130)
+            raise
+        _fail(formatted() or "see --help")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"vllm-livepatch: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a person looks at: tables and pages. Plain text where the output is piped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from vllm_livepatch.sitecustomize.decision import Patch, variable
+from vllm_livepatch.tools.check import Checked
+
+COLOURS = {
+    "needed": "green",
+    "applied": "green",
+    "unverified": "yellow",
+    "armed": "yellow",
+    "drifted": "red",
+    "failed": "red",
+    "fixed-upstream": "dim",
+    "not-present": "dim",
+    "skipped": "dim",
+}
+
+
+def coloured(word: str) -> Text:
+    return Text(word, style=COLOURS.get(word, ""))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def releases(patch: Patch, verdict: str) -> list[str]:
+    """The releases of a verdict, in the order of the file."""
+    return [release for variant in patch.variants if variant.verdict == verdict for release in variant.releases]
+
+
+def _span(found: list[str]) -> str:
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" if found else "none"
+
+
+def summary(patch: Patch) -> dict[str, Any]:
+    return {
+        "name": patch.name,
+        "title": patch.title,
+        "package": patch.package,
+        "needed": releases(patch, "needed"),
+        "fixed-upstream": releases(patch, "fixed-upstream"),
+        "variable": variable(patch.name),
+    }
+
+
+def catalogue_table(patches: Iterable[Patch]) -> Table:
+    table = _table("patch", "needed on", "what it does")
+    for patch in patches:
+        table.add_row(patch.name, f"{patch.package} {_span(releases(patch, 'needed'))}", patch.title)
+    return table
+
+
+def print_page(console: Console, patch: Patch) -> None:
+    """The page for somebody who has the symptom."""
+    about = patch.about
+    console.print(Text(patch.name, style="bold"), Text(patch.title))
+    for heading, entry in (("What one sees", "symptom"), ("Why", "why"), ("What changes", "change")):
+        if entry in about:
+            console.print(Text(f"\n{heading}", style="bold"))
+            console.print(Text(str(about[entry]).strip()))
+    console.print(Text("\nTurn it off", style="bold"))
+    console.print(Text(f"{variable(patch.name)}=off (this patch), LIVEPATCH=off (everything)"))
+    if patch.aliases:
+        console.print(Text(f"Also switched by {', '.join(patch.aliases)} (1 or 0)"))
+    if patch.options:
+        console.print(Text("\nOptions", style="bold"))
+        table = _table("variable", "default", "meaning")
+        for option in patch.options:
+            names = ", ".join((variable(patch.name, option.name), *option.aliases))
+            table.add_row(names, str(option.default), option.help)
+        console.print(table)
+    console.print(Text("\nWhere it comes from", style="bold"))
+    for entry in ("origin", "upstream", "last_update"):
+        if entry in about:
+            console.print(Text(f"{entry.replace('_', ' ')}: {about[entry]}"))
+    if "threads" in about:
+        console.print(Text(f"threads: {', '.join(about['threads'])}"))
+    console.print(Text("\nReleases", style="bold"))
+    table = _table("verdict", "releases", "fingerprint of the first target")
+    for variant in patch.variants:
+        table.add_row(coloured(variant.verdict), ", ".join(variant.releases), variant.code[patch.targets[0]])
+    console.print(table)
+    console.print(Text("\nTargets", style="bold"))
+    for target in patch.targets:
+        console.print(Text(f"patched  {target}"))
+    for call in patch.calls:
+        console.print(Text(f"called   {call}"))
+
+
+def print_check(console: Console, packages: Mapping[str, str | None], answers: list[Checked]) -> None:
+    found = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in packages.items())
+    console.print(Text(f"installed: {found or 'none of the packages that these patches are for'}"))
+    table = _table("patch", "verdict", "applies", "why")
+    for answer in answers:
+        decision = answer.decision
+        table.add_row(
+            answer.patch.name, coloured(decision.verdict), "yes" if decision.apply else "no", Text(decision.detail)
+        )
+    console.print(table)
+
+
+def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableType:
+    if not processes:
+        return Text(f"no live patched process has a report in {directory}")
+    parts: list[RenderableType] = []
+    for process in processes:
+        packages = ", ".join(f"{name} {release}" for name, release in process["packages"].items())
+        head = f"pid {process['pid']} on {process['host']} since {process['started']}: {packages or 'no package yet'}"
+        parts += [Text(head, style="bold"), Text("  " + " ".join(process["argv"])[:200], style="dim")]
+        table = _table("  patch", "state", "verdict", "counters", "why")
+        for patch in process["patches"]:
+            counters = ", ".join(f"{kind} {number}" for kind, number in sorted(patch["counters"].items()))
+            why = f"{patch['reason']}: {patch['detail']}" if patch["reason"] else ""
+            table.add_row(
+                f"  {patch['name']}", coloured(patch["state"]), patch["verdict"] or "", counters or "-", Text(why)
+            )
+        parts.append(table)
+    return Group(*parts)
