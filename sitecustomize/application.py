@@ -35,12 +35,16 @@ class Applied:
 
 
 def apply(
-    wrappers: Mapping[str, Callable[..., Any]], function_wrapper: FunctionWrapper, known: Iterable[Any], force: bool
+    wrappers: Mapping[str, Callable[..., Any]],
+    function_wrapper: FunctionWrapper,
+    known: Iterable[Any],
+    files: Mapping[str, str],
+    force: bool,
 ) -> list[Applied]:
     """Wrap every target (module:qualname) or raise ApplyError with all of them as they were.
 
-    `known` are wrappers that we put in place before: they are no strangers. `force` takes a target that somebody else
-    replaced since its module was written.
+    `known` are wrappers that we put in place before, `files` those of modules whose source we changed: they are no
+    strangers. `force` takes a target that somebody else replaced since its module was written.
     """
     ours = {id(wrapper) for wrapper in known}
     planned: list[Applied] = []
@@ -48,7 +52,7 @@ def apply(
         owner, attribute, original = _resolve(target)
         if id(original) in ours:
             continue
-        stranger = None if force else _stranger(target, original)
+        stranger = None if force else _stranger(target, original, files)
         if stranger is not None:
             raise ApplyError("foreign", f"{target} was already replaced by {stranger}")
         planned.append(Applied(target, owner, attribute, original, function_wrapper(original, wrapper)))
@@ -106,7 +110,7 @@ def _lookup(target: str) -> Any:
         return None
 
 
-def _stranger(target: str, found: Any) -> str | None:
+def _stranger(target: str, found: Any, files: Mapping[str, str]) -> str | None:
     """What stands where the module's own function should, None where it is that function.
 
     A function of another file may still be the module's doing, by a decorator: then its source has one.
@@ -114,7 +118,7 @@ def _stranger(target: str, found: Any) -> str | None:
     module_name, _, qualname = target.partition(":")
     module = sys.modules[module_name]
     function = getattr(found, "__func__", found)
-    file = getattr(module, "__file__", None)
+    file = files.get(module_name) or getattr(module, "__file__", None)
     if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
         return None
     try:

@@ -14,12 +14,18 @@ class PatchContext:
     """`changed` is called after every count, so that the report follows."""
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], changed: Callable[[], None]
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        changed: Callable[[], None],
+        patch_set: Callable[[], str] = lambda: "",
     ) -> None:
         self.name = name
         self.options = options
         self.facts = facts
         self.counters: dict[str, int] = {}
+        self.patch_set = patch_set  # a digest of what patches make of code that torch.compile traces
         self._changed = changed
         self._said: dict[str, tuple[float, int]] = {}  # kind: when, and how often since
 

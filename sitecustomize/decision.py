@@ -51,11 +51,15 @@ class Patch:
     name: str
     package: str
     title: str
-    targets: tuple[str, ...]  # module:qualname, what is patched
+    targets: tuple[str, ...]  # module:qualname, what is patched; a diff's are whole modules
     calls: tuple[str, ...]  # module:qualname, what the patch calls but leaves as it is
     variants: tuple[Variant, ...]
     options: tuple[Option, ...] = ()
     aliases: tuple[str, ...] = ()  # switches from the field: 1 is on, 0 is off
+    auto: Literal["needed", "rocm", "off"] = "needed"  # where `auto` applies it, if needed: anywhere, on ROCm, nowhere
+    diff: str = ""  # the folder's file, where the patch is a source change
+    added: tuple[str, ...] = ()  # modules that the diff adds
+    traced: bool = False  # it changes code that torch.compile traces
     about: Mapping[str, Any] = field(default_factory=dict)  # why, origin, upstream threads: for people
 
     @property
@@ -74,6 +78,7 @@ class Installed:
 
     release: str | None  # None: the package does not say
     code: Mapping[str, str | None]  # None: no such module, or no such name in it
+    rocm: bool = False  # torch is built for ROCm; looked up only for patches whose `auto` asks
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,10 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     if environment.mode == "off" or toggle == "off":
         said = "LIVEPATCH" if environment.mode == "off" else variable(patch.name)
         return Decision(verdict, False, False, "off", f"{said} is off; {detail}", variant)
+    if toggle == "auto" and (patch.auto == "off" or (patch.auto == "rocm" and not installed.rocm)):
+        where = " outside ROCm" if patch.auto == "rocm" else ""
+        said = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
+        return Decision(verdict, False, False, "optional", said, variant)
     if verdict == "drifted" and toggle == "force":
         newest = patch.variants[-1] if patch.variants else None
         return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", newest)

@@ -16,9 +16,9 @@ class LivepatchFinder(object):
     def find_spec(name, path=None, target=None):
         if name not in TARGETS:
             return None
-        from _vllm_livepatch.sitecustomize import runtime
+        from _vllm_livepatch.sitecustomize import hook
 
-        return runtime.find_spec(name, path, target)
+        return hook.find_spec(name, path, target)
 
 
 def arm():
@@ -30,9 +30,9 @@ def arm():
     sys.meta_path.insert(0, LivepatchFinder)
     for name in TARGETS:
         if name in sys.modules:  # a .pth file was faster than we are
-            from _vllm_livepatch.sitecustomize import runtime
+            from _vllm_livepatch.sitecustomize import hook
 
-            runtime.imported_before(name)
+            hook.imported_before(name)
     return True
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from .decision import Option, Patch, PatchError, Variant
 
-_ENTRIES = {"title", "package", "targets", "calls", "variant", "option", "aliases", "about"}
+_ENTRIES = {"title", "package", "targets", "calls", "variant", "option", "aliases", "auto", "about"}
+_ENTRIES |= {"diff", "added", "traced"}  # of source changes
 
 
 def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
@@ -24,8 +25,14 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         variants=tuple(_variant(name, entry) for entry in _tables(name, facts, "variant")),
         options=tuple(_option(name, entry) for entry in _tables(name, facts, "option")),
         aliases=_texts(name, facts, "aliases"),
+        auto=facts.get("auto", "needed"),
+        diff=_text(name, facts, "diff") if "diff" in facts else "",
+        added=_texts(name, facts, "added"),
+        traced=bool(facts.get("traced", "diff" in facts)),
         about=dict(facts.get("about", {})),
     )
+    if patch.auto not in ("needed", "rocm", "off"):
+        raise PatchError(f"patch {name}: auto is needed, rocm or off, not {patch.auto!r}")
     if not patch.targets:
         raise PatchError(f"patch {name}: targets is empty")
     for variant in patch.variants:
@@ -90,7 +97,7 @@ def _paths(name: str, facts: Mapping[str, Any], entry: str) -> tuple[str, ...]:
     paths = _texts(name, facts, entry)
     for path in paths:
         module, colon, qualname = path.partition(":")
-        parts = [*module.split("."), *qualname.split(".")]
-        if not colon or not all(part.isidentifier() for part in parts):
-            raise PatchError(f"patch {name}: {entry} has {path!r}, which is not module:qualname")
+        parts = [*module.split("."), *(qualname.split(".") if colon else ())]
+        if bool(colon) == ("diff" in facts) or not all(part.isidentifier() for part in parts):
+            raise PatchError(f"patch {name}: {entry} has {path!r}, which is not module:qualname (a diff's: module)")
     return paths

@@ -31,6 +31,11 @@ class Tree:
         except (ImportError, OSError, SyntaxError, UnicodeError):
             return None
 
+    def origin(self, module: str) -> str | None:
+        """The file that the module would be loaded from."""
+        spec = self._spec(module)
+        return None if spec is None or not spec.has_location else spec.origin
+
     def _spec(self, module: str) -> ModuleSpec | None:
         parent = module.rpartition(".")[0]
         path = self._search(parent) if parent else self.path
@@ -41,6 +46,18 @@ class Tree:
             spec = self._spec(package)
             self._locations[package] = None if spec is None else spec.submodule_search_locations
         return self._locations[package]
+
+
+class Overlay(Tree):
+    """A tree as it will be once source changes have been made: some modules have another text."""
+
+    def __init__(self, below: Tree, texts: Mapping[str, str]) -> None:
+        super().__init__(below.path)
+        self._below = below
+        self._texts = texts
+
+    def source(self, module: str) -> str | None:
+        return self._texts.get(module) or self._below.source(module)
 
 
 def of_process(package: str) -> Tree:
@@ -60,7 +77,7 @@ def look(patch: Patch, tree: Tree) -> Installed:
             code.update(dict.fromkeys(names) if source is None else fingerprint.of_names(source, names))
         except fingerprint.SourceError:
             code.update(dict.fromkeys(names))
-    return Installed(release(patch.package, tree), code)
+    return Installed(release(patch.package, tree), code, patch.auto == "rocm" and _is_rocm(tree))
 
 
 def release(package: str, tree: Tree) -> str | None:
@@ -80,6 +97,12 @@ def release(package: str, tree: Tree) -> str | None:
     return None
 
 
+def _is_rocm(tree: Tree) -> bool:
+    """Whether torch is a build for ROCm, by what its own `torch.version` says; torch is not imported."""
+    source = tree.source("torch.version")
+    return source is not None and _assigned(source, ("hip",)) is not None
+
+
 def _assigned(source: str, names: Iterable[str]) -> str | None:
     """The text that a module assigns to one of `names` at its top level."""
     try:
@@ -87,8 +110,9 @@ def _assigned(source: str, names: Iterable[str]) -> str | None:
     except (SyntaxError, ValueError):
         return None
     for statement in tree.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
-            targets = {target.id for target in statement.targets if isinstance(target, ast.Name)}
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and isinstance(statement.value, ast.Constant):
+            named = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            targets = {target.id for target in named if isinstance(target, ast.Name)}
             if targets.intersection(names) and isinstance(statement.value.value, str):
                 return statement.value.value
     return None

@@ -1,23 +1,21 @@
-"""The one place that acts: it meets the import of a target, decides, applies, reads back and reports.
-
-Imported by the bundle's entry when the first target module is looked for, and not before.
-"""
+"""The one place that acts: told of a target's import by the hook, it decides, applies, reads back and reports."""
 
 from __future__ import annotations
 
 import atexit
-import copy
+import functools
+import hashlib
 import importlib
-import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from . import application, installed, settings
+from .changed_module import ChangedModule, cache_directory, part_of_import
+from .changes import Change, HunkError, changed
 from .context import PatchContext, to_stderr
 from .decision import Decision, Patch, decide
 from .facts import to_patch
@@ -39,6 +37,7 @@ class _PatchState:
         self.decision: Decision | None = None
         self.context: PatchContext | None = None
         self.applied: list[application.Applied] = []
+        self.changes: list[Change] = []  # of a source change, once its place was found in every module
 
     def settle(self, state: str, reason: str | None = None, detail: str | None = None) -> None:
         self.state, self.reason, self.detail = state, reason, detail
@@ -51,7 +50,7 @@ class _PatchState:
             "reason": self.reason,
             "detail": self.detail,
             "verdict": None if self.decision is None else self.decision.verdict,
-            "targets": list(self.patch.targets),
+            "targets": [*self.patch.targets, *self.patch.added],
             "counters": {} if self.context is None else dict(self.context.counters),
         }
 
@@ -62,12 +61,18 @@ class Runtime:
     def __init__(self, catalogue: dict[str, Any], root: str, bundle: str) -> None:
         self.version: str = catalogue["version"]
         self._root = root
+        self._digests: dict[str, str] = catalogue["digests"]
+        self._changes: dict[str, list[Any]] = catalogue["changes"]
         patches = [to_patch(name, facts) for name, facts in sorted(catalogue["patches"].items())]
         self.environment = settings.read(patches, os.environ)
         self.states = [_PatchState(patch) for patch in patches]
         self.packages: dict[str, str | None] = {}
         self.report = ProcessReport(os.environ, bundle)
         self._trees: dict[str, installed.Tree] = {}
+        self._changed: dict[str, ChangedModule] = {}
+        self._texts: dict[str, str] = {}  # of the changed modules
+        self._added: dict[str, bool] = {}  # modules that diffs add: whether they are packages
+        self._executing = _Executing()
         self._lock = threading.RLock()  # over our records: never held while a target's or a patch's code runs
         self._writing = threading.Lock()
         self._greeted = False
@@ -78,8 +83,14 @@ class Runtime:
     # The course of one target's import
 
     def meet(self, module: str) -> None:
-        """A target module is about to be loaded: decide about every patch that names it."""
-        for state in self._of(module):
+        """A target module is about to be loaded: decide about every patch that names it.
+
+        Source changes first, all of the package's: wrappers are decided on, and wrap, what those make of the code.
+        """
+        named = self._of(module)
+        packages = {state.patch.package for state in named}
+        changes = [state for state in self.states if state.patch.diff and state.patch.package in packages]
+        for state in [*changes, *(state for state in named if not state.patch.diff)]:
             with self._lock:
                 first = state.decision is None
                 if first:
@@ -92,11 +103,15 @@ class Runtime:
         """A target module has been executed: apply every patch whose target modules are now all there."""
         if sys.modules.get(module.__name__) is not module:
             return  # somebody's private copy: no caller reaches it by its name
-        for state in self._of(module.__name__):
+        for state in sorted(self._of(module.__name__), key=lambda state: not state.patch.diff):
             decision = state.decision
             if decision is None or not decision.apply or state.state == "failed":
                 continue
-            if all(_is_loaded(name, module) for name in state.patch.modules):
+            if state.patch.diff:
+                self._read_back(state)
+                if state.state == "failed":
+                    self._not_applied(state)
+            elif all(_is_loaded(name, module) for name in state.patch.modules):
                 self._apply(state)
                 if state.state == "failed":
                     self._not_applied(state)
@@ -104,15 +119,19 @@ class Runtime:
         self._later(_RECHECK_SECONDS)
 
     def _of(self, module: str) -> list[_PatchState]:
-        return [state for state in self.states if module in state.patch.modules]
+        return [state for state in self.states if module in (*state.patch.modules, *state.patch.added)]
 
     def _decide(self, state: _PatchState) -> None:
         patch = state.patch
         try:
             tree = self._trees.setdefault(patch.package, installed.of_process(patch.package))
-            found = installed.look(patch, tree)
+            found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, self._texts))
             self.packages[patch.package] = found.release
             state.decision = decide(patch, found, self.environment)
+            if patch.diff and state.decision.apply:
+                self._place(state, tree)
+        except HunkError as error:
+            state.decision = Decision("drifted", False, True, "drifted", f"the diff has no place here: {error}")
         except Exception as error:
             state.decision = Decision("drifted", False, True, "raised", f"{type(error).__name__}: {error}")
         decision = state.decision
@@ -120,6 +139,23 @@ class Runtime:
             state.settle("skipped", decision.reason, decision.detail)
         elif decision.reason != "needed":
             state.settle("armed", decision.reason, decision.detail)
+
+    def _place(self, state: _PatchState, tree: installed.Tree) -> None:
+        """Find the place of every hunk in every module, and compile: only then is any module changed."""
+        changes = [Change.from_json(change) for change in self._changes[state.patch.name]]
+        cache = cache_directory(os.environ)
+        made: dict[str, ChangedModule] = {}
+        for change in changes:
+            text = self._texts.get(change.module) or tree.source(change.module)
+            if change.added == (text is not None):
+                raise HunkError(f"{change.module} {'exists already' if change.added else 'is not there'}")
+            new = change.text if text is None else changed(text, change.hunks)
+            made[change.module] = ChangedModule(change.module, new, tree.origin(change.module), cache)
+            made[change.module].code()
+        self._changed.update(made)
+        self._texts.update({name: module.text for name, module in made.items()})
+        self._added.update({change.module: change.package for change in changes if change.added})
+        state.changes = changes
 
     def _said_of(self, state: _PatchState) -> None:
         decision = state.decision
@@ -151,7 +187,8 @@ class Runtime:
                     variant = decision.variant
                     options = self.environment.options[patch.name]
                     facts = {} if variant is None else variant.facts
-                    state.context = PatchContext(patch.name, options, facts, lambda: self._later(_FLUSH_SECONDS))
+                    later = functools.partial(self._later, _FLUSH_SECONDS)
+                    state.context = PatchContext(patch.name, options, facts, later, self.patch_set)
             code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
             wrapt = importlib.import_module(f"{self._root}.vendor.wrapt")
             wrappers = dict(code.wrappers(state.context))
@@ -162,13 +199,91 @@ class Runtime:
                 own = [step for step in state.applied if application.in_place(step)]  # all but a reloaded module's
                 for step in own:
                     wrappers.pop(step.target)
+                files = {name: module.filename for name, module in self._changed.items()}
                 forced = decision.reason == "forced"
-                state.applied = own + application.apply(wrappers, wrapt.FunctionWrapper, known, forced)
+                state.applied = own + application.apply(wrappers, wrapt.FunctionWrapper, known, files, forced)
                 state.settle("applied", state.reason, state.detail)
         except application.ApplyError as error:
             state.settle("failed", error.reason, error.detail)
         except Exception as error:
             state.settle("failed", "raised", f"{type(error).__name__} while applying: {error}")
+
+    # Source changes
+
+    def changed(self, module: str) -> ChangedModule | None:
+        """What the module is to be made of, None where its own source stands."""
+        return self._changed.get(module)
+
+    def adds(self, module: str) -> bool | None:
+        """Whether a module that a diff adds is a package; None where none adds it."""
+        if any(module in state.patch.added for state in self.states):
+            guarded(self.meet, module)
+        return self._added.get(module)
+
+    @part_of_import
+    def execute(self, module: ModuleType, loader: Any, changed: ChangedModule) -> None:
+        """Execute the changed source as the module. Where it raises, the module works as it came, and it is said."""
+        before, loaded_before = dict(vars(module)), set(sys.modules)
+        outermost = not self._executing.modules
+        self._executing.modules.append(module.__name__)
+        try:
+            changed.execute(module)
+        except Exception as error:
+            if not outermost or changed.origin is None:
+                raise  # the outermost one undoes it for all, so that no half of a change stays; or it is the diff's own
+            vars(module).clear()
+            vars(module).update(before)
+            changed.undress(loader)
+            self._give_up(module.__name__, error, loaded_before)
+            loader.exec_module(module)
+        finally:
+            self._executing.modules.pop()
+
+    def _give_up(self, module: str, error: Exception, loaded_before: set[str]) -> None:
+        """Drop every source change that has a part in this module, and what was made of it since its import began.
+
+        Wrappers are decided on anew, on the modules' own source.
+        """
+        dropped: set[str] = set()
+        for state in [state for state in self._of(module) if state.changes]:
+            names = {change.module for change in state.changes} - {module}
+            stay = sorted(names & loaded_before)
+            said = f"; changed already, and so they stay: {', '.join(stay)}" if stay else ""
+            state.settle("failed", "raised", f"{module} as changed: {type(error).__name__}: {error}{said}")
+            dropped |= {module} | names - loaded_before
+            self._not_applied(state)
+        for name in dropped:
+            self._changed.pop(name, None)
+            self._texts.pop(name, None)
+            self._added.pop(name, None)
+            if name != module and sys.modules.pop(name, None) is not None:
+                parent, _, attribute = name.rpartition(".")
+                vars(sys.modules[parent]).pop(attribute, None)
+        for state in self.states:
+            if not state.patch.diff and state.decision is not None and dropped.intersection(state.patch.modules):
+                self._decide(state)
+
+    def _read_back(self, state: _PatchState) -> None:
+        """A source change is applied when what callers import was made of it; modules not imported yet will be."""
+        names = [change.module for change in state.changes]
+        loaded = [name for name in names if name in sys.modules]
+        made = {name: self._changed.get(name) for name in loaded}
+        wrong = [name for name, changed in made.items() if not (changed and changed.in_place(sys.modules[name]))]
+        if wrong:
+            state.settle("failed", "readback", f"{wrong[0]}, looked up again, was not made of the changed source")
+        else:
+            rest = f"{len(loaded)} of {len(names)} modules imported so far"
+            state.settle("applied", *(("partly", rest) if len(loaded) < len(names) else (state.reason, None)))
+
+    def patch_set(self) -> str:
+        """What the patches make of the code that torch.compile traces, as a digest; empty where they leave it alone."""
+        traced = [state for state in self.states if state.patch.traced and state.decision and state.decision.apply]
+        parts = [
+            f"{state.patch.name} {self._digests[state.patch.name]} {self.environment.options[state.patch.name]}"
+            for state in traced
+            if state.state != "failed"
+        ]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest() if parts else ""
 
     def _not_applied(self, state: _PatchState) -> None:
         said = f"{state.patch.name} is not applied ({state.reason}): {state.detail}"
@@ -224,45 +339,11 @@ class Runtime:
         self._checked_and_written()
 
 
-def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    """The module's spec as the finders behind ours give it, its loader made to tell us when the module has executed.
+class _Executing(threading.local):
+    """The changed modules whose execution this thread is in, outermost first."""
 
-    The loader keeps its type and is a copy of its own, since a zip file's loader serves many modules; the only thing
-    changed on it is undone before the module's code runs.
-    """
-    if name in _finding.names:
-        return None  # a finder behind us asks all finders again
-    _finding.names.add(name)
-    try:
-        spec = _next_spec(name, path, target)
-    finally:
-        _finding.names.discard(name)
-    runtime = _the_runtime()
-    if runtime is None or spec is None or not hasattr(spec.loader, "exec_module"):
-        return spec
-    _guarded(runtime.meet, name)
-    loader: Any = copy.copy(spec.loader)
-
-    def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
-        loader.exec_module(module)
-        _guarded(runtime.loaded, module)
-
-    # The interpreter cuts its import machinery out of tracebacks by these two names: ours is part of it.
-    exec_module.__code__ = exec_module.__code__.replace(
-        co_filename="<frozen importlib._bootstrap>", co_name="_call_with_frames_removed"
-    )
-    loader.exec_module = exec_module
-    spec.loader = loader
-    return spec
-
-
-def imported_before(name: str) -> None:
-    """A target module that was imported before the entry ran."""
-    runtime = _the_runtime()
-    if runtime is not None:
-        _guarded(runtime.meet, name)
-        _guarded(runtime.loaded, sys.modules[name])
+    def __init__(self) -> None:
+        self.modules: list[str] = []
 
 
 def end_process(why: str) -> None:
@@ -271,56 +352,12 @@ def end_process(why: str) -> None:
     os._exit(EXIT_STRICT)
 
 
-def _guarded(step: Callable[..., None], *args: Any) -> None:
+def guarded(step: Callable[..., None], *args: Any) -> None:
     """Whatever goes wrong in here, the target is imported."""
     try:
         step(*args)
     except Exception as error:
         to_stderr(f"an error of its own, please report it: {type(error).__name__}: {error}")
-
-
-class _Finding(threading.local):
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-
-_finding = _Finding()
-_made_lock = threading.Lock()
-_made: list[Runtime | None] = []
-
-
-def _the_runtime() -> Runtime | None:
-    """This process's runtime; None where the bundle itself is broken, which is said once."""
-    with _made_lock:
-        if not _made:
-            try:
-                _made.append(_from_bundle())
-            except Exception as error:
-                why = f"the bundle cannot be used, nothing is patched: {type(error).__name__}: {error}"
-                if os.environ.get("LIVEPATCH") == "strict":
-                    end_process(why)
-                to_stderr(why)
-                _made.append(None)
-        return _made[0]
-
-
-def _from_bundle() -> Runtime:
-    root = __name__.partition(".")[0]
-    package = sys.modules[root]
-    where = os.path.dirname(str(package.__file__))
-    data = package.__spec__.loader.get_data(os.path.join(where, "catalogue.json"))  # type: ignore[union-attr]
-    return Runtime(json.loads(data.decode("utf-8")), root, os.path.dirname(where))
-
-
-def _next_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    finders = list(sys.meta_path)
-    own = [getattr(finder, "__name__", "") for finder in finders].index("LivepatchFinder")
-    for finder in finders[own + 1 :]:
-        find = getattr(finder, "find_spec", None)
-        spec = None if find is None else find(name, path, target)
-        if spec is not None:
-            return spec  # type: ignore[no-any-return]
-    return None
 
 
 def _is_loaded(name: str, just_now: ModuleType) -> bool:

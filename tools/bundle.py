@@ -31,7 +31,7 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
     runtime = Path(next(iter(sitecustomize.__path__)))
     files: dict[str, bytes] = {}
     entry = (runtime / "entry.py").read_text("utf-8")
-    modules = sorted({module for item in entries.values() for module in item.patch.modules})
+    modules = sorted({name for item in entries.values() for name in (*item.patch.modules, *item.patch.added)})
     if entry.count(_TARGETS) != 1:
         raise AssertionError("entry.py has no place for the targets")
     files["sitecustomize.py"] = entry.replace(_TARGETS, f"TARGETS = frozenset({json.dumps(modules)})").encode()
@@ -52,7 +52,12 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
     for licence in metadata.files("wrapt") or []:
         if licence.name == "LICENSE":
             files[f"{PACKAGE}/vendor/wrapt/LICENSE"] = Path(str(licence.locate())).read_bytes()
-    catalogue = {"version": version(), "patches": {name: item.facts for name, item in sorted(entries.items())}}
+    catalogue = {
+        "version": version(),
+        "patches": {name: item.facts for name, item in sorted(entries.items())},
+        "digests": {name: _digest(item.folder) for name, item in sorted(entries.items())},
+        "changes": {name: item.changes() for name, item in sorted(entries.items()) if item.patch.diff},
+    }
     files[f"{PACKAGE}/catalogue.json"] = _json(catalogue)
     files[MANIFEST] = _json(
         {
@@ -152,6 +157,13 @@ def cache_directory() -> Path:
     """The user's cache directory for this project."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "vllm-livepatch"
+
+
+def _digest(folder: Path) -> str:
+    """What a patch folder holds, its bytecode left out."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    digests = (f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def _usable(out: Path) -> None:

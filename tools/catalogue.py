@@ -11,6 +11,7 @@ from typing import Any
 from vllm_livepatch import patches as own_patches
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.tools import diffs
 from vllm_livepatch.tools.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -26,6 +27,10 @@ class Entry:
     folder: Path
     facts: dict[str, Any]
     patch: Patch
+
+    def changes(self) -> list[dict[str, Any]]:
+        """The changes of a diff, for the bundle. Raises UserError."""
+        return [change.to_json() for change in diffs.parse((self.folder / self.patch.diff).read_bytes()).changes]
 
 
 def load(extra: Iterable[Path] = ()) -> dict[str, Entry]:
@@ -57,8 +62,9 @@ def read(folder: Path) -> Entry:
         patch = to_patch(name, facts)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError) as error:
         raise UserError(f"{file}: {str(error).splitlines()[0]}") from error
-    if not (folder / "wrappers.py").is_file():
-        raise UserError(f"{folder} has no wrappers.py, which is a patch's code")
+    code = patch.diff or "wrappers.py"
+    if not (folder / code).is_file():
+        raise UserError(f"{folder} has no {code}, which is the patch's code")
     return Entry(folder, facts, patch)
 
 

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Every check of the project, on a fresh machine with Python 3.11 and nothing else: style, types, unit tests, the release
+# tests against every pinned vLLM, and the engine itself. Environments and sources are kept in the user's cache.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/bootstrap.sh
+python=$(ensure_tool_env lab,test)
+step() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
+
+step "in the background: the engine's environment and the pinned sources"
+log=$(mktemp)
+"$python" -m vllm_livepatch.tools.prepare >"$log" 2>&1 &
+preparing=$!
+trap 'kill "$preparing" 2>/dev/null || true; rm -f "$log"' EXIT
+
+step "style and types"
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+tools/types.sh "$python"
+
+step "unit tests"
+"$python" -m pytest tests/unit -n 2 -q "$@"
+
+step "the engine's environment and the pinned sources"
+wait "$preparing" || { cat "$log"; exit 1; }
+tail -n 3 "$log"
+
+step "release tests"
+"$python" -m pytest tests/releases -n 2 -q "$@"
+
+step "the engine"
+"$python" -m pytest tests/e2e -q "$@"
+step "done"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# mypy over the rooms and the tests: it does not know the folder mapping of pyproject.toml, so it is shown a tree of links.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tree=$(mktemp -d)
+trap 'rm -rf "$tree"' EXIT
+mkdir "$tree/vllm_livepatch"
+for room in patches sitecustomize tools; do ln -s "$PWD/$room" "$tree/vllm_livepatch/$room"; done
+MYPYPATH=$tree "$1" -m mypy --config-file pyproject.toml --namespace-packages -p vllm_livepatch
+MYPYPATH=$tree "$1" -m mypy --config-file pyproject.toml --explicit-package-bases tests
