@@ -11,7 +11,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
+Ids = set[str] | None
 TARGET = "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished"
+
+
+class _Sorter:
+    """Stands where the scheduler tells its connector, which it does first in every release.
+
+    The connector may change what it is told (MoRI-IO does), so the ids are sorted between the connector's look at them
+    and the scheduler's; afterwards the output has again what the connector left in it.
+    """
+
+    __slots__ = ("actionable", "output", "raw", "scheduler", "see")
+
+    def __init__(self, see: Any, scheduler: Any, actionable: Callable[[Any, Ids, Ids], tuple[Ids, Ids]]) -> None:
+        self.see = see
+        self.scheduler = scheduler
+        self.actionable = actionable
+        self.output: Any = None  # the one that the scheduler is acting on; another caller's passes through
+        self.raw: tuple[Ids, Ids] | None = None
+
+    def __call__(self, output: Any) -> Any:
+        result = None if self.see is None else self.see(output)
+        if output is self.output:
+            received, sent = output.finished_recving, output.finished_sending
+            if received or sent:
+                self.raw = received, sent
+                output.finished_recving, output.finished_sending = self.actionable(self.scheduler, received, sent)
+        return result
+
+    def done(self) -> None:
+        if self.raw is not None:
+            self.output.finished_recving, self.output.finished_sending = self.raw
+            self.raw = None
+        self.output = None
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
@@ -23,9 +56,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         livepatch.count(kind)
         livepatch.say(kind, f"dropped a completion the scheduler cannot act on: {kind}, request {request_id}")
 
-    def actionable(scheduler: Any, output: Any) -> tuple[set[str] | None, set[str] | None]:
+    def actionable(scheduler: Any, received: Ids, sent: Ids) -> tuple[Ids, Ids]:
         """The received and sent ids (either may be None) that hold for the scheduler's requests as they are now."""
-        received, sent = output.finished_recving, output.finished_sending
         requests = scheduler.requests
         freed: set[str] = set()
         keep: set[str] = set()
@@ -59,36 +91,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     def update(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
         output = args[0] if args else kwargs["kv_connector_output"]
-        raw = output.finished_recving, output.finished_sending
         connector = scheduler.connector
         if connector is None:
-            output.finished_recving, output.finished_sending = actionable(scheduler, output)
-            try:
-                return wrapped(*args, **kwargs)
-            finally:
-                output.finished_recving, output.finished_sending = raw
-
-        see = connector.update_connector_output
-
-        def see_all_then_leave_actionable(seen: Any) -> Any:
-            # The method tells the connector first, in every release, and the connector may change what it is told. So
-            # the moment between the two is where the ids are sorted; `raw` is what anybody afterwards finds again.
-            nonlocal raw
-            result = see(seen)
-            raw = seen.finished_recving, seen.finished_sending
-            seen.finished_recving, seen.finished_sending = actionable(scheduler, seen)
-            return result
-
-        own = vars(connector).get("update_connector_output")
-        connector.update_connector_output = see_all_then_leave_actionable
+            sorter = _Sorter(None, scheduler, actionable)
+            sorter.output = output
+            sorter(output)
+        else:
+            sorter = vars(connector).get("update_connector_output")
+            if type(sorter) is not _Sorter:
+                sorter = _Sorter(connector.update_connector_output, scheduler, actionable)
+                connector.update_connector_output = sorter
+            sorter.output = output
         try:
             return wrapped(*args, **kwargs)
         finally:
-            if own is None:
-                del connector.update_connector_output
-            else:
-                connector.update_connector_output = own
-            output.finished_recving, output.finished_sending = raw
+            sorter.done()
             if not receive_frees:
                 forget_gone(scheduler)
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import wrapt
 from rich.console import Console
 from rich.table import Table
-
 from vllm_livepatch.tools import bundle, catalogue
 
 TARGET = "vllm.v1.core.sched.scheduler"
