@@ -55,7 +55,8 @@ def apply(
         stranger = None if force else _stranger(target, original, files)
         if stranger is not None:
             raise ApplyError("foreign", f"{target} was already replaced by {stranger}")
-        planned.append(Applied(target, owner, attribute, original, function_wrapper(original, wrapper)))
+        wrapped = _wrapped(original, wrapper, function_wrapper)
+        planned.append(Applied(target, owner, attribute, original, wrapped))
     done: list[Applied] = []
     try:
         for step in planned:
@@ -65,12 +66,17 @@ def apply(
             if not in_place(step):
                 raise ApplyError("readback", f"{step.target}, looked up again, is {_described(_lookup(step.target))}")
     except BaseException as error:
-        for step in reversed(done):
-            setattr(step.owner, step.attribute, step.original)
+        undo(done)
         if isinstance(error, Exception) and not isinstance(error, ApplyError):
             raise ApplyError("raised", f"{type(error).__name__} while applying: {error}") from error
         raise
     return planned
+
+
+def undo(steps: Iterable[Applied]) -> None:
+    """Put the originals back, the last step's first."""
+    for step in reversed(list(steps)):
+        setattr(step.owner, step.attribute, step.original)
 
 
 def in_place(step: Applied) -> bool:
@@ -89,6 +95,18 @@ def overtaken_by(step: Applied) -> str | None:
         if inner is None:
             break
     return _described(found)
+
+
+def _wrapped(original: Any, wrapper: Callable[..., Any], function_wrapper: FunctionWrapper) -> Any:
+    """What takes the place of `original`; of a property, its getter is wrapped."""
+    if not isinstance(original, property):
+        return function_wrapper(original, wrapper)
+    getter = function_wrapper(original.fget, wrapper)
+
+    def get(instance: Any) -> Any:
+        return getter.__get__(instance, type(instance))()  # bound, so that the wrapper sees its instance
+
+    return property(get, original.fset, original.fdel, original.__doc__)
 
 
 def _resolve(target: str) -> tuple[Any, str, Any]:
@@ -117,7 +135,7 @@ def _stranger(target: str, found: Any, files: Mapping[str, str]) -> str | None:
     """
     module_name, _, qualname = target.partition(":")
     module = sys.modules[module_name]
-    function = getattr(found, "__func__", found)
+    function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
     file = files.get(module_name) or getattr(module, "__file__", None)
     if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
         return None

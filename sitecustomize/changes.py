@@ -22,9 +22,6 @@ class Hunk:
     old: tuple[str, ...]
     new: tuple[str, ...]
 
-    def reversed(self) -> Hunk:
-        return Hunk(self.line, self.new, self.old)
-
 
 @dataclass(frozen=True)
 class Change:
@@ -50,35 +47,55 @@ class Change:
         return cls(value["module"], hunks, value["added"], value["package"])
 
 
-def changed(text: str, hunks: Iterable[Hunk]) -> str:
-    """The text with every hunk in its place. Raises HunkError, with nothing changed.
-
-    A hunk takes the place where its old lines stand, behind the hunk before it; of several such places, only the one
-    that the diff's line number names.
-    """
+def changed(text: str, hunks: Sequence[Hunk]) -> str:
+    """The text with every hunk in its place. Raises HunkError, with nothing changed."""
     lines = text.split("\n")
     result: list[str] = []
     done = 0  # lines of the old text that are behind us
-    for number, hunk in enumerate(hunks, 1):
-        place = _place(lines, hunk, done, number)
+    for hunk, place in zip(hunks, places(text, hunks), strict=True):
         result += lines[done:place]
         result += hunk.new
         done = place + len(hunk.old)
     return "\n".join([*result, *lines[done:]])
 
 
+def places(text: str, hunks: Iterable[Hunk]) -> list[int]:
+    """The line, counted from 0, at which each hunk stands. Raises HunkError.
+
+    A hunk takes the place where its old lines stand, behind the hunk before it. Of several such places it takes only
+    the one that its line number names, moved as far as the hunk before it was.
+    """
+    lines = text.split("\n")
+    found: list[int] = []
+    behind = 0
+    moved = 0
+    for number, hunk in enumerate(hunks, 1):
+        found.append(_place(lines, hunk, behind, hunk.line - 1 + moved, number))
+        behind = found[-1] + len(hunk.old)
+        moved = found[-1] - (hunk.line - 1)
+    return found
+
+
 def contained(text: str, hunks: Sequence[Hunk]) -> bool:
     """Whether the text has every hunk already: each, turned round, has its place."""
+    turned: list[Hunk] = []
+    grown = 0
+    for hunk in hunks:
+        line = hunk.line + grown + (not hunk.old)  # a hunk without old lines names the line before it
+        turned.append(Hunk(line, hunk.new, hunk.old))
+        grown += len(hunk.new) - len(hunk.old)
     try:
-        changed(text, [hunk.reversed() for hunk in hunks])
+        changed(text, turned)
     except HunkError:
         return False
     return True
 
 
-def _place(lines: list[str], hunk: Hunk, start: int, number: int) -> int:
+def _place(lines: list[str], hunk: Hunk, start: int, named: int, number: int) -> int:
     old = list(hunk.old)
     if not old:
+        if lines == [""]:
+            return 0
         raise HunkError(f"hunk {number} (line {hunk.line}) adds lines without any context to place them by")
     places = [
         index
@@ -89,7 +106,7 @@ def _place(lines: list[str], hunk: Hunk, start: int, number: int) -> int:
         return places[0]
     if not places:
         raise HunkError(f"hunk {number} (line {hunk.line}) finds its lines nowhere")
-    if hunk.line - 1 in places:
-        return hunk.line - 1
+    if named in places:
+        return named
     said = ", ".join(str(place + 1) for place in places[:5])
     raise HunkError(f"hunk {number} (line {hunk.line}) finds its lines in {len(places)} places: lines {said}")

@@ -33,8 +33,9 @@ class Option:
 class Variant:
     """One verified form of the code that a patch touches and calls.
 
-    `code` maps `module:qualname` to its fingerprint, for every target and every call. `releases` are those in which a
-    release test drove exactly this code. `facts` are what the patch's code must know of this variant.
+    `code` maps `module:qualname` to its fingerprint, for every target and every call that these releases have: code
+    moves, and a name that a variant lacks must be absent there. `releases` are those in which a release test drove
+    exactly this code. `facts` are what the patch's code must know of this variant.
     """
 
     code: Mapping[str, str]
@@ -60,6 +61,7 @@ class Patch:
     diff: str = ""  # the folder's file, where the patch is a source change
     added: tuple[str, ...] = ()  # modules that the diff adds
     traced: bool = False  # it changes code that torch.compile traces
+    apart: bool = False  # its targets live in several processes: each module's are applied as soon as it is loaded
     about: Mapping[str, Any] = field(default_factory=dict)  # why, origin, upstream threads: for people
 
     @property
@@ -70,6 +72,10 @@ class Patch:
     def modules(self) -> tuple[str, ...]:
         """The modules that hold a target, in the order of the targets."""
         return tuple(dict.fromkeys(module_of(target) for target in self.targets))
+
+    def targets_of(self, variant: Variant | None) -> tuple[str, ...]:
+        """The targets that a variant has; all of them where none is known."""
+        return tuple(target for target in self.targets if variant is None or target in variant.code)
 
 
 @dataclass(frozen=True)
@@ -142,12 +148,13 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
     missing = [name for name in patch.names if installed.code.get(name) is None]
     if all(target in missing for target in patch.targets):
         return "not-present", f"{release} has no {patch.targets[0]}", None
-    if missing:
-        return "drifted", f"{release} has no {', '.join(missing)}", None
     for variant in patch.variants:
-        if all(variant.code.get(name) == installed.code[name] for name in patch.names):
+        if all(variant.code.get(name) == installed.code.get(name) for name in patch.names):
             break
     else:
+        lost = [name for name in missing if all(name in variant.code for variant in patch.variants)]
+        if lost:
+            return "drifted", f"{release} has no {', '.join(lost)}", None
         changed = ", ".join(unknown_names(patch, installed)) or "a combination of names, each known by itself"
         return "drifted", f"{release} has code that was never verified: {changed}", None
     if variant.verdict == "fixed-upstream":

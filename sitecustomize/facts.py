@@ -7,7 +7,7 @@ from typing import Any
 
 from .decision import Option, Patch, PatchError, Variant
 
-_ENTRIES = {"title", "package", "targets", "calls", "variant", "option", "aliases", "auto", "about"}
+_ENTRIES = {"title", "package", "targets", "calls", "variant", "option", "aliases", "auto", "apart", "about"}
 _ENTRIES |= {"diff", "added", "traced"}  # of source changes
 
 
@@ -29,6 +29,7 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         diff=_text(name, facts, "diff") if "diff" in facts else "",
         added=_texts(name, facts, "added"),
         traced=bool(facts.get("traced", "diff" in facts)),
+        apart=bool(facts.get("apart", False)),
         about=dict(facts.get("about", {})),
     )
     if patch.auto not in ("needed", "rocm", "off"):
@@ -36,9 +37,12 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
     if not patch.targets:
         raise PatchError(f"patch {name}: targets is empty")
     for variant in patch.variants:
-        missing = sorted(set(patch.names) - set(variant.code))
-        if missing:
-            raise PatchError(f"patch {name}: the variant of {', '.join(variant.releases)} lacks {', '.join(missing)}")
+        said = f"patch {name}: the variant of {', '.join(variant.releases)}"
+        strange = sorted(set(variant.code) - set(patch.names))
+        if strange:
+            raise PatchError(f"{said} names {', '.join(strange)}, which is neither a target nor a call")
+        if not patch.targets_of(variant):
+            raise PatchError(f"{said} has no target")
     return patch
 
 

@@ -17,7 +17,7 @@ from . import application, installed, settings
 from .changed_module import ChangedModule, cache_directory, part_of_import
 from .changes import Change, HunkError, changed
 from .context import PatchContext, to_stderr
-from .decision import Decision, Patch, decide
+from .decision import Decision, Patch, decide, module_of
 from .facts import to_patch
 from .report import ProcessReport
 
@@ -36,8 +36,14 @@ class _PatchState:
         self.detail: str | None = None
         self.decision: Decision | None = None
         self.context: PatchContext | None = None
+        self.wrappers: dict[str, Callable[..., Any]] = {}  # by target, once the patch's code has made them
         self.applied: list[application.Applied] = []
         self.changes: list[Change] = []  # of a source change, once its place was found in every module
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Those of the variant that was met; all of them before that."""
+        return self.patch.targets_of(None if self.decision is None else self.decision.variant)
 
     def settle(self, state: str, reason: str | None = None, detail: str | None = None) -> None:
         self.state, self.reason, self.detail = state, reason, detail
@@ -50,7 +56,7 @@ class _PatchState:
             "reason": self.reason,
             "detail": self.detail,
             "verdict": None if self.decision is None else self.decision.verdict,
-            "targets": [*self.patch.targets, *self.patch.added],
+            "targets": [*self.targets, *self.patch.added],
             "counters": {} if self.context is None else dict(self.context.counters),
         }
 
@@ -111,8 +117,8 @@ class Runtime:
                 self._read_back(state)
                 if state.state == "failed":
                     self._not_applied(state)
-            elif all(_is_loaded(name, module) for name in state.patch.modules):
-                self._apply(state)
+            elif state.patch.apart or all(_is_loaded(module_of(name), module) for name in state.targets):
+                self._apply(state, [name for name in state.targets if _is_loaded(module_of(name), module)])
                 if state.state == "failed":
                     self._not_applied(state)
         self._checked_and_written()
@@ -178,7 +184,7 @@ class Runtime:
         if self.environment.errors and self.environment.mode == "strict":
             end_process(self.environment.errors[0])
 
-    def _apply(self, state: _PatchState) -> None:
+    def _apply(self, state: _PatchState, targets: list[str]) -> None:
         patch, decision = state.patch, state.decision
         assert decision is not None
         try:
@@ -191,22 +197,33 @@ class Runtime:
                     state.context = PatchContext(patch.name, options, facts, later, self.patch_set)
             code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
             wrapt = importlib.import_module(f"{self._root}.vendor.wrapt")
-            wrappers = dict(code.wrappers(state.context))
-            if set(wrappers) != set(patch.targets):
+            made = state.wrappers = state.wrappers or dict(code.wrappers(state.context))
+            if set(made) != set(patch.targets):
                 raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
             with self._lock:
                 known = [step.wrapper for other in self.states for step in other.applied]
                 own = [step for step in state.applied if application.in_place(step)]  # all but a reloaded module's
-                for step in own:
-                    wrappers.pop(step.target)
+                there = {step.target for step in own}
+                wrappers = {target: made[target] for target in targets if target not in there}
                 files = {name: module.filename for name, module in self._changed.items()}
                 forced = decision.reason == "forced"
                 state.applied = own + application.apply(wrappers, wrapt.FunctionWrapper, known, files, forced)
-                state.settle("applied", state.reason, state.detail)
+                rest = f"{len(state.applied)} of {len(state.targets)} targets imported so far"
+                whole = len(state.applied) == len(state.targets)
+                asked = (decision.reason, decision.detail) if decision.reason != "needed" else (None, None)
+                state.settle("applied", *(asked if whole else ("partly", rest)))
         except application.ApplyError as error:
-            state.settle("failed", error.reason, error.detail)
+            self._unapply(state, error.reason, error.detail)
         except Exception as error:
-            state.settle("failed", "raised", f"{type(error).__name__} while applying: {error}")
+            self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
+
+    def _unapply(self, state: _PatchState, reason: str, detail: str) -> None:
+        """All or nothing, also where the targets came one by one."""
+        with self._lock:
+            if state.patch.apart:
+                application.undo(step for step in state.applied if application.in_place(step))
+                state.applied = []
+            state.settle("failed", reason, detail)
 
     # Source changes
 

@@ -91,7 +91,8 @@ def print_page(console: Console, patch: Patch) -> None:
     console.print(Text("\nReleases", style="bold"))
     table = _table("verdict", "releases", "fingerprint of the first target")
     for variant in patch.variants:
-        table.add_row(coloured(variant.verdict), ", ".join(variant.releases), variant.code[patch.targets[0]])
+        first = variant.code[patch.targets_of(variant)[0]]
+        table.add_row(coloured(variant.verdict), ", ".join(variant.releases), first)
     console.print(table)
     console.print(Text("\nTargets", style="bold"))
     for target in patch.targets:
