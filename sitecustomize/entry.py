@@ -16,9 +16,22 @@ class LivepatchFinder(object):
     def find_spec(name, path=None, target=None):
         if name not in TARGETS:
             return None
+        hook = load_hook()
+        return hook and hook.find_spec(name, path, target)
+
+
+def load_hook():
+    """The runtime's hook. A bundle that is damaged, or half replaced, says so once and breaks no import."""
+    global TARGETS
+    try:
         from _vllm_livepatch.sitecustomize import hook
 
-        return hook.find_spec(name, path, target)
+        return hook
+    except Exception as error:
+        TARGETS = frozenset()
+        sys.stderr.write("vllm-livepatch: the bundle is damaged, nothing is patched: %s\n" % (error,))
+        if os.environ.get("LIVEPATCH") == "strict":
+            os._exit(78)
 
 
 def arm():
@@ -30,9 +43,9 @@ def arm():
     sys.meta_path.insert(0, LivepatchFinder)
     for name in TARGETS:
         if name in sys.modules:  # a .pth file was faster than we are
-            from _vllm_livepatch.sitecustomize import hook
-
-            hook.imported_before(name)
+            hook = load_hook()
+            if hook:
+                hook.imported_before(name)
     return True
 
 

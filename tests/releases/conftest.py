@@ -1,0 +1,61 @@
+"""What the release tests share: the bundle, the interpreter, and the table at the end of the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+from vllm_livepatch.tools import environments
+
+OUTCOMES = "outcomes"
+"""Name of the property in which a test leaves (release, mode, what each case came to) for the table."""
+
+
+@pytest.fixture(scope="session")
+def engine_python() -> Path:
+    """The interpreter that has torch and all else that vLLM imports: LIVEPATCH_TEST_PYTHON, else one built for it."""
+    given = os.environ.get("LIVEPATCH_TEST_PYTHON")
+    return Path(given) if given else environments.engine()
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle, made by the command that users make theirs with."""
+    directory = tmp_path_factory.mktemp("bundle") / "bundle"
+    command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "generate", "--out", str(directory)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return directory
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print a table: what each release's cases came to on stock, and what with the patch."""
+    table: dict[str, dict[str, str]] = {}
+    for result in ("passed", "failed"):
+        for report in terminalreporter.getreports(result):
+            recorded = dict(report.user_properties).get(OUTCOMES)
+            if recorded and report.when == "call":
+                release, mode, cases = recorded
+                cell = _summary(cases) + ("" if result == "passed" else " (NOT AS EXPECTED)")
+                table.setdefault(release, {})[mode] = cell
+    if not table:
+        return
+    terminalreporter.section("what stale completions do to each vLLM release")
+    width = max(len(cells.get("patched", "")) for cells in table.values())
+    terminalreporter.write_line(f"{'release':9}{'patched':{width + 2}}stock")
+    for release in sorted(table, key=Version):
+        cells = table[release]
+        terminalreporter.write_line(f"{release:9}{cells.get('patched', ''):{width + 2}}{cells.get('stock', '')}")
+
+
+def _summary(cases: list[str]) -> str:
+    """Say how many cases survive, and what the others came to."""
+    counts = Counter(cases)
+    survived = counts.pop("survives", 0)
+    rest = ", ".join(f"{count} x {outcome}" for outcome, count in counts.most_common())
+    return f"{survived} of {len(cases)} survive" + (f": {rest}" if rest else "")

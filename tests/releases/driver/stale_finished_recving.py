@@ -1,0 +1,334 @@
+"""Drive one release's scheduler through stale completion notifications; print what happened as one JSON object.
+
+Run by a fresh interpreter with the release's sources, and the bundle or not, on PYTHONPATH. A case that does
+not go as a user would want says so in its outcome: `survives`, or the exception and where it was raised, or
+what was wrong at its end. What to expect of which release is none of this script's business.
+"""
+
+# mypy: disable-error-code="import-not-found"
+# ruff: noqa: E402  (the collector and stdout are seen to before anything large or talkative is imported)
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+
+STARTED = time.perf_counter()
+# Thousands of modules are about to be created, none of them garbage: collecting meanwhile costs 2 s of 10.
+gc.disable()
+# vLLM logs to stdout, which here belongs to the result.
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import json
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import real_scheduler as real
+import vllm
+
+gc.enable()
+
+WITNESS_TOKENS = 40
+"""Longer than any case: the witness runs throughout, so a case shows whether others are disturbed."""
+
+
+class World:
+    """A scheduler with one running request, the witness, and what was told to it and seen of it."""
+
+    def __init__(self, scheduler_name: str, model_config: Any) -> None:
+        connector = ("connector_double", "ConnectorDouble")
+        self.scheduler = real.make_scheduler(scheduler_name, model_config, connector)
+        self.all_blocks = real.free_blocks(self.scheduler)
+        # As the engine core does: with asynchronous scheduling, one more step is scheduled than was answered.
+        self.steps_ahead = 1 if scheduler_name == "AsyncScheduler" else 0
+        self.unanswered: deque[tuple[Any, Any]] = deque()
+        self.reported: list[tuple[list[str], list[str]]] = []
+        self.ran: dict[str, int] = {}
+        self.wrong: list[str] = []
+        self.add("witness", tokens=WITNESS_TOKENS)
+        self.steps(2)
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        """The requests that the scheduler knows, by id."""
+        requests: dict[str, Any] = self.scheduler.requests
+        return requests
+
+    def add(self, request_id: str, **options: Any) -> None:
+        """Hand a new request to the scheduler; options as for `make_request`."""
+        self.scheduler.add_request(real.make_request(request_id, **options))
+
+    def step(
+        self,
+        recving: Sequence[str] = (),
+        sending: Sequence[str] = (),
+        before_answer: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Schedule a step, and answer the oldest one with these completions."""
+        scheduled = self.scheduler.schedule()
+        self.unanswered.append((scheduled, real.run_model(scheduled)))
+        for request_id in scheduled.num_scheduled_tokens:
+            self.ran[request_id] = self.ran.get(request_id, 0) + 1
+        before_answer()
+        if len(self.unanswered) > self.steps_ahead:
+            scheduled, output = self.unanswered.popleft()
+            # Workers report on every step that runs the model, if only that nothing ended.
+            if recving or sending or scheduled.num_scheduled_tokens:
+                output.kv_connector_output = real.transfers(recving, sending)
+                self.reported.append((sorted(recving), sorted(sending)))
+            self.scheduler.update_from_output(scheduled, output)
+
+    def steps(self, count: int) -> None:
+        """Run steps that report nothing."""
+        for _ in range(count):
+            self.step()
+
+    def expect(self, true: bool, otherwise: str) -> None:
+        """Note what is wrong where `true` is not."""
+        if not true and otherwise not in self.wrong:
+            self.wrong.append(otherwise)
+
+    def expect_loading(self, request_id: str) -> None:
+        """Expect a request to wait for its KV, holding blocks."""
+        waiting = real.status_name(self.requests[request_id]) == "WAITING_FOR_REMOTE_KVS"
+        self.expect(waiting and request_id not in self.ran, "runs before its KV is there")
+
+    def expect_kept(self, request_id: str) -> None:
+        """Expect the blocks of a request that ended to be kept for its transfer."""
+        kept = request_id in self.requests and self.requests[request_id].is_finished()
+        self.expect(kept, "blocks freed before their transfer ended")
+
+    def expect_freed(self, request_id: str) -> None:
+        """Expect a completion reported in the last step to have freed a request."""
+        self.expect(request_id not in self.requests, "valid id not honoured in its step")
+
+    def expect_received(self, request_id: str) -> None:
+        """Expect a completion reported in the last step to have readied a request that waited for it."""
+        ready = request_id in self.scheduler.finished_recving_kv_req_ids
+        self.expect(ready, "valid id not honoured in its step")
+        if real.counts_fetches():
+            self.expect(real.completed_fetches(self.scheduler) == 1, "completed load not counted")
+
+    def finish(self) -> None:
+        """Let all requests end, then look for whatever is left behind."""
+        for _ in range(2 * WITNESS_TOKENS):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            self.step()
+        self.expect(not self.scheduler.has_unfinished_requests(), "requests never end")
+        # Blocks freed while a step was in flight come back when it, and the one behind it, were answered.
+        self.steps(3)
+        self.expect(not self.requests, "requests never freed")
+        self.expect(not self.scheduler.finished_recving_kv_req_ids, "ids linger")
+        pool_full = real.free_blocks(self.scheduler) == self.all_blocks and not real.held_blocks(self.scheduler)
+        self.expect(pool_full, "pool not full")
+        self.expect(self.ran["witness"] >= WITNESS_TOKENS, "others disturbed")
+
+
+def recv_unknown(world: World) -> None:
+    """A receive ends of a request that never was, or is long gone."""
+    world.step(recving=["ghost"])
+
+
+def recv_running(world: World) -> None:
+    """A receive ends of a request that runs already."""
+    world.step(recving=["witness"])
+
+
+def recv_waiting(world: World) -> None:
+    """A receive ends of a request that waits, but for no KV."""
+    world.step(recving=["new"], before_answer=lambda: world.add("new"))
+
+
+def send_unknown(world: World) -> None:
+    """A send ends of a request that never was, or is long gone."""
+    world.step(sending=["ghost"])
+
+
+def send_running(world: World) -> None:
+    """A send ends of a request that still runs."""
+    world.step(sending=["witness"])
+
+
+def send_loading(world: World) -> None:
+    """A send ends of a request that waits for its KV."""
+    world.add("load", load=True)
+    world.steps(2)
+    world.expect_loading("load")
+    world.step(sending=["load"])
+    world.expect_loading("load")
+    world.step(recving=["load"])
+    world.expect_received("load")
+
+
+def send_after_recv(world: World) -> None:
+    """A client disconnects while its prompt loads; receive and send then end in one step."""
+    world.add("gone", load=True, delay_free=True)
+    world.steps(2)
+    world.expect_loading("gone")
+    real.abort(world.scheduler, "gone")
+    world.expect_kept("gone")
+    world.step(recving=["gone"], sending=["gone"])
+    world.expect_freed("gone")
+
+
+def mixed_batch(world: World) -> None:
+    """Three valid completions and four stale ones in one step."""
+    world.add("load", load=True)
+    world.add("gone", load=True, delay_free=True)
+    world.add("done", delay_free=True, tokens=1)
+    world.steps(3)
+    world.expect_loading("load")
+    real.abort(world.scheduler, "gone")
+    world.expect_kept("gone")
+    world.expect_kept("done")
+    world.step(recving=["load", "gone", "ghost", "witness"], sending=["done", "gone", "ghost"])
+    world.expect_received("load")
+    world.expect_freed("gone")
+    world.expect_freed("done")
+
+
+def same_id_later(world: World) -> None:
+    """A receive ends of an unknown request; later, a request of that id waits for its own."""
+    world.step(recving=["again"])
+    world.add("again", load=True, tokens=8)
+    world.steps(3)
+    world.expect_loading("again")
+    if "again" not in world.ran:
+        world.step(recving=["again"])
+        world.expect_received("again")
+
+
+def recv_again(world: World) -> None:
+    """A receive is reported, the request runs and ends, the receive is reported again."""
+    world.add("load", load=True)
+    world.steps(2)
+    world.step(recving=["load"])
+    world.steps(6)
+    world.expect("load" not in world.requests, "requests never end")
+    world.step(recving=["load"])
+
+
+def send_again(world: World) -> None:
+    """A send is reported and frees the blocks, then it is reported again."""
+    world.add("done", delay_free=True, tokens=1)
+    world.steps(3)
+    world.expect_kept("done")
+    world.step(sending=["done"])
+    world.expect_freed("done")
+    world.step(sending=["done"])
+
+
+def abort_while_loading(world: World) -> None:
+    """A client disconnects while its prompt loads; the receive ends later."""
+    world.add("gone", load=True)
+    world.steps(2)
+    world.expect_loading("gone")
+    real.abort(world.scheduler, "gone")
+    world.steps(2)
+    world.step(recving=["gone"])
+    world.expect_freed("gone")
+
+
+def abort_after_recv(world: World) -> None:
+    """A client disconnects between its receive's end and the step that would resume its request."""
+    world.add("gone", load=True)
+    world.steps(2)
+    world.step(recving=["gone"])
+    world.expect_received("gone")
+    real.abort(world.scheduler, "gone")
+    world.expect_freed("gone")
+
+
+def connector_gives_up(world: World) -> None:
+    """No send ends, but the connector gives one up and adds it to what it is told."""
+    world.add("done", delay_free=True, tokens=1)
+    world.steps(3)
+    world.expect_kept("done")
+    world.scheduler.connector.expired = {"done"}
+    world.step()
+    world.expect_freed("done")
+
+
+def healthy_load(world: World) -> None:
+    """A load completes and its request runs to the end."""
+    world.add("load", load=True)
+    world.steps(3)
+    world.expect_loading("load")
+    world.step(recving=["load"])
+    world.expect_received("load")
+    world.steps(6)
+    world.expect("load" not in world.requests and world.ran.get("load") == 2, "requests never end")
+
+
+def healthy_send(world: World) -> None:
+    """A request ends, and its blocks come back when, and not before, they were sent."""
+    world.add("done", delay_free=True, tokens=1)
+    world.steps(6)
+    world.expect_kept("done")
+    before = len(real.held_blocks(world.scheduler))
+    world.step(sending=["done"])
+    world.expect_freed("done")
+    world.steps(3)
+    world.expect(len(real.held_blocks(world.scheduler)) < before, "pool not full")
+
+
+CASES: list[Callable[[World], None]] = [
+    recv_unknown,
+    recv_running,
+    recv_waiting,
+    send_unknown,
+    send_running,
+    send_loading,
+    send_after_recv,
+    mixed_batch,
+    same_id_later,
+    recv_again,
+    send_again,
+    abort_while_loading,
+    abort_after_recv,
+    connector_gives_up,
+    healthy_load,
+    healthy_send,
+]
+
+
+def play(case: Callable[[World], None], scheduler_name: str, model_config: Any) -> dict[str, Any]:
+    """Play one case on a scheduler of its own; return its outcome and whether the connector missed nothing."""
+    world = World(scheduler_name, model_config)
+    try:
+        case(world)
+        world.finish()
+        outcome = ", ".join(world.wrong) or "survives"
+    except Exception as error:
+        traceback.print_exc()
+        outcome = f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+    return {"outcome": outcome, "connector_saw_all": world.scheduler.connector.notified == world.reported}
+
+
+def main() -> None:
+    """Play all cases on all scheduler classes."""
+    real.quiet()
+    imported = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        cases = {name: {case.__name__: play(case, name, model_config) for case in CASES} for name in real.SCHEDULERS}
+    result = {
+        "vllm": vllm.__file__,  # an installed vLLM must never be what was driven in a release's stead
+        "counts_fetches": real.counts_fetches(),
+        "cases": cases,
+        "seconds": {"import": imported - STARTED, "cases": time.perf_counter() - imported},
+    }
+    print(json.dumps(result), file=RESULT, flush=True)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()
