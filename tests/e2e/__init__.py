@@ -1,0 +1,1 @@
+"""Tests with the real engine and the real LMCache server."""

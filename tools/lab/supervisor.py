@@ -1,0 +1,279 @@
+"""Brings up a set of parts (servers), watches over them, and leaves nothing behind.
+
+A part that dies, that never gets up, or that falls silent ends the whole within seconds, as a ``PartFailed`` that
+carries the part's name, its exit code and the end of *its* log. Whatever ends the supervisor (an exception, Ctrl-C,
+SIGKILL) ends the parts and all of their children: each part runs in a session of its own under ``launcher.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import aiohttp
+import psutil
+
+T = TypeVar("T")
+TAIL_LINES = 40
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+_POLL_SECONDS = 0.2
+_LOOK_SECONDS = 1.0
+_BUSY_SHARE = 0.1
+_LINGER_SECONDS = 5.0
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One server: what to run and how to see that it serves."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    """The whole environment; nothing is inherited. It is written into the output directory."""
+    health: str
+    """A URL that answers 200 when the part serves."""
+    up_within: float = 300.0
+    """Seconds until its health must answer for the first time."""
+    silent_for: float = 30.0
+    """Seconds without a sign of life that end the whole. Once up, only an answer counts; until then also a longer
+    log, or processor time."""
+    beside: bool = False
+    """Start together with the part before it (which is needed only late in this one's start)."""
+    grace: float = 5.0
+    """Seconds between being told to stop and being killed."""
+
+
+class PartFailed(RuntimeError):
+    """A part died, did not get up, or fell silent. ``str()`` is for people: what happened, and the end of its log."""
+
+    def __init__(self, part: str, what: str, log: Path, exit_code: int | None = None) -> None:
+        self.part, self.what, self.log, self.exit_code = part, what, log, exit_code
+        self.tail = tail(log)
+        end = "\n".join(f"  | {line}" for line in self.tail) or "  | (nothing was written)"
+        super().__init__(f"{part} {what}. The last lines of {log}:\n{end}")
+
+
+@dataclass
+class _Running:
+    part: Part
+    process: subprocess.Popen[bytes]
+    pid: int
+    log: Path
+    started: float
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    up_after: float | None = None
+    last_sign: float = 0.0
+    log_size: int = 0
+    processor_seconds: float = 0.0
+
+
+class Supervisor:
+    """Use as ``async with Supervisor(directory) as parts``, from the main thread.
+
+    ``directory`` gets ``NAME.log`` and ``NAME.json`` (pid, command, environment) for every part. ``say`` is told the
+    progress, a line at a time.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        self.directory = directory
+        self._say = say
+        self._running: list[_Running] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Supervisor:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._http = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+        if self._http is not None:
+            await self._http.close()
+
+    async def start(self, parts: Sequence[Part]) -> None:
+        """Start the parts in the given order, each when the ones before it serve. Raises ``PartFailed``."""
+        for part in parts:
+            if not part.beside:
+                await self.guard(self._all_up())
+            self._say(f"starting {part.name}")
+            running = self._launch(part)
+            self._running.append(running)
+            self._watchers.append(asyncio.create_task(self._watch(running)))
+        await self.guard(self._all_up())
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is cancelled as soon as a part fails: then raises ``PartFailed``.
+
+        Raises ``PartFailed`` also when the work fails first, as it does when it talks to a part that is dying.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, *self._watchers}, return_when=asyncio.FIRST_COMPLETED)
+            if self._watchers and task.done() and not task.cancelled() and task.exception() is not None:
+                await asyncio.wait(self._watchers, timeout=_LINGER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            for watcher in self._watchers:
+                if watcher.done():
+                    watcher.result()
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Every live process of every part: ``{"part", "pid", "name", "command"}``."""
+        found = []
+        for running in self._running:
+            for process in _tree(running.pid):
+                with contextlib.suppress(psutil.Error):
+                    entry = {"part": running.part.name, "pid": process.pid, "name": process.name()}
+                    found.append({**entry, "command": process.cmdline()})
+        return found
+
+    def up_seconds(self) -> dict[str, float]:
+        """How long each part took from its start to its first healthy answer."""
+        return {entry.part.name: round(entry.up_after, 1) for entry in self._running if entry.up_after is not None}
+
+    async def stop(self) -> None:
+        """End all parts, and wait until they are gone. Never raises for a part that is dead already."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers.clear()
+        for running in self._running:
+            running.process.terminate()
+        while self._running:
+            running = self._running[-1]
+            deadline = time.monotonic() + 2 * running.part.grace + 5
+            while running.process.poll() is None and time.monotonic() < deadline:
+                await asyncio.sleep(_POLL_SECONDS / 4)
+            if running.process.poll() is None:  # the launcher itself is stuck: end what it was to end
+                for process in reversed(_tree(running.process.pid)):
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+                running.process.wait()
+            self._running.pop()
+
+    def _launch(self, part: Part) -> _Running:
+        log = self.directory / f"{part.name}.log"
+        read, write = os.pipe()
+        # -I: the part's PYTHONPATH is not for the launcher.
+        launcher = [sys.executable, "-I", str(_LAUNCHER), str(os.getpid()), str(write), str(part.grace)]
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [*launcher, *part.command],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=dict(part.environment),
+                pass_fds=[write],
+                start_new_session=True,
+            )
+        os.close(write)
+        with os.fdopen(read) as status:
+            answer = status.read()
+        if not answer.isdecimal():
+            process.wait()
+            raise PartFailed(part.name, f"could not be started: {answer or 'its launcher died'}", log)
+        record = {
+            "part": part.name,
+            "pid": int(answer),
+            "command": list(part.command),
+            "environment": dict(part.environment),
+            "log": log.name,
+            "started": time.time(),
+        }
+        (self.directory / f"{part.name}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        now = time.monotonic()
+        return _Running(part, process, int(answer), log, started=now, last_sign=now)
+
+    async def _all_up(self) -> None:
+        for running in self._running:
+            await running.up.wait()
+
+    async def _watch(self, running: _Running) -> None:
+        """Return never; raise ``PartFailed`` when this part's time has come."""
+        part, looked = running.part, 0.0
+        while True:
+            code = running.process.poll()
+            if code is not None:
+                raise PartFailed(part.name, _ending(code), running.log, code)
+            now = time.monotonic()
+            if now - looked >= _LOOK_SECONDS:
+                healthy = await self._healthy(part)
+                now, before, looked = time.monotonic(), looked, time.monotonic()
+                if healthy and not running.up.is_set():
+                    running.up_after = now - running.started
+                    self._say(f"{part.name} is up after {running.up_after:.0f} s")
+                    running.up.set()
+                if healthy or (not running.up.is_set() and _stirring(running, now - before)):
+                    running.last_sign = now
+                if now - running.last_sign > part.silent_for:
+                    raise PartFailed(part.name, f"has been silent for {part.silent_for:.0f} s", running.log)
+                if not running.up.is_set() and now - running.started > part.up_within:
+                    raise PartFailed(part.name, f"did not get up within {part.up_within:.0f} s", running.log)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _healthy(self, part: Part) -> bool:
+        assert self._http is not None, "use 'async with'"
+        patience = aiohttp.ClientTimeout(total=min(5.0, part.silent_for / 2))
+        try:
+            async with self._http.get(part.health, timeout=patience) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return False
+
+
+def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log, without colours; none if there is no such file."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - 1024 * lines))
+            text = stream.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [_ANSI.sub("", line) for line in text.splitlines()[-lines:]]
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _stirring(running: _Running, seconds: float) -> bool:
+    """Whether a part that does not answer yet wrote to its log, or used a processor for a share of ``seconds``."""
+    size, used = running.log.stat().st_size, 0.0
+    for process in _tree(running.pid):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            used += times.user + times.system
+    stirs = size > running.log_size or used - running.processor_seconds > _BUSY_SHARE * seconds
+    running.log_size, running.processor_seconds = size, used
+    return stirs
+
+
+def _ending(code: int) -> str:
+    if code > 128:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(code - 128).name} (exit code {code})"
+    return f"ended with exit code {code}"
