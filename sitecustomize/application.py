@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import types
@@ -50,9 +51,7 @@ def apply(
     planned: list[Applied] = []
     for target, wrapper in wrappers.items():
         owner, attribute, original = _resolve(target)
-        if id(original) in ours:
-            continue
-        stranger = None if force else _stranger(target, original, files)
+        stranger = None if force or id(original) in ours else _stranger(target, original, files)
         if stranger is not None:
             raise ApplyError("foreign", f"{target} was already replaced by {stranger}")
         wrapped = _wrapped(original, wrapper, function_wrapper)
@@ -65,6 +64,11 @@ def apply(
         for step in planned:
             if not in_place(step):
                 raise ApplyError("readback", f"{step.target}, looked up again, is {_described(_lookup(step.target))}")
+            holder = _bound_in(step)
+            if holder is not None:
+                raise ApplyError(
+                    "bound", f"{holder} imported {step.target} by name earlier, and would call it unpatched"
+                )
     except BaseException as error:
         undo(done)
         if isinstance(error, Exception) and not isinstance(error, ApplyError):
@@ -76,7 +80,36 @@ def apply(
 def undo(steps: Iterable[Applied]) -> None:
     """Put the originals back, the last step's first."""
     for step in reversed(list(steps)):
-        setattr(step.owner, step.attribute, step.original)
+        with contextlib.suppress(Exception):  # what cannot be set back could not be set
+            setattr(step.owner, step.attribute, step.original)
+
+
+_run: dict[str, types.ModuleType] = {}
+
+
+def has_run(module: types.ModuleType) -> None:
+    """A target module has run to its end."""
+    _run[module.__name__] = module
+
+
+def is_loaded(name: str) -> bool:
+    """Whether the module is there with all that is in it.
+
+    A module is in sys.modules from the beginning of its import. Its spec says that it is being imported, but a moment
+    longer than it is: of two threads that end their imports together, each would leave a patch to the other.
+    """
+    module = _module(name)
+    if module is None:
+        return False
+    return module is _run.get(name) or not getattr(module.__spec__, "_initializing", False)
+
+
+def _module(name: str) -> types.ModuleType | None:
+    """The module as importers find it, also at the moment for which the import of one that has run takes it away."""
+    found, run = sys.modules.get(name), _run.get(name)
+    if found is None and run is not None:
+        return run if getattr(run.__spec__, "_initializing", False) else sys.modules.get(name)
+    return found
 
 
 def in_place(step: Applied) -> bool:
@@ -85,11 +118,17 @@ def in_place(step: Applied) -> bool:
 
 
 def overtaken_by(step: Applied) -> str | None:
-    """Who replaced our wrapper since, None where it is still reached: in place, or wrapped by somebody else's."""
+    """Who replaced our wrapper since, None where it is still reached: in place, or wrapped by somebody else's.
+
+    None, too, while its module is dropped or on its way in: it is applied anew then.
+    """
+    if not is_loaded(step.target.partition(":")[0]):
+        return None
     found = _lookup(step.target)
     inner = found
     for _ in range(64):
-        if inner is step.wrapper:
+        # Who took our wrapper from the class before wrapping it holds what wrapt binds it to.
+        if inner is step.wrapper or getattr(inner, "_self_parent", None) is step.wrapper:
             return None
         inner = getattr(inner, "__func__", None) or getattr(inner, "__wrapped__", None)
         if inner is None:
@@ -113,7 +152,7 @@ def _resolve(target: str) -> tuple[Any, str, Any]:
     module_name, _, qualname = target.partition(":")
     *path, attribute = qualname.split(".")
     try:
-        owner: Any = sys.modules[module_name]
+        owner: Any = _module(module_name)
         for part in path:
             owner = getattr(owner, part)
         return owner, attribute, vars(owner)[attribute]
@@ -134,20 +173,33 @@ def _stranger(target: str, found: Any, files: Mapping[str, str]) -> str | None:
     A function of another file may still be the module's doing, by a decorator: then its source has one.
     """
     module_name, _, qualname = target.partition(":")
-    module = sys.modules[module_name]
+    module = _module(module_name)
+    assert module is not None
     function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
     file = files.get(module_name) or getattr(module, "__file__", None)
     if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
         return None
     try:
-        import ast
-
-        node = fingerprint.find(ast.parse(inspect.getsource(module)), qualname)
+        node = fingerprint.find(fingerprint.parsed(inspect.getsource(module)), qualname)
     except (OSError, TypeError, SyntaxError):
         node = None
     if getattr(node, "decorator_list", None):
         return None
     return _described(found)
+
+
+def _bound_in(step: Applied) -> str | None:
+    """Another module that has the original of a module's function, by `from module import function`."""
+    if not isinstance(step.owner, types.ModuleType):
+        return None
+    ours = __name__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if module is step.owner or not isinstance(module, types.ModuleType) or name.partition(".")[0] == ours:
+            continue
+        # Not vars(): a lazy module's would import it.
+        if any(value is step.original for value in list(object.__getattribute__(module, "__dict__").values())):
+            return name
+    return None
 
 
 def _described(found: Any) -> str:

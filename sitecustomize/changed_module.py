@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import linecache
 import marshal
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from . import cache
+
 _F = TypeVar("_F", bound=Callable[..., None])
+_MAGIC = importlib.util.MAGIC_NUMBER
 
 
 def part_of_import(function: _F) -> _F:
@@ -24,37 +27,25 @@ def part_of_import(function: _F) -> _F:
     return function
 
 
-def cache_directory(environ: Mapping[str, str]) -> str | None:
-    """Where changed sources and their bytecode are kept; None where nothing can be written."""
-    home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    for base in (home, os.path.join(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}-cache")):
-        place = os.path.join(base, "vllm-livepatch", "changed")
-        try:
-            os.makedirs(place, mode=0o700, exist_ok=True)
-        except OSError:
-            continue
-        if os.stat(place).st_uid == os.getuid() and os.access(place, os.W_OK):
-            return place
-    return None
-
-
 class ChangedModule:
     """One module's changed text, and the code made of it.
 
-    The changed source is written into the cache and the code names that file, so that tracebacks, debuggers and
-    coverage, which read files, show the lines that run; and so that what keys a cache by the contents of the files it
-    traced (vLLM's compile cache) has another key than an unpatched run. Without a cache the loader alone has the text.
+    The changed source is a file in the cache, and the code names that file: tracebacks, debuggers and coverage read
+    files, and so they show the lines that run. What keys a cache by the contents of the files that it traced (vLLM's
+    compile cache) has another key than in an unpatched run. The file's name is not that of the unpatched one: coverage
+    would take the one for the other.
     """
 
-    def __init__(self, module: str, text: str, origin: str | None, cache: str | None) -> None:
+    def __init__(self, module: str, text: str, origin: str | None, place: str | None) -> None:
+        """`place` is the cache directory, None where there is none."""
         self.module = module
         self.text = text
         self.origin = origin  # the unpatched file: the module's __file__ stays this
-        self._cache = cache
+        self._data = text.encode("utf-8", "surrogatepass")
         self._code: CodeType | None = None
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:20]
-        tail = os.path.join(digest, *module.split(".")) + ".py"
-        self.filename = os.path.join(cache, tail) if cache is not None else os.path.join("vllm-livepatch", tail)
+        tail = os.path.join("changed", hashlib.sha256(self._data).hexdigest()[:20], *module.split(".")) + ".changed.py"
+        self._cached = place is not None and self._kept(os.path.join(place, tail))
+        self.filename = os.path.join(place, tail) if place is not None and self._cached else self._in_memory(tail)
 
     def code(self) -> CodeType:
         """Compiled once per content: the cache spares a large module its compilation."""
@@ -83,7 +74,7 @@ class ChangedModule:
     def execute(self, module: ModuleType) -> None:
         if self.origin is not None:
             # inspect.getsource(module) goes by __file__; an entry without a time is never compared with the disk.
-            lines = self.text.splitlines(keepends=True)
+            lines = io.StringIO(self.text).readlines()
             linecache.cache[self.origin] = (len(self.text), None, lines, self.origin)
         exec(self.code(), module.__dict__)
 
@@ -92,36 +83,38 @@ class ChangedModule:
         if module is None:
             return False
         source = getattr(module.__loader__, "get_source", None)
-        own = [value for value in vars(module).values() if getattr(value, "__module__", None) == self.module]
-        codes = [value.__code__ for value in own if hasattr(value, "__code__")]
-        return (
-            source is not None
-            and source(self.module) == self.text
-            and all(
-                code.co_filename == self.filename for code in codes if code.co_filename in (self.filename, self.origin)
-            )
-        )
+        functions = (value for value in vars(module).values() if isinstance(value, FunctionType))
+        files = {function.__code__.co_filename for function in functions if function.__module__ == self.module}
+        return source is not None and source(self.module) == self.text and self.origin not in files
+
+    def _kept(self, path: str) -> bool:
+        return cache.read(path) == self._data or cache.replace(path, self._data)
+
+    def _in_memory(self, tail: str) -> str:
+        """The name of a file for this process alone, where nothing can be written; at worst a name without a file."""
+        try:
+            file = os.memfd_create(f"{self.module}.changed.py")
+            with open(file, "wb", closefd=False) as stream:
+                stream.write(self._data)
+            return f"/proc/self/fd/{file}"
+        except (AttributeError, OSError):  # not Linux, or not allowed
+            return os.path.join("vllm-livepatch", tail)
 
     def _compiled(self) -> CodeType:
         code: CodeType = compile(self.text, self.filename, "exec", dont_inherit=True)
-        if self._cache is not None:
-            _replace(self.filename, self.text.encode("utf-8", "surrogatepass"))
-            _replace(self._bytecode(), importlib.util.MAGIC_NUMBER + marshal.dumps(code))
+        if self._cached:
+            data = marshal.dumps(code)
+            cache.replace(self._bytecode(), _MAGIC + hashlib.sha256(data).digest() + data)
         return code
 
     def _cached_code(self) -> CodeType | None:
-        if self._cache is None:
+        found = cache.read(self._bytecode()) if self._cached else None
+        if found is None or not found.startswith(_MAGIC):
             return None
-        try:
-            with open(self.filename, "rb") as file:
-                if file.read() != self.text.encode("utf-8", "surrogatepass"):
-                    return None
-            with open(self._bytecode(), "rb") as file:
-                data = file.read()
-            magic = importlib.util.MAGIC_NUMBER
-            code = marshal.loads(data[len(magic) :]) if data.startswith(magic) else None
-        except (OSError, ValueError, EOFError, TypeError):
+        digest, data = found[len(_MAGIC) : len(_MAGIC) + 32], found[len(_MAGIC) + 32 :]
+        if hashlib.sha256(data).digest() != digest:  # a damaged disk; marshal must not see it
             return None
+        code = marshal.loads(data)
         return code if isinstance(code, CodeType) and code.co_filename == self.filename else None
 
     def _bytecode(self) -> str:
@@ -144,18 +137,3 @@ class _AddedLoader:
 
     def get_filename(self, fullname: str) -> str:
         return self._changed.filename
-
-
-def _replace(path: str, data: bytes) -> None:
-    """Whole or not at all; a full or read-only place only costs the next process its time."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except OSError:
-        try:
-            os.unlink(temporary)
-        except OSError:
-            return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -53,8 +55,14 @@ class PatchContext:
 
 def to_stderr(message: str) -> None:
     """One line, whole or not at all: processes that share a stderr do not mix theirs, and a closed one hurts nobody."""
-    try:
-        sys.stderr.write(f"vllm-livepatch: {message}\n")
+    line = f"vllm-livepatch: {message}\n"
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr, or a closed one
+        try:
+            descriptor = sys.stderr.fileno()
+        except (OSError, ValueError):  # somebody's own, without a file
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            return
         sys.stderr.flush()
-    except (AttributeError, OSError, ValueError):  # no stderr, or a closed one
-        pass
+        # In one piece, and past the buffer: what that cannot write becomes the process's exit code, 120.
+        os.write(descriptor, line.encode("utf-8", "backslashreplace"))

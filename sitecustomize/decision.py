@@ -57,7 +57,8 @@ class Patch:
     variants: tuple[Variant, ...]
     options: tuple[Option, ...] = ()
     aliases: tuple[str, ...] = ()  # switches from the field: 1 is on, 0 is off
-    auto: Literal["needed", "rocm", "off"] = "needed"  # where `auto` applies it, if needed: anywhere, on ROCm, nowhere
+    # Where `auto` applies it, if needed: anywhere, on ROCm, beside patches that change traced code, nowhere.
+    auto: Literal["needed", "rocm", "traced", "off"] = "needed"
     diff: str = ""  # the folder's file, where the patch is a source change
     added: tuple[str, ...] = ()  # modules that the diff adds
     traced: bool = False  # it changes code that torch.compile traces
@@ -96,6 +97,7 @@ class Environment:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     errors: tuple[str, ...] = ()  # values that are no values: one sentence each
     notes: tuple[str, ...] = ()  # what looks like a slip but may be meant
+    traced: bool = False  # a patch changes traced code here; found out only for patches whose `auto` asks
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,9 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     if environment.mode == "off" or toggle == "off":
         said = "LIVEPATCH" if environment.mode == "off" else variable(patch.name)
         return Decision(verdict, False, False, "off", f"{said} is off; {detail}", variant)
-    if toggle == "auto" and (patch.auto == "off" or (patch.auto == "rocm" and not installed.rocm)):
-        where = " outside ROCm" if patch.auto == "rocm" else ""
+    wanted_by_itself = {"needed": True, "rocm": installed.rocm, "traced": environment.traced, "off": False}[patch.auto]
+    if toggle == "auto" and not wanted_by_itself:
+        where = {"rocm": " outside ROCm", "traced": " where no patch changes traced code"}.get(patch.auto, "")
         said = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
         return Decision(verdict, False, False, "optional", said, variant)
     if verdict == "drifted" and toggle == "force":

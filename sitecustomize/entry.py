@@ -29,7 +29,11 @@ def load_hook():
         return hook
     except Exception as error:
         TARGETS = frozenset()
-        sys.stderr.write("vllm-livepatch: the bundle is damaged, nothing is patched: %s\n" % (error,))
+        try:
+            said = "vllm-livepatch: the bundle is damaged, nothing is patched: %s\n" % (error,)
+            os.write(sys.stderr.fileno(), said.encode("utf-8", "backslashreplace"))
+        except (AttributeError, OSError, ValueError):  # no stderr, or a closed one
+            pass
         if os.environ.get("LIVEPATCH") == "strict":
             os._exit(78)
 
@@ -63,11 +67,12 @@ def run_next():
     import _frozen_importlib_external
 
     spec = _frozen_importlib_external.PathFinder.find_spec("sitecustomize", rest)
-    if spec is None or spec.loader is None:
+    if spec is None:
         return False
     module = _frozen_importlib.module_from_spec(spec)
     sys.modules["sitecustomize"] = module
-    spec.loader.exec_module(module)
+    if spec.loader is not None:  # a folder without __init__ has none
+        spec.loader.exec_module(module)
     return True
 
 

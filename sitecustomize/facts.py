@@ -32,8 +32,8 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         apart=bool(facts.get("apart", False)),
         about=dict(facts.get("about", {})),
     )
-    if patch.auto not in ("needed", "rocm", "off"):
-        raise PatchError(f"patch {name}: auto is needed, rocm or off, not {patch.auto!r}")
+    if patch.auto not in ("needed", "rocm", "traced", "off"):
+        raise PatchError(f"patch {name}: auto is needed, rocm, traced or off, not {patch.auto!r}")
     if not patch.targets:
         raise PatchError(f"patch {name}: targets is empty")
     for variant in patch.variants:

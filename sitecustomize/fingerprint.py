@@ -31,11 +31,21 @@ def of_names(source: str, names: Mapping[str, str]) -> dict[str, str | None]:
     try:
         with warnings.catch_warnings():  # an invalid escape in somebody's source is not ours to report
             warnings.simplefilter("ignore")
-            tree = _parsed(source)
+            tree = parsed(source)
         found = {key: find(tree, name) for key, name in names.items()}
         return {key: None if node is None else of_node(node) for key, node in found.items()}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
         raise SourceError(f"the source does not parse: {error or type(error).__name__}") from error
+
+
+def parsed(source: str) -> ast.Module:
+    """Up to 3.12 all threads share one count of the depth in ast.parse, and a thread that parses too may upset it."""
+    for _ in range(10):
+        try:
+            return ast.parse(source)
+        except SystemError:
+            continue
+    return ast.parse(source)
 
 
 def find(tree: ast.Module, qualname: str) -> ast.AST | None:
@@ -53,16 +63,6 @@ def of_node(node: ast.AST) -> str:
     """The fingerprint of one parsed definition."""
     digest = hashlib.sha256("".join(_written(node)).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:16]
-
-
-def _parsed(source: str) -> ast.Module:
-    """Up to 3.12 all threads share one count of the depth in ast.parse, and a thread that parses too may upset it."""
-    for _ in range(10):
-        try:
-            return ast.parse(source)
-        except SystemError:
-            continue
-    return ast.parse(source)
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.AST]:

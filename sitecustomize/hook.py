@@ -37,16 +37,12 @@ def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) 
     if runtime is None:
         return spec
     if spec is None:
-        package = runtime.adds(name)
-        added = runtime.changed(name)
-        return None if package is None or added is None else added.spec(package)
-    if not hasattr(spec.loader, "exec_module"):
+        spec = runtime.added(name)
+    if spec is None or spec.loader is None:
         return spec
     guarded(runtime.meet, name)
-    loader: Any = copy.copy(spec.loader)
     changed = runtime.changed(name)
-    if changed is not None:
-        changed.dress(loader)
+    loader: Any = None
 
     @part_of_import
     def exec_module(module: ModuleType) -> None:
@@ -57,7 +53,16 @@ def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) 
             runtime.execute(module, loader, changed)
         guarded(runtime.loaded, module)
 
-    loader.exec_module = exec_module
+    try:
+        loader = copy.copy(spec.loader)
+        if loader is spec.loader or not hasattr(loader, "exec_module"):
+            raise TypeError("one for many modules, or of a kind that Python has given up")
+        if changed is not None:
+            changed.dress(loader)
+        loader.exec_module = exec_module
+    except Exception as error:  # somebody's own loader: it loads as it does
+        guarded(runtime.out_of_reach, name, f"its loader cannot tell when it has run: {error}")
+        return spec
     spec.loader = loader
     return spec
 
@@ -105,8 +110,11 @@ def _from_bundle() -> Runtime:
 
 def _next_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
     finders = list(sys.meta_path)
-    own = [getattr(finder, "__name__", "") for finder in finders].index("LivepatchFinder")
-    for finder in finders[own + 1 :]:
+    own = [
+        place for place, finder in enumerate(finders) if type(finder) is type and finder.__name__ == "LivepatchFinder"
+    ]
+    # Where somebody put something around every finder, all are asked: around ours, too, which passes while it asks.
+    for finder in finders[own[0] + 1 if own else 0 :]:
         find = getattr(finder, "find_spec", None)
         spec = None if find is None else find(name, path, target)
         if spec is not None:

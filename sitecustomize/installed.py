@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import distributions
 
 from . import fingerprint
 from .decision import Installed, Patch, module_of
+
+OfNames = Callable[[str, Mapping[str, str]], "dict[str, str | None]"]
 
 
 class Tree:
@@ -57,7 +59,7 @@ class Overlay(Tree):
         self._texts = texts
 
     def source(self, module: str) -> str | None:
-        return self._texts.get(module) or self._below.source(module)
+        return self._texts[module] if module in self._texts else self._below.source(module)
 
 
 def of_process(package: str) -> Tree:
@@ -67,14 +69,14 @@ def of_process(package: str) -> Tree:
     return Tree(sys.path, {package: locations} if locations else {})
 
 
-def look(patch: Patch, tree: Tree) -> Installed:
+def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> Installed:
     """The release and the fingerprints that `decide` asks for."""
     code: dict[str, str | None] = {}
     for module in dict.fromkeys(module_of(name) for name in patch.names):
         names = {name: name.partition(":")[2] for name in patch.names if module_of(name) == module}
         source = tree.source(module)
         try:
-            code.update(dict.fromkeys(names) if source is None else fingerprint.of_names(source, names))
+            code.update(dict.fromkeys(names) if source is None else of_names(source, names))
         except fingerprint.SourceError:
             code.update(dict.fromkeys(names))
     return Installed(release(patch.package, tree), code, patch.auto == "rocm" and _is_rocm(tree))
@@ -106,7 +108,7 @@ def _is_rocm(tree: Tree) -> bool:
 def _assigned(source: str, names: Iterable[str]) -> str | None:
     """The text that a module assigns to one of `names` at its top level."""
     try:
-        tree = ast.parse(source)
+        tree = fingerprint.parsed(source)
     except (SyntaxError, ValueError):
         return None
     for statement in tree.body:

@@ -63,8 +63,10 @@ class ProcessReport:
             "patches": patches,
             "start_ticks": self._ticks,
         }
+        where = "the state directory"
         try:
-            where = self._usable_directory()
+            where = directory(self._environ)
+            self._make_usable(where)
             name = f"{host.replace(os.sep, '_')}-{self._pid}-{self._ticks}"
             temporary = os.path.join(where, f".{name}.tmp")
             try:
@@ -77,14 +79,12 @@ class ProcessReport:
                 raise
             self.error = None
         except OSError as error:
-            self.error = f"no report in {error.filename or 'the state directory'}: {error.strerror or error}"
+            self.error = f"no report in {where}: {error.strerror or error}"
 
-    def _usable_directory(self) -> str:
-        where = directory(self._environ)
+    def _make_usable(self, where: str) -> None:
         os.makedirs(where, mode=0o700, exist_ok=True)
-        if "LIVEPATCH_STATE_DIR" not in self._environ:
+        if not self._environ.get("LIVEPATCH_STATE_DIR"):
             # A name under a shared temporary directory can be taken by anybody: it must be a directory, and ours.
             status = os.lstat(where)
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 raise PermissionError(1, "it belongs to somebody else", where)
-        return where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -10,16 +11,18 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import application, installed, settings
-from .changed_module import ChangedModule, cache_directory, part_of_import
-from .changes import Change, HunkError, changed
+from . import application, cache, installed, settings, vendored
+from .changed_module import ChangedModule, part_of_import
+from .changes import Change, HunkError
 from .context import PatchContext, to_stderr
 from .decision import Decision, Patch, decide, module_of
 from .facts import to_patch
 from .report import ProcessReport
+from .source_changes import SourceChanges, TooLate, no_place
 
 EXIT_STRICT = 78  # EX_CONFIG
 _RECHECK_SECONDS = 15.0
@@ -38,7 +41,6 @@ class _PatchState:
         self.context: PatchContext | None = None
         self.wrappers: dict[str, Callable[..., Any]] = {}  # by target, once the patch's code has made them
         self.applied: list[application.Applied] = []
-        self.changes: list[Change] = []  # of a source change, once its place was found in every module
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -75,40 +77,40 @@ class Runtime:
         self.packages: dict[str, str | None] = {}
         self.report = ProcessReport(os.environ, bundle)
         self._trees: dict[str, installed.Tree] = {}
-        self._changed: dict[str, ChangedModule] = {}
-        self._texts: dict[str, str] = {}  # of the changed modules
-        self._added: dict[str, bool] = {}  # modules that diffs add: whether they are packages
-        self._executing = _Executing()
+        place = cache.directory(os.environ)
+        self._fingerprints = cache.Fingerprints(place)
+        self._sources = SourceChanges(place)
         self._lock = threading.RLock()  # over our records: never held while a target's or a patch's code runs
         self._writing = threading.Lock()
         self._greeted = False
         self._flush: threading.Timer | None = None
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(before=self._about_to_fork, after_in_child=self._forked)
         atexit.register(self._checked_and_written)
 
     # The course of one target's import
 
     def meet(self, module: str) -> None:
-        """A target module is about to be loaded: decide about every patch that names it.
+        """A target module is about to be loaded: decide about every patch that names it."""
+        self._decide_about(self._of(module))
+        self._checked_and_written()
 
-        Source changes first, all of the package's: wrappers are decided on, and wrap, what those make of the code.
-        """
-        named = self._of(module)
-        packages = {state.patch.package for state in named}
+    def _decide_about(self, states: list[_PatchState]) -> None:
+        """Source changes first, all of the package's: wrappers are decided on, and wrap, what those make of it."""
+        packages = {state.patch.package for state in states}
         changes = [state for state in self.states if state.patch.diff and state.patch.package in packages]
-        for state in [*changes, *(state for state in named if not state.patch.diff)]:
+        for state in [*changes, *(state for state in states if not state.patch.diff)]:
             with self._lock:
                 first = state.decision is None
                 if first:
                     self._decide(state)
             if first:
                 self._said_of(state)
-        self._checked_and_written()
 
     def loaded(self, module: ModuleType) -> None:
         """A target module has been executed: apply every patch whose target modules are now all there."""
         if sys.modules.get(module.__name__) is not module:
             return  # somebody's private copy: no caller reaches it by its name
+        application.has_run(module)
         for state in sorted(self._of(module.__name__), key=lambda state: not state.patch.diff):
             decision = state.decision
             if decision is None or not decision.apply or state.state == "failed":
@@ -117,12 +119,20 @@ class Runtime:
                 self._read_back(state)
                 if state.state == "failed":
                     self._not_applied(state)
-            elif state.patch.apart or all(_is_loaded(module_of(name), module) for name in state.targets):
-                self._apply(state, [name for name in state.targets if _is_loaded(module_of(name), module)])
+            elif state.patch.apart or all(application.is_loaded(module_of(name)) for name in state.targets):
+                self._apply(state, [name for name in state.targets if application.is_loaded(module_of(name))])
                 if state.state == "failed":
                     self._not_applied(state)
         self._checked_and_written()
         self._later(_RECHECK_SECONDS)
+
+    def out_of_reach(self, module: str, why: str) -> None:
+        """A target module is being loaded without our being told when it has run."""
+        for state in self._of(module):
+            if state.decision is not None and state.decision.apply and state.state != "failed":
+                self._unapply(state, "loader", f"{module} cannot be patched, {why}")
+                self._not_applied(state)
+        self._checked_and_written()
 
     def _of(self, module: str) -> list[_PatchState]:
         return [state for state in self.states if module in (*state.patch.modules, *state.patch.added)]
@@ -131,13 +141,18 @@ class Runtime:
         patch = state.patch
         try:
             tree = self._trees.setdefault(patch.package, installed.of_process(patch.package))
-            found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, self._texts))
+            changed = tree if patch.diff else installed.Overlay(tree, self._sources.texts)
+            found = installed.look(patch, changed, self._fingerprints.of_names)
             self.packages[patch.package] = found.release
-            state.decision = decide(patch, found, self.environment)
+            traced = patch.auto == "traced" and bool(self.patch_set())
+            state.decision = decide(patch, found, dataclasses.replace(self.environment, traced=traced))
             if patch.diff and state.decision.apply:
-                self._place(state, tree)
+                changes = [Change.from_json(change) for change in self._changes[patch.name]]
+                self._sources.put(patch.name, changes, tree)
+        except TooLate as error:
+            state.decision = Decision("needed", False, True, "imported", str(error))
         except HunkError as error:
-            state.decision = Decision("drifted", False, True, "drifted", f"the diff has no place here: {error}")
+            state.decision = no_place(error)
         except Exception as error:
             state.decision = Decision("drifted", False, True, "raised", f"{type(error).__name__}: {error}")
         decision = state.decision
@@ -146,28 +161,12 @@ class Runtime:
         elif decision.reason != "needed":
             state.settle("armed", decision.reason, decision.detail)
 
-    def _place(self, state: _PatchState, tree: installed.Tree) -> None:
-        """Find the place of every hunk in every module, and compile: only then is any module changed."""
-        changes = [Change.from_json(change) for change in self._changes[state.patch.name]]
-        cache = cache_directory(os.environ)
-        made: dict[str, ChangedModule] = {}
-        for change in changes:
-            text = self._texts.get(change.module) or tree.source(change.module)
-            if change.added == (text is not None):
-                raise HunkError(f"{change.module} {'exists already' if change.added else 'is not there'}")
-            new = change.text if text is None else changed(text, change.hunks)
-            made[change.module] = ChangedModule(change.module, new, tree.origin(change.module), cache)
-            made[change.module].code()
-        self._changed.update(made)
-        self._texts.update({name: module.text for name, module in made.items()})
-        self._added.update({change.module: change.package for change in changes if change.added})
-        state.changes = changes
-
     def _said_of(self, state: _PatchState) -> None:
         decision = state.decision
         assert decision is not None
-        if not self._greeted:
-            self._greeted = True
+        with self._lock:  # two threads may meet two targets at once
+            greets, self._greeted = not self._greeted, True
+        if greets:
             self._greet(state.patch)
         if decision.reason in ("unverified", "forced"):
             to_stderr(f"{state.patch.name}: {decision.detail}")
@@ -179,10 +178,10 @@ class Runtime:
         release = self.packages.get(patch.package) or "of unknown release"
         trouble = f"; {self.report.error}" if self.report.error else ""
         to_stderr(f"{self.version}, pid {os.getpid()}, {patch.package} {release}; LIVEPATCH=off turns it off{trouble}")
+        if self.environment.errors and self.environment.mode == "strict":
+            end_process("; ".join(self.environment.errors))
         for error in (*self.environment.errors, *self.environment.notes):
             to_stderr(error)
-        if self.environment.errors and self.environment.mode == "strict":
-            end_process(self.environment.errors[0])
 
     def _apply(self, state: _PatchState, targets: list[str]) -> None:
         patch, decision = state.patch, state.decision
@@ -196,109 +195,89 @@ class Runtime:
                     later = functools.partial(self._later, _FLUSH_SECONDS)
                     state.context = PatchContext(patch.name, options, facts, later, self.patch_set)
             code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
-            wrapt = importlib.import_module(f"{self._root}.vendor.wrapt")
+            wrapt = vendored.wrapt(f"{self._root}.vendor")
             made = state.wrappers = state.wrappers or dict(code.wrappers(state.context))
             if set(made) != set(patch.targets):
                 raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
             with self._lock:
                 known = [step.wrapper for other in self.states for step in other.applied]
-                own = [step for step in state.applied if application.in_place(step)]  # all but a reloaded module's
+                # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
+                own = [step for step in state.applied if application.overtaken_by(step) is None]
                 there = {step.target for step in own}
                 wrappers = {target: made[target] for target in targets if target not in there}
-                files = {name: module.filename for name, module in self._changed.items()}
                 forced = decision.reason == "forced"
+                files = self._sources.files()
                 state.applied = own + application.apply(wrappers, wrapt.FunctionWrapper, known, files, forced)
                 rest = f"{len(state.applied)} of {len(state.targets)} targets imported so far"
                 whole = len(state.applied) == len(state.targets)
-                asked = (decision.reason, decision.detail) if decision.reason != "needed" else (None, None)
-                state.settle("applied", *(asked if whole else ("partly", rest)))
+                state.settle("applied", *(self._asked(state) if whole else ("partly", rest)))
         except application.ApplyError as error:
             self._unapply(state, error.reason, error.detail)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a patch may end itself, not the process
             self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
 
+    @staticmethod
+    def _asked(state: _PatchState) -> tuple[str | None, str | None]:
+        """Why a patch is applied where it is not needed as a matter of course."""
+        decision = state.decision
+        return (None, None) if decision is None or decision.reason == "needed" else (decision.reason, decision.detail)
+
     def _unapply(self, state: _PatchState, reason: str, detail: str) -> None:
-        """All or nothing, also where the targets came one by one."""
+        """All or nothing, also where the targets came one by one, or one of them once more."""
         with self._lock:
-            if state.patch.apart:
-                application.undo(step for step in state.applied if application.in_place(step))
-                state.applied = []
+            application.undo(step for step in state.applied if application.in_place(step))
+            state.applied = []
             state.settle("failed", reason, detail)
 
     # Source changes
 
     def changed(self, module: str) -> ChangedModule | None:
         """What the module is to be made of, None where its own source stands."""
-        return self._changed.get(module)
+        return self._sources.module(module)
 
-    def adds(self, module: str) -> bool | None:
-        """Whether a module that a diff adds is a package; None where none adds it."""
+    def added(self, module: str) -> ModuleSpec | None:
+        """The spec of a module that only a diff has."""
         if any(module in state.patch.added for state in self.states):
             guarded(self.meet, module)
-        return self._added.get(module)
+        return self._sources.added(module)
 
     @part_of_import
     def execute(self, module: ModuleType, loader: Any, changed: ChangedModule) -> None:
         """Execute the changed source as the module. Where it raises, the module works as it came, and it is said."""
-        before, loaded_before = dict(vars(module)), set(sys.modules)
-        outermost = not self._executing.modules
-        self._executing.modules.append(module.__name__)
-        try:
-            changed.execute(module)
-        except Exception as error:
-            if not outermost or changed.origin is None:
-                raise  # the outermost one undoes it for all, so that no half of a change stays; or it is the diff's own
-            vars(module).clear()
-            vars(module).update(before)
-            changed.undress(loader)
-            self._give_up(module.__name__, error, loaded_before)
-            loader.exec_module(module)
-        finally:
-            self._executing.modules.pop()
+        self._sources.execute(module, loader, changed, self._give_up)
 
-    def _give_up(self, module: str, error: Exception, loaded_before: set[str]) -> None:
-        """Drop every source change that has a part in this module, and what was made of it since its import began.
-
-        Wrappers are decided on anew, on the modules' own source.
-        """
+    def _give_up(self, patches: list[str], why: str, stay: set[str]) -> None:
+        said = f"{why}; loaded earlier, and so still as changed: {', '.join(sorted(stay))}" if stay else why
         dropped: set[str] = set()
-        for state in [state for state in self._of(module) if state.changes]:
-            names = {change.module for change in state.changes} - {module}
-            stay = sorted(names & loaded_before)
-            said = f"; changed already, and so they stay: {', '.join(stay)}" if stay else ""
-            state.settle("failed", "raised", f"{module} as changed: {type(error).__name__}: {error}{said}")
-            dropped |= {module} | names - loaded_before
+        for state in [state for state in self.states if state.patch.name in patches]:
+            state.settle("failed", "raised", said)
             self._not_applied(state)
-        for name in dropped:
-            self._changed.pop(name, None)
-            self._texts.pop(name, None)
-            self._added.pop(name, None)
-            if name != module and sys.modules.pop(name, None) is not None:
-                parent, _, attribute = name.rpartition(".")
-                vars(sys.modules[parent]).pop(attribute, None)
-        for state in self.states:
+            dropped.update(state.patch.modules)
+        for state in self.states:  # wrappers are decided on anew, on the modules' own source
             if not state.patch.diff and state.decision is not None and dropped.intersection(state.patch.modules):
                 self._decide(state)
 
     def _read_back(self, state: _PatchState) -> None:
         """A source change is applied when what callers import was made of it; modules not imported yet will be."""
-        names = [change.module for change in state.changes]
-        loaded = [name for name in names if name in sys.modules]
-        made = {name: self._changed.get(name) for name in loaded}
-        wrong = [name for name, changed in made.items() if not (changed and changed.in_place(sys.modules[name]))]
-        if wrong:
-            state.settle("failed", "readback", f"{wrong[0]}, looked up again, was not made of the changed source")
+        loaded, of, wrong = self._sources.loaded(state.patch.name)
+        if wrong is not None:
+            state.settle("failed", "readback", f"{wrong}, looked up again, was not made of the changed source")
+        elif loaded < of:
+            state.settle("applied", "partly", f"{loaded} of {of} modules imported so far")
         else:
-            rest = f"{len(loaded)} of {len(names)} modules imported so far"
-            state.settle("applied", *(("partly", rest) if len(loaded) < len(names) else (state.reason, None)))
+            state.settle("applied", *self._asked(state))
 
     def patch_set(self) -> str:
-        """What the patches make of the code that torch.compile traces, as a digest; empty where they leave it alone."""
-        traced = [state for state in self.states if state.patch.traced and state.decision and state.decision.apply]
+        """What the patches make of the code that torch.compile traces, as a digest; empty where they leave it alone.
+
+        Decided on now, also for modules that are imported later or elsewhere: it must be the same in all processes.
+        """
+        traced = [state for state in self.states if state.patch.traced]
+        self._decide_about(traced)
         parts = [
             f"{state.patch.name} {self._digests[state.patch.name]} {self.environment.options[state.patch.name]}"
             for state in traced
-            if state.state != "failed"
+            if state.decision is not None and state.decision.apply and state.state != "failed"
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest() if parts else ""
 
@@ -321,6 +300,8 @@ class Runtime:
                         state.settle("failed", "overwritten", f"{step.target} was replaced later by {stranger}")
                         lost.append(state)
                         break
+            if all(state.decision is None for state in self.states):
+                return  # a target was looked for, and is not there
             content = [state.described() for state in self.states]
         with self._writing:  # a lock of its own: who counts must not wait for a disk
             self.report.write(self.packages, content)
@@ -346,6 +327,19 @@ class Runtime:
             self._flush = None
         self._checked_and_written()
 
+    def _about_to_fork(self) -> None:
+        """Do our thread's work now: the child would inherit its locks, and 3.12 warns of a fork with threads."""
+        flush = self._flush
+        if flush is None or flush is threading.current_thread():
+            return
+        flush.cancel()
+        flush.join(1.0)
+        for _ in range(1000):  # Python counts the system's threads, where one that was joined may stay for a moment
+            if not os.path.exists(f"/proc/self/task/{flush.native_id}"):
+                break
+            os.sched_yield()
+        self._flushed()
+
     def _forked(self) -> None:
         self._lock, self._writing = threading.RLock(), threading.Lock()
         self._flush = None
@@ -354,13 +348,6 @@ class Runtime:
                 state.context.forget()
         self.report.begin()
         self._checked_and_written()
-
-
-class _Executing(threading.local):
-    """The changed modules whose execution this thread is in, outermost first."""
-
-    def __init__(self) -> None:
-        self.modules: list[str] = []
 
 
 def end_process(why: str) -> None:
@@ -375,11 +362,3 @@ def guarded(step: Callable[..., None], *args: Any) -> None:
         step(*args)
     except Exception as error:
         to_stderr(f"an error of its own, please report it: {type(error).__name__}: {error}")
-
-
-def _is_loaded(name: str, just_now: ModuleType) -> bool:
-    module = sys.modules.get(name)
-    if module is just_now:
-        return True
-    # A module that is being imported is in sys.modules already; its spec says so.
-    return module is not None and not getattr(module.__spec__, "_initializing", False)

@@ -57,7 +57,11 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
         "version": version(),
         "patches": {name: item.facts for name, item in sorted(entries.items())},
         "digests": {name: _digest(item.folder) for name, item in sorted(entries.items())},
-        "changes": {name: item.changes() for name, item in sorted(entries.items()) if item.patch.diff},
+        "changes": {
+            name: [change.to_json() for change in item.changes()]
+            for name, item in sorted(entries.items())
+            if item.patch.diff
+        },
     }
     files[f"{PACKAGE}/catalogue.json"] = _json(catalogue)
     files[MANIFEST] = _json(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_livepatch import patches as own_patches
+from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools import diffs
@@ -20,6 +21,9 @@ else:
     import tomli as tomllib
 
 
+KEEPS_APART = "compile-cache-key"
+
+
 @dataclass(frozen=True)
 class Entry:
     """One patch folder: where it is, its facts as written, and as checked."""
@@ -28,9 +32,16 @@ class Entry:
     facts: dict[str, Any]
     patch: Patch
 
-    def changes(self) -> list[dict[str, Any]]:
-        """The changes of a diff, for the bundle. Raises UserError."""
-        return [change.to_json() for change in diffs.parse((self.folder / self.patch.diff).read_bytes()).changes]
+    def changes(self) -> tuple[Change, ...]:
+        """What a diff changes, nothing where the patch is none. Raises UserError."""
+        if not self.patch.diff:
+            return ()
+        diff = diffs.parse((self.folder / self.patch.diff).read_bytes(), packages=[self.patch.package])
+        targets = {change.module for change in diff.changes if not change.added}
+        added = {change.module for change in diff.changes if change.added}
+        if (targets, added) != (set(self.patch.targets), set(self.patch.added)):
+            raise UserError(f"{self.folder}: {self.patch.diff} changes other modules than patch.toml says")
+        return diff.changes
 
 
 def load(extra: Iterable[Path] = ()) -> dict[str, Entry]:
@@ -69,8 +80,13 @@ def read(folder: Path) -> Entry:
 
 
 def choose(entries: dict[str, Entry], names: Sequence[str]) -> dict[str, Entry]:
-    """The entries called `names`, all where none is named. Raises UserError."""
+    """The entries called `names`, all where none is named; with what keeps apart the compiled artifacts of those that
+    change traced code. Raises UserError.
+    """
     unknown = [name for name in names if name not in entries]
     if unknown:
         raise UserError(f"no patch is called {unknown[0]}; there are {', '.join(sorted(entries))}")
-    return {name: entry for name, entry in entries.items() if not names or name in names}
+    chosen = {name: entry for name, entry in entries.items() if not names or name in names}
+    if any(entry.patch.traced for entry in chosen.values()) and KEEPS_APART in entries:
+        chosen[KEEPS_APART] = entries[KEEPS_APART]
+    return chosen

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.sitecustomize import installed, settings
+from vllm_livepatch.sitecustomize.changes import Change, HunkError
 from vllm_livepatch.sitecustomize.decision import Decision, Installed, Patch, decide
+from vllm_livepatch.sitecustomize.source_changes import no_place, placed
 from vllm_livepatch.tools.errors import UserError
 
 # Asks an interpreter where it would import from. Finding a top-level package's spec does not import it.
@@ -71,15 +74,30 @@ def directory_tree(directory: Path) -> installed.Tree:
     return installed.Tree([str(directory.absolute())])
 
 
-def check(patches: Iterable[Patch], tree: installed.Tree) -> tuple[dict[str, str | None], list[Checked]]:
-    """The releases of the packages that are there, and each patch's decision, as this environment's variables have it."""
+def check(
+    patches: Iterable[Patch], tree: installed.Tree, changes: Mapping[str, Sequence[Change]] | None = None
+) -> tuple[dict[str, str | None], list[Checked]]:
+    """The releases of the packages that are there, and each patch's decision, as this environment's variables have it.
+
+    `changes` are those of the diffs among the patches, by name. As in a process, diffs come first, each on what those
+    before it make of the modules, and wrappers are decided on what all of them make.
+    """
     chosen = list(patches)
     environment = settings.read(chosen, os.environ)
     packages: dict[str, str | None] = {}
-    answers: list[Checked] = []
-    for patch in chosen:
-        found = installed.look(patch, tree)
+    answers: dict[str, Checked] = {}
+    texts: dict[str, str] = {}
+    for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
+        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts))
         if found.release is not None or any(found.code.values()):
             packages[patch.package] = found.release
-        answers.append(Checked(patch, found, decide(patch, found, environment)))
-    return packages, answers
+        decision = decide(patch, found, environment)
+        if decision.apply and patch.diff and changes is not None:
+            try:
+                texts.update(placed(changes[patch.name], installed.Overlay(tree, texts)))
+            except HunkError as error:
+                decision = no_place(error)
+        if decision.apply and patch.traced:
+            environment = dataclasses.replace(environment, traced=True)
+        answers[patch.name] = Checked(patch, found, decision)
+    return packages, [answers[patch.name] for patch in chosen]

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from vllm_livepatch.tools import bundle, catalogue, pages
 from vllm_livepatch.tools import check as checking
+from vllm_livepatch.tools import from_diff as diffing
 from vllm_livepatch.tools import status as statuses
 from vllm_livepatch.tools.errors import UserError
 
@@ -94,12 +95,14 @@ def check(
     """Every patch's verdict for what is installed, without importing it. Exit 1 where a needed one could not apply."""
     if python is not None and site_packages is not None:
         raise UserError("--python and --site-packages exclude each other")
-    patches = [entry.patch for entry in catalogue.load(patch_dir or ()).values()]
+    entries = catalogue.load(patch_dir or ())
+    patches = [entry.patch for entry in entries.values()]
     if site_packages is not None:
         tree = checking.directory_tree(site_packages)
     else:
         tree = checking.interpreter_tree(python or sys.executable, sorted({patch.package for patch in patches}))
-    packages, answers = checking.check(patches, tree)
+    changes = {name: entry.changes() for name, entry in entries.items()}
+    packages, answers = checking.check(patches, tree, changes)
     if as_json:
         _print_json({"packages": packages, "patches": [answer.described() for answer in answers], "pairs": []})
     else:
@@ -128,6 +131,32 @@ def status(
         Console().print(pages.status_view(processes, directory))
     if ended:
         print(f"removed the reports of {len(ended)} ended processes: {', '.join(map(str, ended))}", file=sys.stderr)
+
+
+@app.command("from-diff")
+def from_diff(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A unified diff, or - for standard input.")],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The patch's: small letters, digits, hyphens.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the patch's folder goes.")],
+    include: Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only such files.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No such files.")] = None,
+    origin: Annotated[str, typer.Option("--origin", metavar="TEXT", help="Where it comes from, for people.")] = "",
+) -> None:
+    """A unified diff becomes a patch folder, judged against every pinned release. Exit 1 where it applies to none."""
+    tell = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
+    data = diffing.read(file)
+    outcome = diffing.make(
+        data,
+        name,
+        out,
+        include or (),
+        exclude or (),
+        origin or ("standard input" if file == "-" else Path(file).name),
+        tell,
+    )
+    diffing.show(outcome, Console())
+    if outcome.folder is None:
+        raise typer.Exit(1)
 
 
 @app.command()

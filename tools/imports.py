@@ -1,71 +1,125 @@
-"""Whether what a changed module newly imports is there, told from the syntax alone."""
+"""Whether modules of one package still fit together when some of them are changed, told from the syntax alone."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+Source = Callable[[str], "str | None"]
+"""A module's text by its name, None where there is no such module."""
 
 
 def lacking(
-    before: Mapping[str, str | None], after: Mapping[str, str], source: Callable[[str], str | None]
+    before: Mapping[str, str | None], after: Mapping[str, str], packages: Collection[str], source: Source
 ) -> list[str]:
-    """The `module:name` that the texts of `after` import from their own package, those of `before` did not, and that
-    neither `after` nor the release (`source`: a module's text, None where it has none) provides."""
+    """What the texts of `after` import from their own package, those of `before` did not, and neither `after` nor the
+    release (`source`) provides: `module` or `module:name`.
 
-    def text(module: str) -> str | None:
-        return after.get(module) or source(module)
+    `packages` are those modules of `after` that are a package's `__init__`. What stands where an ImportError is caught
+    is left out.
+    """
 
     found: list[str] = []
     for module, new in after.items():
         old = before.get(module)
-        known = set(_imported(module, old)) if old is not None else set()
-        for origin, name in _imported(module, new):
+
+        def text(name: str, module: str = module, old: str | None = old) -> str | None:
+            if name == module:  # what a package imports from itself is not there because it imports it
+                return old
+            return after[name] if name in after else source(name)
+
+        known = set() if old is None else set(_imported(module, old, module in packages))
+        for origin, name in _imported(module, new, module in packages):
             if (origin, name) not in known and not _provides(text, origin, name):
-                found.append(f"{origin}:{name}")
+                found.append(f"{origin}:{name}" if name else origin)
     return list(dict.fromkeys(found))
 
 
-def _imported(module: str, text: str) -> Iterator[tuple[str, str]]:
-    """(module, name) of every `from module import name` out of the module's own package, at its top level."""
-    package = module.partition(".")[0]
-    for node in _top_level(_parsed(text)):
-        if isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
+def gone(before: str, after: str) -> frozenset[str]:
+    """The names that a module gave others before and gives no more."""
+    left = _bound(after)
+    return frozenset() if "*" in left or "__getattr__" in left else frozenset(_bound(before) - left)
+
+
+def missed(module: str, text: str, package: bool, taken: Mapping[str, Collection[str]]) -> list[str]:
+    """What `text` imports of `taken`, the names that are gone by the module that had them: `module:name`."""
+    return [f"{origin}:{name}" for origin, name in _imported(module, text, package) if name in taken.get(origin, ())]
+
+
+def _imported(module: str, text: str, package: bool) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import out of the module's own package; no name in `import module`."""
+    top = module.partition(".")[0]
+    parents = [*module.split("."), ""] if package else module.split(".")
+    for node in _statements(_parsed(text), functions=True):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.partition(".")[0] == top)
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: -node.level] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
-            if origin == package or origin.startswith(f"{package}."):
+            if origin.partition(".")[0] == top:
                 yield from ((origin, alias.name) for alias in node.names)
 
 
-def _provides(text: Callable[[str], str | None], module: str, name: str) -> bool:
-    if text(f"{module}.{name}") is not None or name == "*":
-        return True
+def _provides(text: Source, module: str, name: str) -> bool:
     content = text(module)
-    if content is None:
-        return False
+    if not name or name == "*":
+        return content is not None
+    if content is not None and not _bound(content).isdisjoint({name, "*", "__getattr__"}):
+        return True
+    return text(f"{module}.{name}") is not None
+
+
+def _bound(text: str) -> set[str]:
+    """The names that a module binds when it is loaded; `*` where it takes all of another's."""
     bound: set[str] = set()
-    for node in _top_level(_parsed(content)):
+    for node in _statements(_parsed(text), functions=False):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             bound.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             bound.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
         else:
-            bound.update(part.id for part in ast.walk(node) if isinstance(part, ast.Name))
-    return name in bound or "*" in bound or "__getattr__" in bound
+            bound.update(part.id for part in _names(node) if isinstance(part.ctx, ast.Store))
+    return bound
+
+
+def _names(node: ast.AST) -> Iterator[ast.Name]:
+    return (part for part in ast.walk(node) if isinstance(part, ast.Name))
 
 
 def _parsed(text: str) -> ast.Module:
     try:
         return ast.parse(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError):
         return ast.Module(body=[], type_ignores=[])
 
 
-def _top_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Statements that run when the module is imported; what only a type checker sees is left out."""
+def _statements(node: ast.AST, functions: bool) -> Iterator[ast.AST]:
+    """Every statement and expression outside of definitions, and with `functions` inside of them too, but for what only
+    a type checker sees. With `functions`, what may fail to be imported is left out."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        if isinstance(child, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-            yield from _top_level(child)
-        elif isinstance(child, ast.stmt):
+        if isinstance(child, ast.If) and _is_type_checking(child.test):
+            yield from _statements(ast.Module(body=child.orelse, type_ignores=[]), functions)
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield child
+            if functions:
+                yield from _statements(child, functions)
+        elif functions and _catches_import_error(child):
+            continue
+        elif isinstance(child, (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.ExceptHandler)):
+            yield from _statements(child, functions)
+        else:
+            yield child
+
+
+def _catches_import_error(node: ast.AST) -> bool:
+    """Whether it is a `try` with a handler for it, or a `with contextlib.suppress(ImportError)`."""
+    if isinstance(node, ast.Try):
+        caught: list[ast.AST | None] = [handler.type for handler in node.handlers]
+    else:
+        caught = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
+    wide = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+    return any(part is None or not wide.isdisjoint(name.id for name in _names(part)) for part in caught)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return isinstance(test, (ast.Name, ast.Attribute)) and ast.unparse(test).rpartition(".")[2] == "TYPE_CHECKING"

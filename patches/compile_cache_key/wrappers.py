@@ -1,0 +1,34 @@
+"""What patches make of traced code is a factor of vLLM's compile-cache keys.
+
+Source: vllm.compilation.backends and .caching, which both ask `vllm.envs.compile_factors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+FACTORS = "vllm.envs:compile_factors"
+FILENAME = "vllm.model_executor.models.registry:_LazyRegisteredModel._get_cache_filename"
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+
+    def factors(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        found = wrapped(*args, **kwargs)
+        patch_set = livepatch.patch_set()
+        if patch_set:
+            livepatch.count("keys")
+            found["LIVEPATCH_PATCH_SET"] = patch_set
+        return found
+
+    def filename(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        name: str = wrapped(*args, **kwargs)
+        patch_set = livepatch.patch_set()
+        return f"{name.removesuffix('.json')}-{patch_set[:16]}.json" if patch_set else name
+
+    return {FACTORS: factors, FILENAME: filename}

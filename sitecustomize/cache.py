@@ -1,0 +1,96 @@
+"""The user's cache: what can be made again, kept by content. Whatever goes wrong with it only costs time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from . import fingerprint
+
+
+def directory(environ: Mapping[str, str]) -> str | None:
+    """The user's cache directory for us, else one of the user's own under the temporary directory; None where neither
+    can be written.
+    """
+    for place, look in _candidates(environ):
+        try:
+            os.makedirs(place, mode=0o700, exist_ok=True)
+            status = look(place)
+        except OSError:
+            continue
+        # What is read from here is executed, so it must be ours, and under a shared directory no link to elsewhere.
+        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & stat.S_IWOTH
+        if ours and os.access(place, os.W_OK | os.X_OK):
+            return place
+    return None
+
+
+def replace(path: str, data: bytes) -> bool:
+    """Write a file whole or not at all; whether it is there now."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+        return True
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        return False
+
+
+def read(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+class Fingerprints:
+    """`fingerprint.of_names`, remembered: parsing a large module takes a tenth of a second, in every process."""
+
+    def __init__(self, place: str | None) -> None:
+        self._place = place
+        source = getattr(fingerprint.__loader__, "get_source", None)
+        # A fingerprint of another form is another fingerprint.
+        self._form = "" if source is None else str(source(fingerprint.__name__))
+
+    def of_names(self, source: str, names: Mapping[str, str]) -> dict[str, str | None]:
+        """As `fingerprint.of_names`. Raises SourceError."""
+        if self._place is None or not self._form:
+            return fingerprint.of_names(source, names)
+        key = hashlib.sha256(f"{self._form}\0{source}".encode("utf-8", "surrogatepass")).hexdigest()
+        path = os.path.join(self._place, "fingerprints", f"{key}.json")
+        known = _known(path)
+        asked = set(names.values())
+        if not asked.issubset(known):
+            known.update(fingerprint.of_names(source, {name: name for name in asked}))
+            replace(path, json.dumps(known).encode())
+        return {key: known[name] for key, name in names.items()}
+
+
+def _known(path: str) -> dict[str, str | None]:
+    data = read(path)
+    try:
+        known: Any = {} if data is None else json.loads(data)
+    except ValueError:
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Callable[[str], os.stat_result]]]:
+    """Each place, and how to look at it."""
+    for base in (environ.get("XDG_CACHE_HOME", ""), os.path.join(os.path.expanduser("~"), ".cache")):
+        if os.path.isabs(base):
+            yield os.path.join(base, "vllm-livepatch"), os.stat
+            break
+    with contextlib.suppress(OSError):  # no temporary directory
+        yield os.path.join(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}-cache"), os.lstat

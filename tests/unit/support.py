@@ -1,0 +1,185 @@
+"""What the unit tests share: a fake engine, patches for it, a bundle of them, and fresh interpreters to try it in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import tomli_w
+from vllm_livepatch.sitecustomize import fingerprint
+from vllm_livepatch.tools import bundle, catalogue
+
+# Not the tests' own environment: its .pth files would be in every comparison.
+PYTHON: str = getattr(sys, "_base_executable", sys.executable)
+DEADLINE = 60.0  # seconds; nothing here takes as long unless it hangs
+
+STEP = "fakeengine.scheduler:Scheduler.step"
+WORK = "fakeengine.worker:work"
+ENGINE = {
+    "fakeengine/__init__.py": "",
+    "fakeengine/_version.py": '__version__ = "1.0"\n',
+    "fakeengine/scheduler.py": """\
+        class Scheduler:
+            def step(self, number):
+                return [number]
+
+            def free(self):
+                return "freed"
+        """,
+    "fakeengine/worker.py": """\
+        def work(item):
+            return [item]
+        """,
+}
+# The marker goes in front of the stock result, so that a second application would show as a second marker.
+AROUND = """\
+    def wrappers(livepatch):
+        def around(wrapped, instance, args, kwargs):
+            livepatch.count("calls")
+            return ["patched", *wrapped(*args, **kwargs)]
+
+        return dict.fromkeys(TARGETS, around)
+    """
+USE_STEP = "from fakeengine.scheduler import Scheduler; print(Scheduler().step(7))"
+STOCK, PATCHED = "[7]\n", "['patched', 7]\n"
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a process ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.err.splitlines()
+
+
+def finish(command: Sequence[str | Path], environ: Mapping[str, str], **options: Any) -> Done:
+    """Run a process to its end, with nothing on its stdin and nothing in its environment but `environ`."""
+    options = {"stdin": subprocess.DEVNULL, "timeout": DEADLINE, **options}
+    ended = subprocess.run([str(word) for word in command], env=dict(environ), capture_output=True, **options)
+    return Done(ended.returncode, ended.stdout.decode("utf-8", "replace"), ended.stderr.decode("utf-8", "replace"))
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """What `condition` gives, once it gives something; asked again until the deadline, which fails the test."""
+    pause, deadline = threading.Event(), time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, "it did not happen in time"
+        pause.wait(0.02)
+
+
+class Sandbox:
+    """One place with a fake engine (`site`), patches, a bundle, a home and a state directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.site = root / "site"
+        self.patches = root / "patches"
+        self.bundle = root / "bundle"
+        self.home = root / "home"
+        self.state = root / "state"
+        self.home.mkdir(parents=True)
+        self.write(ENGINE)
+
+    def write(self, files: Mapping[str, str], place: Path | None = None) -> Path:
+        """Write sources, in `site` unless told otherwise."""
+        place = place or self.site
+        for name, text in files.items():
+            file = place / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(dedent(text), "utf-8")
+        return place
+
+    def fingerprints(self, *names: str) -> dict[str, str]:
+        """Of module:qualname, as the engine in `site` is now; what is not there gets a fingerprint of nothing."""
+        found: dict[str, str] = {}
+        for name in names:
+            module, _, qualname = name.partition(":")
+            file = self.site.joinpath(*module.split("."))
+            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            source = file.read_text("utf-8") if file.is_file() else ""
+            found[name] = fingerprint.of_names(source, {name: qualname})[name] or "0" * 16
+        return found
+
+    def patch(
+        self, name: str = "around", targets: Sequence[str] = (STEP,), code: str = AROUND, **facts: Any
+    ) -> dict[str, Any]:
+        """Write a patch folder whose one variant is the engine as it is, and give its facts. `facts` overrule."""
+        targets = list(targets)
+        written = {
+            "title": f"{name}, for the tests",
+            "package": "fakeengine",
+            "targets": targets,
+            "variant": [{"releases": ["1.0"], "code": self.fingerprints(*targets, *facts.get("calls", ()))}],
+            **facts,
+        }
+        folder = self.patches / name.replace("-", "_")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "patch.toml").write_text(tomli_w.dumps(written), "utf-8")
+        (folder / "wrappers.py").write_text(f"TARGETS = {targets!r}\n\n\n{dedent(code)}", "utf-8")
+        return written
+
+    def entries(self) -> dict[str, catalogue.Entry]:
+        """The sandbox's own patches, as `--patch-dir` and `--patch` would choose them."""
+        return {entry.patch.name: entry for entry in map(catalogue.read, sorted(self.patches.iterdir()))}
+
+    def generate(self) -> Path:
+        bundle.write_directory(bundle.contents(self.entries()), self.bundle)
+        return self.bundle
+
+    def environ(self, *, path: Sequence[Path | str] | None = None, **more: str) -> dict[str, str]:
+        """A process's whole environment. `path` is PYTHONPATH: the bundle, then the engine, unless told otherwise."""
+        path = (self.bundle, self.site) if path is None else path
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "LC_ALL": "C.UTF-8",
+            "LIVEPATCH_STATE_DIR": str(self.state),
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            **more,
+        }
+
+    def python(
+        self,
+        code: str,
+        *flags: str,
+        python: str = PYTHON,
+        path: Sequence[Path | str] | None = None,
+        **more: str,
+    ) -> Done:
+        """Run code in a fresh interpreter with the bundle and the engine on its path."""
+        return finish([python, *flags, "-c", dedent(code)], self.environ(path=path, **more), cwd=self.root)
+
+    def bare(self, code: str, *flags: str, python: str = PYTHON, **more: str) -> Done:
+        """The same without the bundle."""
+        return self.python(code, *flags, python=python, path=[self.site], **more)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Every report that a process left."""
+        return [json.loads(file.read_text("ascii")) for file in sorted(self.state.glob("*.json"))]
+
+    def report(self) -> dict[str, Any]:
+        """The report of the only process that left one."""
+        (found,) = self.reports()
+        return dict(found)
+
+    def reported(self, name: str = "around") -> dict[str, Any]:
+        """What the only report says of one patch."""
+        (found,) = [patch for patch in self.report()["patches"] if patch["name"] == name]
+        return dict(found)

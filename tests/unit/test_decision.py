@@ -1,0 +1,203 @@
+"""The decision: every verdict under every toggle, and releases as people build them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from vllm_livepatch.sitecustomize.decision import (
+    Decision,
+    Environment,
+    Installed,
+    Patch,
+    Variant,
+    decide,
+    judge,
+    public_release,
+    variable,
+)
+
+TARGET, OTHER, CALL = "engine.a:A.f", "engine.b:g", "engine.c:h"
+OLD = {TARGET: "f-old", OTHER: "g", CALL: "h"}
+NEW = {TARGET: "f-new", OTHER: "g", CALL: "h-new"}
+GOOD = {TARGET: "f-good", OTHER: "g", CALL: "h-new"}
+PATCH = Patch(
+    name="some-patch",
+    package="engine",
+    title="",
+    targets=(TARGET, OTHER),
+    calls=(CALL,),
+    variants=(
+        Variant(OLD, ("0.20.2", "0.21.0"), facts={"which": "old"}),
+        Variant(NEW, ("0.22.1", "0.23.1"), facts={"which": "new"}),
+        Variant(GOOD, ("0.24.0",), verdict="fixed-upstream"),
+    ),
+)
+NOTHING: dict[str, str | None] = {TARGET: None, OTHER: None, CALL: None}
+BY_VERDICT = {
+    "needed": Installed("0.21.0", OLD),
+    "unverified": Installed("0.21.1", OLD),
+    "fixed-upstream": Installed("0.24.0", GOOD),
+    "not-present": Installed("0.9.0", NOTHING),
+    "drifted": Installed("0.21.0", {**OLD, TARGET: "somebody's edit"}),
+}
+# (verdict, toggle): apply, wanted, reason
+TABLE = {
+    ("needed", "auto"): (True, True, "needed"),
+    ("needed", "on"): (True, True, "needed"),
+    ("needed", "force"): (True, True, "needed"),
+    ("needed", "off"): (False, False, "off"),
+    ("unverified", "auto"): (True, True, "unverified"),
+    ("unverified", "on"): (True, True, "unverified"),
+    ("unverified", "force"): (True, True, "unverified"),
+    ("unverified", "off"): (False, False, "off"),
+    ("fixed-upstream", "auto"): (False, False, "fixed-upstream"),
+    ("fixed-upstream", "on"): (True, True, "on"),
+    ("fixed-upstream", "force"): (True, True, "force"),
+    ("fixed-upstream", "off"): (False, False, "off"),
+    ("not-present", "auto"): (False, False, "not-present"),
+    ("not-present", "on"): (False, True, "not-present"),
+    ("not-present", "force"): (False, True, "not-present"),
+    ("not-present", "off"): (False, False, "off"),
+    ("drifted", "auto"): (False, True, "drifted"),
+    ("drifted", "on"): (False, True, "drifted"),
+    ("drifted", "force"): (True, True, "forced"),
+    ("drifted", "off"): (False, False, "off"),
+}
+
+
+def decided(installed: Installed, toggle: str = "auto", mode: str = "auto", patch: Patch = PATCH) -> Decision:
+    return decide(patch, installed, Environment(mode, {patch.name: toggle}))
+
+
+def test_the_table_is_whole() -> None:
+    assert set(TABLE) == set(itertools.product(BY_VERDICT, ("auto", "on", "force", "off")))
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+@pytest.mark.parametrize(("verdict", "toggle"), list(TABLE))
+def test_every_verdict_under_every_toggle(verdict: str, toggle: str, mode: str) -> None:
+    decision = decided(BY_VERDICT[verdict], toggle, mode)
+    assert decision.verdict == verdict
+    assert (decision.apply, decision.wanted, decision.reason) == TABLE[verdict, toggle]
+    assert decision.detail
+
+
+@pytest.mark.parametrize(("verdict", "toggle"), list(TABLE))
+def test_nothing_applies_where_all_is_off(verdict: str, toggle: str) -> None:
+    decision = decided(BY_VERDICT[verdict], toggle, "off")
+    assert (decision.verdict, decision.apply, decision.wanted, decision.reason) == (verdict, False, False, "off")
+    assert "LIVEPATCH is off" in decision.detail
+
+
+def test_a_toggle_that_nobody_set_is_auto() -> None:
+    assert decide(PATCH, BY_VERDICT["needed"], Environment()).apply
+
+
+@pytest.mark.parametrize("release", ["0.21.0", "0.21.0+rocm700", "0.21.0+CPU", "0.20.2+g1234567.d20261121"])
+def test_a_local_part_does_not_make_another_release(release: str) -> None:
+    assert decided(Installed(release, OLD)).verdict == "needed"
+
+
+@pytest.mark.parametrize(
+    "release",
+    ["0.23.1rc1.dev424+g3f5a1e173", "0.21.0.post1", "0.21.0rc1", "0.21.0.dev3", "0.21", "0.21.00", "unheard of", "", None],
+)
+def test_a_release_that_nobody_listed_is_told_by_its_code(release: str | None) -> None:
+    decision = decided(Installed(release, NEW))
+    assert (decision.verdict, decision.apply) == ("unverified", True)
+    assert decision.variant is not None
+    assert decision.variant.facts == {"which": "new"}
+    assert "0.23.1" in decision.detail  # the release whose code it is
+    assert ("of unknown release" in decision.detail) == (not release)
+
+
+@pytest.mark.parametrize("release", ["0.21.0", "0.23.1rc1.dev424+g3f5a1e173", None])
+def test_code_comes_before_the_number(release: str | None) -> None:
+    assert decided(Installed(release, GOOD)).verdict == "fixed-upstream"
+    assert decided(Installed(release, {**OLD, CALL: "h-other"})).verdict == "drifted"
+    # The code of one listed release under the number of another is verified code, but nobody saw the fault there.
+    assert decided(Installed("0.22.1", OLD)).verdict == "unverified"
+
+
+def test_the_variant_is_the_one_that_the_code_is() -> None:
+    for code, which in ((OLD, "old"), (NEW, "new")):
+        variant = decided(Installed("0.21.0", code)).variant
+        assert variant is not None
+        assert variant.facts["which"] == which
+
+
+@pytest.mark.parametrize("name", [OTHER, CALL, TARGET])
+def test_one_missing_name_is_drift_and_is_named(name: str) -> None:
+    decision = decided(Installed("0.21.0", {**OLD, name: None}))
+    assert (decision.verdict, decision.apply, decision.wanted) == ("drifted", False, True)
+    assert name in decision.detail
+
+
+def test_all_targets_missing_is_not_present_even_where_a_call_is_there() -> None:
+    assert decided(Installed("0.21.0", {TARGET: None, OTHER: None, CALL: "h"})).verdict == "not-present"
+
+
+@pytest.mark.parametrize("name", [OTHER, CALL, TARGET])
+def test_drift_names_what_drifted(name: str) -> None:
+    verdict, detail, variant = judge(PATCH, Installed("0.21.0", {**OLD, name: "somebody's edit"}))
+    assert (verdict, variant) == ("drifted", None)
+    assert [other for other in PATCH.names if other in detail] == [name]
+
+
+def test_names_known_each_by_itself_but_not_together_are_drift() -> None:
+    verdict, detail, _ = judge(PATCH, Installed("0.21.0", {TARGET: "f-old", OTHER: "g", CALL: "h-new"}))
+    assert verdict == "drifted"
+    assert "combination" in detail
+
+
+def test_forced_drift_takes_the_newest_variant_and_says_it() -> None:
+    decision = decided(BY_VERDICT["drifted"], "force")
+    assert decision.variant is PATCH.variants[-1]
+    assert "never verified" in decision.detail
+    assert decided(BY_VERDICT["drifted"], "force", patch=dataclasses.replace(PATCH, variants=())).variant is None
+
+
+def test_a_fix_that_the_patch_cannot_be_put_on_is_not_put_on() -> None:
+    fixed = dataclasses.replace(PATCH.variants[2], applies=False)
+    patch = dataclasses.replace(PATCH, variants=(*PATCH.variants[:2], fixed))
+    for toggle in ("on", "force"):
+        decision = decided(BY_VERDICT["fixed-upstream"], toggle, patch=patch)
+        assert (decision.verdict, decision.apply, decision.wanted) == ("fixed-upstream", False, True)
+
+
+@pytest.mark.parametrize(
+    ("auto", "rocm", "toggle", "applies"),
+    [
+        ("rocm", True, "auto", True),
+        ("rocm", False, "auto", False),
+        ("rocm", False, "on", True),
+        ("rocm", False, "force", True),
+        ("rocm", True, "off", False),
+        ("off", True, "auto", False),
+        ("off", False, "auto", False),
+        ("off", False, "on", True),
+        ("off", False, "off", False),
+    ],
+)
+def test_patches_that_are_off_by_default(auto: str, rocm: bool, toggle: str, applies: bool) -> None:
+    patch = dataclasses.replace(PATCH, auto=auto)  # type: ignore[arg-type]
+    decision = decided(Installed("0.21.0", OLD, rocm), toggle, patch=patch)
+    assert decision.apply is applies
+    assert decision.verdict == "needed"  # what is known of the code does not depend on what is asked for
+    if toggle == "auto" and not applies:
+        assert (decision.wanted, decision.reason) == (False, "optional")
+        assert "LIVEPATCH_SOME_PATCH=on" in decision.detail
+
+
+def test_the_variables_of_a_patch() -> None:
+    assert variable("kv-block-reaper") == "LIVEPATCH_KV_BLOCK_REAPER"
+    assert variable("kv-block-reaper", "idle_seconds") == "LIVEPATCH_KV_BLOCK_REAPER_IDLE_SECONDS"
+    assert variable("chunked-lmcache-load", "max-tokens") == "LIVEPATCH_CHUNKED_LMCACHE_LOAD_MAX_TOKENS"
+
+
+def test_public_release() -> None:
+    assert public_release("0.21.0+rocm700") == "0.21.0"
+    assert public_release("0.23.1rc1.dev424+g3f5a1e173") == "0.23.1rc1.dev424"
+    assert public_release("0.21.0.post1") == "0.21.0.post1"

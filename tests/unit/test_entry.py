@@ -1,0 +1,216 @@
+"""The entry: what it costs a process that imports no target, where it does nothing at all, and a bundle that is damaged."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from vllm_livepatch import sitecustomize
+
+from tests.unit import interpreters
+from tests.unit.support import PATCHED, PYTHON, STOCK, USE_STEP, Sandbox, finish
+
+ENTRY = Path(next(iter(sitecustomize.__path__)), "entry.py")
+STATE_OF_IMPORTS = """
+import json, sys
+json.dump({
+    "modules": sorted(sys.modules),
+    "meta_path": [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path],
+    "path_hooks": len(sys.path_hooks),
+    "path": [part for part in sys.path if part != BUNDLE],
+    "flags": [str(sys.flags), sorted(sys.warnoptions)],
+    "threads": [thread.name for thread in sys.modules["threading"].enumerate()] if "threading" in sys.modules else [],
+}, sys.stdout)
+"""
+
+
+def imports(sandbox: Sandbox, before: str = "", *, armed: bool = True, path: list[Path] | None = None, **more: str) -> dict[str, list[str]]:
+    code = f"{before}\nBUNDLE = {str(sandbox.bundle)!r}\n{STATE_OF_IMPORTS}"
+    path = path or ([sandbox.bundle, sandbox.site] if armed else [sandbox.site])
+    done = sandbox.python(code, path=path, **more)
+    assert (done.code, done.err) == (0, "")
+    return dict(json.loads(done.out))
+
+
+@pytest.mark.parametrize("before", ["", "import fakeengine, fakeengine.worker, json, threading, importlib.metadata"])
+def test_unwanted_costs_nothing(patched: Sandbox, before: str) -> None:
+    bare, armed = imports(patched, before, armed=False), imports(patched, before)
+    assert armed.pop("modules") == sorted([*bare.pop("modules"), "sitecustomize"])
+    assert armed.pop("meta_path") == ["LivepatchFinder", *bare.pop("meta_path")]
+    assert armed == bare
+    assert not patched.state.exists()
+    assert list(patched.home.iterdir()) == []
+
+
+@pytest.mark.parametrize("before", ["", "import fakeengine.scheduler"])
+def test_off_leaves_everything_as_it_was(patched: Sandbox, before: str) -> None:
+    assert imports(patched, before, LIVEPATCH="off") == imports(patched, before, armed=False)
+    done = patched.python(USE_STEP, LIVEPATCH="off")
+    assert (done.out, done.err) == (STOCK, "")
+    assert not patched.state.exists()
+
+
+def test_the_zip_costs_the_import_of_zip_files_and_nothing_else(patched: Sandbox) -> None:
+    archive = patched.root / "bundle.zip"
+    shutil.make_archive(str(archive.with_suffix("")), "zip", patched.bundle)
+    other = patched.root / "other.zip"
+    shutil.make_archive(str(other.with_suffix("")), "zip", patched.site)
+    bare = imports(patched, f"BUNDLE = {str(archive)!r}", path=[other])
+    armed = imports(patched, path=[archive, other])
+    assert set(armed["modules"]) - set(bare["modules"]) <= {"sitecustomize"} | set(imports_of_zip())
+
+
+def imports_of_zip() -> list[str]:
+    """What the interpreter itself imports to read a compressed member."""
+    code = "import sys, json, zlib, time, struct, zipimport; json.dump(sorted(sys.modules), sys.stdout)"
+    return list(json.loads(finish([PYTHON, "-c", code], {}).out))
+
+
+def test_the_entry_imports_nothing_that_site_has_not_imported() -> None:
+    """Whatever else it needs comes with the first target; and 2.7 must be able to read it."""
+    tree = ast.parse(ENTRY.read_text("utf-8"))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module))
+    assert found == {"os", "sys", "imp", "_frozen_importlib", "_frozen_importlib_external", "_vllm_livepatch.sitecustomize"}
+    assert ENTRY.read_bytes().isascii()
+    assert len(ENTRY.read_text("ascii").splitlines()) < 100
+
+
+def test_what_is_importable_is_two_names(patched: Sandbox) -> None:
+    """The bundle's copy of wrapt shadows nobody's."""
+    top = {path.name for path in patched.bundle.iterdir()} - {"__pycache__"}
+    assert top == {"sitecustomize.py", "_vllm_livepatch", "manifest.json"}
+    patched.write({"wrapt/__init__.py": "whose = 'theirs'\n"})
+    done = patched.python(f"{USE_STEP}\nimport wrapt, sys\nprint(wrapt.whose, sys.modules['_vllm_livepatch.vendor.wrapt'].__name__)")
+    assert done.out == f"{PATCHED}theirs _vllm_livepatch.vendor.wrapt\n"
+
+
+def test_a_target_pulls_nothing_into_the_namespace_of_others(patched: Sandbox) -> None:
+    done = patched.python(f"import sys\n{USE_STEP}\nprint([name for name in sys.modules if 'wrapt' in name or 'livepatch' in name])")
+    names = ast.literal_eval(done.out.splitlines()[1])
+    assert names
+    assert all(name.split(".")[0] == "_vllm_livepatch" for name in names)
+
+
+@pytest.mark.parametrize("theirs", ["absent", "there", "imported"])
+def test_our_wrapt_is_compiled_where_the_bundle_has_that_and_is_not_theirs(sandbox: Sandbox, theirs: str) -> None:
+    """The compiled part imports `wrapt.exceptions` by that name."""
+    sandbox.patch()
+    sandbox.generate()
+    if theirs != "absent":
+        sandbox.write({"wrapt/__init__.py": "print('theirs')", "wrapt/other.py": ""})
+    show = "import sys\nprint(sorted(name for name in sys.modules if name.partition('.')[0] == 'wrapt'))\n"
+    before = f"import wrapt\n{show}" if theirs == "imported" else show
+    # The interpreter that these tests run in is the one whose compiled part is in the bundle.
+    compiled = "import _vllm_livepatch.vendor.wrapt.__wrapt__ as it\nprint(it._using_c_extension)\n"
+    done = sandbox.python(f"{before}{USE_STEP}\n{show}{compiled}")
+    said, names = ("theirs\n", "['wrapt']\n") if theirs == "imported" else ("", "[]\n")
+    there = bool(list(sandbox.bundle.glob("_vllm_livepatch/vendor/wrapt/_wrappers.*")))
+    assert done.out == f"{said}{names}{PATCHED}{names}{there}\n", done.err
+    if theirs == "there":
+        assert sandbox.python(f"{USE_STEP}\nimport wrapt, wrapt.other").out == f"{PATCHED}theirs\n"
+
+
+def test_two_bundles_on_the_path_patch_once(patched: Sandbox) -> None:
+    second = patched.root / "second"
+    shutil.copytree(patched.bundle, second)
+    patched.write({"sitecustomize.py": "print('the next one')\n"})
+    done = patched.python(USE_STEP, path=[patched.bundle, second, patched.site])
+    assert (done.out, len(done.lines)) == ("the next one\n" + PATCHED, 1)
+    assert patched.report()["bundle"] == str(patched.bundle)
+
+
+def test_the_same_bundle_twice_on_the_path(patched: Sandbox) -> None:
+    link = patched.root / "link"
+    link.symlink_to(patched.bundle)
+    done = patched.python(USE_STEP, path=[f"{patched.bundle}/", patched.bundle, link, patched.site, ""])
+    assert (done.out, len(done.lines)) == (PATCHED, 1)
+
+
+def test_a_target_that_was_imported_before_the_entry_ran(patched: Sandbox) -> None:
+    """A .pth file of site-packages may import anything, and runs before sitecustomize does."""
+    done = finish([PYTHON, "-m", "venv", "--without-pip", str(patched.root / "venv")], patched.environ(path=[]))
+    assert done.code == 0
+    (site_packages,) = (patched.root / "venv").glob("lib/python3*/site-packages")
+    (site_packages / "early.pth").write_text("import fakeengine.scheduler\n")
+    done = patched.python(USE_STEP, python=str(patched.root / "venv/bin/python"))
+    assert done.out == PATCHED
+    assert patched.reported()["state"] == "applied"
+
+
+# A damaged bundle: the process works, unpatched, and says so in one line; under strict it ends.
+
+DAMAGE = {
+    "catalogue.json is no JSON": lambda bundle: (bundle / "_vllm_livepatch/catalogue.json").write_text("{"),
+    "catalogue.json is something else": lambda bundle: (bundle / "_vllm_livepatch/catalogue.json").write_text("[]"),
+    "catalogue.json is missing": lambda bundle: (bundle / "_vllm_livepatch/catalogue.json").unlink(),
+    "catalogue.json has a fault": lambda bundle: (bundle / "_vllm_livepatch/catalogue.json").write_text(
+        (bundle / "_vllm_livepatch/catalogue.json").read_text().replace('"targets"', '"tragets"')
+    ),
+    "a part of the runtime is missing": lambda bundle: (bundle / "_vllm_livepatch/sitecustomize/report.py").unlink(),
+    "a part of the runtime is cut off": lambda bundle: (bundle / "_vllm_livepatch/sitecustomize/hook.py").write_text("def"),
+    "the package is gone": lambda bundle: shutil.rmtree(bundle / "_vllm_livepatch"),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_a_damaged_bundle(patched: Sandbox, damage: str) -> None:
+    DAMAGE[damage](patched.bundle)
+    code = f"{USE_STEP}\nimport importlib; importlib.reload(importlib.import_module('fakeengine.scheduler'))"
+    done = patched.python(code)
+    assert (done.code, done.out) == (0, STOCK)
+    (line,) = done.lines
+    assert line.startswith("vllm-livepatch: the bundle ")
+    assert "nothing is patched: " in line
+    assert not patched.state.exists()
+    done = patched.python(code, LIVEPATCH="strict")
+    assert (done.code, done.out) == (78, "")
+    assert all(said.startswith("vllm-livepatch: ") and re.search("bundle .* nothing is patched", said) for said in done.lines)
+    assert len(done.lines) == 1
+    assert patched.python("print('unwanted')", LIVEPATCH="strict").out == "unwanted\n"
+
+
+def test_damage_that_is_no_matter_at_run_time(patched: Sandbox) -> None:
+    (patched.bundle / "manifest.json").write_text("{")
+    done = patched.python(USE_STEP)
+    assert (done.out, len(done.lines)) == (PATCHED, 1)
+
+
+def test_a_bundle_that_is_taken_away_from_under_a_process(patched: Sandbox) -> None:
+    done = patched.python(f"import shutil\nshutil.rmtree({str(patched.bundle)!r})\n{USE_STEP}")
+    assert (done.code, done.out, len(done.lines)) == (0, STOCK, 1)
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("how", ["sys.stderr = None", "sys.stderr.close()", "os.close(2)", "sys.stderr = io.StringIO()"])
+def test_a_process_without_stderr(patched: Sandbox, how: str, damaged: bool) -> None:
+    if damaged:
+        (patched.bundle / "_vllm_livepatch/sitecustomize/report.py").unlink()
+    code = f"import io, os, sys\n{how}\n{USE_STEP}"
+    bare, done = patched.bare(code), patched.python(code)
+    assert (done.code, done.out, done.err) == (bare.code, STOCK if damaged else PATCHED, bare.err)
+
+
+def test_a_stderr_of_somebodys_own_is_written_to(patched: Sandbox) -> None:
+    done = patched.python(f"import io, sys\nsys.stderr = own = io.StringIO()\n{USE_STEP}\nprint(own.getvalue(), end='')")
+    assert done.out.startswith(f"{PATCHED}vllm-livepatch: ")
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+def test_every_supported_interpreter_is_served(patched: Sandbox, version: str) -> None:
+    """With warnings as errors and in development mode, too: there is nothing to complain of."""
+    python = str(interpreters.find(version))
+    assert patched.python(USE_STEP, python=python).out == PATCHED
+    done = patched.python(USE_STEP, "-W", "error", "-X", "dev", python=python)
+    assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err
+    done = patched.python(USE_STEP, "-OO", "-B", python=python)
+    assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err

@@ -1,0 +1,176 @@
+"""Targets that other finders than the interpreter's own find, and finders that do as they like."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+
+import pytest
+
+from tests.unit.support import PATCHED, STOCK, USE_STEP, Sandbox
+
+SHOW = "import fakeengine.scheduler as module; loader = module.__loader__; print(type(loader).__name__, vars(module)['__spec__'].origin)\n"
+
+
+def test_a_zipped_package(patched: Sandbox) -> None:
+    """A zip file's loader serves all of its modules: what is done for one must not show on another."""
+    archive = patched.root / "engine.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for source in sorted(patched.site.rglob("*.py")):
+            file.write(source, source.relative_to(patched.site))
+    code = f"""
+{SHOW}
+import inspect, fakeengine.worker, fakeengine._version
+print(loader.get_source("fakeengine.worker") == inspect.getsource(fakeengine.worker), sorted(vars(loader)), loader.archive)
+print(loader.get_data(loader.archive + "/fakeengine/_version.py"), loader == fakeengine.__loader__)
+"""
+    bare = patched.python(code, path=[archive])
+    armed = patched.python(code, path=[patched.bundle, archive])
+    assert (armed.code, armed.out) == (bare.code, bare.out)
+    assert armed.out.startswith("zipimporter ")
+    assert patched.reported()["state"] == "applied"
+    assert patched.python(USE_STEP, path=[patched.bundle, archive]).out == PATCHED
+
+
+EDITABLE = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import spec_from_file_location
+
+class EditableFinder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "fakeengine":
+            return spec_from_file_location(name, PLACE + "/__init__.py", submodule_search_locations=[PLACE])
+        return None
+
+sys.meta_path.append(EditableFinder)
+"""
+
+
+def test_an_editable_install_through_a_finder_of_its_own(patched: Sandbox) -> None:
+    """What setuptools puts there: the package is on no path, only its finder knows its place."""
+    elsewhere = patched.root / "checkout" / "src"
+    elsewhere.parent.mkdir()
+    shutil.move(patched.site / "fakeengine", elsewhere)
+    done = patched.python(f"PLACE = {str(elsewhere)!r}\n{EDITABLE}\n{USE_STEP}")
+    assert done.out == PATCHED, done.err
+    assert (patched.reported()["state"], patched.reported()["verdict"]) == ("applied", "needed")
+    assert patched.report()["packages"] == {"fakeengine": "1.0"}
+
+
+FINDERS = {
+    "asks all finders again": """
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.startswith("fakeengine."):
+            for finder in sys.meta_path:
+                if finder is not Finder:
+                    spec = finder.find_spec(name, path, target)
+                    if spec is not None:
+                        return spec
+""",
+    "asks find_spec again": """
+class Finder:
+    asking = set()
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.startswith("fakeengine.") and name not in cls.asking:
+            cls.asking.add(name)
+            try:
+                return importlib.util.find_spec(name)
+            finally:
+                cls.asking.discard(name)
+""",
+    "raises on names": """
+class Finder:
+    def __getattribute__(self, name):
+        if name == "__name__":
+            raise RuntimeError("no name")
+        return object.__getattribute__(self, name)
+    def find_spec(self, name, path=None, target=None):
+        return None
+Finder = Finder()
+""",
+}
+
+
+@pytest.mark.parametrize("where", ["insert(0, Finder)", "append(Finder)"])
+@pytest.mark.parametrize("finder", list(FINDERS))
+def test_another_finder(patched: Sandbox, finder: str, where: str) -> None:
+    done = patched.python(f"import sys, importlib.util{FINDERS[finder]}\nsys.meta_path.{where}\n{USE_STEP}")
+    assert done.out == PATCHED, done.err
+    assert len(done.lines) == 1
+
+
+AROUND_ALL = """
+import sys
+class Around:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return self.finder.find_spec(name, path, target)
+sys.meta_path[:] = [Around(finder) for finder in sys.meta_path]
+"""
+
+
+def test_finders_that_somebody_wrapped(patched: Sandbox) -> None:
+    """Import profilers put something of theirs around every finder: ours is then in no list any more."""
+    done = patched.python(AROUND_ALL + USE_STEP)
+    assert done.out == PATCHED, done.err
+
+
+LOADERS = {
+    "a class": """
+class Loader:
+    @staticmethod
+    def create_module(spec):
+        return None
+    @staticmethod
+    def exec_module(module):
+        exec(SOURCE, vars(module))
+loader = Loader
+""",
+    "slots": """
+class Loader:
+    __slots__ = ()
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        exec(SOURCE, vars(module))
+loader = Loader()
+""",
+    "not to be copied": """
+class Loader:
+    def __copy__(self):
+        raise TypeError("not to be copied")
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        exec(SOURCE, vars(module))
+loader = Loader()
+""",
+}
+OWN_LOADER = """
+import sys
+from importlib.machinery import ModuleSpec
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return ModuleSpec(name, loader) if name == "fakeengine.scheduler" else None
+sys.meta_path.insert(1, Finder)
+"""
+
+
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_loaders_that_cannot_be_told_to_tell(patched: Sandbox, kind: str) -> None:
+    """The target works as it came, and the report says why it is not patched."""
+    source = f"SOURCE = open({str(patched.site / 'fakeengine/scheduler.py')!r}).read()"
+    code = f"{source}{LOADERS[kind]}{OWN_LOADER}{USE_STEP}\ndel sys.modules['fakeengine.scheduler']\n{USE_STEP}"
+    done = patched.python(code)
+    assert (done.code, done.out) == (0, STOCK * 2), done.err
+    reported = patched.reported()
+    assert (reported["state"], reported["reason"]) == ("failed", "loader")
+    assert done.lines[1:] == [f"vllm-livepatch: around is not applied (loader): {reported['detail']}"]
+    assert patched.python(code, LIVEPATCH="strict").code == 78

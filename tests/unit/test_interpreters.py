@@ -1,0 +1,104 @@
+"""Interpreters that the bundle does not support start as if it were not there; those that it supports are served.
+
+Those that this machine lacks are named at the end of pytest's output.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit import interpreters
+from tests.unit.support import STEP, WORK, Done, Sandbox, finish
+
+UNSERVED = interpreters.found(interpreters.UNSERVED)
+SERVED = interpreters.found(interpreters.SERVED)
+PATHS = "[finder.__name__ if hasattr(finder, '__name__') else type(finder).__name__ for finder in sys.meta_path]"
+COMMANDS = {
+    "pass": ["-c", "pass"],
+    "modules": ["-c", f"import sys; print([name for name in sorted(sys.modules) if 'custom' in name], {PATHS})"],
+    "engine": ["-c", "from fakeengine.scheduler import Scheduler; print(Scheduler().step(7))"],
+    "error": ["-c", "import fakeengine.scheduler\nraise RuntimeError('told')"],
+    "script": ["failing.py"],
+    "missing": ["-c", "import no_such_module"],
+    "verbose": ["-W", "error", "-c", "import sys; print(sys.flags, sys.argv)"],
+    "isolated": ["-E", "-s", "-c", "import sys; print(sys.argv)"],
+    "no site": ["-S", "-c", "import sys; print(sys.argv)"],
+    "exit code": ["-c", "import sys; sys.exit(7)"],
+    "module": ["-m", "compileall", "-q", "failing.py"],
+}
+NEXT = {
+    "none": {},
+    "sitecustomize": {"sitecustomize.py": "import sys\nown = 1\nsys.stdout.write('theirs %s\\n' % __name__)\n"},
+    "package": {"sitecustomize/__init__.py": "from . import part\n", "sitecustomize/part.py": "print('part')\n"},
+    "raises": {"sitecustomize.py": "raise RuntimeError('theirs is broken')\n"},
+    "usercustomize": {"usercustomize.py": "import sys\nsys.stderr.write('user\\n')\n"},
+}
+
+
+def run(sandbox: Sandbox, version: str, arguments: list[str], *, bundle: bool, **more: str) -> Done:
+    path = [sandbox.bundle, sandbox.site] if bundle else [sandbox.site]
+    environ = sandbox.environ(path=path, PYTHONDONTWRITEBYTECODE="1", **more)
+    return finish([str(interpreters.find(version)), *arguments], environ, cwd=sandbox.root)
+
+
+def test_at_least_one_supported_interpreter_is_there() -> None:
+    assert SERVED, f"none of {', '.join(interpreters.SERVED)}"
+    assert set(interpreters.missing(interpreters.SERVED)) | set(SERVED) == set(interpreters.SERVED)
+
+
+@pytest.mark.parametrize("version", UNSERVED)
+@pytest.mark.parametrize("what", list(COMMANDS))
+def test_an_unsupported_interpreter_starts_unchanged(patched: Sandbox, what: str, version: str) -> None:
+    """Also under strict: what does not serve has nothing to end."""
+    (patched.root / "failing.py").write_text("def f():\n    return 1 / 0\nf()\n")
+    bare = run(patched, version, COMMANDS[what], bundle=False)
+    assert run(patched, version, COMMANDS[what], bundle=True) == bare
+    assert run(patched, version, COMMANDS[what], bundle=True, LIVEPATCH="strict") == bare
+    assert not patched.state.exists()
+
+
+@pytest.mark.parametrize("version", UNSERVED)
+@pytest.mark.parametrize("what", list(NEXT))
+def test_the_next_sitecustomize_runs_in_an_unsupported_interpreter(patched: Sandbox, what: str, version: str) -> None:
+    patched.write(NEXT[what])
+    show = ["-c", "import sys; module = sys.modules.get('sitecustomize'); print(module and module.__file__, hasattr(module, 'own'))"]
+    bare = run(patched, version, show, bundle=False)
+    assert run(patched, version, show, bundle=True) == bare
+    assert bare.code == 0
+
+
+@pytest.mark.parametrize("version", UNSERVED)
+def test_the_zip_leaves_an_unsupported_interpreter_unchanged(patched: Sandbox, version: str) -> None:
+    import shutil
+
+    archive = shutil.make_archive(str(patched.root / "bundle"), "zip", patched.bundle)
+    python = str(interpreters.find(version))
+    for arguments in (COMMANDS["modules"], COMMANDS["engine"], COMMANDS["error"]):
+        bare, armed = (
+            finish([python, *arguments], patched.environ(path=path), cwd=patched.root)
+            for path in ([patched.site], [archive, patched.site])
+        )
+        assert armed == bare
+
+
+@pytest.mark.parametrize("version", UNSERVED)
+def test_an_interpreter_that_writes_bytecode_into_the_bundle_does_no_harm(patched: Sandbox, version: str) -> None:
+    """2.7 writes it beside the source, where a newer one must not take it for its own."""
+    finish([str(interpreters.find(version)), "-c", "pass"], patched.environ(), cwd=patched.root)
+    from vllm_livepatch.tools import bundle
+
+    assert bundle.differences(patched.bundle)[0] == []
+    assert patched.python("from fakeengine.scheduler import Scheduler; print(Scheduler().step(7))").out == "['patched', 7]\n"
+
+
+@pytest.mark.parametrize("version", SERVED)
+def test_a_supported_interpreter_is_served(sandbox: Sandbox, version: str) -> None:
+    sandbox.patch()
+    sandbox.patch("other", [STEP, WORK])
+    sandbox.generate()
+    code = "import fakeengine.scheduler as one, fakeengine.worker as two; print(one.Scheduler().step(7), two.work(8))"
+    done = run(sandbox, version, ["-c", code], bundle=True)
+    assert (done.code, done.out) == (0, "['patched', 'patched', 7] ['patched', 8]\n"), done.err
+    assert len(done.lines) == 1
+    for name in ("around", "other"):
+        assert (sandbox.reported(name)["state"], sandbox.reported(name)["verdict"]) == ("applied", "needed")

@@ -1,0 +1,247 @@
+"""The reports: one a process, whatever way it was started; told apart when it is gone; never in the process's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_livepatch.sitecustomize import report
+from vllm_livepatch.tools import status
+
+from tests.unit import interpreters
+from tests.unit.support import PATCHED, PYTHON, STEP, USE_STEP, WORK, Sandbox, until
+
+# A parent and children of every kind, each of which uses the engine, says so, and waits until stdin is closed.
+FAMILY = """
+import multiprocessing, os, sys
+
+def child(name, ready, go):
+    from fakeengine.scheduler import Scheduler
+    ready.put((name, os.getpid(), Scheduler().step(7)))
+    go.wait(50)
+
+if __name__ == "__main__":
+    from fakeengine.scheduler import Scheduler
+    found = [("parent", os.getpid(), Scheduler().step(7))]
+    started = []
+    for method in ("spawn", "fork", "forkserver"):
+        context = multiprocessing.get_context(method)
+        ready, go = context.Queue(), context.Event()
+        process = context.Process(target=child, args=(method, ready, go))
+        process.start()
+        found.append(ready.get(timeout=50))
+        started.append((process, go))
+    print(found, flush=True)
+    sys.stdin.read()
+    for process, go in started:
+        go.set()
+        process.join(50)
+"""
+
+
+def live(sandbox: Sandbox) -> list[dict[str, Any]]:
+    return status.processes(sandbox.state)[0]
+
+
+def waiting(sandbox: Sandbox, code: str, **more: str) -> subprocess.Popen[str]:
+    """A process that has run this code, and waits for its stdin to be closed."""
+    command = [PYTHON, "-c", f"import sys\n{code}\nprint('ready', flush=True)\nsys.stdin.read()"]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, env=sandbox.environ(**more), text=True, **pipes)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "ready\n":
+            return process
+    raise AssertionError(process.communicate()[1])
+
+
+def test_spawn_fork_and_forkserver_children_each_leave_a_report(patched: Sandbox) -> None:
+    script = patched.root / "family.py"
+    script.write_text(FAMILY, "utf-8")
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([PYTHON, str(script)], env=patched.environ(), text=True, **pipes)
+    assert process.stdout is not None
+    found = {name: pid for name, pid, step in eval(process.stdout.readline()) if step == ["patched", 7]}
+    assert list(found) == ["parent", "spawn", "fork", "forkserver"]
+    by_pid = {one["pid"]: one for one in live(patched)}
+    assert set(found.values()) <= set(by_pid)
+    for name, pid in found.items():
+        (patch,) = by_pid[pid]["patches"]
+        assert patch["state"] == "applied", name
+    # What a forked child counted is its own, not what its parent had counted when it was born.
+    until(lambda: {one["pid"]: one for one in live(patched)}[found["fork"]]["patches"][0]["counters"] == {"calls": 1})
+    _, err = process.communicate("")
+    assert process.returncode == 0
+    # One line a process that imported a target: the forked child imported nothing, its parent had.
+    assert [line.split("pid ")[1].split(",")[0] for line in err.splitlines()] == [
+        str(found[name]) for name in ("parent", "spawn", "forkserver")
+    ]
+    until(lambda: not live(patched))
+    assert list(patched.state.iterdir()) == []
+
+
+def test_counters_arrive_without_the_process_ending(patched: Sandbox) -> None:
+    process = waiting(patched, f"{USE_STEP}\nfor _ in range(99): Scheduler().step(1)")
+    until(lambda: live(patched)[0]["patches"][0]["counters"] == {"calls": 100})
+    process.communicate("")
+    assert process.returncode == 0
+
+
+def test_the_form_of_a_process_in_status(sandbox: Sandbox) -> None:
+    sandbox.patch()
+    sandbox.patch("other", [WORK])
+    sandbox.generate()
+    process = waiting(sandbox, "from fakeengine.scheduler import Scheduler")
+    (one,) = live(sandbox)
+    process.communicate("")
+    assert list(one) == ["pid", "host", "argv", "python", "started", "bundle", "packages", "patches"]
+    assert (one["pid"], one["host"], one["python"]) == (process.pid, os.uname().nodename, PYTHON)
+    assert one["argv"][:2] == [PYTHON, "-c"]
+    assert one["bundle"] == str(sandbox.bundle)
+    assert one["packages"] == {"fakeengine": "1.0"}
+    assert one["started"].endswith("+00:00")
+    form = {"name", "state", "reason", "detail", "verdict", "targets", "counters"}
+    around, other = one["patches"]
+    assert set(around) == set(other) == form
+    nothing: dict[str, object] = {"reason": None, "detail": None, "counters": {}}
+    assert around == {"name": "around", "state": "applied", "verdict": "needed", "targets": [STEP], **nothing}
+    assert other == {"name": "other", "state": "armed", "verdict": None, "targets": [WORK], **nothing}
+
+
+def test_a_process_that_was_killed_is_told_apart_and_cleaned(patched: Sandbox) -> None:
+    first, second = waiting(patched, USE_STEP), waiting(patched, USE_STEP)
+    assert {one["pid"] for one in live(patched)} == {first.pid, second.pid}
+    first.kill()  # a zombie until it is waited for: that is not a live process either
+    until(lambda: report.start_ticks(first.pid) is None)
+    assert (patched.state / f"{os.uname().nodename}-{first.pid}-none.json").exists() is False
+    alive, ended = status.processes(patched.state)
+    assert ([one["pid"] for one in alive], ended) == ([second.pid], [first.pid])
+    assert len(list(patched.state.iterdir())) == 1
+    assert status.processes(patched.state)[1] == []
+    for process in (first, second):
+        process.communicate("")
+
+
+def test_a_recycled_pid_is_another_process(patched: Sandbox) -> None:
+    process = waiting(patched, USE_STEP)
+    (file,) = patched.state.iterdir()
+    content = json.loads(file.read_text("ascii"))
+    content["start_ticks"] -= 1
+    file.write_text(json.dumps(content), "ascii")
+    assert status.processes(patched.state) == ([], [process.pid])
+    assert not file.exists()
+    process.communicate("")
+
+
+def test_another_hosts_process_counts_as_live(patched: Sandbox) -> None:
+    patched.python(USE_STEP)
+    (file,) = patched.state.iterdir()
+    content = json.loads(file.read_text("ascii")) | {"host": "elsewhere"}
+    file.write_text(json.dumps(content), "ascii")
+    assert [one["host"] for one in live(patched)] == ["elsewhere"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"text"', '{"pid": 1}', "\xff"])
+def test_what_is_no_report_is_passed_over_and_left_alone(patched: Sandbox, text: str) -> None:
+    patched.state.mkdir()
+    file = patched.state / "strange.json"
+    file.write_text(text, "latin-1")
+    (patched.state / "other.txt").write_text("somebody's")
+    assert status.processes(patched.state) == ([], [])
+    assert file.exists()
+
+
+def test_a_directory_that_does_not_exist_has_no_processes(tmp_path: Path) -> None:
+    assert status.processes(tmp_path / "none") == ([], [])
+
+
+# A report that cannot be left is said once, in the one line, and changes nothing else.
+
+
+def unreported(sandbox: Sandbox, state: str, **options: str) -> str:
+    done = sandbox.python(USE_STEP, LIVEPATCH_STATE_DIR=state, **options)
+    assert (done.code, done.out) == (0, PATCHED)
+    (line,) = done.lines
+    assert "; no report in " in line
+    return line
+
+
+def test_a_state_directory_that_is_a_file(patched: Sandbox) -> None:
+    patched.state.write_text("")
+    assert str(patched.state) in unreported(patched, str(patched.state))
+
+
+def test_a_state_directory_below_a_file(patched: Sandbox) -> None:
+    patched.state.write_text("")
+    unreported(patched, f"{patched.state}/below/it")
+
+
+def test_a_state_directory_on_a_system_that_has_no_room(patched: Sandbox) -> None:
+    unreported(patched, "/proc/nothing/can/be/made/here")
+
+
+def test_a_full_state_directory(patched: Sandbox) -> None:
+    """No byte can be written to any file, as on a full disk; and no half of a report stays."""
+    code = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n{USE_STEP}"
+    patched.state.mkdir()
+    done = patched.python(code)
+    assert (done.code, done.out) == (0, PATCHED)
+    (line,) = done.lines
+    assert f"; no report in {patched.state}" in line
+    assert list(patched.state.iterdir()) == []
+
+
+def test_a_state_directory_is_made(patched: Sandbox) -> None:
+    patched.python(USE_STEP, LIVEPATCH_STATE_DIR=str(patched.state / "a" / "b"))
+    (file,) = (patched.state / "a" / "b").iterdir()
+    assert file.suffix == ".json"
+
+
+@pytest.mark.parametrize("given", [{}, {"LIVEPATCH_STATE_DIR": ""}], ids=["unset", "empty"])
+@pytest.mark.parametrize("kind", ["absent", "own", "a link", "a file"])
+def test_the_default_directory_is_ours_or_is_not_used(patched: Sandbox, kind: str, given: dict[str, str]) -> None:
+    """Its name is under a directory that everybody can write to, so somebody else may have been there first."""
+    temporary = patched.root / "tmp"
+    default = temporary / f"vllm-livepatch-{os.getuid()}"
+    temporary.mkdir()
+    if kind == "own":
+        default.mkdir()
+    elif kind == "a link":
+        (patched.root / "elsewhere").mkdir()
+        default.symlink_to(patched.root / "elsewhere")
+    elif kind == "a file":
+        default.write_text("")
+    environ = patched.environ(TMPDIR=str(temporary))
+    del environ["LIVEPATCH_STATE_DIR"]
+    done = subprocess.run([PYTHON, "-c", USE_STEP], env={**environ, **given}, capture_output=True, text=True)
+    assert done.stdout == PATCHED
+    if kind in ("absent", "own"):
+        (file,) = default.iterdir()
+        assert json.loads(file.read_text("ascii"))["patches"][0]["state"] == "applied"
+        assert default.stat().st_mode & 0o777 == 0o700 or kind == "own"
+        assert report.directory({}) != ""
+    else:
+        assert "; no report in " in done.stderr
+        assert not (patched.root / "elsewhere").exists() or list((patched.root / "elsewhere").iterdir()) == []
+
+
+def test_start_ticks_name_a_process() -> None:
+    assert report.start_ticks(os.getpid()) == report.start_ticks(os.getpid())
+    assert isinstance(report.start_ticks(os.getpid()), int)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert report.start_ticks(ended.pid) is None
+
+
+@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+def test_a_fork_right_after_the_import_is_as_quiet_as_without(patched: Sandbox, version: str) -> None:
+    """A thread of ours would make it a fork of a process with threads, of which newer interpreters warn."""
+    code = f"import os, sys\n{USE_STEP}\nsys.stdout.flush()\npid = os.fork()\nif not pid: os._exit(Scheduler().step(4)[-1])\n"
+    done = patched.python(f"{code}print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))", "-W", "always", python=str(interpreters.find(version)))
+    assert (done.code, done.out) == (0, f"{PATCHED}4\n"), done.err
+    assert len(done.lines) == 1

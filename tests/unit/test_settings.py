@@ -1,0 +1,228 @@
+"""The environment's words: every variable of the contract, the names from the field, and what is no value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from vllm_livepatch.sitecustomize import settings
+from vllm_livepatch.sitecustomize.decision import Environment, Patch
+from vllm_livepatch.sitecustomize.facts import to_patch
+
+BASE: dict[str, Any] = {
+    "title": "for the tests",
+    "package": "engine",
+    "targets": ["engine.a:f"],
+    "variant": [{"releases": ["1"], "code": {"engine.a:f": "0"}}],
+}
+
+
+def a_patch(name: str, *options: dict[str, Any], aliases: tuple[str, ...] = ()) -> Patch:
+    return to_patch(name, {**BASE, "option": list(options), "aliases": list(aliases)})
+
+
+# Declared as the contract has them.
+STALE = a_patch("stale-finished-recving")
+REAPER = a_patch("kv-block-reaper", {"name": "idle_seconds", "default": 600.0, "minimum": 1.0})
+CHUNKED = a_patch(
+    "chunked-lmcache-load",
+    {
+        "name": "max_tokens",
+        "default": 8192,
+        "minimum": 1,
+        "aliases": ["CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD"],
+        "off": 0,
+    },
+)
+ALLOCATOR = a_patch(
+    "rocm-pinned-allocator",
+    {"name": "step_gb", "default": 2.0, "minimum": 0.25, "aliases": ["LMCACHE_ROCM_DEMAND_PINNED_STEP_GB"]},
+    aliases=("LMCACHE_ROCM_DEMAND_PINNED_ALLOCATOR",),
+)
+BLOCKS = a_patch(
+    "mp-block-transfer",
+    {
+        "name": "dtype",
+        "default": "auto",
+        "choices": ["auto", "float16", "bfloat16"],
+        "aliases": ["LMCACHE_ROCM_MP_BLOCK_FALLBACK_DTYPE"],
+    },
+    aliases=("LMCACHE_ROCM_MP_BLOCK_FALLBACK",),
+)
+MORIIO = a_patch(
+    "moriio-timeouts",
+    {"name": "handshake_seconds", "default": 30.0, "minimum": 0.1, "aliases": ["VLLM_MORIIO_HANDSHAKE_TIMEOUT"]},
+    {"name": "transfer_seconds", "default": 30.0, "minimum": 0.1, "aliases": ["VLLM_MORIIO_TRANSFER_TIMEOUT"]},
+    {"name": "defer_seconds", "default": 60.0, "minimum": 0.1, "aliases": ["VLLM_MORIIO_DEFER_TIMEOUT"]},
+)
+FREE = a_patch(
+    "free-words", {"name": "mode", "default": "none"}, {"name": "verbose", "default": False}, {"name": "n", "default": -1}
+)
+ALL = [STALE, REAPER, CHUNKED, ALLOCATOR, BLOCKS, MORIIO, FREE]
+
+
+def read(environ: Mapping[str, str]) -> Environment:
+    return settings.read(ALL, environ)
+
+
+def test_defaults() -> None:
+    environment = read({"PATH": "/bin", "VLLM_SOMETHING": "1", "LIVEPATCHES": "other"})
+    assert environment.mode == "auto"
+    assert environment.toggles == {patch.name: "auto" for patch in ALL}
+    assert environment.options["chunked-lmcache-load"] == {"max_tokens": 8192}
+    assert environment.options["moriio-timeouts"]["defer_seconds"] == 60.0
+    assert environment.options["stale-finished-recving"] == {}
+    assert (environment.errors, environment.notes) == ((), ())
+
+
+@pytest.mark.parametrize("value", ["auto", "off", "strict"])
+def test_the_mode(value: str) -> None:
+    environment = read({"LIVEPATCH": value})
+    assert (environment.mode, environment.errors) == (value, ())
+
+
+@pytest.mark.parametrize("value", ["on", "OFF", "Strict", "1", "0", "", " auto", "force", "true"])
+def test_what_is_no_mode_is_named_with_the_values_and_counts_as_auto(value: str) -> None:
+    environment = read({"LIVEPATCH": value})
+    assert environment.mode == "auto"
+    (error,) = environment.errors
+    assert error.startswith(f"LIVEPATCH={value!r}")
+    assert all(word in error for word in ("auto", "off", "strict"))
+
+
+@pytest.mark.parametrize("value", ["auto", "on", "force", "off"])
+@pytest.mark.parametrize("patch", ALL, ids=lambda patch: patch.name)
+def test_every_patch_has_its_toggle(patch: Patch, value: str) -> None:
+    environment = read({"LIVEPATCH_" + patch.name.upper().replace("-", "_"): value})
+    assert environment.toggles == {**{other.name: "auto" for other in ALL}, patch.name: value}
+    assert environment.errors == ()
+
+
+@pytest.mark.parametrize("value", ["strict", "1", "0", "ON", "", "yes"])
+def test_what_is_no_toggle_is_named_with_the_values_and_counts_as_auto(value: str) -> None:
+    environment = read({"LIVEPATCH_KV_BLOCK_REAPER": value})
+    assert environment.toggles["kv-block-reaper"] == "auto"
+    (error,) = environment.errors
+    assert error.startswith(f"LIVEPATCH_KV_BLOCK_REAPER={value!r}")
+    assert all(word in error for word in ("auto", "on", "force", "off"))
+
+
+SWITCHES = [(word, "on") for word in ("1", "true", "True", "YES", "on", " 1 ")]
+SWITCHES += [(word, "off") for word in ("0", "false", "no", "OFF", "0\n")]
+
+
+@pytest.mark.parametrize(("word", "toggle"), SWITCHES)
+@pytest.mark.parametrize(
+    ("name", "patch"),
+    [("LMCACHE_ROCM_DEMAND_PINNED_ALLOCATOR", ALLOCATOR), ("LMCACHE_ROCM_MP_BLOCK_FALLBACK", BLOCKS)],
+)
+def test_switches_from_the_field(name: str, patch: Patch, word: str, toggle: str) -> None:
+    environment = read({name: word})
+    assert environment.toggles[patch.name] == toggle
+    assert environment.errors == ()
+
+
+def test_a_switch_from_the_field_that_is_neither() -> None:
+    environment = read({"LMCACHE_ROCM_MP_BLOCK_FALLBACK": "maybe"})
+    assert environment.toggles["mp-block-transfer"] == "auto"
+    (error,) = environment.errors
+    assert error.startswith("LMCACHE_ROCM_MP_BLOCK_FALLBACK='maybe'")
+    assert "1" in error
+    assert "0" in error
+
+
+def test_our_own_toggle_is_stronger_than_the_switch_from_the_field() -> None:
+    environment = read({"LMCACHE_ROCM_MP_BLOCK_FALLBACK": "0", "LIVEPATCH_MP_BLOCK_TRANSFER": "on"})
+    assert environment.toggles["mp-block-transfer"] == "on"
+
+
+@pytest.mark.parametrize("name", ["CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD", "LIVEPATCH_CHUNKED_LMCACHE_LOAD_MAX_TOKENS"])
+def test_the_load_cap_and_its_zero(name: str) -> None:
+    on, off = read({name: "4096"}), read({name: "0"})
+    assert (on.toggles["chunked-lmcache-load"], on.options["chunked-lmcache-load"]) == ("auto", {"max_tokens": 4096})
+    assert off.toggles["chunked-lmcache-load"] == "off"
+    assert (on.errors, off.errors) == ((), ())
+    both = read({name: "0", "LIVEPATCH_CHUNKED_LMCACHE_LOAD": "on"})
+    assert both.toggles["chunked-lmcache-load"] == "on"
+
+
+@pytest.mark.parametrize("value", ["-1", "4k", "", "1.5", "nan", "0x10", "8192 tokens"])
+def test_what_is_no_load_cap(value: str) -> None:
+    environment = read({"CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD": value})
+    assert environment.options["chunked-lmcache-load"] == {"max_tokens": 8192}
+    assert environment.toggles["chunked-lmcache-load"] == "auto"
+    (error,) = environment.errors
+    assert error.startswith(f"CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD={value!r}")
+    assert "a whole number of at least 1" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "patch", "option"),
+    [
+        ("LIVEPATCH_KV_BLOCK_REAPER_IDLE_SECONDS", "kv-block-reaper", "idle_seconds"),
+        ("LIVEPATCH_ROCM_PINNED_ALLOCATOR_STEP_GB", "rocm-pinned-allocator", "step_gb"),
+        ("LMCACHE_ROCM_DEMAND_PINNED_STEP_GB", "rocm-pinned-allocator", "step_gb"),
+        ("LIVEPATCH_MORIIO_TIMEOUTS_HANDSHAKE_SECONDS", "moriio-timeouts", "handshake_seconds"),
+        ("LIVEPATCH_MORIIO_TIMEOUTS_TRANSFER_SECONDS", "moriio-timeouts", "transfer_seconds"),
+        ("LIVEPATCH_MORIIO_TIMEOUTS_DEFER_SECONDS", "moriio-timeouts", "defer_seconds"),
+        ("VLLM_MORIIO_HANDSHAKE_TIMEOUT", "moriio-timeouts", "handshake_seconds"),
+        ("VLLM_MORIIO_TRANSFER_TIMEOUT", "moriio-timeouts", "transfer_seconds"),
+        ("VLLM_MORIIO_DEFER_TIMEOUT", "moriio-timeouts", "defer_seconds"),
+    ],
+)
+def test_options_in_seconds_and_sizes(name: str, patch: str, option: str) -> None:
+    for text, value in (("12", 12.0), ("2.5", 2.5), (" 7 ", 7.0), ("1e2", 100.0)):
+        environment = read({name: text})
+        assert environment.options[patch][option] == value
+        assert environment.toggles[patch] == "auto"
+        assert environment.errors == ()
+    default = read({}).options[patch][option]
+    for text in ("-3", "0", "nan", "soon", "", "1,5", "10s"):
+        environment = read({name: text})
+        assert environment.options[patch][option] == default
+        (error,) = environment.errors
+        assert error.startswith(f"{name}={text!r} is not a number of at least ")
+
+
+@pytest.mark.parametrize("name", ["LIVEPATCH_MP_BLOCK_TRANSFER_DTYPE", "LMCACHE_ROCM_MP_BLOCK_FALLBACK_DTYPE"])
+def test_an_option_with_choices(name: str) -> None:
+    for choice in ("auto", "float16", "bfloat16"):
+        assert read({name: choice}).options["mp-block-transfer"] == {"dtype": choice}
+    environment = read({name: "int3"})
+    assert environment.options["mp-block-transfer"] == {"dtype": "auto"}
+    (error,) = environment.errors
+    assert error.startswith(f"{name}='int3'")
+    assert "auto, float16, bfloat16" in error
+
+
+def test_options_of_other_kinds() -> None:
+    environment = read(
+        {"LIVEPATCH_FREE_WORDS_MODE": "peer", "LIVEPATCH_FREE_WORDS_VERBOSE": "yes", "LIVEPATCH_FREE_WORDS_N": "-7"}
+    )
+    assert environment.options["free-words"] == {"mode": "peer", "verbose": True, "n": -7}
+    (error,) = read({"LIVEPATCH_FREE_WORDS_VERBOSE": "2"}).errors
+    assert "1 or 0" in error
+    (error,) = read({"LIVEPATCH_FREE_WORDS_N": "two"}).errors
+    assert "a whole number;" in error
+
+
+def test_our_own_option_is_stronger_than_the_name_from_the_field() -> None:
+    environment = read({"VLLM_MORIIO_DEFER_TIMEOUT": "5", "LIVEPATCH_MORIIO_TIMEOUTS_DEFER_SECONDS": "6"})
+    assert environment.options["moriio-timeouts"]["defer_seconds"] == 6.0
+
+
+def test_every_bad_value_is_said() -> None:
+    environment = read({"LIVEPATCH": "x", "LIVEPATCH_KV_BLOCK_REAPER": "y", "VLLM_MORIIO_DEFER_TIMEOUT": "z"})
+    assert [error.partition("=")[0] for error in environment.errors] == [
+        "LIVEPATCH",
+        "LIVEPATCH_KV_BLOCK_REAPER",
+        "VLLM_MORIIO_DEFER_TIMEOUT",
+    ]
+
+
+def test_a_name_of_ours_that_means_nothing_is_noted() -> None:
+    environment = read({"LIVEPATCH_STALE_FINISHED_RECEIVING": "off", "LIVEPATCH_STATE_DIR": "/tmp"})
+    assert environment.errors == ()
+    (note,) = environment.notes
+    assert note.startswith("LIVEPATCH_STALE_FINISHED_RECEIVING ")

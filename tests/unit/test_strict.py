@@ -1,0 +1,209 @@
+"""LIVEPATCH=strict: what is wanted and not applied ends the process before it serves. And what is said, in every mode."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.support import PATCHED, STEP, STOCK, USE_STEP, WORK, Sandbox
+
+BROKEN = "def wrappers(livepatch):\n    raise RuntimeError('it broke')"
+BEFORE = "print('before', flush=True)\n"
+IMPORT = f"{BEFORE}import fakeengine.scheduler\nprint('the importer goes on')"
+
+
+def edit(sandbox: Sandbox) -> None:
+    """Somebody's edit of the target, on disk: code that was never verified."""
+    file = sandbox.site / "fakeengine/scheduler.py"
+    file.write_text(file.read_text("utf-8").replace("return [number]", "return [number + 0]"), "utf-8")
+
+
+def fixed(sandbox: Sandbox) -> None:
+    """The patch knows this code as one without the fault, and that it cannot be put on it."""
+    code = sandbox.fingerprints(STEP)
+    variants = [{"releases": ["1.0"], "code": code, "verdict": "fixed-upstream", "applies": False}]
+    sandbox.patch(variant=variants)
+
+
+def test_strict_is_as_auto_where_all_applies(patched: Sandbox) -> None:
+    auto, strict = patched.python(USE_STEP), patched.python(USE_STEP, LIVEPATCH="strict")
+    assert (strict.code, strict.out) == (auto.code, auto.out) == (0, PATCHED)
+    assert [line.partition("pid")[0] for line in strict.lines] == [line.partition("pid")[0] for line in auto.lines]
+
+
+ENDS = {
+    "drifted": ("", "drifted", {}),
+    "raises": (BROKEN, "raised", {}),
+    "mismatch": ("def wrappers(livepatch): return {}", "mismatch", {}),
+    "asked for, not present": ("", "not-present", {"LIVEPATCH_AROUND": "on"}),
+    "asked for, not possible": ("", "fixed-upstream", {"LIVEPATCH_AROUND": "on"}),
+}
+
+
+@pytest.mark.parametrize("how", list(ENDS))
+def test_wanted_and_not_applied_ends_the_process(sandbox: Sandbox, how: str) -> None:
+    code, reason, environ = ENDS[how]
+    sandbox.patch(**({"code": code} if code else {}))
+    if how == "asked for, not possible":
+        fixed(sandbox)
+    sandbox.generate()
+    if how == "drifted":
+        edit(sandbox)
+    if how == "asked for, not present":
+        sandbox.write({"fakeengine/scheduler.py": "class Other: pass\n"})
+    done = sandbox.python(IMPORT, LIVEPATCH="strict", **environ)
+    assert (done.code, done.out) == (78, "before\n")
+    greeting, line = done.lines
+    assert "LIVEPATCH=off turns it off" in greeting
+    assert line.startswith(f"vllm-livepatch: LIVEPATCH=strict: around is not applied ({reason}): ")
+    # The same under auto is one line, and the importer goes on.
+    done = sandbox.python(IMPORT, **environ)
+    assert (done.code, done.out) == (0, "before\nthe importer goes on\n")
+    assert done.lines[1:] == [line.replace("LIVEPATCH=strict: ", "")]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"LIVEPATCH_AROUND": "off"}, {"LIVEPATCH_AROUND": "force"}, {"LIVEPATCH_AROUND": "auto"}],
+    ids=lambda environ: "".join(environ.values()) or "unset",
+)
+def test_unwanted_or_forced_ends_nothing(sandbox: Sandbox, environ: dict[str, str]) -> None:
+    sandbox.patch()
+    sandbox.generate()
+    if environ == {"LIVEPATCH_AROUND": "off"}:
+        edit(sandbox)
+    elif environ == {"LIVEPATCH_AROUND": "force"}:
+        edit(sandbox)
+    else:  # the release has the target no more, and nobody asked for the patch
+        sandbox.write({"fakeengine/scheduler.py": "class Other: pass\n"})
+    done = sandbox.python(IMPORT, LIVEPATCH="strict", **environ)
+    assert (done.code, done.out) == (0, "before\nthe importer goes on\n")
+
+
+def test_in_a_thread_and_in_a_try_it_ends_all_the_same(sandbox: Sandbox) -> None:
+    sandbox.patch(code=BROKEN)
+    sandbox.generate()
+    done = sandbox.python(
+        """
+        import atexit, threading
+        atexit.register(print, "no exit handler of a process that serves is run")
+        def load():
+            try:
+                import fakeengine.scheduler
+            except BaseException:
+                print("caught")
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+        print("went on")
+        """,
+        LIVEPATCH="strict",
+    )
+    assert (done.code, done.out) == (78, "")
+
+
+def test_a_patch_that_was_applied_and_is_overtaken_ends_nothing(patched: Sandbox) -> None:
+    done = patched.python(f"{USE_STEP}; Scheduler.step = None", LIVEPATCH="strict")
+    assert (done.code, done.out) == (0, PATCHED)
+    assert "applied no more (overwritten)" in done.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("LIVEPATCH_AROUND", "yes"), ("LIVEPATCH_AROUND_LIMIT", "many"), ("FIELD_LIMIT", "-1"), ("FIELD_SWITCH", "perhaps")],
+)
+def test_a_bad_value_ends_the_process_under_strict_and_is_said_under_auto(
+    sandbox: Sandbox, name: str, value: str
+) -> None:
+    option = {"name": "limit", "default": 5, "minimum": 1, "aliases": ["FIELD_LIMIT"]}
+    sandbox.patch(option=[option], aliases=["FIELD_SWITCH"])
+    sandbox.generate()
+    done = sandbox.python(IMPORT, LIVEPATCH="strict", **{name: value})
+    assert (done.code, done.out) == (78, "before\n")
+    _, line = done.lines
+    assert line.startswith(f"vllm-livepatch: LIVEPATCH=strict: {name}={value!r} is ")
+    done = sandbox.python(USE_STEP, **{name: value})
+    assert (done.code, done.out) == (0, PATCHED)
+    assert done.lines[1:] == [line.replace("LIVEPATCH=strict: ", "")]
+
+
+def test_a_bad_mode_counts_as_auto(sandbox: Sandbox) -> None:
+    sandbox.patch(code=BROKEN)
+    sandbox.generate()
+    done = sandbox.python(USE_STEP, LIVEPATCH="stritc")
+    assert (done.code, done.out) == (0, STOCK)
+    assert done.lines[1].startswith("vllm-livepatch: LIVEPATCH='stritc' is none of auto, off, strict")
+
+
+# Promise 5: nothing on stdout, ever; on stderr one line a process, and one for each patch that is wanted and not applied.
+
+
+def test_one_line_a_process_and_one_for_each_wanted_and_unapplied_patch(sandbox: Sandbox) -> None:
+    sandbox.patch("applies")
+    sandbox.patch("applies-too", [WORK])
+    sandbox.patch("breaks", code=BROKEN)
+    sandbox.patch("is-off", code=BROKEN)
+    sandbox.patch("has-drifted", [STEP, WORK], variant=[{"releases": ["1.0"], "code": {STEP: "0" * 16, WORK: "1" * 16}}])
+    sandbox.patch("is-not-there", ["fakeengine.scheduler:Other.step"])
+    sandbox.patch("nobody-asked", auto="off")
+    sandbox.generate()
+    code = "import fakeengine.scheduler, importlib, fakeengine.worker\nfor _ in range(3): importlib.reload(fakeengine.worker)"
+    done = sandbox.python(code, LIVEPATCH_IS_OFF="off")
+    assert (done.code, done.out) == (0, "")
+    assert all(line.startswith("vllm-livepatch: ") for line in done.lines)
+    (greeting, *rest) = done.lines
+    assert greeting.split(", ")[0] == f"vllm-livepatch: {greeting.split()[1].rstrip(',')}"
+    assert f"pid {sandbox.report()['pid']}, fakeengine 1.0; LIVEPATCH=off turns it off" in greeting
+    assert [line.split(":")[1].split("(")[0].strip() for line in rest] == [
+        "has-drifted is not applied",
+        "breaks is not applied",
+    ]
+    states = {patch["name"]: (patch["state"], patch["reason"]) for patch in sandbox.report()["patches"]}
+    assert states == {
+        "applies": ("applied", None),
+        "applies-too": ("applied", None),
+        "breaks": ("failed", "raised"),
+        "is-off": ("skipped", "off"),
+        "has-drifted": ("skipped", "drifted"),
+        "is-not-there": ("skipped", "not-present"),
+        "nobody-asked": ("skipped", "optional"),
+    }
+    for patch in sandbox.report()["patches"]:
+        if patch["state"] in ("skipped", "failed"):
+            assert len(patch["reason"].split()) == 1
+            assert len(patch["detail"].split()) > 3
+
+
+def test_force_is_said_loudly_and_recorded(patched: Sandbox) -> None:
+    edit(patched)
+    done = patched.python(USE_STEP, LIVEPATCH_AROUND="force")
+    assert done.out == PATCHED
+    assert done.lines[1].startswith("vllm-livepatch: around: forced onto code that was never verified: ")
+    reported = patched.reported()
+    assert (reported["state"], reported["reason"], reported["verdict"]) == ("applied", "forced", "drifted")
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        ("1.0", "needed"),
+        ("1.0+rocm700", "needed"),
+        ("0.23.1rc1.dev424+g3f5a1e173", "unverified"),
+        ("1.0.post1", "unverified"),
+        (None, "unverified"),
+    ],
+)
+def test_releases_as_people_build_them(patched: Sandbox, version: str | None, verdict: str) -> None:
+    file = patched.site / "fakeengine/_version.py"
+    if version is None:
+        file.unlink()
+    else:
+        file.write_text(f"version: str = {version!r}\n__version__ = version_tuple = None\n", "utf-8")
+    done = patched.python(USE_STEP)
+    assert done.out == PATCHED
+    assert (patched.reported()["state"], patched.reported()["verdict"]) == ("applied", verdict)
+    assert patched.report()["packages"] == {"fakeengine": version}
+    if verdict == "unverified":  # applies, and says so
+        assert patched.reported()["reason"] == "unverified"
+        assert "is not listed" in done.lines[1]
+    else:
+        assert len(done.lines) == 1

@@ -1,0 +1,63 @@
+"""Two threads that import the two targets of one patch at once: no deadlock, and always applied, once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.support import STEP, WORK, Sandbox
+
+# Each round is a fork of a process that has imported no target yet. A child that hangs is ended by its alarm, whose
+# number is then what it "exits" with; the switch interval makes the threads change places as often as can be.
+ROUNDS = """
+    import os, signal, sys, threading
+    {preload}
+    sys.setswitchinterval(1e-6)
+
+    def child():
+        signal.alarm(20)
+        barrier = threading.Barrier(2)
+        def load(name):
+            barrier.wait()
+            __import__(name)
+        names = ["fakeengine.scheduler", "fakeengine.worker"]
+        threads = [threading.Thread(target=load, args=[name]) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        import fakeengine.scheduler, fakeengine.worker
+        found = fakeengine.scheduler.Scheduler().step(7), fakeengine.worker.work(8)
+        from _vllm_livepatch.sitecustomize import hook
+        (state,) = hook._made[0].states
+        if found != (["patched", 7], ["patched", 8]) or state.state != "applied":
+            print(found, state.described(), file=sys.stderr, flush=True)
+            return 3
+        return 0
+
+    for number in range({rounds}):
+        pid = os.fork()
+        if not pid:
+            code = 4
+            try:
+                code = child()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            sys.exit("round %d: %s" % (number, os.waitstatus_to_exitcode(status)))
+    print("all")
+    """
+PRELOAD = "import fakeengine, _vllm_livepatch.sitecustomize.hook, _vllm_livepatch.vendor.wrapt"
+
+
+@pytest.mark.parametrize(
+    ("rounds", "preload"),
+    [(500, PRELOAD), (480, f"{PRELOAD}, _vllm_livepatch.patches.around.wrappers"), (20, "")],
+    ids=["runtime loaded", "patch loaded", "nothing loaded"],
+)
+def test_two_threads_import_two_targets_of_one_patch(sandbox: Sandbox, rounds: int, preload: str) -> None:
+    sandbox.patch(targets=[STEP, WORK])
+    sandbox.generate()
+    done = sandbox.python(ROUNDS.format(rounds=rounds, preload=preload), LIVEPATCH_STATE_DIR=str(sandbox.state))
+    assert (done.code, done.out) == (0, "all\n"), done.lines[-2:]
+    assert len(done.lines) == rounds, "one line a process, and nothing else"
