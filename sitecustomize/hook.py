@@ -109,7 +109,7 @@ def _from_bundle() -> Runtime:
 
 
 def _next_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    finders = list(sys.meta_path)
+    finders: list[Any] = list(sys.meta_path)
     own = [
         place for place, finder in enumerate(finders) if type(finder) is type and finder.__name__ == "LivepatchFinder"
     ]

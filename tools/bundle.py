@@ -46,7 +46,7 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
         for source in sorted(item.folder.rglob("*")):
             if source.is_file() and "__pycache__" not in source.parts and source.name != "patch.toml":
                 files[f"{place}/{source.relative_to(item.folder).as_posix()}"] = source.read_bytes()
-    # The compiled part serves the interpreter that its file name says; on another one wrapt does without, at 6 us a call.
+    # The compiled part serves the interpreter that its file name says; on another one wrapt does without.
     for source in sorted(Path(wrapt.__file__).parent.iterdir()):
         if source.suffix == ".py" or (source.suffix == ".so" and "." in source.stem):
             files[f"{PACKAGE}/vendor/wrapt/{source.name}"] = source.read_bytes()
@@ -119,8 +119,8 @@ def write_zip(files: Mapping[str, bytes], out: Path) -> None:
 def differences(place: Path) -> tuple[list[str], int]:
     """How a bundle (directory or zip) differs from its manifest, a sentence each; and how many files were compared.
 
-    Bytecode that an interpreter has cached beside the sources since is not the bundle's. Raises UserError where there is
-    no bundle, or its manifest cannot be read.
+    Bytecode that an interpreter has cached beside the sources since is not the bundle's. Raises UserError where there
+    is no bundle, or its manifest cannot be read.
     """
     if not place.exists():
         raise UserError(f"{place} does not exist")

@@ -100,7 +100,7 @@ def judge(diff: Diff, release: str, source: imports.Source, modules: Modules | N
     """
     sources = {change.module: source(change.module) for change in diff.changes}
     try:
-        made, moved = _made(diff, sources)
+        made, moved = _made(diff, sources, source)
     except HunkError as error:
         why = str(error)
         if all(_has(change, sources[change.module]) for change in diff.changes):
@@ -117,7 +117,7 @@ def judge(diff: Diff, release: str, source: imports.Source, modules: Modules | N
     return Judged(release, "needed", _fingerprints(diff, sources), said)
 
 
-def _made(diff: Diff, sources: dict[str, str | None]) -> tuple[dict[str, str], int]:
+def _made(diff: Diff, sources: dict[str, str | None], source: imports.Source) -> tuple[dict[str, str], int]:
     """The text of each module as changed, and how far the hunks were from where the diff says. Raises HunkError."""
     made: dict[str, str] = {}
     moved = 0
@@ -127,6 +127,9 @@ def _made(diff: Diff, sources: dict[str, str | None]) -> tuple[dict[str, str], i
             if text is not None:
                 raise HunkError(f"{change.module} exists already")
             made[change.module] = change.text
+            parent = change.module.rpartition(".")[0]
+            if parent not in sources and source(parent) is None:
+                raise HunkError(f"{change.module} is added, but not its package")
         elif text is None:
             raise HunkError(f"there is no {change.module}")
         else:

@@ -204,7 +204,9 @@ def test_a_target_that_its_own_module_decorates_is_no_stranger(sandbox: Sandbox)
 def test_a_target_that_its_own_module_replaces_from_elsewhere_is_a_stranger(sandbox: Sandbox) -> None:
     sandbox.write({"fakeengine/fast.py": "def step(self, number):\n    return ['fast', number]\n"})
     scheduler = sandbox.site / "fakeengine/scheduler.py"
-    scheduler.write_text(scheduler.read_text("utf-8") + "from fakeengine import fast\nScheduler.step = fast.step\n", "utf-8")
+    scheduler.write_text(
+        scheduler.read_text("utf-8") + "from fakeengine import fast\nScheduler.step = fast.step\n", "utf-8"
+    )
     sandbox.patch()
     sandbox.generate()
     done = sandbox.python(USE_STEP)

@@ -1,105 +1,281 @@
-"""The bundle: self-contained, the same bytes for the same input, whole or not there at all."""
+"""The bundle: self-contained, the same bytes for the same input, whole or not written, and verified."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import resource
-import subprocess
-import sys
+import shutil
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import bundle
+from vllm_livepatch.tools import bundle, catalogue
 from vllm_livepatch.tools.errors import UserError
 
+from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, USE_STEP, Sandbox, finish
 
 
+@pytest.fixture(scope="module")
+def own() -> dict[str, bytes]:
+    """The files of the bundle of all of our own patches."""
+    return bundle.contents(catalogue.load())
+
+
+def test_everything_it_needs_is_in_it(patched: Sandbox) -> None:
+    """In an environment without any package, and with nothing of this project's folders to fall back to."""
+    place = patched.root / "venv"
+    assert finish([PYTHON, "-m", "venv", "--without-pip", str(place)], {"PATH": os.environ["PATH"]}).code == 0
+    moved = patched.root / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    patched.bundle.rename(moved)
+    code = (
+        f"{USE_STEP}\nimport sys; print([path for path in sys.path if 'site-packages' in path and 'venv' not in path])"
+    )
+    done = finish(
+        [place / "bin/python", "-s", "-c", code], patched.environ(path=[moved, patched.site]), cwd=patched.root
+    )
+    assert (done.code, done.out, len(done.lines)) == (0, f"{PATCHED}[]\n", 1)
+    assert patched.report()["bundle"] == str(moved)
+
+
+def test_two_names_are_importable(own: dict[str, bytes]) -> None:
+    assert {name.split("/")[0] for name in own} == {"sitecustomize.py", "_vllm_livepatch", "manifest.json"}
+
+
+def test_the_manifest_has_the_versions_and_every_file(own: dict[str, bytes]) -> None:
+    manifest = json.loads(own["manifest.json"])
+    assert list(manifest) == sorted(["vllm-livepatch", "wrapt", "python", "patches", "files"])
+    assert manifest["vllm-livepatch"] == metadata.version("vllm-livepatch")
+    assert manifest["wrapt"] == metadata.version("wrapt")
+    assert manifest["patches"] == sorted(catalogue.load())
+    assert set(manifest["files"]) == set(own) - {"manifest.json"}
+    for name, digest in manifest["files"].items():
+        assert digest == hashlib.sha256(own[name]).hexdigest()
+
+
+def test_the_entry_names_every_target_module_and_no_other(own: dict[str, bytes]) -> None:
+    entries = catalogue.load().values()
+    named = {module for entry in entries for module in (*entry.patch.modules, *entry.patch.added)}
+    line = next(line for line in own["sitecustomize.py"].decode().splitlines() if line.startswith("TARGETS = "))
+    assert json.loads(line.partition("(")[2].rpartition(")")[0]) == sorted(named)
+
+
+def test_no_bytecode_and_no_caches_are_in_it(own: dict[str, bytes]) -> None:
+    assert not [name for name in own if "__pycache__" in name or name.endswith(".pyc")]
+
+
+def test_the_licence_of_wrapt_comes_with_it(own: dict[str, bytes]) -> None:
+    assert b"Redistribution" in own["_vllm_livepatch/vendor/wrapt/LICENSE"]
+
+
+def test_the_same_bytes_for_the_same_input(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two", "three"):
+        sandbox.patch(name)
+    first = bundle.contents(sandbox.entries())
+    bundle.write_directory(first, sandbox.bundle)
+    bundle.write_zip(first, sandbox.root / "first.zip")
+    monkeypatch.setenv("TZ", "Pacific/Kiritimati")
+    for file in sandbox.patches.rglob("*"):
+        os.utime(file, (1, 1))
+    entries = dict(reversed(sandbox.entries().items()))
+    second = bundle.contents(entries)
+    assert second == first
+    bundle.write_zip(dict(reversed(second.items())), sandbox.root / "second.zip")
+    assert (sandbox.root / "first.zip").read_bytes() == (sandbox.root / "second.zip").read_bytes()
+
+
+def test_a_change_of_a_patch_changes_the_manifest(patched: Sandbox) -> None:
+    before = bundle.contents(patched.entries())["manifest.json"]
+    file = patched.patches / "around/wrappers.py"
+    file.write_text(file.read_text("utf-8") + "# changed\n", "utf-8")
+    assert bundle.contents(patched.entries())["manifest.json"] != before
+
+
+# As one file
+
+
 @pytest.fixture
-def files(sandbox: Sandbox) -> dict[str, bytes]:
-    sandbox.patch()
-    return bundle.contents(sandbox.entries())
+def zipped(patched: Sandbox) -> Path:
+    place = patched.root / "livepatch.zip"
+    bundle.write_zip(bundle.contents(patched.entries()), place)
+    return place
 
 
-def test_it_adds_two_importable_names(files: dict[str, bytes]) -> None:
-    tops = {name.partition("/")[0] for name in files}
-    assert tops == {"sitecustomize.py", "_vllm_livepatch", "manifest.json"}
+@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+def test_the_zip_works_as_it_is(patched: Sandbox, zipped: Path, version: str) -> None:
+    shutil.rmtree(patched.bundle)
+    done = patched.python(USE_STEP, path=[zipped, patched.site], python=str(interpreters.find(version)))
+    assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err
+    assert patched.report()["bundle"] == str(zipped)
+    assert patched.reported()["state"] == "applied"
 
 
-def test_it_is_self_contained(patched: Sandbox) -> None:
-    """In an environment with nothing installed, wrapt comes from the bundle and nobody else can import that copy."""
-    venv = patched.root / "venv"
-    subprocess.run([PYTHON, "-m", "venv", "--without-pip", venv], check=True)
-    python = venv / "bin" / "python"
-    done = finish([python, "-c", USE_STEP], patched.environ())
-    assert (done.code, done.out) == (0, PATCHED)
-    done = finish([python, "-c", f"{USE_STEP}; import wrapt"], patched.environ())
-    assert done.lines[-1] == "ModuleNotFoundError: No module named 'wrapt'"
+def test_the_zip_lets_the_next_sitecustomize_run(patched: Sandbox, zipped: Path) -> None:
+    patched.write({"sitecustomize.py": "print('theirs')\n"})
+    code = f"import sys; print(sys.modules['sitecustomize'].__file__)\n{USE_STEP}"
+    done = patched.python(code, path=[zipped, patched.site])
+    assert done.out == f"theirs\n{patched.site}/sitecustomize.py\n{PATCHED}"
+    off = patched.python("import sys; print('sitecustomize' in sys.modules)", path=[zipped], LIVEPATCH="off")
+    assert (off.out, off.err) == ("False\n", "")
 
 
-def test_the_same_input_gives_the_same_bytes(sandbox: Sandbox, files: dict[str, bytes]) -> None:
-    assert bundle.contents(sandbox.entries()) == files
-    for name in ("one.zip", "two.zip"):
-        bundle.write_zip(files, sandbox.root / name)
-    assert (sandbox.root / "one.zip").read_bytes() == (sandbox.root / "two.zip").read_bytes()
+def test_the_zip_has_the_directorys_files(patched: Sandbox, zipped: Path) -> None:
+    with zipfile.ZipFile(zipped) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    assert found == bundle.contents(patched.entries())
+    assert bundle.differences(zipped) == ([], len(found) - 1)
 
 
-def test_another_patch_is_another_bundle(sandbox: Sandbox, files: dict[str, bytes]) -> None:
-    sandbox.patch(title="another")
-    assert bundle.contents(sandbox.entries())["manifest.json"] != files["manifest.json"]
+# verify
 
 
-def test_what_is_written_is_verified(sandbox: Sandbox, files: dict[str, bytes]) -> None:
-    place, archive = sandbox.root / "new", sandbox.root / "new.zip"
-    bundle.write_directory(files, place)
-    bundle.write_zip(files, archive)
-    assert bundle.differences(place) == ([], len(files) - 1)
-    assert bundle.differences(archive) == ([], len(files) - 1)
-    with zipfile.ZipFile(archive, "a") as more:
-        more.writestr("more.py", "")
-    assert bundle.differences(archive)[0] == ["more.py was added"]
-
-
-def test_bytecode_that_an_interpreter_cached_is_no_difference(patched: Sandbox) -> None:
-    assert patched.python(USE_STEP).out == PATCHED
+def test_a_bundle_as_it_was_written_has_no_differences(patched: Sandbox) -> None:
+    patched.python(USE_STEP)  # leaves bytecode beside the sources
     assert list(patched.bundle.rglob("*.pyc"))
+    found, compared = bundle.differences(patched.bundle)
+    assert found == []
+    assert compared == len(bundle.contents(patched.entries())) - 1
+
+
+def test_every_kind_of_difference_is_found(patched: Sandbox) -> None:
+    (patched.bundle / "sitecustomize.py").write_bytes(b"\n" + (patched.bundle / "sitecustomize.py").read_bytes())
+    (patched.bundle / "_vllm_livepatch/catalogue.json").unlink()
+    (patched.bundle / "_vllm_livepatch/more.py").write_text("")
+    (patched.bundle / "top.txt").write_text("")
+    assert bundle.differences(patched.bundle)[0] == [
+        "_vllm_livepatch/catalogue.json is missing",
+        "sitecustomize.py was changed",
+        "_vllm_livepatch/more.py was added",
+        "top.txt was added",
+    ]
+
+
+def test_bytecode_that_would_run_instead_of_a_source_is_a_difference(patched: Sandbox) -> None:
+    """Beside a source nobody takes it; in its place, or under a new name, an interpreter would run it."""
+    (patched.bundle / "_vllm_livepatch/other.pyc").write_bytes(b"")
+    (patched.bundle / "_vllm_livepatch/sitecustomize/hook.py").unlink()
+    (patched.bundle / "_vllm_livepatch/sitecustomize/hook.pyc").write_bytes(b"")
+    assert bundle.differences(patched.bundle)[0] == [
+        "_vllm_livepatch/sitecustomize/hook.py is missing",
+        "_vllm_livepatch/other.pyc was added",
+        "_vllm_livepatch/sitecustomize/hook.pyc was added",
+    ]
+
+
+def test_a_changed_zip_is_found(patched: Sandbox, zipped: Path) -> None:
+    with zipfile.ZipFile(zipped, "a") as archive:
+        archive.writestr("more.py", "")
+    assert bundle.differences(zipped)[0] == ["more.py was added"]
+
+
+MANIFESTS = ["", "{", "[]", "{}", '{"files": 1}', '{"files": {"a": 1}}', '{"files": ["a"]}', "\xff", "null"]
+
+
+@pytest.mark.parametrize("text", MANIFESTS)
+def test_a_corrupt_manifest_is_said_to_be_one(patched: Sandbox, text: str) -> None:
+    (patched.bundle / "manifest.json").write_text(text, "latin-1")
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        bundle.differences(patched.bundle)
+
+
+def test_what_is_no_bundle(patched: Sandbox, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("no zip file")
+    for place, said in ((patched.site, "has no manifest"), (text, "is not a"), (tmp_path / "none", "does not exist")):
+        with pytest.raises(UserError, match=said):
+            bundle.differences(place)
+
+
+# Writing: whole or not at all
+
+
+def test_an_older_bundle_is_replaced_as_a_whole(patched: Sandbox) -> None:
+    (patched.bundle / "left over.txt").write_text("")
+    patched.patch("other")
+    patched.generate()
+    assert bundle.differences(patched.bundle)[0] == []
+    assert sorted(json.loads((patched.bundle / "manifest.json").read_text())["patches"]) == ["around", "other"]
+    assert sorted(path.name for path in patched.root.iterdir() if path.name.startswith(".")) == []
+
+
+def test_an_empty_directory_may_be_given(patched: Sandbox) -> None:
+    shutil.rmtree(patched.bundle)
+    patched.bundle.mkdir()
+    patched.generate()
     assert bundle.differences(patched.bundle)[0] == []
 
 
-@pytest.mark.parametrize("write", [bundle.write_directory, bundle.write_zip])
-def test_a_full_disk_leaves_nothing(sandbox: Sandbox, files: dict[str, bytes], write: object) -> None:
-    """Stood in for by a limit on the size of a file, which fails a write half-way as a full disk does."""
-    name = getattr(write, "__name__", "")
-    code = f"""
-import resource, signal, sys
-from pathlib import Path
-from vllm_livepatch.tools import bundle, catalogue
-from vllm_livepatch.tools.errors import UserError
-files = bundle.contents(catalogue.load())
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    bundle.{name}(files, Path(sys.argv[1]))
-except UserError as error:
-    print(error)
-"""
-    out = sandbox.root / "place" / "new"
-    done = finish([sys.executable, "-B", "-c", code, out], sandbox.environ(path=[]))
-    assert (done.code, done.out.strip()) == (0, f"the bundle cannot be written to {out}: File too large"), done
-    assert list(out.parent.iterdir()) == []
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
+def everything(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() if path.is_file() else b"" for path in place.rglob("*")}
 
 
-def test_a_place_that_cannot_be_written_is_said(files: dict[str, bytes]) -> None:
-    with pytest.raises(UserError, match="cannot be written"):
-        bundle.write_directory(files, Path("/proc/new"))
+def test_somebody_elses_directory_or_file_is_left_alone(patched: Sandbox) -> None:
+    files = bundle.contents(patched.entries())
+    before = everything(patched.root)
+    for place in (patched.site, patched.site / "fakeengine/worker.py", patched.home.parent):
+        with pytest.raises(UserError, match="exists and is not a bundle: name a new directory"):
+            bundle.write_directory(files, place)
+    for place in (patched.site, patched.site / "fakeengine/worker.py"):
+        with pytest.raises(UserError, match="exists and is not a zip file: name a new one"):
+            bundle.write_zip(files, place)
+    assert everything(patched.root) == before
 
 
-def test_the_cache_is_used_again_and_mended(
-    sandbox: Sandbox, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "older one"])
+@pytest.mark.parametrize("kind", ["directory", "zip"])
+def test_a_full_disk_leaves_nothing_half_written(patched: Sandbox, kind: str, existing: bool) -> None:
+    """As much as fits is 5,000 bytes a file: the first files can be written, a later one cannot."""
+    out = patched.root / "out"
+    files = bundle.contents(patched.entries())
+    write = bundle.write_directory if kind == "directory" else bundle.write_zip
+    if existing:
+        write(files, out)
+    before = everything(patched.root)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(UserError, match=f"the bundle cannot be written to {out}: File too large"):
+            write(files, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert everything(patched.root) == before
+
+
+@pytest.mark.parametrize("kind", ["--out", "--zip"])
+def test_a_read_only_place_leaves_nothing_half_written(patched: Sandbox, kind: str) -> None:
+    """Below a file, and below a directory of the kernel's, nobody can make anything: not even root."""
+    for place in (patched.site / "fakeengine/worker.py/bundle", Path("/proc/livepatch/bundle")):
+        write = bundle.write_directory if kind == "--out" else bundle.write_zip
+        with pytest.raises(UserError, match="the bundle cannot be written to"):
+            write(bundle.contents(patched.entries()), place)
+
+
+def test_a_place_that_pythonpath_cannot_name(patched: Sandbox) -> None:
+    for write in (bundle.write_directory, bundle.write_zip):
+        with pytest.raises(UserError, match="PYTHONPATH cannot name it"):
+            write(bundle.contents(patched.entries()), patched.root / "with:colon")
+
+
+def test_the_cached_bundle_is_made_once_and_made_good(
+    patched: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(sandbox.root / "cache"))
-    place = bundle.cached(files)
-    (place / "sitecustomize.py").write_text("# damaged\n")
-    assert bundle.cached(files) == place
-    assert bundle.differences(place)[0] == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = bundle.contents(patched.entries())
+    first = bundle.cached(files)
+    assert first.is_relative_to(tmp_path / "cache" / "vllm-livepatch")
+    stamp = first.stat().st_ino
+    assert bundle.cached(files) == first
+    assert first.stat().st_ino == stamp
+    (first / "sitecustomize.py").write_text("")
+    assert bundle.cached(files) == first
+    assert bundle.differences(first)[0] == []
+    (first / "manifest.json").write_text("{")
+    assert bundle.differences(bundle.cached(files))[0] == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert bundle.cached(files).parent.parent == tmp_path

@@ -71,7 +71,9 @@ def test_the_next_one_runs_as_without_the_bundle(patched: Sandbox, what: str, ve
     assert off == patched.bare(SHOW, python=python)
 
 
-@pytest.mark.parametrize("source", ["import sys\nprint('bye')\nsys.exit(5)", "raise SystemExit", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "source", ["import sys\nprint('bye')\nsys.exit(5)", "raise SystemExit", "raise KeyboardInterrupt"]
+)
 def test_one_that_exits_is_a_fatal_error_as_without_the_bundle(patched: Sandbox, source: str) -> None:
     """The interpreter prints its whole start: all the same, but that ours is on the way to theirs."""
     patched.write({"sitecustomize.py": source})

@@ -709,7 +709,7 @@ def test_the_patch_set_is_the_same_in_every_process(engine: Sandbox) -> None:
     diff_patch(engine, {"fakeengine/third.py": ("'stock'", "'changed'")}, name="one")
     diff_patch(engine, {"fakeengine/worker.py": ("step(item)", "step(0)")}, name="two", traced=False)
     option = {"name": "LIMIT", "default": 1}
-    traced = {"option": [option], "traced": True, "package": "elsewhere"}
+    traced: dict[str, Any] = {"option": [option], "traced": True, "package": "elsewhere"}
     engine.patch("three", ["elsewhere.there:f"], **traced, variant=[])
     engine.write({"elsewhere/__init__.py": "", "elsewhere/there.py": "def f(): pass\n"})
     engine.patch("three", ["elsewhere.there:f"], **traced)

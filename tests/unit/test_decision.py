@@ -102,7 +102,17 @@ def test_a_local_part_does_not_make_another_release(release: str) -> None:
 
 @pytest.mark.parametrize(
     "release",
-    ["0.23.1rc1.dev424+g3f5a1e173", "0.21.0.post1", "0.21.0rc1", "0.21.0.dev3", "0.21", "0.21.00", "unheard of", "", None],
+    [
+        "0.23.1rc1.dev424+g3f5a1e173",
+        "0.21.0.post1",
+        "0.21.0rc1",
+        "0.21.0.dev3",
+        "0.21",
+        "0.21.00",
+        "unheard of",
+        "",
+        None,
+    ],
 )
 def test_a_release_that_nobody_listed_is_told_by_its_code(release: str | None) -> None:
     decision = decided(Installed(release, NEW))

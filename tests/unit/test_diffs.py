@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm_livepatch.sitecustomize.changes import changed
 from vllm_livepatch.tools import catalogue, diffs, from_diff, imports, registry, sources
 from vllm_livepatch.tools.errors import UserError
 
@@ -112,7 +113,7 @@ def test_the_forms_of_a_diff(text: str) -> None:
     diff = diffs.parse(text.encode())
     assert [change.module for change in diff.changes] == ["vllm.worker"]
     assert (diff.package, diff.aside) == ("vllm", ())
-    assert diffs.changed(OLD, diff.changes[0].hunks) == NEW
+    assert changed(OLD, diff.changes[0].hunks) == NEW
     assert diffs.parse(diff.text.encode()).changes == diff.changes, "what is kept means the same"
 
 
@@ -338,7 +339,8 @@ def test_it_is_contained_already() -> None:
         ({}, "there is no vllm.worker"),
         ({"vllm.worker": OLD.replace("[item]", "item")}, r"vllm.worker: hunk 1 \(line 4\) finds its lines nowhere"),
         ({"vllm.worker": "\n" + OLD + OLD}, "finds its lines in 2 places: lines 5, 14"),
-        ({"vllm.worker": OLD, "vllm.extra.more": "x = 1\n"}, "vllm.extra.more exists already"),
+        ({"vllm": "", "vllm.worker": OLD, "vllm.extra.more": "x = 1\n"}, "vllm.extra.more exists already"),
+        ({"vllm.worker": OLD}, "vllm.extra is added, but not its package"),
     ],
 )
 def test_it_does_not_apply(texts: dict[str, str], detail: str) -> None:

@@ -28,7 +28,9 @@ json.dump({
 """
 
 
-def imports(sandbox: Sandbox, before: str = "", *, armed: bool = True, path: list[Path] | None = None, **more: str) -> dict[str, list[str]]:
+def imports(
+    sandbox: Sandbox, before: str = "", *, armed: bool = True, path: list[Path] | None = None, **more: str
+) -> dict[str, list[str]]:
     code = f"{before}\nBUNDLE = {str(sandbox.bundle)!r}\n{STATE_OF_IMPORTS}"
     path = path or ([sandbox.bundle, sandbox.site] if armed else [sandbox.site])
     done = sandbox.python(code, path=path, **more)
@@ -79,7 +81,14 @@ def test_the_entry_imports_nothing_that_site_has_not_imported() -> None:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(str(node.module))
-    assert found == {"os", "sys", "imp", "_frozen_importlib", "_frozen_importlib_external", "_vllm_livepatch.sitecustomize"}
+    assert found == {
+        "os",
+        "sys",
+        "imp",
+        "_frozen_importlib",
+        "_frozen_importlib_external",
+        "_vllm_livepatch.sitecustomize",
+    }
     assert ENTRY.read_bytes().isascii()
     assert len(ENTRY.read_text("ascii").splitlines()) < 100
 
@@ -89,12 +98,16 @@ def test_what_is_importable_is_two_names(patched: Sandbox) -> None:
     top = {path.name for path in patched.bundle.iterdir()} - {"__pycache__"}
     assert top == {"sitecustomize.py", "_vllm_livepatch", "manifest.json"}
     patched.write({"wrapt/__init__.py": "whose = 'theirs'\n"})
-    done = patched.python(f"{USE_STEP}\nimport wrapt, sys\nprint(wrapt.whose, sys.modules['_vllm_livepatch.vendor.wrapt'].__name__)")
+    done = patched.python(
+        f"{USE_STEP}\nimport wrapt, sys\nprint(wrapt.whose, sys.modules['_vllm_livepatch.vendor.wrapt'].__name__)"
+    )
     assert done.out == f"{PATCHED}theirs _vllm_livepatch.vendor.wrapt\n"
 
 
 def test_a_target_pulls_nothing_into_the_namespace_of_others(patched: Sandbox) -> None:
-    done = patched.python(f"import sys\n{USE_STEP}\nprint([name for name in sys.modules if 'wrapt' in name or 'livepatch' in name])")
+    done = patched.python(
+        f"import sys\n{USE_STEP}\nprint([name for name in sys.modules if 'wrapt' in name or 'livepatch' in name])"
+    )
     names = ast.literal_eval(done.out.splitlines()[1])
     assert names
     assert all(name.split(".")[0] == "_vllm_livepatch" for name in names)
@@ -156,7 +169,9 @@ DAMAGE = {
         (bundle / "_vllm_livepatch/catalogue.json").read_text().replace('"targets"', '"tragets"')
     ),
     "a part of the runtime is missing": lambda bundle: (bundle / "_vllm_livepatch/sitecustomize/report.py").unlink(),
-    "a part of the runtime is cut off": lambda bundle: (bundle / "_vllm_livepatch/sitecustomize/hook.py").write_text("def"),
+    "a part of the runtime is cut off": lambda bundle: (bundle / "_vllm_livepatch/sitecustomize/hook.py").write_text(
+        "def"
+    ),
     "the package is gone": lambda bundle: shutil.rmtree(bundle / "_vllm_livepatch"),
 }
 
@@ -173,7 +188,9 @@ def test_a_damaged_bundle(patched: Sandbox, damage: str) -> None:
     assert not patched.state.exists()
     done = patched.python(code, LIVEPATCH="strict")
     assert (done.code, done.out) == (78, "")
-    assert all(said.startswith("vllm-livepatch: ") and re.search("bundle .* nothing is patched", said) for said in done.lines)
+    assert all(
+        said.startswith("vllm-livepatch: ") and re.search("bundle .* nothing is patched", said) for said in done.lines
+    )
     assert len(done.lines) == 1
     assert patched.python("print('unwanted')", LIVEPATCH="strict").out == "unwanted\n"
 
@@ -190,7 +207,9 @@ def test_a_bundle_that_is_taken_away_from_under_a_process(patched: Sandbox) -> N
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
-@pytest.mark.parametrize("how", ["sys.stderr = None", "sys.stderr.close()", "os.close(2)", "sys.stderr = io.StringIO()"])
+@pytest.mark.parametrize(
+    "how", ["sys.stderr = None", "sys.stderr.close()", "os.close(2)", "sys.stderr = io.StringIO()"]
+)
 def test_a_process_without_stderr(patched: Sandbox, how: str, damaged: bool) -> None:
     if damaged:
         (patched.bundle / "_vllm_livepatch/sitecustomize/report.py").unlink()
@@ -200,7 +219,9 @@ def test_a_process_without_stderr(patched: Sandbox, how: str, damaged: bool) -> 
 
 
 def test_a_stderr_of_somebodys_own_is_written_to(patched: Sandbox) -> None:
-    done = patched.python(f"import io, sys\nsys.stderr = own = io.StringIO()\n{USE_STEP}\nprint(own.getvalue(), end='')")
+    done = patched.python(
+        f"import io, sys\nsys.stderr = own = io.StringIO()\n{USE_STEP}\nprint(own.getvalue(), end='')"
+    )
     assert done.out.startswith(f"{PATCHED}vllm-livepatch: ")
     assert done.err == ""
 

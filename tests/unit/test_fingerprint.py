@@ -19,9 +19,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_livepatch.sitecustomize import fingerprint
 
-MODULES = """argparse asyncio/base_events calendar configparser contextlib csv dataclasses difflib enum fractions functools
-heapq http/client inspect json/decoder logging/__init__ random shutil socket statistics subprocess tarfile tempfile
-textwrap threading traceback types unittest/mock urllib/parse weakref""".split()
+MODULES = [
+    "argparse",
+    "asyncio/base_events",
+    "calendar",
+    "configparser",
+    "contextlib",
+    "csv",
+    "dataclasses",
+    "difflib",
+    "enum",
+    "fractions",
+    "functools",
+    "heapq",
+    "http/client",
+    "inspect",
+    "json/decoder",
+    "logging/__init__",
+    "random",
+    "shutil",
+    "socket",
+    "statistics",
+    "subprocess",
+    "tarfile",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "traceback",
+    "types",
+    "unittest/mock",
+    "urllib/parse",
+    "weakref",
+]
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -180,7 +209,10 @@ def edits(node: ast.AST) -> Iterator[tuple[str, Edit]]:
         if field in ("ops", "defaults"):
             for index, item in enumerate(value):
                 if type(item) in OPERATORS:
-                    yield "operator", lambda value=value, index=index: value.__setitem__(index, OPERATORS[type(value[index])])  # type: ignore[misc]
+                    yield (
+                        "operator",
+                        lambda value=value, index=index: value.__setitem__(index, OPERATORS[type(value[index])]),
+                    )  # type: ignore[misc]
         if isinstance(node, ast.arguments) and field == "defaults" and value:
             yield "default gone", lambda value=value: value.pop(0)  # type: ignore[misc]
         if isinstance(node, ast.Call) and field == "args":

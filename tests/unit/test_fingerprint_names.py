@@ -13,7 +13,7 @@ from vllm_livepatch.sitecustomize import fingerprint
 from tests.unit import interpreters
 from tests.unit.support import finish
 
-SOURCE = '''
+SOURCE = """
 import sys
 LIMIT = 3
 declared: int = 4
@@ -37,8 +37,8 @@ class Outer:
 
     class Inner:
         async def method(self): return 2
-'''
-FEATURES = '''
+"""
+FEATURES = """
 def strings(a, b):
     x = f"{a} and {b!r:>{a}}" f"{a=}" "plain" rf"\\d{b}" f"{a:}" f"" f"{a}" + f"{'x' if a else f'{b}'}"
     return x + "tab\\tnul\\0\\x7f" + "é ü ß" + "\\U0001fae1\\U0001fae8\\U0001fac6" + "🫡🫨🫆 ꟊ ⹝ 𞓐" + "\\ud800" + b"\\xff".decode()
@@ -65,7 +65,7 @@ def walrus(x, /, y: int, *a: int, z=1, **k) -> None:
     except (A, B) as e: raise C from e
     else: pass
     finally: return x if y else -z ** +n // ~1
-'''
+"""
 WIDE = "def wide(): return " + " + ".join(f"a{number}" for number in range(400))
 DEEP = "def deep(): return " + "[" * 80 + "]" * 80
 ALL = """
@@ -102,7 +102,9 @@ def test_the_definition_that_a_name_means(name: str, same_as: str) -> None:
     assert fingerprint.of_names(SOURCE, {"it": name})["it"] == fingerprint.of_names(same_as, {"it": key})["it"]
 
 
-@pytest.mark.parametrize("name", ["thrice", "Outer.three", "Outer.method.inner", "Inner", "sys", "LIMIT.real", "method"])
+@pytest.mark.parametrize(
+    "name", ["thrice", "Outer.three", "Outer.method.inner", "Inner", "sys", "LIMIT.real", "method"]
+)
 def test_a_name_that_is_not_there(name: str) -> None:
     assert fingerprint.of_names(SOURCE, {"it": name, "LIMIT": "LIMIT"})["it"] is None
 
@@ -151,7 +153,9 @@ def test_a_thread_that_parses_at_the_same_time(monkeypatch: pytest.MonkeyPatch) 
     assert not failures
 
 
-@pytest.mark.parametrize("source", [WIDE, DEEP, "x = 0x" + "f" * 9000, "-" * 80 + "1"], ids=["wide", "deep", "huge", "many"])
+@pytest.mark.parametrize(
+    "source", [WIDE, DEEP, "x = 0x" + "f" * 9000, "-" * 80 + "1"], ids=["wide", "deep", "huge", "many"]
+)
 def test_strange_sources_have_fingerprints(source: str) -> None:
     assert fingerprint.of_names(source, {"it": ""})["it"]
 

@@ -169,10 +169,14 @@ def test_the_traceback_of_an_error_inside_a_patched_function_shows_its_lines(pat
 
 def test_a_module_that_fails_and_is_imported_again(sandbox: Sandbox) -> None:
     text = (sandbox.site / "fakeengine/scheduler.py").read_text("utf-8")
-    sandbox.write({"fakeengine/scheduler.py": "import os\nif os.environ.pop('FAIL', None): raise RuntimeError\n" + text})
+    sandbox.write(
+        {"fakeengine/scheduler.py": "import os\nif os.environ.pop('FAIL', None): raise RuntimeError\n" + text}
+    )
     sandbox.patch()
     sandbox.generate()
-    done = sandbox.python(f"try:\n    import fakeengine.scheduler\nexcept RuntimeError:\n    print('no')\n{USE_STEP}", FAIL="1")
+    done = sandbox.python(
+        f"try:\n    import fakeengine.scheduler\nexcept RuntimeError:\n    print('no')\n{USE_STEP}", FAIL="1"
+    )
     assert done.out == "no\n" + PATCHED
     assert (sandbox.reported()["state"], len(done.lines)) == ("applied", 1)
 

@@ -5,6 +5,8 @@ Those that this machine lacks are named at the end of pytest's output.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.unit import interpreters
@@ -61,7 +63,10 @@ def test_an_unsupported_interpreter_starts_unchanged(patched: Sandbox, what: str
 @pytest.mark.parametrize("what", list(NEXT))
 def test_the_next_sitecustomize_runs_in_an_unsupported_interpreter(patched: Sandbox, what: str, version: str) -> None:
     patched.write(NEXT[what])
-    show = ["-c", "import sys; module = sys.modules.get('sitecustomize'); print(module and module.__file__, hasattr(module, 'own'))"]
+    show = [
+        "-c",
+        "import sys; module = sys.modules.get('sitecustomize'); print(module and module.__file__, hasattr(module, 'own'))",
+    ]
     bare = run(patched, version, show, bundle=False)
     assert run(patched, version, show, bundle=True) == bare
     assert bare.code == 0
@@ -71,7 +76,7 @@ def test_the_next_sitecustomize_runs_in_an_unsupported_interpreter(patched: Sand
 def test_the_zip_leaves_an_unsupported_interpreter_unchanged(patched: Sandbox, version: str) -> None:
     import shutil
 
-    archive = shutil.make_archive(str(patched.root / "bundle"), "zip", patched.bundle)
+    archive = Path(shutil.make_archive(str(patched.root / "bundle"), "zip", patched.bundle))
     python = str(interpreters.find(version))
     for arguments in (COMMANDS["modules"], COMMANDS["engine"], COMMANDS["error"]):
         bare, armed = (
@@ -88,7 +93,10 @@ def test_an_interpreter_that_writes_bytecode_into_the_bundle_does_no_harm(patche
     from vllm_livepatch.tools import bundle
 
     assert bundle.differences(patched.bundle)[0] == []
-    assert patched.python("from fakeengine.scheduler import Scheduler; print(Scheduler().step(7))").out == "['patched', 7]\n"
+    assert (
+        patched.python("from fakeengine.scheduler import Scheduler; print(Scheduler().step(7))").out
+        == "['patched', 7]\n"
+    )
 
 
 @pytest.mark.parametrize("version", SERVED)

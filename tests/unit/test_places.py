@@ -152,7 +152,7 @@ def test_an_empty_environment(patched: Sandbox) -> None:
         applied(patched, finish([PYTHON, "-c", USE_STEP], environ))
 
 
-PATHS = ["with spaces", "mit Umläuten und 漢字", "quote's \"and\" $dollar %percent", "new\nline", "tab\tand\\backslash"]
+PATHS = ["with spaces", "mit Umläuten und 漢字", 'quote\'s "and" $dollar %percent', "new\nline", "tab\tand\\backslash"]
 
 
 @pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
@@ -194,7 +194,9 @@ def test_the_c_locale(patched: Sandbox, more: dict[str, str]) -> None:
     assert "RuntimeError while applying: f" in done.lines[1]
 
 
-@pytest.mark.parametrize("flags", [["-I"], ["-E"], ["-S"], ["-P"], ["-s"], ["-B"], ["-O"], ["-q"], ["-u"], ["-X", "utf8"]])
+@pytest.mark.parametrize(
+    "flags", [["-I"], ["-E"], ["-S"], ["-P"], ["-s"], ["-B"], ["-O"], ["-q"], ["-u"], ["-X", "utf8"]]
+)
 def test_flags(patched: Sandbox, flags: list[str]) -> None:
     """Flags that shut PYTHONPATH or site out shut us out, without a trace; the others change nothing."""
     setup = f"import sys\nsys.path.append({str(patched.site)!r})\n"
@@ -215,7 +217,10 @@ COMMANDS = {
     "a script": ["script.py", "word"],
     "a missing script": ["no_such_script.py"],
     "a script that fails": ["failing.py"],
-    "site": ["-c", "import sys, site; print([part for part in sys.path if 'bundle' not in part], site.ENABLE_USER_SITE)"],
+    "site": [
+        "-c",
+        "import sys, site; print([part for part in sys.path if 'bundle' not in part], site.ENABLE_USER_SITE)",
+    ],
     "version": ["-VV"],
     "help": ["-h"],
     "uv's probe": ["-I", "-B", "-c", "import sys, json; print(json.dumps([sys.prefix, sys.version_info[:]]))"],

@@ -242,6 +242,11 @@ def test_start_ticks_name_a_process() -> None:
 def test_a_fork_right_after_the_import_is_as_quiet_as_without(patched: Sandbox, version: str) -> None:
     """A thread of ours would make it a fork of a process with threads, of which newer interpreters warn."""
     code = f"import os, sys\n{USE_STEP}\nsys.stdout.flush()\npid = os.fork()\nif not pid: os._exit(Scheduler().step(4)[-1])\n"
-    done = patched.python(f"{code}print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))", "-W", "always", python=str(interpreters.find(version)))
+    done = patched.python(
+        f"{code}print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))",
+        "-W",
+        "always",
+        python=str(interpreters.find(version)),
+    )
     assert (done.code, done.out) == (0, f"{PATCHED}4\n"), done.err
     assert len(done.lines) == 1

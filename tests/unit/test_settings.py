@@ -57,7 +57,10 @@ MORIIO = a_patch(
     {"name": "defer_seconds", "default": 60.0, "minimum": 0.1, "aliases": ["VLLM_MORIIO_DEFER_TIMEOUT"]},
 )
 FREE = a_patch(
-    "free-words", {"name": "mode", "default": "none"}, {"name": "verbose", "default": False}, {"name": "n", "default": -1}
+    "free-words",
+    {"name": "mode", "default": "none"},
+    {"name": "verbose", "default": False},
+    {"name": "n", "default": -1},
 )
 ALL = [STALE, REAPER, CHUNKED, ALLOCATOR, BLOCKS, MORIIO, FREE]
 

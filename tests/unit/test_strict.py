@@ -69,9 +69,7 @@ def test_wanted_and_not_applied_ends_the_process(sandbox: Sandbox, how: str) -> 
 def test_unwanted_or_forced_ends_nothing(sandbox: Sandbox, environ: dict[str, str]) -> None:
     sandbox.patch()
     sandbox.generate()
-    if environ == {"LIVEPATCH_AROUND": "off"}:
-        edit(sandbox)
-    elif environ == {"LIVEPATCH_AROUND": "force"}:
+    if environ == {"LIVEPATCH_AROUND": "off"} or environ == {"LIVEPATCH_AROUND": "force"}:
         edit(sandbox)
     else:  # the release has the target no more, and nobody asked for the patch
         sandbox.write({"fakeengine/scheduler.py": "class Other: pass\n"})
@@ -109,7 +107,12 @@ def test_a_patch_that_was_applied_and_is_overtaken_ends_nothing(patched: Sandbox
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("LIVEPATCH_AROUND", "yes"), ("LIVEPATCH_AROUND_LIMIT", "many"), ("FIELD_LIMIT", "-1"), ("FIELD_SWITCH", "perhaps")],
+    [
+        ("LIVEPATCH_AROUND", "yes"),
+        ("LIVEPATCH_AROUND_LIMIT", "many"),
+        ("FIELD_LIMIT", "-1"),
+        ("FIELD_SWITCH", "perhaps"),
+    ],
 )
 def test_a_bad_value_ends_the_process_under_strict_and_is_said_under_auto(
     sandbox: Sandbox, name: str, value: str
@@ -142,7 +145,9 @@ def test_one_line_a_process_and_one_for_each_wanted_and_unapplied_patch(sandbox:
     sandbox.patch("applies-too", [WORK])
     sandbox.patch("breaks", code=BROKEN)
     sandbox.patch("is-off", code=BROKEN)
-    sandbox.patch("has-drifted", [STEP, WORK], variant=[{"releases": ["1.0"], "code": {STEP: "0" * 16, WORK: "1" * 16}}])
+    sandbox.patch(
+        "has-drifted", [STEP, WORK], variant=[{"releases": ["1.0"], "code": {STEP: "0" * 16, WORK: "1" * 16}}]
+    )
     sandbox.patch("is-not-there", ["fakeengine.scheduler:Other.step"])
     sandbox.patch("nobody-asked", auto="off")
     sandbox.generate()
