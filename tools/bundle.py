@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import wrapt
 from vllm_livepatch import sitecustomize
@@ -138,8 +138,18 @@ def differences(place: Path) -> tuple[list[str], int]:
             found.append(f"{name} is missing")
         elif hashlib.sha256(files[name]).hexdigest() != digest:
             found.append(f"{name} was changed")
-    found += [f"{name} was added" for name in sorted(set(files) - set(expected)) if not name.endswith(".pyc")]
+    added = sorted(set(files) - set(expected))
+    found += [f"{name} was added" for name in added if _source_of(name) not in expected.keys() & files.keys()]
     return found, len(expected)
+
+
+def _source_of(name: str) -> str | None:
+    """The source whose bytecode this file is, kept beside it. Without that source, it would be run for itself."""
+    path = PurePosixPath(name)
+    if path.suffix != ".pyc":
+        return None
+    folder = path.parent.parent if path.parent.name == "__pycache__" else path.parent
+    return str(folder / f"{path.name.partition('.')[0]}.py")
 
 
 def cached(files: Mapping[str, bytes]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from vllm_livepatch.tools import from_diff as diffing
 from vllm_livepatch.tools import status as statuses
 from vllm_livepatch.tools.errors import UserError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 PatchNames = Annotated[list[str] | None, typer.Option("--patch", metavar="NAME", help="Only this patch; repeatable.")]
 PatchDirs = Annotated[
     list[Path] | None, typer.Option("--patch-dir", metavar="DIR", help="A directory of your own patches; repeatable.")
@@ -44,7 +45,7 @@ def generate(
         bundle.write_zip(files, zip_file)
     for place in filter(None, (out, zip_file)):
         print(f"{place}: {len(files)} files, {len(entries)} patches ({', '.join(sorted(entries))})")
-        print(f"  export PYTHONPATH={place.absolute()}${{PYTHONPATH:+:$PYTHONPATH}}")
+        print(f'  export PYTHONPATH={shlex.quote(str(place.absolute()))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -177,7 +178,7 @@ def _print_json(value: Any) -> None:
 def main() -> NoReturn:
     """Run the command line; bad input is one line on stderr and exit 2."""
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except UserError as error:
         _fail(str(error))
     except KeyboardInterrupt:

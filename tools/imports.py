@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 Source = Callable[[str], "str | None"]
@@ -64,8 +65,12 @@ def _provides(text: Source, module: str, name: str) -> bool:
     content = text(module)
     if not name or name == "*":
         return content is not None
-    if content is not None and not _bound(content).isdisjoint({name, "*", "__getattr__"}):
-        return True
+    if content is not None:
+        bound = _bound(content)
+        # What a module gives on demand it has to name somewhere.
+        lazily = "__getattr__" in bound and re.search(rf"\b{name}\b", content) is not None
+        if lazily or not bound.isdisjoint({name, "*"}):
+            return True
     return text(f"{module}.{name}") is not None
 
 

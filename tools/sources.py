@@ -52,6 +52,10 @@ class SourcesError(Exception):
     """A release's sources cannot be had; the message is one line for people."""
 
 
+class RangesRefusedError(SourcesError):
+    """The server, or something on the way to it, serves files only whole."""
+
+
 def site_packages(package: str, version: str) -> Path:
     """Return a directory holding the `.py` files of `package` as published in `version`, fetched if need be.
 
@@ -79,8 +83,8 @@ def read_members(wheel: Wheel, names: Collection[str]) -> dict[str, bytes]:
 
     Raises SourcesError where the wheel cannot be read or is damaged.
     """
-    with registry.new_session() as session, _opened(wheel, session) as (archive, fetcher):
-        return dict(_read(archive, fetcher, [i for i in archive.infolist() if i.filename in names]))
+    with registry.new_session() as session, opened(wheel, session) as (archive, fetcher):
+        return dict(read(archive, fetcher, [i for i in archive.infolist() if i.filename in names]))
 
 
 def sources_digest(files: Iterable[tuple[str, bytes]]) -> str:
@@ -97,8 +101,8 @@ def pin_table(package: str, version: str) -> str:
     """Return the lines that pin a release in `releases.toml`, from the registry as it answers now."""
     with registry.new_session() as session:
         wheel = registry.find_wheel(package, version, session)
-        with _opened(wheel, session) as (archive, fetcher):
-            digest = sources_digest(_read(archive, fetcher, _python_members(archive, package)))
+        with opened(wheel, session) as (archive, fetcher):
+            digest = sources_digest(read(archive, fetcher, _python_members(archive, package)))
     values = {"version": version, "wheel": wheel.name, "sha256": wheel.sha256, "sources_sha256": digest}
     return "\n".join([f"[[{package}]]", *(f'{key} = "{value}"' for key, value in values.items()), ""])
 
@@ -122,14 +126,14 @@ def _fetch(wheel: Wheel, directory: Path, session: requests.Session, expected: s
     except OSError as error:
         raise SourcesError(f"cannot write {directory.parent}: {error.strerror}") from error
     try:
-        with _opened(wheel, session) as (archive, fetcher):
+        with opened(wheel, session) as (archive, fetcher):
             members = _python_members(archive, wheel.package)
             with _display.showing(f"the sources of {wheel.package} {wheel.version}", members) as advance:
-                files = dict(_read(archive, fetcher, members, advance))
+                files = dict(read(archive, fetcher, members, advance))
         if expected is not None and sources_digest(files.items()) != expected:
             raise SourcesError(f"{wheel.name}: the Python sources in it are not the pinned ones")
         for name, content in files.items():
-            path = temporary / _safe(name, wheel)
+            path = temporary / safe(name, wheel)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         temporary.chmod(0o755)
@@ -149,7 +153,7 @@ def _publish(temporary: Path, directory: Path) -> None:
             raise
 
 
-def _safe(name: str, wheel: Wheel) -> PurePosixPath:
+def safe(name: str, wheel: Wheel) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise SourcesError(f"{wheel.name}: refusing a member that leaves the wheel's directory: {name}")
@@ -165,18 +169,41 @@ def _python_members(archive: zipfile.ZipFile, package: str) -> list[zipfile.ZipI
 
 
 @contextmanager
-def _opened(wheel: Wheel, session: requests.Session) -> Iterator[tuple[zipfile.ZipFile, _SpanFetcher]]:
+def opened(wheel: Wheel, session: requests.Session) -> Iterator[tuple[zipfile.ZipFile, SpanFetcher]]:
     """Open a published wheel; what goes wrong meanwhile at the far end becomes SourcesError."""
-    fetcher = _SpanFetcher(wheel.url, session, timeout=registry.TIMEOUT)
-    try:
-        with RemoteZip(wheel.url, DIRECTORY_GUESS, session, lambda *_, **__: fetcher) as archive:
+    with reading(wheel):
+        archive, fetcher = open_wheel(wheel, session)
+        with archive:
             yield archive, fetcher
+
+
+def open_wheel(wheel: Wheel, session: requests.Session) -> tuple[zipfile.ZipFile, SpanFetcher]:
+    """Read a wheel's list of members, and leave it open; to be called within `reading`."""
+    fetcher = SpanFetcher(wheel.url, session, timeout=registry.TIMEOUT)
+    # The list is as long as the files are many, and so not longer than a hundredth of a wheel.
+    guess = DIRECTORY_GUESS if wheel.size is None else min(DIRECTORY_GUESS, max(4096, wheel.size // 100))
+    return RemoteZip(wheel.url, guess, session, lambda *_, **__: fetcher), fetcher
+
+
+@contextmanager
+def reading(wheel: Wheel) -> Iterator[None]:
+    """Make a SourcesError of whatever goes wrong while a wheel is read over the network."""
+    try:
+        yield
     except (RemoteZipError, requests.RequestException) as error:
-        raise SourcesError(f"the registry's {wheel.name} {_what_happened(error)}") from error
+        failure = RangesRefusedError if _are_ranges_refused(error) else SourcesError
+        raise failure(f"the registry's {wheel.name} {_what_happened(error)}") from error
     except HTTPError as error:
         raise SourcesError(f"the registry's {wheel.name} broke off in the middle of a part") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
         raise SourcesError(f"the registry's {wheel.name} is damaged: {error}") from error
+
+
+def _are_ranges_refused(error: Exception) -> bool:
+    cause = error.__context__ if isinstance(error, RemoteIOError) else error
+    if isinstance(cause, requests.HTTPError) and cause.response is not None:
+        return cause.response.status_code in (416, 501)
+    return isinstance(cause, RangeNotSupported)
 
 
 def _what_happened(error: Exception) -> str:
@@ -189,9 +216,9 @@ def _what_happened(error: Exception) -> str:
     return f"cannot be read in parts: {error}"
 
 
-def _read(
+def read(
     archive: zipfile.ZipFile,
-    fetcher: _SpanFetcher,
+    fetcher: SpanFetcher,
     members: Collection[zipfile.ZipInfo],
     advance: Advance = lambda size: None,
 ) -> Iterator[tuple[str, bytes]]:
@@ -212,7 +239,7 @@ def _read(
         advance(info.compress_size)
 
 
-class _SpanFetcher(RemoteFetcher):  # type: ignore[misc]
+class SpanFetcher(RemoteFetcher):  # type: ignore[misc]
     """Answers reads within the last span loaded from memory, and all others over the network."""
 
     def __init__(self, url: str, session: requests.Session, **options: object) -> None:

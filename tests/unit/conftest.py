@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 from tests.unit import interpreters
-from tests.unit.support import Sandbox
+from tests.unit.support import Cli, Sandbox
 
 # The same examples in every run, and none kept on disk: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=150)
@@ -27,6 +28,16 @@ def patched(sandbox: Sandbox) -> Sandbox:
     sandbox.patch()
     sandbox.generate()
     return sandbox
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """The command line, of somebody who has set none of our variables."""
+    for name in [name for name in os.environ if name.startswith("LIVEPATCH")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return Cli(monkeypatch, capfd)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.tools import bundle, catalogue
+from vllm_livepatch.tools import bundle, catalogue, cli
 
 # Not the tests' own environment: its .pth files would be in every comparison.
 PYTHON: str = getattr(sys, "_base_executable", sys.executable)
@@ -183,3 +184,28 @@ class Sandbox:
         """What the only report says of one patch."""
         (found,) = [patch for patch in self.report()["patches"] if patch["name"] == name]
         return dict(found)
+
+
+class Cli:
+    """The command line: called here, or in a process of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capfd = capfd
+
+    def __call__(self, *arguments: str) -> Done:
+        self._monkeypatch.setattr(sys, "argv", ["vllm-livepatch", *arguments])
+        self._capfd.readouterr()
+        try:
+            cli.main()
+        except SystemExit as ended:
+            said = self._capfd.readouterr()
+            return Done(ended.code if isinstance(ended.code, int) else 1, said.out, said.err)
+
+    def process(self, *arguments: str, environ: Mapping[str, str] | None = None, stdout: int | None = None) -> Done:
+        command = [sys.executable, "-m", "vllm_livepatch.tools.cli", *arguments]
+        pipe = subprocess.PIPE
+        ended = subprocess.run(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=stdout or pipe, stderr=pipe, timeout=DEADLINE
+        )
+        return Done(ended.returncode, (ended.stdout or b"").decode(), ended.stderr.decode())

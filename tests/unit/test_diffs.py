@@ -339,12 +339,12 @@ def test_it_is_contained_already() -> None:
         ({}, "there is no vllm.worker"),
         ({"vllm.worker": OLD.replace("[item]", "item")}, r"vllm.worker: hunk 1 \(line 4\) finds its lines nowhere"),
         ({"vllm.worker": "\n" + OLD + OLD}, "finds its lines in 2 places: lines 5, 14"),
-        ({"vllm": "", "vllm.worker": OLD, "vllm.extra.more": "x = 1\n"}, "vllm.extra.more exists already"),
+        ({"vllm.worker": OLD, "vllm.extra.more": "x = 1\n"}, "vllm.extra.more exists already"),
         ({"vllm.worker": OLD}, "vllm.extra is added, but not its package"),
     ],
 )
 def test_it_does_not_apply(texts: dict[str, str], detail: str) -> None:
-    judged = judge(GIT + ADDED, texts)
+    judged = judge(GIT + ADDED, {"vllm": "", **texts} if "its package" not in detail else texts)
     assert (judged.verdict, judged.code) == ("drifted", {})
     assert re.search(detail, judged.detail)
 
@@ -368,7 +368,7 @@ THERE = {
     "vllm.sub": "x = 1\ny = 2\n",
     "vllm.sub.near": "def here():\n    pass\n\n\nfor i in (1,):\n    j = i\n",
     "vllm.far": "if 1:\n    import os as there\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    seen = 1\n",
-    "vllm.lazy": "def __getattr__(name):\n    return name\n",
+    "vllm.lazy": "def __getattr__(name):\n    return {'anything': 1}[name]\n",
 }
 
 
@@ -383,6 +383,7 @@ THERE = {
         ("import vllm.sub.near, os.nowhere", ""),
         ("from elsewhere import anything", ""),
         ("from .near import gone", "vllm.sub.near:gone"),
+        ("from vllm.lazy import any", "vllm.lazy:any"),
         ("from .gone import name", "vllm.sub.gone:name"),
         ("from . import gone", "vllm.sub:gone"),
         ("from .. import gone", "vllm:gone"),

@@ -6,7 +6,6 @@ what was wrong at its end. What to expect of which release is none of this scrip
 """
 
 # mypy: disable-error-code="import-not-found"
-# ruff: noqa: E402  (the collector and stdout are seen to before anything large or talkative is imported)
 
 from __future__ import annotations
 
