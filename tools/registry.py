@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -57,9 +57,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Wheel:
-    """One published wheel, or a source archive; `sha256` is the registry's digest of the whole file, empty where it says
-    none.
-    """
+    """One published wheel; `sha256` is the registry's digest of the whole file."""
 
     package: str
     version: str
@@ -67,8 +65,6 @@ class Wheel:
     url: str
     sha256: str
     yanked: bool
-    size: int | None = None
-    why_yanked: str = ""
 
 
 @cache
@@ -81,22 +77,17 @@ def pins(package: str) -> tuple[Pin, ...]:
 
 def pin(package: str, version: str) -> Pin | None:
     """Return the pin of one release, None where nobody pinned it."""
-    return next((pin for pin in pins(package) if _same_version(pin.version, version)), None)
+    return next((pin for pin in pins(package) if pin.version == version), None)
 
 
-def find_wheel(
-    package: str,
-    version: str,
-    session: requests.Session | None = None,
-    offered: Sequence[DistributionPackage] | None = None,
-) -> Wheel:
+def find_wheel(package: str, version: str, session: requests.Session | None = None) -> Wheel:
     """Return the wheel whose sources stand for a release: the pinned one, else the newest x86_64 build.
 
-    `offered` is what `files` gave, asked for where None. Raises RegistryError where the registry cannot be read, has
-    no such release or no such wheel, and where the wheel it offers under a pinned name is not the pinned one.
+    Raises RegistryError where the registry cannot be read, has no such release or no such wheel, and where
+    the wheel it offers under a pinned name is not the pinned one.
     """
     pinned = pin(package, version)
-    wheels = _wheels(package, version, files(package, session) if offered is None else offered)
+    wheels = _wheels(package, version, session)
     if pinned is None:
         return max(wheels, key=_preference)
     for wheel in wheels:
@@ -109,80 +100,34 @@ def find_wheel(
     raise RegistryError(f"{package} {version}: the pinned wheel {pinned.wheel} is not in the registry")
 
 
-def find_source_archive(package: str, version: str, offered: Sequence[DistributionPackage]) -> Wheel | None:
-    """Return the source archive (.tar.gz) of a release, None where there is none."""
-    archives = [file for file in _release(package, version, offered) if file.filename.endswith(".tar.gz")]
-    return _wheel(package, archives[0]) if archives else None
-
-
-def files(package: str, session: requests.Session | None = None) -> list[DistributionPackage]:
-    """Return every file of a package, of each index that pip would ask. Raises RegistryError."""
-    found: list[DistributionPackage] | None = None
-    with new_session(session) as opened:
-        for endpoint in _endpoints():
-            client = PyPISimple(endpoint=endpoint, session=opened)
-            try:
-                found = [*(found or ()), *client.get_project_page(package, timeout=TIMEOUT).packages]
-            except NoSuchProjectError:
-                continue
-            except (UnsupportedContentTypeError, UnsupportedRepoVersionError):
-                raise RegistryError("the registry answered with something that is no package index") from None
-            except requests.RequestException as error:
-                raise RegistryError(f"the registry {what_happened(error)}") from error
-    if found is None:
-        raise RegistryError(f"the registry has no package named {package}")
-    return found
-
-
-def final_releases(offered: Sequence[DistributionPackage]) -> list[str]:
-    """Return the versions that have a wheel which is not yanked, oldest first, without candidates and nightlies."""
-    versions = {
-        Version(file.version or "")
-        for file in offered
-        if file.package_type == "wheel" and not file.is_yanked and _is_version(file.version)
-    }
-    return [str(version) for version in sorted(versions) if not version.is_prerelease and not version.local]
-
-
-def _endpoints() -> list[str]:
-    more = [url for url in os.environ.get("PIP_EXTRA_INDEX_URL", "").split() if url.startswith(("http://", "https://"))]
-    return [os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT, *more]
-
-
-def _wheels(package: str, version: str, offered: Sequence[DistributionPackage]) -> list[Wheel]:
+def _wheels(package: str, version: str, session: requests.Session | None) -> list[Wheel]:
     """Return all wheels of one release that an x86_64 machine can install; never empty."""
-    release = _release(package, version, offered)
+    files = _files(package, session)
+    release = [file for file in files if _same_version(file.version, version)]
+    if not release:
+        raise RegistryError(f"{package} {version} is not in the registry{_newest(files)}")
     wheels = [
-        _wheel(package, file)
+        Wheel(package, version, file.filename, file.url, file.digests["sha256"], file.is_yanked)
         for file in release
         if file.package_type == "wheel" and file.filename.endswith(("x86_64.whl", "-any.whl"))
     ]
     if not wheels:
-        names = ", ".join(sorted(file.filename for file in release))
-        raise RegistryError(f"{package} {version} has no wheel for x86_64 in the registry, only {names}")
+        offered = ", ".join(sorted(file.filename for file in release))
+        raise RegistryError(f"{package} {version} has no wheel for x86_64 in the registry, only {offered}")
     return wheels
 
 
-def _release(package: str, version: str, offered: Sequence[DistributionPackage]) -> list[DistributionPackage]:
-    """Return the files of one release; where none is exactly that, those that have a local part more. Never empty."""
-    for local in (True, False):
-        release = [file for file in offered if _same_version(file.version, version, local)]
-        if release:
-            return release
-    raise RegistryError(f"{package} {version} is not in the registry{_newest(offered)}")
-
-
-def _wheel(package: str, file: DistributionPackage) -> Wheel:
-    return Wheel(
-        package,
-        file.version or "",
-        file.filename,
-        file.url,
-        file.digests.get("sha256", ""),
-        file.is_yanked,
-        file.size,
-        file.yanked_reason or "",
-    )
+def _files(package: str, session: requests.Session | None) -> list[DistributionPackage]:
+    with new_session(session) as opened:
+        client = PyPISimple(endpoint=os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT, session=opened)
+        try:
+            return client.get_project_page(package, timeout=TIMEOUT).packages
+        except NoSuchProjectError:
+            raise RegistryError(f"the registry has no package named {package}") from None
+        except (UnsupportedContentTypeError, UnsupportedRepoVersionError):
+            raise RegistryError("the registry answered with something that is no package index") from None
+        except requests.RequestException as error:
+            raise RegistryError(f"the registry {what_happened(error)}") from error
 
 
 def _preference(wheel: Wheel) -> tuple[bool, tuple[Any, ...], str]:
@@ -194,23 +139,20 @@ def _preference(wheel: Wheel) -> tuple[bool, tuple[Any, ...], str]:
     return (not wheel.yanked, build, wheel.name)
 
 
-def _same_version(offered: str | None, wanted: str, local: bool = True) -> bool:
-    if not (_is_version(offered) and _is_version(wanted)):
-        return False
-    there, asked = Version(offered or ""), Version(wanted)
-    return there == asked if local else Version(there.public) == asked
-
-
-def _is_version(text: str | None) -> bool:
+def _same_version(offered: str | None, wanted: str) -> bool:
     try:
-        Version(text or "")
+        return offered is not None and Version(offered) == Version(wanted)
     except InvalidVersion:
         return False
-    return True
 
 
-def _newest(offered: Sequence[DistributionPackage]) -> str:
-    versions = [Version(file.version or "") for file in offered if _is_version(file.version)]
+def _newest(files: list[DistributionPackage]) -> str:
+    versions = set()
+    for file in files:
+        try:
+            versions.add(Version(file.version or ""))
+        except InvalidVersion:
+            continue
     final = [version for version in versions if not version.is_prerelease]
     return f"; the newest there is {max(final)}" if final else ""
 

@@ -52,10 +52,6 @@ class SourcesError(Exception):
     """A release's sources cannot be had; the message is one line for people."""
 
 
-class RangesRefusedError(SourcesError):
-    """The server, or something on the way to it, serves files only whole."""
-
-
 def site_packages(package: str, version: str) -> Path:
     """Return a directory holding the `.py` files of `package` as published in `version`, fetched if need be.
 
@@ -83,8 +79,8 @@ def read_members(wheel: Wheel, names: Collection[str]) -> dict[str, bytes]:
 
     Raises SourcesError where the wheel cannot be read or is damaged.
     """
-    with registry.new_session() as session, opened(wheel, session) as (archive, fetcher):
-        return dict(read(archive, fetcher, [i for i in archive.infolist() if i.filename in names]))
+    with registry.new_session() as session, _opened(wheel, session) as (archive, fetcher):
+        return dict(_read(archive, fetcher, [i for i in archive.infolist() if i.filename in names]))
 
 
 def sources_digest(files: Iterable[tuple[str, bytes]]) -> str:
@@ -101,8 +97,8 @@ def pin_table(package: str, version: str) -> str:
     """Return the lines that pin a release in `releases.toml`, from the registry as it answers now."""
     with registry.new_session() as session:
         wheel = registry.find_wheel(package, version, session)
-        with opened(wheel, session) as (archive, fetcher):
-            digest = sources_digest(read(archive, fetcher, _python_members(archive, package)))
+        with _opened(wheel, session) as (archive, fetcher):
+            digest = sources_digest(_read(archive, fetcher, _python_members(archive, package)))
     values = {"version": version, "wheel": wheel.name, "sha256": wheel.sha256, "sources_sha256": digest}
     return "\n".join([f"[[{package}]]", *(f'{key} = "{value}"' for key, value in values.items()), ""])
 
@@ -126,14 +122,14 @@ def _fetch(wheel: Wheel, directory: Path, session: requests.Session, expected: s
     except OSError as error:
         raise SourcesError(f"cannot write {directory.parent}: {error.strerror}") from error
     try:
-        with opened(wheel, session) as (archive, fetcher):
+        with _opened(wheel, session) as (archive, fetcher):
             members = _python_members(archive, wheel.package)
             with _display.showing(f"the sources of {wheel.package} {wheel.version}", members) as advance:
-                files = dict(read(archive, fetcher, members, advance))
+                files = dict(_read(archive, fetcher, members, advance))
         if expected is not None and sources_digest(files.items()) != expected:
             raise SourcesError(f"{wheel.name}: the Python sources in it are not the pinned ones")
         for name, content in files.items():
-            path = temporary / safe(name, wheel)
+            path = temporary / _safe(name, wheel)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         temporary.chmod(0o755)
@@ -153,7 +149,7 @@ def _publish(temporary: Path, directory: Path) -> None:
             raise
 
 
-def safe(name: str, wheel: Wheel) -> PurePosixPath:
+def _safe(name: str, wheel: Wheel) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise SourcesError(f"{wheel.name}: refusing a member that leaves the wheel's directory: {name}")
@@ -169,41 +165,18 @@ def _python_members(archive: zipfile.ZipFile, package: str) -> list[zipfile.ZipI
 
 
 @contextmanager
-def opened(wheel: Wheel, session: requests.Session) -> Iterator[tuple[zipfile.ZipFile, SpanFetcher]]:
+def _opened(wheel: Wheel, session: requests.Session) -> Iterator[tuple[zipfile.ZipFile, _SpanFetcher]]:
     """Open a published wheel; what goes wrong meanwhile at the far end becomes SourcesError."""
-    with reading(wheel):
-        archive, fetcher = open_wheel(wheel, session)
-        with archive:
-            yield archive, fetcher
-
-
-def open_wheel(wheel: Wheel, session: requests.Session) -> tuple[zipfile.ZipFile, SpanFetcher]:
-    """Read a wheel's list of members, and leave it open; to be called within `reading`."""
-    fetcher = SpanFetcher(wheel.url, session, timeout=registry.TIMEOUT)
-    # The list is as long as the files are many, and so not longer than a hundredth of a wheel.
-    guess = DIRECTORY_GUESS if wheel.size is None else min(DIRECTORY_GUESS, max(4096, wheel.size // 100))
-    return RemoteZip(wheel.url, guess, session, lambda *_, **__: fetcher), fetcher
-
-
-@contextmanager
-def reading(wheel: Wheel) -> Iterator[None]:
-    """Make a SourcesError of whatever goes wrong while a wheel is read over the network."""
+    fetcher = _SpanFetcher(wheel.url, session, timeout=registry.TIMEOUT)
     try:
-        yield
+        with RemoteZip(wheel.url, DIRECTORY_GUESS, session, lambda *_, **__: fetcher) as archive:
+            yield archive, fetcher
     except (RemoteZipError, requests.RequestException) as error:
-        failure = RangesRefusedError if _are_ranges_refused(error) else SourcesError
-        raise failure(f"the registry's {wheel.name} {_what_happened(error)}") from error
+        raise SourcesError(f"the registry's {wheel.name} {_what_happened(error)}") from error
     except HTTPError as error:
         raise SourcesError(f"the registry's {wheel.name} broke off in the middle of a part") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
         raise SourcesError(f"the registry's {wheel.name} is damaged: {error}") from error
-
-
-def _are_ranges_refused(error: Exception) -> bool:
-    cause = error.__context__ if isinstance(error, RemoteIOError) else error
-    if isinstance(cause, requests.HTTPError) and cause.response is not None:
-        return cause.response.status_code in (416, 501)
-    return isinstance(cause, RangeNotSupported)
 
 
 def _what_happened(error: Exception) -> str:
@@ -216,9 +189,9 @@ def _what_happened(error: Exception) -> str:
     return f"cannot be read in parts: {error}"
 
 
-def read(
+def _read(
     archive: zipfile.ZipFile,
-    fetcher: SpanFetcher,
+    fetcher: _SpanFetcher,
     members: Collection[zipfile.ZipInfo],
     advance: Advance = lambda size: None,
 ) -> Iterator[tuple[str, bytes]]:
@@ -239,7 +212,7 @@ def read(
         advance(info.compress_size)
 
 
-class SpanFetcher(RemoteFetcher):  # type: ignore[misc]
+class _SpanFetcher(RemoteFetcher):  # type: ignore[misc]
     """Answers reads within the last span loaded from memory, and all others over the network."""
 
     def __init__(self, url: str, session: requests.Session, **options: object) -> None:

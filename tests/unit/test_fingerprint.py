@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import io
 import sysconfig
 import tokenize
@@ -209,10 +210,7 @@ def edits(node: ast.AST) -> Iterator[tuple[str, Edit]]:
         if field in ("ops", "defaults"):
             for index, item in enumerate(value):
                 if type(item) in OPERATORS:
-                    yield (
-                        "operator",
-                        lambda value=value, index=index: value.__setitem__(index, OPERATORS[type(value[index])]),
-                    )  # type: ignore[misc]
+                    yield "operator", functools.partial(value.__setitem__, index, OPERATORS[type(item)])
         if isinstance(node, ast.arguments) and field == "defaults" and value:
             yield "default gone", lambda value=value: value.pop(0)  # type: ignore[misc]
         if isinstance(node, ast.Call) and field == "args":
