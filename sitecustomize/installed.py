@@ -33,9 +33,6 @@ class Tree:
         except (ImportError, OSError, SyntaxError, UnicodeError):
             return None
 
-    def has(self, package: str) -> bool:
-        return self._search(package) is not None
-
     def origin(self, module: str) -> str | None:
         """The file that the module would be loaded from."""
         spec = self._spec(module)
@@ -57,7 +54,7 @@ class Overlay(Tree):
     """A tree as it will be once source changes have been made: some modules have another text."""
 
     def __init__(self, below: Tree, texts: Mapping[str, str]) -> None:
-        super().__init__(below.path, below._locations)
+        super().__init__(below.path)
         self._below = below
         self._texts = texts
 
@@ -95,8 +92,6 @@ def release(package: str, tree: Tree) -> str | None:
         said = _assigned(source, ("__version__", "version"))
         if said is not None:
             return said
-    if not tree.has(package):
-        return None  # without asking every distribution which files are its own
     for distribution in distributions(path=tree.path):
         files = distribution.files or ()
         if any(file.parts == (package, "__init__.py") for file in files):
