@@ -161,9 +161,10 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
         changed = ", ".join(unknown_names(patch, installed)) or "a combination of names, each known by itself"
         return "drifted", f"{release} has code that was never verified: {changed}", None
     if variant.verdict == "fixed-upstream":
-        return "fixed-upstream", f"{release} has the fault no more", variant
+        return "fixed-upstream", f"{release} has {'the change already' if patch.diff else 'the fault no more'}", variant
     if installed.release is not None and public_release(installed.release) in variant.releases:
-        return "needed", f"{release} has the fault, reproduced on this release", variant
+        known = "is what the diff applies to exactly" if patch.diff else "has the fault, reproduced on this release"
+        return "needed", f"{release} {known}", variant
     return "unverified", f"{release} is not listed, but its code is that of {variant.releases[-1]}", variant
 
 

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreter import Interpreter
 from packaging.version import Version
 from vllm_livepatch.tools import environments
 
@@ -22,6 +24,14 @@ def engine_python() -> Path:
     """The interpreter that has torch and all else that vLLM imports: LIVEPATCH_TEST_PYTHON, else one built for it."""
     given = os.environ.get("LIVEPATCH_TEST_PYTHON")
     return Path(given) if given else environments.engine()
+
+
+@pytest.fixture(scope="session")
+def warm(engine_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+    """Interpreters that start warm: one server for each worker of the test run."""
+    interpreter = Interpreter(engine_python, tmp_path_factory.mktemp("warm"))
+    yield interpreter
+    interpreter.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,11 @@
 """Every pinned vLLM release, stock and patched, through stale completion notifications.
 
-Each test is one fresh interpreter with the release's sources on PYTHONPATH, behind the bundle or not. A release
+Each test is an interpreter of its own with the release's sources on PYTHONPATH, behind the bundle or not. A release
 that cannot be driven fails.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import interpreter
 import pytest
-from vllm_livepatch.tools import registry, sources
+from vllm_livepatch.tools import registry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,10 +23,8 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 HERE = Path(__file__).parent
-DRIVER = HERE / "driver" / "stale_finished_recving.py"
 PATCH = "stale-finished-recving"
-SECONDS = 300
-"""Longest time for one interpreter: 10 s is usual, most of it importing vLLM."""
+DRIVER = PATCH.replace("-", "_")
 
 RELEASES = [pin.version for pin in registry.pins("vllm")]
 
@@ -56,37 +52,6 @@ def expectation(release: str) -> Expectation:
     pytest.fail(f"expectations.toml says nothing of vLLM {release}")
 
 
-def drive(python: Path, release: str, work: Path, bundle: Path | None) -> dict[str, Any]:
-    """Run the driver on a release in a fresh interpreter and return its result; fails the test where it has none."""
-    source = sources.site_packages("vllm", release)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LIVEPATCH", "PYTHON", "VLLM_"))}
-    process = subprocess.run(
-        [str(python), str(DRIVER)],
-        cwd=work,
-        env={
-            **kept,
-            "PYTHONPATH": os.pathsep.join(map(str, filter(None, [bundle, source]))),
-            "LIVEPATCH_STATE_DIR": str(work / "state"),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CACHE_ROOT": str(work / "cache"),
-            "VLLM_CONFIG_ROOT": str(work / "config"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_PLUGINS": "",
-            "VLLM_TARGET_DEVICE": "cpu",
-        },
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert process.returncode == 0, f"vLLM {release} cannot be driven:\n{process.stderr[-4000:]}"
-    print(process.stderr)  # shown by pytest where a comparison fails
-    result: dict[str, Any] = json.loads(process.stdout)
-    assert Path(result["vllm"]).is_relative_to(source), "another vLLM than the release's was driven"
-    return result
-
-
 def outcomes(result: dict[str, Any], scheduler: str) -> dict[str, str]:
     """Return what each case came to on one of the scheduler classes."""
     return {name: case["outcome"] for name, case in result["cases"][scheduler].items()}
@@ -94,11 +59,11 @@ def outcomes(result: dict[str, Any], scheduler: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_stock(
-    release: str, engine_python: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    release: str, warm: interpreter.Interpreter, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Each fault shows on the unpatched release, in the place that reading it told."""
     expected = expectation(release)
-    result = drive(engine_python, release, tmp_path, bundle=None)
+    result = warm.run(DRIVER, {"vllm": release}, tmp_path)
     record_property("outcomes", [release, "stock", list(outcomes(result, "Scheduler").values())])
     assert result["counts_fetches"] == expected.counts_fetches
     for scheduler in result["cases"]:
@@ -107,20 +72,21 @@ def test_stock(
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_patched(
-    release: str, engine_python: Path, bundle: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    release: str,
+    warm: interpreter.Interpreter,
+    bundle: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """No fault is left on the patched release, the connector hears of everything, and each dropped id is counted."""
     expected = expectation(release)
-    result = drive(engine_python, release, tmp_path, bundle)
+    result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle)
     record_property("outcomes", [release, "patched", list(outcomes(result, "Scheduler").values())])
     for scheduler, cases in result["cases"].items():
         assert outcomes(result, scheduler) == dict.fromkeys(expected.stock, "survives"), scheduler
         assert [name for name, case in cases.items() if not case["connector_saw_all"]] == [], scheduler
 
-    (report_file,) = (tmp_path / "state").glob("*.json")
-    report = json.loads(report_file.read_text(encoding="utf-8"))
-    assert report["packages"]["vllm"] == release
-    (patch,) = (patch for patch in report["patches"] if patch["name"] == PATCH)
+    patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
     dropped = Counter(kind for kinds in expected.dropped.values() for kind in kinds)
     assert patch["counters"] == {kind: count * len(result["cases"]) for kind, count in dropped.items()}

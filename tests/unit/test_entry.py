@@ -16,9 +16,11 @@ from tests.unit.support import PATCHED, PYTHON, STOCK, USE_STEP, Sandbox, finish
 
 ENTRY = Path(next(iter(sitecustomize.__path__)), "entry.py")
 STATE_OF_IMPORTS = """
-import json, sys
+import sys
+modules = sorted(sys.modules)
+import json
 json.dump({
-    "modules": sorted(sys.modules),
+    "modules": modules,
     "meta_path": [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path],
     "path_hooks": len(sys.path_hooks),
     "path": [part for part in sys.path if part != BUNDLE],

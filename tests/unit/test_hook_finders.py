@@ -96,7 +96,7 @@ Finder = Finder()
 }
 
 
-@pytest.mark.parametrize("where", ["insert(0, Finder)", "append(Finder)"])
+@pytest.mark.parametrize("where", ["insert(0, Finder)", "insert(1, Finder)", "append(Finder)"])
 @pytest.mark.parametrize("finder", list(FINDERS))
 def test_another_finder(patched: Sandbox, finder: str, where: str) -> None:
     done = patched.python(f"import sys, importlib.util{FINDERS[finder]}\nsys.meta_path.{where}\n{USE_STEP}")

@@ -1,0 +1,104 @@
+"""Serve interpreters that have already imported what vLLM and LMCache need, but nothing of either.
+
+Of the 9 s that importing a release's scheduler costs, 8 go to torch, transformers and the like, which all releases share.
+So one process imports those, and forks for each driver: the child takes over the job's environment, working directory
+and search path, imports `sitecustomize` if that path has one (as the interpreter's start would), and runs the driver as
+`__main__`.
+
+    warm.py MODULE... <jobs >answers
+
+The modules' third-party imports, found in a child that imports them from PYTHONPATH, are what is imported beforehand. A
+job is a line of JSON: `argv`, `environ`, `cwd`, `path` (to be searched first), `stdout` and `stderr` (files). It is
+answered by two lines: the child's pid, which leads a process group of its own, and its exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import sys
+from typing import Any
+
+OURS = ("vllm", "lmcache", "nixl", "mori", "aiter")
+"""Packages of which every job brings its own: a release, or a stand-in."""
+
+GIVEN = {os.path.dirname(os.path.abspath(__file__)), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+INSTALLED = [entry for entry in sys.path if entry not in GIVEN]
+"""Where the standard library and the engine's environment are."""
+
+
+def third_party(modules: list[str]) -> list[str]:
+    """Names of all modules that importing `modules` imports, but for the packages that jobs bring themselves."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.dup2(2, 1)
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                print(f"not warmed up by {name}: {error}", file=sys.stderr)
+        found = [name for name in sys.modules if not name.startswith("__") and name.partition(".")[0] not in OURS]
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(found, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        names: list[str] = json.load(pipe)
+    os.wait()
+    return names
+
+
+def warm_up(modules: list[str]) -> None:
+    """Import what `modules` import of others."""
+    for name in third_party(modules):
+        try:
+            importlib.import_module(name)
+        except Exception:  # made by its package in ways of its own, or asks for what this machine lacks
+            print(f"not imported beforehand: {name}", file=sys.stderr)
+
+
+def become(job: dict[str, Any]) -> None:
+    """Run the job in this process, as far as can be told from within as a fresh interpreter would."""
+    for stream, mode, number in (("stdin", os.O_RDONLY, 0), ("stdout", os.O_WRONLY, 1), ("stderr", os.O_WRONLY, 2)):
+        opened = os.open(job.get(stream, os.devnull), mode | os.O_CREAT, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(job["environ"])
+    os.chdir(job["cwd"])
+    sys.argv = job["argv"]
+    sys.path[:] = [*job["path"], *INSTALLED]
+    importlib.invalidate_caches()
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
+    sys.path.insert(0, os.path.dirname(job["argv"][0]))
+    runpy.run_path(job["argv"][0], run_name="__main__")
+
+
+def main() -> None:
+    """Answer jobs until there are no more; returns in a child, too, with the job to become."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM and others print as they are imported
+    warm_up(sys.argv[1:])
+    gc.collect()
+    gc.freeze()
+    print("ready", file=answers)
+    while line := sys.stdin.readline():
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            answers.close()
+            return become(json.loads(line))
+        print(child, file=answers)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), file=answers)
+    return None
+
+
+if __name__ == "__main__":
+    main()
