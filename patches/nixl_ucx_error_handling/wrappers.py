@@ -1,0 +1,83 @@
+"""NIXL agents that vLLM makes create their UCX backend with a chosen `ucx_error_handling_mode`.
+
+Source: ai-dynamo/nixl#2039, ai-dynamo/nixl PR#499, ROCm/RIXL PR#32.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.__init__"
+LOAD = "vllm.distributed.nixl_utils:_load_nixl_attr"
+PACKAGES = ("nixl", "rixl", "nixl_rocm")
+PARAMETER = "ucx_error_handling_mode"
+MODES = ("none", "peer")
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    configured: str | None = None  # the mode in the configuration of the connector that is being, or was last, made
+
+    def connector(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        """Every connector begins here, a MultiConnector's too, before its worker makes an agent."""
+        nonlocal configured
+        configured = said_by(args[0] if args else kwargs["vllm_config"])
+        for package in PACKAGES:
+            take(getattr(sys.modules.get(f"{package}._api"), "nixl_agent", None))
+        return wrapped(*args, **kwargs)
+
+    def load(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        """From 0.21.0 all of vLLM's users of NIXL get its names here, also those that are no connectors."""
+        found = wrapped(*args, **kwargs)
+        if "NixlWrapper" in (*args, *kwargs.values()):
+            take(found)
+        return found
+
+    def said_by(config: Any) -> str | None:
+        """The mode in `kv_connector_extra_config`, None where it says none."""
+        transfer = config.kv_transfer_config
+        mode = None if transfer is None else transfer.get_from_extra_config(PARAMETER, None)
+        if mode is None or mode in MODES:
+            return mode
+        livepatch.say("configured", f"kv_connector_extra_config has {PARAMETER}={mode!r}, which is none of {MODES}")
+        return None
+
+    def take(agent_class: Any) -> None:
+        """Let agents of this class choose the mode, once: the class is shared by all that import it."""
+        create = getattr(agent_class, "create_backend", None)
+        if create is not None and not hasattr(create, "livepatch"):
+            agent_class.create_backend = choosing(create)
+
+    def choosing(create: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(create)
+        def create_backend(agent: Any, backend: str, initParams: Mapping[str, str] | None = None) -> Any:
+            given = dict(initParams or {})
+            if not backend.startswith("UCX"):
+                return create(agent, backend, given)
+            if PARAMETER in given:
+                livepatch.count("set_by_caller")
+                return create(agent, backend, given)
+            if PARAMETER not in agent.get_plugin_params(backend):
+                livepatch.count("unknown_to_nixl")
+                livepatch.say("unknown_to_nixl", f"this NIXL's {backend} has no parameter {PARAMETER}: it is left out")
+                return create(agent, backend, given)
+            mode = configured or livepatch.options["MODE"]
+            result = create(agent, backend, {**given, PARAMETER: mode})
+            taken = agent.get_backend_params(backend).get(PARAMETER)
+            if taken == mode:
+                livepatch.count(f"mode_{mode}")
+            else:
+                livepatch.count("not_taken")
+                livepatch.say("not_taken", f"{backend} was asked for {PARAMETER}={mode} and says {taken!r}")
+            return result
+
+        create_backend.livepatch = True  # type: ignore[attr-defined]
+        return create_backend
+
+    return {CONNECTOR: connector, LOAD: load}

@@ -1,0 +1,61 @@
+"""Drive what prefill/decode disaggregation asks of one release: NIXL agents, request ids. Print one JSON object.
+
+Run by a fresh interpreter with NIXL, the release's sources, and the bundle or not, on PYTHONPATH. One process for both
+because importing a release takes most of the time. What to expect of which release is none of this script's business.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+
+STARTED = time.perf_counter()
+gc.disable()  # thousands of modules are about to be created, none of them garbage: collecting meanwhile costs 2 s of 10
+# vLLM logs to stdout, which here belongs to the result.
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import atexit
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+import vllm.platforms
+
+if not hasattr(torch._C._cpu, "_is_avx512_supported"):
+    torch._C._cpu._is_avx512_supported = lambda: False  # 0.17 asks for it by a name that later releases of torch lack
+# The sources on the path are no installation, and so tell no platform.
+from vllm.platforms.cpu import CpuPlatform
+
+vllm.platforms._current_platform = CpuPlatform()
+
+import nixl_agents
+import real_scheduler as real
+import request_ids
+
+gc.enable()
+
+
+def main() -> None:
+    """Play both parts."""
+    real.quiet()
+    imported = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        ids = request_ids.play(model_config)
+        agents = nixl_agents.play(model_config, Path(directory))
+    seconds = {"import": imported - STARTED, "cases": time.perf_counter() - imported}
+    result = {"vllm": vllm.__file__, "pid": os.getpid(), "ids": ids, "agents": agents, "seconds": seconds}
+    print(json.dumps(result), file=RESULT, flush=True)
+    sys.stderr.flush()
+    atexit._run_exitfuncs()  # the bundle's report among them; taking the modules and agents apart would cost 3 s of 12
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Runs of driver/prefill_decode.py, which two test modules read: one fresh interpreter a release and manner."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+from filelock import FileLock
+from vllm_livepatch.tools import environments, registry
+
+DRIVER = Path(__file__).parent / "driver" / "prefill_decode.py"
+SECONDS = 300
+"""Longest time for one interpreter: 12 s is usual, most of it importing vLLM."""
+
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+"""The real NIXL, which on CPU memory needs neither a GPU nor CUDA; the newest, since vLLM 0.33 asks for 1.5."""
+
+RELEASES = [pin.version for pin in registry.pins("vllm")]
+_ON = {"LIVEPATCH_NIXL_UCX_ERROR_HANDLING": "on", "LIVEPATCH_STABLE_REQUEST_IDS": "on"}
+MANNERS: dict[str, dict[str, str] | None] = {
+    "stock": None,
+    "patched": _ON,
+    "not asked": {},
+    "peer": {**_ON, "LIVEPATCH_NIXL_UCX_ERROR_HANDLING_MODE": "peer"},
+}
+"""The ways to run a release: without the bundle, or with it and these variables."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the driver printed, and what the bundle reported of each patch (nothing where there is no bundle)."""
+
+    ids: dict[str, Any]
+    agents: dict[str, Any]
+    patches: dict[str, dict[str, Any]]
+
+
+def drive(
+    release: str, manner: str, warm: interpreter.Interpreter, python: Path, bundle: Path, shared: Path
+) -> Run:
+    """Return a run of the driver on a release; the first who asks in this session runs it. Fails where it cannot."""
+    work = shared / f"{release} {manner}"
+    work.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{work}.lock"):
+        if not (work / "result.json").exists():
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+            _run(release, manner, warm, python, bundle, work)
+    result = json.loads((work / "result.json").read_text(encoding="utf-8"))
+    patches: dict[str, dict[str, Any]] = {}
+    for file in (work / "state").glob("*.json"):
+        report = json.loads(file.read_text(encoding="utf-8"))
+        assert report["packages"]["vllm"] == release
+        patches = {patch["name"]: patch for patch in report["patches"]}
+    return Run(result["ids"], result["agents"], patches)
+
+
+def shared_directory(factory: pytest.TempPathFactory) -> Path:
+    """The directory that all of a session's test processes see."""
+    base = factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prefill_decode"
+
+
+def _run(release: str, manner: str, warm: interpreter.Interpreter, python: Path, bundle: Path, work: Path) -> None:
+    variables = MANNERS[manner]
+    result = warm.run(
+        "prefill_decode",
+        {"vllm": release},
+        work,
+        bundle=None if variables is None else bundle,
+        environ=variables,
+        path=[nixl_site(python)],
+    )
+    (work / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def nixl_site(python: Path) -> Path:
+    """A directory with the real NIXL for `python`, beside the engine's environment: that one is to be without it.
+
+    LIVEPATCH_TEST_NIXL names one that is there; else it is installed into the user's cache, once.
+    """
+    given = os.environ.get("LIVEPATCH_TEST_NIXL")
+    if given:
+        return Path(given)
+    tag = subprocess.run(
+        [str(python), "-c", "import sys; print(sys.implementation.cache_tag)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    root = environments.cache_directory() / "environments" / f"{NIXL[0].replace('==', '-')}-{tag}"
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{root}.lock"):
+        if not (root / "complete").exists():
+            shutil.rmtree(root, ignore_errors=True)
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
+            command = [*pip, "--no-deps", "--target", str(root), *NIXL]
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert process.returncode == 0, f"NIXL cannot be installed:\n{process.stderr[-2000:]}"
+            (root / "complete").touch()
+    return root

@@ -1,0 +1,129 @@
+# mypy: disable-error-code="import-not-found"
+"""The real MoRI-IO worker of every release that needs `moriio-timeouts`, stock and patched, over a stand-in for mori.
+
+Each test is one process. What is shown here is vLLM's own code; what mori's RDMA does is not shown.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+from vllm_livepatch.sitecustomize import decision, installed
+from vllm_livepatch.tools import catalogue, registry, sources
+
+PATCH = "moriio-timeouts"
+RELEASES = [pin.version for pin in registry.pins("vllm")]
+NEEDED = RELEASES[: RELEASES.index("0.22.1") + 1]
+FIXED = RELEASES[len(NEEDED) :]
+
+SECONDS = {"HANDSHAKE": "1.0", "TRANSFER": "0.8", "DEFER": "0.8"}
+OPTIONS = {f"LIVEPATCH_MORIIO_TIMEOUTS_{name}_SECONDS": seconds for name, seconds in SECONDS.items()}
+STOCK_SECONDS = "0.5"
+"""How long to wait for what stock never does; where nothing is in the way it takes some 10 ms."""
+PATCHED_SECONDS = "20"
+
+# What each case of driver/moriio_timeouts.py comes to on stock: the same in all these releases.
+STOCK = {
+    "healthy": "survives",
+    "late_peer": "survives",
+    # Each is handed over once only, and only one a layer: the second request's first layer is never written.
+    "two_to_a_new_peer": "KV lost",
+    "nothing_to_save": "never returns",
+    "silent_peer": "never returns; request never done; next not served",
+    "refused_handshake": "request never done; next not served",
+    "transfer_never_ends": "request never done; next not served",
+    "transfer_fails": "request never done; next not served",
+    "transfer_of_another_fails": "request never done; healthy request charged",
+    "write_raises": "request never done; next not served",
+    "never_allocated": "request never done",
+    "same_id_later": "request never done; next not served",
+    "read": "KV lost",
+    "read_from_silent_peer": "never returns; next not served",
+    "port_is_taken": "never returns",
+}
+PATCHED = {**dict.fromkeys(STOCK, "survives"), "port_is_taken": "raises HandshakeError"}
+COUNTERS = {
+    "handshake_timeout": 2,
+    "handshake_failed": 1,
+    "transfer_timeout": 1,
+    "transfer_failed": 3,
+    "write_failed": 1,
+    "deferred_expired": 1,
+    "listener_failed": 1,
+}
+# vLLM 0.23.0 without the patch: every wait of a step ends. What is left is not the fault that the patch is for.
+FIXED_STOCK = {
+    **dict.fromkeys(STOCK, "survives"),
+    "two_to_a_new_peer": "KV lost",
+    "silent_peer": "request never done; next not served",
+    "refused_handshake": "next not served",
+    "completed_by_waiting": "not sent",
+    "read": "KV lost",
+    "read_from_silent_peer": "next not served",
+    "port_is_taken": "never returns",
+}
+
+
+def drive(
+    warm: interpreter.Interpreter,
+    release: str,
+    work: Path,
+    bundle: Path | None,
+    options: dict[str, str],
+    arguments: list[str],
+) -> dict[str, Any]:
+    """What driver/moriio_timeouts.py printed of a release."""
+    return warm.run(
+        "moriio_timeouts",
+        {"vllm": release},
+        work,
+        bundle=bundle,
+        environ=options,
+        arguments=arguments,
+        path=[interpreter.STANDINS],
+    )
+
+
+def with_xgmi(cases: dict[str, str], release: str) -> dict[str, str]:
+    """The cases of a release: from 0.22.1 on there is a backend whose transfers may complete only while waited for."""
+    return {**cases, "completed_by_waiting": "survives"} if release == "0.22.1" else cases
+
+
+@pytest.mark.parametrize("release", NEEDED)
+def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    """Each fault shows on the unpatched release."""
+    arguments = [STOCK_SECONDS]
+    result = drive(warm, release, tmp_path, None, OPTIONS, arguments)
+    assert result["cases"] == with_xgmi(STOCK, release)
+
+
+@pytest.mark.parametrize("release", NEEDED)
+def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Every wait ends, every request that failed is done once, the next is served, and each timeout is counted."""
+    arguments = [PATCHED_SECONDS]
+    result = drive(warm, release, tmp_path, bundle, OPTIONS, arguments)
+    assert result["cases"] == with_xgmi(PATCHED, release)
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
+    assert patch["counters"] == COUNTERS
+
+
+def test_fixed_release(warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    """The first release with the fix: its own options, in `kv_connector_extra_config`, end the waits."""
+    # There, handshakes are waited for as long as transfers are, but in every layer.
+    options = {**OPTIONS, "LIVEPATCH_MORIIO_TIMEOUTS_HANDSHAKE_SECONDS": "2.0"}
+    result = drive(warm, FIXED[0], tmp_path, None, options, ["3"])
+    assert result["cases"] == FIXED_STOCK
+
+
+@pytest.mark.parametrize("release", FIXED)
+def test_verdict_where_fixed(release: str) -> None:
+    """Later releases are left alone, asked for or not."""
+    patch = catalogue.load()[PATCH].patch
+    found = installed.look(patch, installed.Tree([str(sources.site_packages("vllm", release))]))
+    for toggle in ("auto", "on"):
+        decided = decision.decide(patch, found, decision.Environment(toggles={PATCH: toggle}))
+        assert (decided.verdict, decided.apply) == ("fixed-upstream", False)
