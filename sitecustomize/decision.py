@@ -40,7 +40,7 @@ class Variant:
 
     code: Mapping[str, str]
     releases: tuple[str, ...]
-    verdict: Literal["needed", "fixed-upstream"] = "needed"
+    verdict: Literal["needed", "fixed-upstream", "not-present"] = "needed"
     applies: bool = True  # whether the patch's code can be applied to it at all
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -160,6 +160,8 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
             return "drifted", f"{release} has no {', '.join(lost)}", None
         changed = ", ".join(unknown_names(patch, installed)) or "a combination of names, each known by itself"
         return "drifted", f"{release} has code that was never verified: {changed}", None
+    if variant.verdict == "not-present":
+        return "not-present", f"{release} does not have the code with the fault yet", variant
     if variant.verdict == "fixed-upstream":
         return "fixed-upstream", f"{release} has {'the change already' if patch.diff else 'the fault no more'}", variant
     if installed.release is not None and public_release(installed.release) in variant.releases:

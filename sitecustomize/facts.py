@@ -48,8 +48,8 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
 
 def _variant(name: str, entry: Mapping[str, Any]) -> Variant:
     verdict = entry.get("verdict", "needed")
-    if verdict not in ("needed", "fixed-upstream"):
-        raise PatchError(f"patch {name}: a variant's verdict is needed or fixed-upstream, not {verdict!r}")
+    if verdict not in ("needed", "fixed-upstream", "not-present"):
+        raise PatchError(f"patch {name}: a variant's verdict is needed, fixed-upstream or not-present, not {verdict!r}")
     releases = _texts(name, entry, "releases")
     if not releases or not isinstance(entry.get("code"), Mapping):
         raise PatchError(f"patch {name}: a variant needs releases and code")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ENGINE = "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_engine"
 WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector:MoRIIOConnectorWorker"
 
-_PAUSE = (0.00005, 0.001)
+_PAUSE = (0.00005, 0.002)
 """Seconds between two looks at a transfer: a twentieth of the time waited so far, within these."""
 _LOOK_AT_ALL = 0.05
 """Seconds between two looks at all transfers for one that failed; otherwise only the first pending one is looked at."""

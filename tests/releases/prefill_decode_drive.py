@@ -1,4 +1,4 @@
-"""Runs of driver/prefill_decode.py, which two test modules read: one fresh interpreter a release and manner."""
+"""Runs of driver/prefill_decode.py, which two test modules read: one process a release and manner."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from filelock import FileLock
 from vllm_livepatch.tools import environments, registry
 
 DRIVER = Path(__file__).parent / "driver" / "prefill_decode.py"
-SECONDS = 300
-"""Longest time for one interpreter: 12 s is usual, most of it importing vLLM."""
 
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 """The real NIXL, which on CPU memory needs neither a GPU nor CUDA; the newest, since vLLM 0.33 asks for 1.5."""
@@ -42,9 +40,7 @@ class Run:
     patches: dict[str, dict[str, Any]]
 
 
-def drive(
-    release: str, manner: str, warm: interpreter.Interpreter, python: Path, bundle: Path, shared: Path
-) -> Run:
+def drive(release: str, manner: str, warm: interpreter.Interpreter, python: Path, bundle: Path, shared: Path) -> Run:
     """Return a run of the driver on a release; the first who asks in this session runs it. Fails where it cannot."""
     work = shared / f"{release} {manner}"
     work.parent.mkdir(parents=True, exist_ok=True)

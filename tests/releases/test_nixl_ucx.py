@@ -9,6 +9,8 @@ import interpreter
 import pytest
 from packaging.version import Version
 from prefill_decode_drive import RELEASES, Run, drive, shared_directory
+from vllm_livepatch.sitecustomize import decision, installed
+from vllm_livepatch.tools import catalogue, sources
 
 PATCH = "nixl-ucx-error-handling"
 
@@ -38,6 +40,7 @@ def expected(release: str, mode: str | None, configured: str | None) -> dict[str
         "threads": "4",  # the worker's own parameter, which must stay
         "configured": configured,
         "arrived": True,
+        "arrived_at_configured": True,
         "in_multi_connector": configured,
         "set_by_caller": "peer",
         "rocm_package": rocm_package(release),
@@ -59,6 +62,17 @@ def test_patched(release: str, run: Any) -> None:
     patch = patched.patches[PATCH]
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
     assert patch["counters"] == {"mode_none": 2, "mode_peer": 2, "set_by_caller": 1}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_verdict(release: str) -> None:
+    """Needed everywhere; `auto` applies it on ROCm only, `on` anywhere."""
+    patch = catalogue.load()[PATCH].patch
+    found = installed.look(patch, installed.Tree([str(sources.site_packages("vllm", release))]))
+    for toggle, rocm in (("auto", True), ("auto", False), ("on", False)):
+        there = decision.Installed(found.release, found.code, rocm)
+        decided = decision.decide(patch, there, decision.Environment(toggles={PATCH: toggle}))
+        assert (decided.verdict, decided.apply) == ("needed", rocm or toggle == "on")
 
 
 def test_peer_by_option(run: Any) -> None:

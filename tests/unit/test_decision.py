@@ -149,6 +149,15 @@ def test_all_targets_missing_is_not_present_even_where_a_call_is_there() -> None
     assert decided(Installed("0.21.0", {TARGET: None, OTHER: None, CALL: "h"})).verdict == "not-present"
 
 
+@pytest.mark.parametrize("toggle", ["auto", "on", "force"])
+def test_code_of_before_the_fault_is_known_as_such_and_left_alone(toggle: str) -> None:
+    before = Variant({**OLD, CALL: "h-before"}, ("0.19.0",), verdict="not-present")
+    patch = dataclasses.replace(PATCH, variants=(before, *PATCH.variants))
+    decision = decided(Installed("0.19.0", before.code), toggle, patch=patch)
+    assert (decision.verdict, decision.apply) == ("not-present", False)
+    assert "yet" in decision.detail
+
+
 @pytest.mark.parametrize("name", [OTHER, CALL, TARGET])
 def test_drift_names_what_drifted(name: str) -> None:
     verdict, detail, variant = judge(PATCH, Installed("0.21.0", {**OLD, name: "somebody's edit"}))

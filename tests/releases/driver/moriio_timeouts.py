@@ -1,7 +1,7 @@
 # mypy: disable-error-code="import-not-found"
 """Drive one release's MoRI-IO worker through peers and transfers that never end; print what happened as JSON.
 
-Run by a fresh interpreter with the release's sources and the stand-in for mori, and the bundle or not, on PYTHONPATH.
+Run with the release's sources and the stand-in for mori, and the bundle or not, on the path.
 The one argument is how many seconds a wait may take that a fault should have ended. A case that does not go as a user
 would want says so in its outcome; what to expect of which release is none of this script's business.
 """
@@ -182,8 +182,9 @@ def nothing_to_save(world: World) -> None:
 def silent_peer(world: World) -> None:
     """The peer never answers the handshake; another one does."""
     request = Sent(world.peer("no"), [0], [1])
-    begin = time.monotonic()
+    begin, busy = time.monotonic(), time.process_time()
     returned = world.send(request, seconds=PATIENCE)
+    world.expect(not returned or time.process_time() - busy < (time.monotonic() - begin) / 2, "spins")
     # Not once a layer: the model waits meanwhile.
     seconds = float(os.environ.get("LIVEPATCH_MORIIO_TIMEOUTS_HANDSHAKE_SECONDS", "30"))
     world.expect(not returned or time.monotonic() - begin < 1.8 * seconds, "waits once a layer")
@@ -281,7 +282,8 @@ def completed_by_waiting(world: World) -> None:
 
 
 def read(world: World) -> None:
-    """A decode worker reads from a new peer, and in the same step again."""
+    """A decode worker has a step with nothing to read; then it reads from a new peer, and in the same step again."""
+    world.runs(lambda: world.worker.real.start_load_kv(step(write=False)), PATIENCE)
     peer = world.peer(value=3.0)
     requests = Sent(peer, [0, 1], [5, 6]), Sent(peer, [2, 3], [3, 4])
     metadata = step(*requests, write=False)

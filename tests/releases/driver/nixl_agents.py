@@ -46,15 +46,19 @@ def play(model_config: Any, directory: Path) -> dict[str, Any]:
     plain = make_worker(model_config)
     agent = plain.nixl_wrapper
     configured = make_worker(model_config, {PARAMETER: "peer"}).nixl_wrapper
+    rocm = rocm_agent(model_config)
     return {
         "nixl_default": agent.get_plugin_params("UCX")[PARAMETER],
         "plain": mode_of(agent),
         "threads": agent.get_backend_params("UCX")["num_threads"],
         "configured": mode_of(configured),
-        "arrived": transferred(agent, configured),
         "in_multi_connector": mode_of(make_multi_worker(model_config, {PARAMETER: "peer"}).nixl_wrapper),
         "set_by_caller": mode_set_by_caller(type(agent)),
-        **on_rocm(model_config),
+        "rocm_package": type(rocm).__module__,
+        "on_rocm": mode_of(rocm),
+        # Between agents of one mode, and of two where they differ.
+        "arrived": transferred(agent, rocm),
+        "arrived_at_configured": transferred(agent, configured),
     }
 
 
@@ -141,8 +145,8 @@ def transferred(owner: Any, reader: Any) -> bool:
     return bool(state == "DONE" and (source == target).all())
 
 
-def on_rocm(model_config: Any) -> dict[str, str | None]:
-    """Let the release choose its NIXL package as on ROCm; return the package that it takes, and its agents' mode."""
+def rocm_agent(model_config: Any) -> Any:
+    """Let the release choose its NIXL package as on ROCm; return an agent of the class that it takes."""
     utils = sys.modules.get("vllm.distributed.nixl_utils")
     with rocm_packages(), mock.patch.object(type(current_platform), "is_rocm", return_value=True):
         if hasattr(utils, "_load_nixl_attr"):
@@ -152,8 +156,7 @@ def on_rocm(model_config: Any) -> dict[str, str | None]:
             bound = utils or sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector"]
             agent_class = importlib.reload(bound).NixlWrapper
     make_connector(model_config, "ExampleConnector", {"shared_storage_path": "unused"})  # any, without a mode
-    agent = agent_class("rocm", nixl_api.nixl_agent_config())
-    return {"rocm_package": agent_class.__module__, "on_rocm": mode_of(agent)}
+    return agent_class("rocm", nixl_api.nixl_agent_config())
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Drive what prefill/decode disaggregation asks of one release: NIXL agents, request ids. Print one JSON object.
 
-Run by a fresh interpreter with NIXL, the release's sources, and the bundle or not, on PYTHONPATH. One process for both
-because importing a release takes most of the time. What to expect of which release is none of this script's business.
+Run with NIXL, the release's sources, and the bundle or not, on the path. One process for both because importing a
+release takes a third of the time. What to expect of which release is none of this script's business.
 """
 
 # mypy: disable-error-code="import-not-found"
