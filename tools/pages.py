@@ -24,6 +24,13 @@ COLOURS = {
     "skipped": "dim",
 }
 
+BY_DEFAULT = {
+    "rocm": "`auto` applies it on ROCm only; {name}=on applies it anywhere",
+    "traced": "`auto` applies it only beside patches that change traced code",
+    "off": "`auto` does not apply it; {name}=on does",
+}
+"""What to say of a patch that `auto` does not apply wherever it is needed."""
+
 
 def coloured(word: str) -> Text:
     return Text(word, style=COLOURS.get(word, ""))
@@ -71,6 +78,9 @@ def print_page(console: Console, patch: Patch) -> None:
         if entry in about:
             console.print(Text(f"\n{heading}", style="bold"))
             console.print(Text(str(about[entry]).strip()))
+    if patch.auto in BY_DEFAULT:
+        console.print(Text("\nTurn it on", style="bold"))
+        console.print(Text(BY_DEFAULT[patch.auto].format(name=variable(patch.name))))
     console.print(Text("\nTurn it off", style="bold"))
     console.print(Text(f"{variable(patch.name)}=off (this patch), LIVEPATCH=off (everything)"))
     if patch.aliases:

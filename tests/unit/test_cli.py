@@ -99,6 +99,7 @@ def test_each_of_our_own_patches_can_be_shown(cli: Cli, name: str) -> None:
     done = cli("show", name)
     assert (done.code, done.err) == (0, "")
     assert "Turn it off" in done.out
+    assert ("Turn it on" in done.out) == (catalogue.load()[name].patch.auto != "needed")
     assert cli("show", name, "--json").code == 0
 
 

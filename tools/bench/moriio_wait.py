@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-
 from vllm_livepatch.tools import bundle, catalogue, environments, sources
 from vllm_livepatch.tools.errors import UserError
 
@@ -25,7 +24,7 @@ TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 
 def measure(release: str, rounds: int, transfers: int, python: Path) -> dict[str, Any]:
-    """Seconds of each wait (`times`, by kind, then `stock` and `patched`), and `busy`, the share of a core that polling takes.
+    """Seconds of each wait (`times`, by kind, then `stock` and `patched`), and `busy`, polling's share of a core.
 
     Raises UserError.
     """
