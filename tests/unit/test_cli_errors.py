@@ -119,7 +119,10 @@ DAMAGED: dict[str, tuple[Callable[[Sandbox], object], str]] = {
     "no targets": (patch_toml('"fakeengine.scheduler:Scheduler.step",\n', ""), ""),
     "target of another form": (patch_toml("scheduler:Scheduler.step", "scheduler.Scheduler.step"), "module:qualname"),
     "no such auto": (patch_toml('package = "fakeengine"', 'package = "fakeengine"\nauto = "always"'), "auto is"),
-    "a bad verdict": (patch_toml("[variant.code]", 'verdict = "fine"\n[variant.code]'), "verdict is needed or"),
+    "a bad verdict": (
+        patch_toml("[variant.code]", 'verdict = "fine"\n[variant.code]'),
+        "verdict is needed, fixed-upstream or not-present",
+    ),
     "no releases": (patch_toml("releases", "release"), "needs releases and code"),
     "a strange name": (patch_toml('step" =', 'free" ='), "neither a target nor a call"),
     "an option without default": (

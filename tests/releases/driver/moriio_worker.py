@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import threading
 import time
@@ -56,10 +57,17 @@ def set_up() -> None:
     torch.cuda.current_stream = lambda: None
 
 
+_ports = random.SystemRandom().sample(range(10_000, 32_000), 1_000)
+"""Below those that systems hand out themselves: one of these could be somebody's by the time that it is bound."""
+
+
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        return int(taken.getsockname()[1])
+    """A port that this process has not used, and nobody else listens on."""
+    while True:
+        port = _ports.pop()
+        with socket.socket() as taken, contextlib.suppress(OSError):
+            taken.bind(("0.0.0.0", port))
+            return port
 
 
 def until(true: Callable[[], Any], seconds: float) -> bool:

@@ -43,22 +43,27 @@ BYTES = 1 << 20
 def play(model_config: Any, directory: Path) -> dict[str, Any]:
     """Make workers and agents in every way that matters; return the mode that each one's UCX backend says it has."""
     begin_distributed(model_config, directory / "rendezvous")
-    plain = make_worker(model_config)
-    agent = plain.nixl_wrapper
-    configured = make_worker(model_config, {PARAMETER: "peer"}).nixl_wrapper
-    rocm = rocm_agent(model_config)
-    return {
+    # Each agent goes as soon as it has answered: while it lives, a thread of it takes a core.
+    in_multi_connector = mode_of(taken(make_multi_worker(model_config, {PARAMETER: "peer"})))
+    agent = taken(make_worker(model_config))
+    set_by_caller = mode_set_by_caller(type(agent))
+    configured = taken(make_worker(model_config, {PARAMETER: "peer"}))
+    result = {
         "nixl_default": agent.get_plugin_params("UCX")[PARAMETER],
         "plain": mode_of(agent),
         "threads": agent.get_backend_params("UCX")["num_threads"],
         "configured": mode_of(configured),
-        "in_multi_connector": mode_of(make_multi_worker(model_config, {PARAMETER: "peer"}).nixl_wrapper),
-        "set_by_caller": mode_set_by_caller(type(agent)),
+        "in_multi_connector": in_multi_connector,
+        "set_by_caller": set_by_caller,
+        "arrived_at_configured": transferred(agent, configured),
+    }
+    del configured
+    rocm = rocm_agent(model_config)  # from here on the release takes its agents from ROCm's package
+    return {
+        **result,
         "rocm_package": type(rocm).__module__,
         "on_rocm": mode_of(rocm),
-        # Between agents of one mode, and of two where they differ.
-        "arrived": transferred(agent, rocm),
-        "arrived_at_configured": transferred(agent, configured),
+        "arrived": transferred(agent, rocm),  # both of one mode
     }
 
 
@@ -113,6 +118,12 @@ def make_multi_worker(model_config: Any, extra: dict[str, Any]) -> Any:
         model_config, "MultiConnector", {"connectors": [{**child, "kv_connector_extra_config": extra}]}
     )
     return multi._connectors[0].connector_worker
+
+
+def taken(worker: Any) -> Any:
+    """Return a worker's agent, which from now on lives only as long as the caller keeps it."""
+    agent, worker.nixl_wrapper = worker.nixl_wrapper, None
+    return agent
 
 
 def mode_of(agent: Any) -> str | None:
