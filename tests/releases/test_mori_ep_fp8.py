@@ -38,7 +38,9 @@ def drive(
 ) -> dict[str, Any]:
     """What driver/mori_ep_fp8.py printed of a release."""
     given = {"vllm": release}
-    return warm.run("mori_ep_fp8", given, work, bundle=bundle, environ=variables, path=[interpreter.STANDINS])
+    path = [interpreter.STANDINS]
+    result: dict[str, Any] = warm.run("mori_ep_fp8", given, work, bundle=bundle, environ=variables, path=path)
+    return result
 
 
 def runs_and_quantises_once(result: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ def drive(
     arguments: list[str],
 ) -> dict[str, Any]:
     """What driver/moriio_timeouts.py printed of a release."""
-    return warm.run(
+    result: dict[str, Any] = warm.run(
         "moriio_timeouts",
         {"vllm": release},
         work,
@@ -96,6 +96,7 @@ def drive(
         arguments=arguments,
         path=[interpreter.STANDINS],
     )
+    return result
 
 
 def with_xgmi(cases: dict[str, str], release: str) -> dict[str, str]:
