@@ -20,7 +20,7 @@ class Tree:
     `packages` gives the search locations of top-level packages that the path alone does not tell (editable installs).
     """
 
-    def __init__(self, path: Sequence[str], packages: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(self, path: Sequence[str], packages: Mapping[str, Sequence[str] | None] | None = None) -> None:
         self.path = list(path)
         self._locations: dict[str, Sequence[str] | None] = dict(packages or {})
 
@@ -32,6 +32,9 @@ class Tree:
             return get_source(module) if get_source is not None else None
         except (ImportError, OSError, SyntaxError, UnicodeError):
             return None
+
+    def has(self, package: str) -> bool:
+        return self._search(package) is not None
 
     def origin(self, module: str) -> str | None:
         """The file that the module would be loaded from."""
@@ -54,7 +57,7 @@ class Overlay(Tree):
     """A tree as it will be once source changes have been made: some modules have another text."""
 
     def __init__(self, below: Tree, texts: Mapping[str, str]) -> None:
-        super().__init__(below.path)
+        super().__init__(below.path, below._locations)
         self._below = below
         self._texts = texts
 
@@ -92,6 +95,8 @@ def release(package: str, tree: Tree) -> str | None:
         said = _assigned(source, ("__version__", "version"))
         if said is not None:
             return said
+    if not tree.has(package):
+        return None  # without asking every distribution which files are its own
     for distribution in distributions(path=tree.path):
         files = distribution.files or ()
         if any(file.parts == (package, "__init__.py") for file in files):

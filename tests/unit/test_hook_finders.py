@@ -57,6 +57,16 @@ def test_an_editable_install_through_a_finder_of_its_own(patched: Sandbox) -> No
     assert done.out == PATCHED, done.err
     assert (patched.reported()["state"], patched.reported()["verdict"]) == ("applied", "needed")
     assert patched.report()["packages"] == {"fakeengine": "1.0"}
+    # Nor does its release have to be in its own words: the distribution's files name the package.
+    (elsewhere / "_version.py").unlink()
+    next(patched.state.iterdir()).unlink()
+    info = {
+        "METADATA": "Metadata-Version: 2.1\nName: other-name\nVersion: 1.0\n",
+        "RECORD": "fakeengine/__init__.py,,\n",
+    }
+    patched.write(info, patched.site / "other_name-1.0.dist-info")
+    patched.python(f"PLACE = {str(elsewhere)!r}\n{EDITABLE}\n{USE_STEP}")
+    assert patched.report()["packages"] == {"fakeengine": "1.0"}
 
 
 FINDERS = {

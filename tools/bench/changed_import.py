@@ -1,0 +1,113 @@
+"""What it costs to import modules that a diff changes, over their import as they came; in turn, medians.
+
+    python -m vllm_livepatch.tools.bench.changed_import [--release X] [--rounds N] [--first] [--engine-python PATH]
+
+Each row is one fresh interpreter that imports the real modules of a release. `cached`: changed sources, their bytecode
+and fingerprints are in the user's cache, as in every process after the first; `first` (with --first): they are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.tools import bundle, catalogue, diffs, environments, sources
+
+MODULES = ("vllm.v1.core.sched.scheduler", "vllm.v1.core.kv_cache_manager", "vllm.v1.core.kv_cache_utils")
+NAME = "bench-change"
+
+
+def patch_of(release: str, place: Path) -> None:
+    """A bundle in `place`/bundle whose one diff adds a line to the end of each module."""
+    tree = Tree([str(sources.site_packages("vllm", release))])
+    lines: list[str] = []
+    for module in MODULES:
+        text, file = tree.source(module) or "", module.replace(".", "/") + ".py"
+        after = f"{text}\n\nCHANGED = True\n"
+        lines += difflib.unified_diff(text.splitlines(True), after.splitlines(True), f"a/{file}", f"b/{file}")
+    diff = diffs.parse("".join(lines).encode())
+    diffs.write(diff, NAME, "the benchmark", [diffs.judge(diff, release, tree.source)], place / "patches")
+    entries = catalogue.choose(catalogue.load([place / "patches"]), [NAME])
+    bundle.write_directory(bundle.contents(entries), place / "bundle")
+
+
+def imported(python: Path, path: list[Path], cache: Path, state: Path) -> tuple[float, float]:
+    """Wall and processor seconds of one process that imports the modules."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LIVEPATCH", "PYTHON", "VLLM"))}
+    environ = {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "LIVEPATCH_STATE_DIR": str(state),
+        "XDG_CACHE_HOME": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_PLUGINS": "",
+        "VLLM_TARGET_DEVICE": "cpu",
+    }
+    command = [str(python), "-c", f"import {', '.join(MODULES)}"]
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure(release: str, python: Path, rounds: int, first: bool, place: Path) -> dict[str, list[tuple[float, float]]]:
+    """Every row once a round, in turn and back, after a round that does not count."""
+    source, changed = sources.site_packages("vllm", release), place / "bundle"
+    times: dict[str, list[tuple[float, float]]] = {"stock": [], "changed, cached": []}
+    if first:
+        times["changed, first"] = []
+    for turn in range(rounds + 1):
+        shutil.rmtree(place / "empty", ignore_errors=True)
+        rows = {
+            "stock": ([source], place / "cache"),
+            "changed, cached": ([changed, source], place / "cache"),
+            "changed, first": ([changed, source], place / "empty"),
+        }
+        for name in list(times) if turn % 2 else reversed(list(times)):
+            path, cache = rows[name]
+            taken = imported(python, path, cache, place / "state")
+            if turn:
+                times[name].append(taken)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.changed_import", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--release", default="0.32.0")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--first", action="store_true", help="also with an empty cache")
+    parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        patch_of(options.release, place)
+        times = measure(
+            options.release, options.engine_python or environments.engine(), options.rounds, options.first, place
+        )
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in (f"import of {len(MODULES)} modules, vllm {options.release}", "wall", "processor", "over stock"):
+        shown.add_column(column, justify="left" if column.startswith("import") else "right")
+    for name, taken in times.items():
+        wall, processor = (statistics.median(pair[index] for pair in taken) for index in (0, 1))
+        ratios = [mine[1] / other[1] for mine, other in zip(taken, times["stock"], strict=True)]
+        walls = [mine[0] / other[0] for mine, other in zip(taken, times["stock"], strict=True)]
+        over = f"wall {statistics.median(walls):.3f}, processor {statistics.median(ratios):.3f}"
+        shown.add_row(name, f"{wall:.2f} s", f"{processor:.2f} s", over)
+    console = Console(soft_wrap=True)
+    console.print(shown)
+    console.print(f"{options.rounds} rounds in turn; the last column is the median of the ratios round by round")
+
+
+if __name__ == "__main__":
+    main()
