@@ -66,7 +66,7 @@ class PublishedTree(Tree):
 
     def source(self, module: str) -> str | None:
         if module in {f"{top}._version" for top in self.tops}:
-            # The release is what was asked for: its file may lack the local part, and a source archive has no such file.
+            # The release is what was asked for: the file may lack the local part, and a source archive lacks the file.
             return f"__version__ = {self.version!r}\n"
         path = self._path(module)
         if path is None:
@@ -145,8 +145,8 @@ class Shelf:
         if pinned is not None:
             whole = sources.cached(package, version)
             if whole is not None:
-                return PublishedTree(package, version, pinned.wheel, _Directory(whole), [package])
-        place = _place(package, version, pinned.sha256) if pinned is not None else None
+                return PublishedTree(package, pinned.version, pinned.wheel, _Directory(whole), [package])
+        place = _place(package, pinned.version, pinned.sha256) if pinned is not None else None
         if pinned is not None and place is not None and _Kept.is_at(place):
             known = Wheel(package, pinned.version, pinned.wheel, "", pinned.sha256, False)
             return self._kept(package, version, known, place)
