@@ -17,10 +17,13 @@ from vllm_livepatch.sitecustomize import cache, installed, settings
 from vllm_livepatch.sitecustomize.changes import Change, HunkError
 from vllm_livepatch.sitecustomize.decision import Decision, Installed, Patch, decide, module_of
 from vllm_livepatch.sitecustomize.source_changes import no_place, placed
-from vllm_livepatch.tools import published
+from vllm_livepatch.tools import published, registry
 from vllm_livepatch.tools.drift import Drift, drift
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.sources import SourcesError
+
+PACKAGES = ("vllm", "lmcache")
+"""What this project is about, whether or not the patches at hand are for both."""
 
 # Asks an interpreter where it would import from. Finding a top-level package's spec does not import it.
 _PROBE = """
@@ -130,7 +133,7 @@ def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[
             trees += pool.map(lambda asked: opened(*asked), wanted)
     except SourcesError as error:
         raise UserError(str(error)) from error
-    known = {patch.package for patch in patches}
+    known = {patch.package for patch in patches} | {package for package in PACKAGES if registry.pins(package)}
     found: dict[str, installed.Tree] = {}
     for tree in trees:
         tops = tree.tops & known

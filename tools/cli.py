@@ -126,6 +126,8 @@ def check(
     tree = checking.Several(tree, others) if others or tree is None else tree
     changes = {patch.name: entries[patch.name].changes() for patch in patches}
     packages, answers = checking.check(patches, tree, changes)
+    for name in others.keys() - packages.keys() - {"torch"}:
+        packages[name] = installed.release(name, tree)
     if diff:
         answers = checking.explained(answers, tree)
     if as_json:

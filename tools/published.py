@@ -155,7 +155,9 @@ class Shelf:
 
     def _kept(self, package: str, version: str, wheel: Wheel, place: Path) -> PublishedTree:
         files = _Kept(wheel, place, self._session, self._tell, lambda: self._find(package, version))
-        return PublishedTree(package, version, wheel.name, files, _tops(files.names))
+        # 0.33 is 0.33.0; but a vendor's 0.33.0+rocm700 that is read in 0.33.0 stays what it is.
+        release = version if registry.public(version) != version else wheel.version
+        return PublishedTree(package, release, wheel.name, files, _tops(files.names))
 
     def _find(self, package: str, version: str) -> Wheel:
         """The file that stands for a release; where no index answers, the one that did last time."""
