@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,10 +158,19 @@ def _parsed(release: str) -> tuple[str, str | None]:
     return requirement.name, pins[0].version if pins else None
 
 
-def explained(answers: Iterable[Checked], tree: installed.Tree) -> list[Checked]:
-    """The answers, with what drifted where something did."""
+def explained(answers: Iterable[Checked], tree: installed.Tree, asked: Collection[str] = ()) -> list[Checked]:
+    """The answers, with what drifted where something did.
+
+    The registry is asked for our packages and those `asked` about, and not told of anybody's own.
+    """
+
+    def fetch(package: str, release: str) -> installed.Tree:
+        if package not in asked and package not in PACKAGES:
+            raise SourcesError(f"{package} is nothing that the registry is asked for unless --release names it")
+        return published.tree(package, release)
+
     return [
-        dataclasses.replace(answer, drift=drift(answer.patch, answer.installed, tree, published.tree))
+        dataclasses.replace(answer, drift=drift(answer.patch, answer.installed, tree, fetch))
         if answer.decision.verdict == "drifted"
         else answer
         for answer in answers

@@ -129,7 +129,7 @@ def check(
     for name in others.keys() - packages.keys() - {"torch"}:
         packages[name] = installed.release(name, tree)
     if diff:
-        answers = checking.explained(answers, tree)
+        answers = checking.explained(answers, tree, others)
     if as_json:
         _print_json({"packages": packages, "patches": [answer.described() for answer in answers], "pairs": []})
     else:

@@ -167,11 +167,11 @@ class Shelf:
         except RegistryError as error:
             raise SourcesError(str(error)) from error
         except SourcesError as error:
-            wheel = _remembered(note)
-            if wheel is None:
+            remembered = _remembered(note)
+            if remembered is None:
                 raise
             self._tell(f"{package} {version} is from the cache: {error}")
-            return wheel
+            return remembered
         if wheel.yanked:
             self._tell(f"{package} {version} was yanked{': ' if wheel.why_yanked else ''}{wheel.why_yanked}")
         if wheel.version != version and registry.public(wheel.version) == registry.public(version) != version:

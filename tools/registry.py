@@ -263,7 +263,7 @@ class Traffic:
     bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def count(self, response: requests.Response, **_: object) -> None:
+    def count(self, response: requests.models.Response, **_: object) -> None:
         with self.lock:
             self.requests += 1
             self.bytes += int(response.headers.get("Content-Length") or 0)

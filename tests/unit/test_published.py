@@ -224,11 +224,9 @@ def test_a_yanked_release_is_read_and_said(index: LocalIndex, shelf: Shelf, told
 
 def test_no_network(index: LocalIndex, monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
     first = Shelf().tree("demo", "1.0").source("demo.one")
-    index.status = 503
     with serving(LocalIndex()) as gone:
         pass
-    for name in ("offered",):
-        monkeypatch.setattr(Shelf, name, unreachable(gone.url))
+    monkeypatch.setattr(Shelf, "offered", unreachable(gone.url))
     shelf = Shelf(told.append)
     assert shelf.tree("demo", "1.0").source("demo.one") == first
     assert told == ["demo 1.0 is from the cache: the registry cannot be reached; is there a network?"]
