@@ -177,6 +177,24 @@ def explained(answers: Iterable[Checked], tree: installed.Tree, asked: Collectio
     ]
 
 
+def together(patches: Iterable[Patch], of_names: installed.OfNames) -> installed.OfNames:
+    """`of_names` that is asked for all patches' names of a module at once, since parsing is what takes the time."""
+    wanted: dict[str, dict[str, str]] = {}
+    for patch in patches:
+        for name in patch.names:
+            wanted.setdefault(module_of(name), {})[name] = name.partition(":")[2]
+
+    def asked(source: str, names: Mapping[str, str]) -> dict[str, str | None]:
+        everything = {
+            **names,
+            **{key: name for module in map(module_of, names) for key, name in wanted[module].items()},
+        }
+        found = of_names(source, everything)
+        return {name: found[name] for name in names}
+
+    return asked
+
+
 def check(
     patches: Iterable[Patch], tree: installed.Tree, changes: Mapping[str, Sequence[Change]] | None = None
 ) -> tuple[dict[str, str | None], list[Checked]]:
@@ -187,12 +205,12 @@ def check(
     """
     chosen = list(patches)
     environment = settings.read(chosen, os.environ)
-    fingerprints = cache.Fingerprints(cache.directory(os.environ))
+    of_names = together(chosen, cache.Fingerprints(cache.directory(os.environ)).of_names)
     packages: dict[str, str | None] = {}
     answers: dict[str, Checked] = {}
     texts: dict[str, str] = {}
     for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
-        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts), fingerprints.of_names)
+        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts), of_names)
         if found.release is not None or any(found.code.values()):
             packages[patch.package] = found.release
         decision = decide(patch, found, environment)

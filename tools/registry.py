@@ -259,13 +259,13 @@ def _newest(offered: Sequence[DistributionPackage]) -> str:
 class Traffic:
     """What all sessions asked for and were answered with so far, as the answers' headers say."""
 
-    requests: int = 0
+    answers: int = 0
     bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, response: requests.models.Response, **_: object) -> None:
         with self.lock:
-            self.requests += 1
+            self.answers += 1
             self.bytes += int(response.headers.get("Content-Length") or 0)
 
 
