@@ -20,21 +20,23 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from importlib.util import decode_source
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 import requests
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
-from pypi_simple import DistributionPackage
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools import registry, sources
 from vllm_livepatch.tools.registry import RegistryError, Wheel
 from vllm_livepatch.tools.sources import RangesRefusedError, SourcesError
 
+if TYPE_CHECKING:
+    from pypi_simple import DistributionPackage
+
 LARGEST = 32 << 20
 """Bytes; a Python file that says it is larger is none."""
 
-GAP = 16 * 1024
+GAP = 48 * 1024
 """Bytes between two wanted files that are worth reading: requests are made together, so they cost little time."""
 
 Tell = Callable[[str], None]

@@ -50,7 +50,7 @@ def main() -> None:
         return
     table = Table(box=None, pad_edge=False)
     for column in ("checked", "cache", "verdicts", "requests", "MB", "seconds", "MB of wheels"):
-        table.add_column(column, justify="left" if column in ("checked", "cache") else "right")
+        table.add_column(column, no_wrap=True, justify="left" if column in ("checked", "cache") else "right")
     for row in rows:
         numbers = f"{row['bytes'] / 1e6:.2f}", f"{row['seconds']:.2f}", f"{row['wheels'] / 1e6:.0f}"
         table.add_row(row["what"], row["cache"], str(row["verdicts"]), str(row["requests"]), *numbers)
