@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -44,13 +45,22 @@ class Tree:
     def _spec(self, module: str) -> ModuleSpec | None:
         parent = module.rpartition(".")[0]
         path = self._search(parent) if parent else self.path
-        return None if path is None else PathFinder.find_spec(module, list(path))
+        try:
+            return None if path is None else PathFinder.find_spec(module, list(path))
+        except KeyError:  # a directory without __init__ in a package that this process has not imported
+            return None
 
     def _search(self, package: str) -> Sequence[str] | None:
         if package not in self._locations:
             spec = self._spec(package)
-            self._locations[package] = None if spec is None else spec.submodule_search_locations
+            self._locations[package] = self._bare(package) if spec is None else spec.submodule_search_locations
         return self._locations[package]
+
+    def _bare(self, package: str) -> Sequence[str] | None:
+        """The directories without __init__ that make a package inside another."""
+        parent, _, name = package.rpartition(".")
+        path = self._search(parent) if parent else None
+        return [place for entry in path or () if os.path.isdir(place := os.path.join(entry, name))] or None
 
 
 class Overlay(Tree):

@@ -1,4 +1,4 @@
-"""`check`: what is installed in an interpreter or a directory, judged without importing any of it."""
+"""`check`: what is installed in an interpreter or a directory, or was published, judged without importing any of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_livepatch.sitecustomize import installed, settings
+from packaging.requirements import InvalidRequirement, Requirement
+from vllm_livepatch.sitecustomize import cache, installed, settings
 from vllm_livepatch.sitecustomize.changes import Change, HunkError
-from vllm_livepatch.sitecustomize.decision import Decision, Installed, Patch, decide
+from vllm_livepatch.sitecustomize.decision import Decision, Installed, Patch, decide, module_of
 from vllm_livepatch.sitecustomize.source_changes import no_place, placed
+from vllm_livepatch.tools import published, registry
+from vllm_livepatch.tools.drift import Drift, drift
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.sources import SourcesError
+
+PACKAGES = ("vllm", "lmcache")
+"""What this project is about, whether or not the patches at hand are for both."""
 
 # Asks an interpreter where it would import from. Finding a top-level package's spec does not import it.
 _PROBE = """
@@ -35,6 +43,7 @@ class Checked:
     patch: Patch
     installed: Installed
     decision: Decision
+    drift: Drift | None = None
 
     @property
     def blocked(self) -> bool:
@@ -48,7 +57,38 @@ class Checked:
             "reason": self.decision.reason,
             "detail": self.decision.detail,
             "targets": [{"target": name, "fingerprint": self.installed.code.get(name)} for name in self.patch.names],
+            **({"drift": self.drift.described()} if self.drift is not None else {}),
         }
+
+
+class Several(installed.Tree):
+    """A tree in which some top-level packages are those of other trees."""
+
+    def __init__(self, below: installed.Tree | None, others: Mapping[str, installed.Tree]) -> None:
+        super().__init__([] if below is None else below.path)
+        self._below = below
+        self._others = others
+
+    def source(self, module: str) -> str | None:
+        tree = self._tree(module)
+        return None if tree is None else tree.source(module)
+
+    def origin(self, module: str) -> str | None:
+        tree = self._tree(module)
+        return None if tree is None else tree.origin(module)
+
+    def _tree(self, module: str) -> installed.Tree | None:
+        return self._others.get(module.partition(".")[0], self._below)
+
+
+class Rocm(installed.Tree):
+    """torch as a release that was built for ROCm comes with it."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def source(self, module: str) -> str | None:
+        return 'hip = "of the release"\n' if module == "torch.version" else None
 
 
 def interpreter_tree(python: str, packages: Iterable[str]) -> installed.Tree:
@@ -74,6 +114,87 @@ def directory_tree(directory: Path) -> installed.Tree:
     return installed.Tree([str(directory.absolute())])
 
 
+def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[Patch]) -> dict[str, installed.Tree]:
+    """The trees of PACKAGE==VERSION (PACKAGE: its newest release) and of wheel files, by the packages patches are for.
+
+    Raises UserError.
+    """
+    shelf = published.Shelf()
+    wanted = [_parsed(release) for release in releases]
+
+    def opened(name: str, version: str | None) -> published.PublishedTree:
+        tree = shelf.tree(name, version or shelf.newest(name))
+        tree.prefetch({module for patch in patches for module in map(module_of, patch.names)})
+        return tree
+
+    try:
+        trees = [published.wheel_file(wheel) for wheel in wheels]
+        with ThreadPoolExecutor() as pool:
+            trees += pool.map(lambda asked: opened(*asked), wanted)
+    except SourcesError as error:
+        raise UserError(str(error)) from error
+    known = {patch.package for patch in patches} | {package for package in PACKAGES if registry.pins(package)}
+    found: dict[str, installed.Tree] = {}
+    for tree in trees:
+        tops = tree.tops & known
+        if not tops:
+            raise UserError(f"no patch is for {tree.package}; there are some for {', '.join(sorted(known))}")
+        if tops & found.keys():
+            raise UserError(f"name one release of {min(tops)}; matrix compares many")
+        found.update(dict.fromkeys(tops, tree))
+        if tree.version.partition("+")[2].startswith("rocm"):
+            found["torch"] = Rocm()
+    return found
+
+
+def _parsed(release: str) -> tuple[str, str | None]:
+    try:
+        requirement = Requirement(release)
+    except InvalidRequirement:
+        requirement = None
+    pins = list(requirement.specifier) if requirement is not None else []
+    if requirement is None or len(pins) > 1 or any(pin.operator != "==" or "*" in pin.version for pin in pins):
+        raise UserError(f"--release takes PACKAGE==VERSION, or PACKAGE for its newest release, not {release!r}")
+    return requirement.name, pins[0].version if pins else None
+
+
+def explained(answers: Iterable[Checked], tree: installed.Tree, asked: Collection[str] = ()) -> list[Checked]:
+    """The answers, with what drifted where something did.
+
+    The registry is asked for our packages and those `asked` about, and not told of anybody's own.
+    """
+
+    def fetch(package: str, release: str) -> installed.Tree:
+        if package not in asked and package not in PACKAGES:
+            raise SourcesError(f"{package} is nothing that the registry is asked for unless --release names it")
+        return published.tree(package, release)
+
+    return [
+        dataclasses.replace(answer, drift=drift(answer.patch, answer.installed, tree, fetch))
+        if answer.decision.verdict == "drifted"
+        else answer
+        for answer in answers
+    ]
+
+
+def together(patches: Iterable[Patch], of_names: installed.OfNames) -> installed.OfNames:
+    """`of_names` that is asked for all patches' names of a module at once, since parsing is what takes the time."""
+    wanted: dict[str, dict[str, str]] = {}
+    for patch in patches:
+        for name in patch.names:
+            wanted.setdefault(module_of(name), {})[name] = name.partition(":")[2]
+
+    def asked(source: str, names: Mapping[str, str]) -> dict[str, str | None]:
+        everything = {
+            **names,
+            **{key: name for module in map(module_of, names) for key, name in wanted[module].items()},
+        }
+        found = of_names(source, everything)
+        return {name: found[name] for name in names}
+
+    return asked
+
+
 def check(
     patches: Iterable[Patch], tree: installed.Tree, changes: Mapping[str, Sequence[Change]] | None = None
 ) -> tuple[dict[str, str | None], list[Checked]]:
@@ -84,11 +205,12 @@ def check(
     """
     chosen = list(patches)
     environment = settings.read(chosen, os.environ)
+    of_names = together(chosen, cache.Fingerprints(cache.directory(os.environ)).of_names)
     packages: dict[str, str | None] = {}
     answers: dict[str, Checked] = {}
     texts: dict[str, str] = {}
     for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
-        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts))
+        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts), of_names)
         if found.release is not None or any(found.code.values()):
             packages[patch.package] = found.release
         decision = decide(patch, found, environment)

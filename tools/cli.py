@@ -13,11 +13,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.live import Live
+from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.tools import bundle, catalogue, pages
 from vllm_livepatch.tools import check as checking
 from vllm_livepatch.tools import from_diff as diffing
 from vllm_livepatch.tools import status as statuses
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.sources import SourcesError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 PatchNames = Annotated[list[str] | None, typer.Option("--patch", metavar="NAME", help="Only this patch; repeatable.")]
@@ -88,22 +90,46 @@ def show(
 
 @app.command()
 def check(
+    release: Annotated[
+        list[str] | None, typer.Option("--release", metavar="PKG==VERSION", help="A published release; repeatable.")
+    ] = None,
+    wheel: Annotated[list[Path] | None, typer.Option("--wheel", metavar="FILE", help="A wheel; repeatable.")] = None,
     python: Annotated[str | None, typer.Option("--python", metavar="PATH", help="An interpreter to ask.")] = None,
-    site_packages: Annotated[Path | None, typer.Option("--site-packages", metavar="DIR")] = None,
+    site_packages: Annotated[
+        Path | None, typer.Option("--site-packages", metavar="DIR", help="A directory, of an unpacked image's too.")
+    ] = None,
+    index_url: Annotated[
+        str | None, typer.Option("--index-url", metavar="URL", help="The index to ask; pip's otherwise.")
+    ] = None,
+    diff: Annotated[bool, typer.Option(help="Fetch and show what drifted.")] = True,
     patch_dir: PatchDirs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Every patch's verdict for what is installed, without importing it. Exit 1 where a needed one could not apply."""
+    """Every patch's verdict for what is installed, or was published, without importing it.
+
+    Exit 1 where a needed one could not apply.
+    """
     if python is not None and site_packages is not None:
         raise UserError("--python and --site-packages exclude each other")
+    if index_url is not None:
+        os.environ["PIP_INDEX_URL"] = index_url
     entries = catalogue.load(patch_dir or ())
     patches = [entry.patch for entry in entries.values()]
+    others = checking.released(release or (), wheel or (), patches)
+    tree: installed.Tree | None = None
     if site_packages is not None:
         tree = checking.directory_tree(site_packages)
-    else:
+    elif python is not None or not others:
         tree = checking.interpreter_tree(python or sys.executable, sorted({patch.package for patch in patches}))
-    changes = {name: entry.changes() for name, entry in entries.items()}
+    else:
+        patches = [patch for patch in patches if patch.package in others]
+    tree = checking.Several(tree, others) if others or tree is None else tree
+    changes = {patch.name: entries[patch.name].changes() for patch in patches}
     packages, answers = checking.check(patches, tree, changes)
+    for name in others.keys() - packages.keys() - {"torch"}:
+        packages[name] = installed.release(name, tree)
+    if diff:
+        answers = checking.explained(answers, tree, others)
     if as_json:
         _print_json({"packages": packages, "patches": [answer.described() for answer in answers], "pairs": []})
     else:
@@ -179,7 +205,7 @@ def main() -> NoReturn:
     """Run the command line; bad input is one line on stderr and exit 2."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-    except UserError as error:
+    except (UserError, SourcesError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

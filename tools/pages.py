@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from vllm_livepatch.sitecustomize.decision import Patch, variable
 from vllm_livepatch.tools.check import Checked
+from vllm_livepatch.tools.drift import Drift
 
 COLOURS = {
     "needed": "green",
@@ -113,13 +114,33 @@ def print_page(console: Console, patch: Patch) -> None:
 
 def print_check(console: Console, packages: Mapping[str, str | None], answers: list[Checked]) -> None:
     found = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in packages.items())
-    console.print(Text(f"installed: {found or 'none of the packages that these patches are for'}"))
+    console.print(Text(f"checked: {found or 'none of the packages that these patches are for'}"))
     table = _table("patch", "verdict", "applies", "why")
     for answer in answers:
         decision = answer.decision
         table.add_row(
             answer.patch.name, coloured(decision.verdict), "yes" if decision.apply else "no", Text(decision.detail)
         )
+    console.print(table)
+    for answer in answers:
+        if answer.drift is not None:
+            _print_drift(console, answer.patch, answer.drift)
+
+
+def _print_drift(console: Console, patch: Patch, drift: Drift) -> None:
+    """What drifted, and which releases had which variant."""
+    console.print(
+        Text(f"\n{patch.name}: what drifted from {patch.package} {drift.release}, the nearest that is verified")
+    )
+    for change in drift.changes:
+        for line in change.diff:
+            style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1], "")
+            console.print(Text(line, style=style), soft_wrap=True)
+    if drift.unread:
+        console.print(Text(f"its code cannot be shown: {drift.unread}"))
+    table = _table("verified variant", "verdict", "what differs from it")
+    for variant, differs in drift.variants:
+        table.add_row(", ".join(variant.releases), coloured(variant.verdict), Text("\n".join(differs) or "nothing"))
     console.print(table)
 
 

@@ -1,34 +1,31 @@
 """Which files the package registry offers for a release, and which of them this project has pinned.
 
-The registry is the Python package index that ``pip`` would ask: the one named by ``PIP_INDEX_URL``, else the
-default of the ``pypi-simple`` library. The pins are the array tables of ``releases.toml`` beside this module,
-one array per package, oldest release first.
+The registry is the Python package index that ``pip`` would ask: the one of ``PIP_INDEX_URL``, else of pip's
+configuration files, else the default of the ``pypi-simple`` library; and pip's extra indexes. The pins are the array
+tables of ``releases.toml`` beside this module, one array per package, oldest release first.
 """
 
 from __future__ import annotations
 
+import configparser
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import requests
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
-from pypi_simple import (
-    PYPI_SIMPLE_ENDPOINT,
-    DistributionPackage,
-    NoSuchProjectError,
-    PyPISimple,
-    UnsupportedContentTypeError,
-    UnsupportedRepoVersionError,
-)
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
+
+if TYPE_CHECKING:
+    from pypi_simple import DistributionPackage
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,7 +54,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Wheel:
-    """One published wheel; `sha256` is the registry's digest of the whole file."""
+    """One published wheel, or source archive; `sha256` is the registry's digest of the whole file, empty where none."""
 
     package: str
     version: str
@@ -65,6 +62,8 @@ class Wheel:
     url: str
     sha256: str
     yanked: bool
+    size: int | None = None
+    why_yanked: str = ""
 
 
 @cache
@@ -77,17 +76,22 @@ def pins(package: str) -> tuple[Pin, ...]:
 
 def pin(package: str, version: str) -> Pin | None:
     """Return the pin of one release, None where nobody pinned it."""
-    return next((pin for pin in pins(package) if pin.version == version), None)
+    return next((pin for pin in pins(package) if _same_version(pin.version, version)), None)
 
 
-def find_wheel(package: str, version: str, session: requests.Session | None = None) -> Wheel:
+def find_wheel(
+    package: str,
+    version: str,
+    session: requests.Session | None = None,
+    offered: Sequence[DistributionPackage] | None = None,
+) -> Wheel:
     """Return the wheel whose sources stand for a release: the pinned one, else the newest x86_64 build.
 
-    Raises RegistryError where the registry cannot be read, has no such release or no such wheel, and where
-    the wheel it offers under a pinned name is not the pinned one.
+    `offered` is what `files` gave, asked for where None. Raises RegistryError where the registry cannot be read, has
+    no such release or no such wheel, and where the wheel it offers under a pinned name is not the pinned one.
     """
     pinned = pin(package, version)
-    wheels = _wheels(package, version, session)
+    wheels = _wheels(package, version, files(package, session) if offered is None else offered)
     if pinned is None:
         return max(wheels, key=_preference)
     for wheel in wheels:
@@ -100,34 +104,120 @@ def find_wheel(package: str, version: str, session: requests.Session | None = No
     raise RegistryError(f"{package} {version}: the pinned wheel {pinned.wheel} is not in the registry")
 
 
-def _wheels(package: str, version: str, session: requests.Session | None) -> list[Wheel]:
+def find_file(package: str, version: str, offered: Sequence[DistributionPackage]) -> Wheel:
+    """Return the file whose sources stand for a release: a wheel, of any machine if need be, or a source archive.
+
+    Raises RegistryError where there is neither, or the release is not there.
+    """
+    release = _release(package, version, offered)
+    if any(_is_ours(file) for file in release):
+        return find_wheel(package, version, offered=offered)
+    wheels = [_wheel(package, file) for file in release if file.package_type == "wheel"]
+    if wheels:
+        return max(wheels, key=_preference)
+    archives = [_wheel(package, file) for file in release if file.filename.endswith(".tar.gz")]
+    if archives:
+        return archives[0]
+    raise RegistryError(f"{package} {version} has neither a wheel nor a source archive in the registry")
+
+
+def files(package: str, session: requests.Session | None = None) -> list[DistributionPackage]:
+    """Return every file of a package, of each index that pip would ask. Raises RegistryError."""
+    # Half a second on a slow machine, which who needs no network should not pay.
+    from pypi_simple import NoSuchProjectError, PyPISimple, UnsupportedContentTypeError, UnsupportedRepoVersionError
+
+    found: list[DistributionPackage] | None = None
+    with new_session(session) as opened:
+        for endpoint in endpoints():
+            client = PyPISimple(endpoint=endpoint, session=opened)
+            try:
+                found = [*(found or ()), *client.get_project_page(package, timeout=TIMEOUT).packages]
+            except NoSuchProjectError:
+                continue
+            except (UnsupportedContentTypeError, UnsupportedRepoVersionError):
+                raise RegistryError("the registry answered with something that is no package index") from None
+            except requests.RequestException as error:
+                raise RegistryError(f"the registry {what_happened(error)}") from error
+    if found is None:
+        raise RegistryError(f"the registry has no package named {package}")
+    return found
+
+
+def final_releases(offered: Sequence[DistributionPackage]) -> list[str]:
+    """Return the versions that have a wheel which is not yanked, oldest first, without candidates and nightlies."""
+    versions = {
+        Version(file.version or "")
+        for file in offered
+        if file.package_type == "wheel" and not file.is_yanked and _is_version(file.version)
+    }
+    return [str(version) for version in sorted(versions) if not version.is_prerelease and not version.local]
+
+
+def endpoints() -> tuple[str, ...]:
+    """Return the indexes that pip would ask, the extra ones last; those that are no web servers are left out."""
+    from pypi_simple import PYPI_SIMPLE_ENDPOINT
+
+    index = os.environ.get("PIP_INDEX_URL") or _configured("index-url") or PYPI_SIMPLE_ENDPOINT
+    extra = os.environ.get("PIP_EXTRA_INDEX_URL") or _configured("extra-index-url")
+    return (index, *(url for url in extra.split() if url.startswith(("http://", "https://"))))
+
+
+def _configured(name: str) -> str:
+    """Return what pip's configuration files say of an option, the last of them that says it; empty where none does."""
+    said = ""
+    home = Path.home()
+    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    usual = [Path("/etc/pip.conf"), home / ".pip/pip.conf", config_home / "pip/pip.conf", Path(sys.prefix, "pip.conf")]
+    for file in [*usual, Path(os.environ.get("PIP_CONFIG_FILE") or os.devnull)]:
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(file, encoding="utf-8")
+        except (OSError, UnicodeError, configparser.Error):
+            continue
+        for section in ("global", "install"):
+            said = parser.get(section, name, fallback=said)
+    return said
+
+
+def _wheels(package: str, version: str, offered: Sequence[DistributionPackage]) -> list[Wheel]:
     """Return all wheels of one release that an x86_64 machine can install; never empty."""
-    files = _files(package, session)
-    release = [file for file in files if _same_version(file.version, version)]
-    if not release:
-        raise RegistryError(f"{package} {version} is not in the registry{_newest(files)}")
-    wheels = [
-        Wheel(package, version, file.filename, file.url, file.digests["sha256"], file.is_yanked)
-        for file in release
-        if file.package_type == "wheel" and file.filename.endswith(("x86_64.whl", "-any.whl"))
-    ]
+    release = _release(package, version, offered)
+    wheels = [_wheel(package, file) for file in release if _is_ours(file)]
     if not wheels:
-        offered = ", ".join(sorted(file.filename for file in release))
-        raise RegistryError(f"{package} {version} has no wheel for x86_64 in the registry, only {offered}")
+        names = ", ".join(sorted(file.filename for file in release))
+        raise RegistryError(f"{package} {version} has no wheel for x86_64 in the registry, only {names}")
     return wheels
 
 
-def _files(package: str, session: requests.Session | None) -> list[DistributionPackage]:
-    with new_session(session) as opened:
-        client = PyPISimple(endpoint=os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT, session=opened)
-        try:
-            return client.get_project_page(package, timeout=TIMEOUT).packages
-        except NoSuchProjectError:
-            raise RegistryError(f"the registry has no package named {package}") from None
-        except (UnsupportedContentTypeError, UnsupportedRepoVersionError):
-            raise RegistryError("the registry answered with something that is no package index") from None
-        except requests.RequestException as error:
-            raise RegistryError(f"the registry {what_happened(error)}") from error
+def _is_ours(file: DistributionPackage) -> bool:
+    return file.package_type == "wheel" and file.filename.endswith(("x86_64.whl", "-any.whl"))
+
+
+def _release(package: str, version: str, offered: Sequence[DistributionPackage]) -> list[DistributionPackage]:
+    """Return the files of one release; where none is exactly that, those that have a local part more, or one less.
+
+    Never empty.
+    """
+    for local in (True, False):
+        release = [file for file in offered if _same_version(file.version, version, local)]
+        if release:
+            return release
+    if public(version) != version:
+        return _release(package, public(version), offered)
+    raise RegistryError(f"{package} {version} is not in the registry{_newest(offered)}")
+
+
+def _wheel(package: str, file: DistributionPackage) -> Wheel:
+    return Wheel(
+        package,
+        file.version or "",
+        file.filename,
+        file.url,
+        file.digests.get("sha256", ""),
+        file.is_yanked,
+        file.size,
+        file.yanked_reason or "",
+    )
 
 
 def _preference(wheel: Wheel) -> tuple[bool, tuple[Any, ...], str]:
@@ -139,35 +229,67 @@ def _preference(wheel: Wheel) -> tuple[bool, tuple[Any, ...], str]:
     return (not wheel.yanked, build, wheel.name)
 
 
-def _same_version(offered: str | None, wanted: str) -> bool:
+def _same_version(offered: str | None, wanted: str, local: bool = True) -> bool:
+    if not (_is_version(offered) and _is_version(wanted)):
+        return False
+    there, asked = Version(offered or ""), Version(wanted)
+    return there == asked if local else Version(there.public) == asked
+
+
+def public(version: str) -> str:
+    """Return a version without its local part: 0.33.0 of 0.33.0+rocm700."""
+    return version.partition("+")[0]
+
+
+def _is_version(text: str | None) -> bool:
     try:
-        return offered is not None and Version(offered) == Version(wanted)
+        Version(text or "")
     except InvalidVersion:
         return False
+    return True
 
 
-def _newest(files: list[DistributionPackage]) -> str:
-    versions = set()
-    for file in files:
-        try:
-            versions.add(Version(file.version or ""))
-        except InvalidVersion:
-            continue
+def _newest(offered: Sequence[DistributionPackage]) -> str:
+    versions = [Version(file.version or "") for file in offered if _is_version(file.version)]
     final = [version for version in versions if not version.is_prerelease]
     return f"; the newest there is {max(final)}" if final else ""
 
 
+@dataclass
+class Traffic:
+    """What all sessions asked for and were answered with so far, as the answers' headers say."""
+
+    answers: int = 0
+    bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, response: requests.models.Response, **_: object) -> None:
+        with self.lock:
+            self.answers += 1
+            self.bytes += int(response.headers.get("Content-Length") or 0)
+
+
+traffic = Traffic()
+
+
 @contextmanager
 def new_session(session: requests.Session | None = None) -> Iterator[requests.Session]:
-    """Yield `session`, or a new one that tries again when a server is briefly unable to answer."""
+    """Yield `session`, or a new one, closed afterwards."""
     if session is not None:
         yield session
         return
-    with requests.Session() as opened:
-        retry = Retry(total=3, backoff_factor=0.3, status_forcelist=(429, 500, 502, 503, 504))
-        for scheme in ("http://", "https://"):
-            opened.mount(scheme, HTTPAdapter(max_retries=retry))
+    with open_session() as opened:
         yield opened
+
+
+def open_session() -> requests.Session:
+    """Return a session that tries again when a server is briefly unable to answer."""
+    opened = requests.Session()
+    retry = Retry(total=3, backoff_factor=0.3, status_forcelist=(429, 500, 502, 503, 504))
+    for scheme in ("http://", "https://"):
+        opened.mount(scheme, HTTPAdapter(max_retries=retry))
+    opened.hooks["response"].append(traffic.count)
+    return opened
 
 
 def what_happened(error: requests.RequestException) -> str:

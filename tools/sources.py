@@ -18,6 +18,7 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -45,11 +46,18 @@ MERGE_GAP = 128 * 1024
 DIRECTORY_GUESS = 768 * 1024
 """Bytes to read from a wheel's end at once: enough for the member list of every release so far."""
 
+SPANS_AT_ONCE = 8
+"""Parts of a wheel that are fetched at the same time."""
+
 Advance = Callable[[int], None]
 
 
 class SourcesError(Exception):
     """A release's sources cannot be had; the message is one line for people."""
+
+
+class RangesRefusedError(SourcesError):
+    """The server, or something on the way to it, serves files only whole."""
 
 
 def site_packages(package: str, version: str) -> Path:
@@ -74,13 +82,20 @@ def site_packages(package: str, version: str) -> Path:
     return directory
 
 
+def cached(package: str, version: str) -> Path | None:
+    """Return where the sources of a pinned release are, None where they were never fetched, or it is not pinned."""
+    pinned = registry.pin(package, version)
+    directory = _directory(package, pinned.version, pinned.sha256) if pinned is not None else None
+    return directory if directory is not None and directory.is_dir() else None
+
+
 def read_members(wheel: Wheel, names: Collection[str]) -> dict[str, bytes]:
     """Return the contents of those `names` (paths within the wheel) that it has, reading nothing else.
 
     Raises SourcesError where the wheel cannot be read or is damaged.
     """
-    with registry.new_session() as session, _opened(wheel, session) as (archive, fetcher):
-        return dict(_read(archive, fetcher, [i for i in archive.infolist() if i.filename in names]))
+    with registry.new_session() as session, opened(wheel, session) as (archive, fetcher):
+        return dict(read(archive, fetcher, [i for i in archive.infolist() if i.filename in names]))
 
 
 def sources_digest(files: Iterable[tuple[str, bytes]]) -> str:
@@ -97,8 +112,8 @@ def pin_table(package: str, version: str) -> str:
     """Return the lines that pin a release in `releases.toml`, from the registry as it answers now."""
     with registry.new_session() as session:
         wheel = registry.find_wheel(package, version, session)
-        with _opened(wheel, session) as (archive, fetcher):
-            digest = sources_digest(_read(archive, fetcher, _python_members(archive, package)))
+        with opened(wheel, session) as (archive, fetcher):
+            digest = sources_digest(read(archive, fetcher, _python_members(archive, package)))
     values = {"version": version, "wheel": wheel.name, "sha256": wheel.sha256, "sources_sha256": digest}
     return "\n".join([f"[[{package}]]", *(f'{key} = "{value}"' for key, value in values.items()), ""])
 
@@ -122,14 +137,14 @@ def _fetch(wheel: Wheel, directory: Path, session: requests.Session, expected: s
     except OSError as error:
         raise SourcesError(f"cannot write {directory.parent}: {error.strerror}") from error
     try:
-        with _opened(wheel, session) as (archive, fetcher):
+        with opened(wheel, session) as (archive, fetcher):
             members = _python_members(archive, wheel.package)
             with _display.showing(f"the sources of {wheel.package} {wheel.version}", members) as advance:
-                files = dict(_read(archive, fetcher, members, advance))
+                files = dict(read(archive, fetcher, members, advance))
         if expected is not None and sources_digest(files.items()) != expected:
             raise SourcesError(f"{wheel.name}: the Python sources in it are not the pinned ones")
         for name, content in files.items():
-            path = temporary / _safe(name, wheel)
+            path = temporary / safe(name, wheel)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         temporary.chmod(0o755)
@@ -149,7 +164,8 @@ def _publish(temporary: Path, directory: Path) -> None:
             raise
 
 
-def _safe(name: str, wheel: Wheel) -> PurePosixPath:
+def safe(name: str, wheel: Wheel) -> PurePosixPath:
+    """Return a member's path if it stays in the directory it is unpacked to. Raises SourcesError."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise SourcesError(f"{wheel.name}: refusing a member that leaves the wheel's directory: {name}")
@@ -165,18 +181,41 @@ def _python_members(archive: zipfile.ZipFile, package: str) -> list[zipfile.ZipI
 
 
 @contextmanager
-def _opened(wheel: Wheel, session: requests.Session) -> Iterator[tuple[zipfile.ZipFile, _SpanFetcher]]:
+def opened(wheel: Wheel, session: requests.Session) -> Iterator[tuple[zipfile.ZipFile, SpanFetcher]]:
     """Open a published wheel; what goes wrong meanwhile at the far end becomes SourcesError."""
-    fetcher = _SpanFetcher(wheel.url, session, timeout=registry.TIMEOUT)
-    try:
-        with RemoteZip(wheel.url, DIRECTORY_GUESS, session, lambda *_, **__: fetcher) as archive:
+    with reading(wheel):
+        archive, fetcher = open_wheel(wheel, session)
+        with archive:
             yield archive, fetcher
+
+
+def open_wheel(wheel: Wheel, session: requests.Session) -> tuple[zipfile.ZipFile, SpanFetcher]:
+    """Read a wheel's list of members, and leave it open; to be called within `reading`."""
+    fetcher = SpanFetcher(wheel.url, session, timeout=registry.TIMEOUT)
+    # The list is as long as the files are many, and so not longer than a hundredth of a wheel.
+    guess = DIRECTORY_GUESS if wheel.size is None else min(DIRECTORY_GUESS, max(4096, wheel.size // 100))
+    return RemoteZip(wheel.url, guess, session, lambda *_, **__: fetcher), fetcher
+
+
+@contextmanager
+def reading(wheel: Wheel) -> Iterator[None]:
+    """Make a SourcesError of whatever goes wrong while a wheel is read over the network."""
+    try:
+        yield
     except (RemoteZipError, requests.RequestException) as error:
-        raise SourcesError(f"the registry's {wheel.name} {_what_happened(error)}") from error
+        failure = RangesRefusedError if _are_ranges_refused(error) else SourcesError
+        raise failure(f"the registry's {wheel.name} {_what_happened(error)}") from error
     except HTTPError as error:
         raise SourcesError(f"the registry's {wheel.name} broke off in the middle of a part") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
         raise SourcesError(f"the registry's {wheel.name} is damaged: {error}") from error
+
+
+def _are_ranges_refused(error: Exception) -> bool:
+    cause = error.__context__ if isinstance(error, RemoteIOError) else error
+    if isinstance(cause, requests.HTTPError) and cause.response is not None:
+        return cause.response.status_code in (416, 501)
+    return isinstance(cause, RangeNotSupported)
 
 
 def _what_happened(error: Exception) -> str:
@@ -189,30 +228,37 @@ def _what_happened(error: Exception) -> str:
     return f"cannot be read in parts: {error}"
 
 
-def _read(
+def read(
     archive: zipfile.ZipFile,
-    fetcher: _SpanFetcher,
+    fetcher: SpanFetcher,
     members: Collection[zipfile.ZipInfo],
     advance: Advance = lambda size: None,
+    gap: int = MERGE_GAP,
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of each member, fetching neighbours together; the archive checks their CRC."""
+    """Yield name and content of each member; the archive checks their CRC.
+
+    Neighbours with no more than `gap` bytes between them are fetched together.
+    """
     starts = sorted(info.header_offset for info in archive.infolist())
     after = dict(zip(starts, [*starts[1:], archive.start_dir], strict=True))
     ordered = sorted(members, key=lambda info: info.header_offset)
     spans: list[tuple[int, int]] = []
     for info in ordered:
         start, end = info.header_offset, after[info.header_offset]
-        if spans and start - spans[-1][1] <= MERGE_GAP:
+        if spans and start - spans[-1][1] <= gap:
             start = spans.pop()[0]
         spans.append((start, end))
-    for info in ordered:
-        while spans and spans[0][0] <= info.header_offset:
-            fetcher.load(*spans.pop(0))
-        yield info.filename, archive.read(info)
-        advance(info.compress_size)
+    with ThreadPoolExecutor(SPANS_AT_ONCE) as pool:
+        loaded = zip(list(spans), pool.map(lambda span: fetcher.span(*span), spans), strict=True)
+        for info in ordered:
+            while not fetcher.holds(info.header_offset):
+                (start, _), data = next(loaded)
+                fetcher.hold(start, data)
+            yield info.filename, archive.read(info)
+            advance(info.compress_size)
 
 
-class _SpanFetcher(RemoteFetcher):  # type: ignore[misc]
+class SpanFetcher(RemoteFetcher):  # type: ignore[misc]
     """Answers reads within the last span loaded from memory, and all others over the network."""
 
     def __init__(self, url: str, session: requests.Session, **options: object) -> None:
@@ -220,12 +266,19 @@ class _SpanFetcher(RemoteFetcher):  # type: ignore[misc]
         self._start = 0
         self._data = b""
 
-    def load(self, start: int, end: int) -> None:
+    def span(self, start: int, end: int) -> bytes:
         """Fetch the bytes from `start` up to, not including, `end`."""
-        self._data = super().fetch((start, end - 1)).read()
-        self._start = start
-        if len(self._data) != end - start:
-            raise RemoteZipError(f"asked for {end - start} bytes, got {len(self._data)}")
+        data = bytes(super().fetch((start, end - 1)).read())
+        if len(data) != end - start:
+            raise RemoteZipError(f"asked for {end - start} bytes, got {len(data)}")
+        return data
+
+    def hold(self, start: int, data: bytes) -> None:
+        """Answer from `data`, which begins at `start`, from now on."""
+        self._start, self._data = start, data
+
+    def holds(self, position: int) -> bool:
+        return self._start <= position < self._start + len(self._data)
 
     def fetch(self, data_range: tuple[int, int | None], stream: bool = False) -> PartialBuffer:
         start, last = data_range

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,17 @@ def make_wheel(package: str, version: str, files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
+def make_source_archive(package: str, version: str, files: Mapping[str, bytes], below: str = "") -> bytes:
+    """Return a source archive holding `files` below its one folder, and below `below` in that."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in {"setup.py": b"raise SystemExit('executed')\n", **files}.items():
+            member = tarfile.TarInfo(f"{package}-{version}/{below if name != 'setup.py' else ''}{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
 class LocalIndex:
     """What the index offers (change it at any time), how it misbehaves, and what it was asked for."""
 
@@ -40,6 +52,8 @@ class LocalIndex:
         self.ignore_ranges = False
         self.cut_short = False
         """Send half of each part of a file, then hang up."""
+        self.cut_whole = False
+        """The same for a file that is sent whole."""
         self.status: int | None = None
         """Answer everything with this status, where not None."""
         self.content_type = "text/html"
@@ -104,7 +118,7 @@ def serving(index: LocalIndex) -> Iterator[LocalIndex]:
             for name, value in (headers or {}).items():
                 self.send_header(name, value)
             self.end_headers()
-            if status == 206 and index.cut_short:
+            if (status == 206 and index.cut_short) or (index.cut_whole and len(body) > len(BINARY)):
                 body = body[: len(body) // 2]
                 self.close_connection = True
             self.wfile.write(body)

@@ -1,0 +1,114 @@
+"""What drifted: the code of a `drifted` verdict beside the nearest code that was verified, which is fetched for it."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+from vllm_livepatch.sitecustomize import fingerprint
+from vllm_livepatch.sitecustomize.decision import Installed, Patch, Variant, module_of
+from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.tools.sources import SourcesError
+
+Fetch = Callable[[str, str], Tree]
+"""The tree of a distribution's release. Raises SourcesError."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One name whose code is not that of the verified variant: a unified diff from there to here, its lines."""
+
+    name: str
+    diff: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How a patch's code lies to what was verified. `release` is the one that `nearest` was read from."""
+
+    variants: tuple[tuple[Variant, tuple[str, ...]], ...]  # with the names that differ here
+    nearest: Variant
+    release: str
+    changes: tuple[Change, ...]
+    unread: str = ""  # why there are no diffs
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "nearest": {"release": self.release, "releases": list(self.nearest.releases)},
+            "changes": [{"target": change.name, "diff": "\n".join(change.diff)} for change in self.changes],
+            "variants": [
+                {"releases": list(variant.releases), "verdict": variant.verdict, "differs": list(differs)}
+                for variant, differs in self.variants
+            ],
+            **({"unread": self.unread} if self.unread else {}),
+        }
+
+
+def drift(patch: Patch, found: Installed, tree: Tree, fetch: Fetch) -> Drift | None:
+    """Compare what was found in `tree` with every variant of a patch; None where the patch has none."""
+    if not patch.variants:
+        return None
+    variants = tuple((variant, differences(patch, variant, found)) for variant in patch.variants)
+    nearest, differs = min(variants, key=lambda item: (len(item[1]), _distance(item[0], found.release)[0]))
+    release = _distance(nearest, found.release)[1]
+    here = f"{patch.package} {found.release or 'as installed'}"
+    try:
+        there = fetch(patch.package, release)
+        changes = []
+        for name in differs:
+            before, after = definition(there, name), definition(tree, name)
+            titles = f"{patch.package} {release} {name}", f"{here} {name}"
+            lines = difflib.unified_diff(before, after, *titles, lineterm="")
+            changes.append(Change(name, tuple(lines)))
+    except SourcesError as error:
+        return Drift(variants, nearest, release, (), str(error))
+    return Drift(variants, nearest, release, tuple(changes))
+
+
+def differences(patch: Patch, variant: Variant, found: Installed) -> tuple[str, ...]:
+    """The names whose code is not the variant's."""
+    return tuple(name for name in patch.names if variant.code.get(name) != found.code.get(name))
+
+
+def definition(tree: Tree, name: str) -> list[str]:
+    """The lines that define `module:qualname`, decorators included; of a module, all; empty where there is none."""
+    source = tree.source(module_of(name))
+    if source is None:
+        return []
+    lines = source.splitlines()
+    qualname = name.partition(":")[2]
+    if not qualname:
+        return lines
+    try:
+        node: Any = fingerprint.find(fingerprint.parsed(source), qualname)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return lines
+    if node is None or isinstance(node, ast.Module):
+        return []
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    return lines[first - 1 : node.end_lineno]
+
+
+def _distance(variant: Variant, release: str | None) -> tuple[tuple[int, ...], str]:
+    """How far a variant's closest release is from `release`, and which that is; an unknown release is the newest."""
+    wanted = _parts(release) if release is not None else (1 << 30,)
+
+    def far(candidate: str) -> tuple[int, ...]:
+        parts = _parts(candidate)
+        length = max(len(parts), len(wanted))
+        padded = [[*numbers, *[0] * (length - len(numbers))] for numbers in (parts, wanted)]
+        return tuple(abs(one - other) for one, other in zip(*padded, strict=True))
+
+    closest = min(variant.releases, key=far)
+    return far(closest), closest
+
+
+def _parts(release: str) -> tuple[int, ...]:
+    try:
+        return Version(release).release
+    except InvalidVersion:
+        return (1 << 30,)
