@@ -275,17 +275,37 @@ class Border:
             lambda tree: imports.provides(tree.source, origin, name),
         )
 
+    def prefetch(self, modules: Iterable[str]) -> None:
+        """Have the trees read these modules and what they import, a round of all at once for each step from them."""
+        seen: set[str] = set()
+        wanted = set(modules)
+        while wanted:
+            for package, tree in self.trees.items():
+                ahead = getattr(tree, "prefetch", None)
+                if ahead is not None:
+                    ahead([name for name in wanted if top(name) == package])
+            seen |= wanted
+            wanted = {name for module in wanted if self._is_followed(module) for name in self._imported(module)} - seen
+
+    def _imported(self, name: str) -> Iterator[str]:
+        module = self.parsed(name)
+        for bound in module.names.values() if module is not None else ():
+            if isinstance(bound, Imported) and top(bound.module) in self.trees:
+                parts = f"{bound.module}.{bound.name}".rstrip(".").split(".")
+                yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
     def _enter(self, name: str) -> None:
-        """Load a module of LMCache's kind: one that may have something to import across the border."""
-        if not self._follow:
-            return
+        """Load a module, if it may have something to import across the border."""
+        if self._follow and self._is_followed(name):
+            self.load(name)
+
+    def _is_followed(self, name: str) -> bool:
+        """vLLM has thousands of modules, and few of them know of LMCache; LMCache's, and what it imports, may know vLLM."""
         others = "|".join(re.escape(package) for package in self.trees if package != top(name))
         text = self.source(name)
-        if text is None or top(name) not in self.trees:
-            return
-        # vLLM has thousands of modules, and few of them know of LMCache; LMCache's, and what it imports, may know vLLM.
-        if top(name) != "vllm" or re.search(rf"^\s*(from|import)\s+({others})\b", text, re.MULTILINE):
-            self.load(name)
+        if text is None or top(name) != "vllm":
+            return text is not None
+        return re.search(rf"^\s*(from|import)\s+({others})\b", text, re.MULTILINE) is not None
 
     def _bindings(self, statement: ast.AST, module: Module) -> Iterator[tuple[str, Bound]]:
         if isinstance(statement, (*Function, ast.ClassDef)):

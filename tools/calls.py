@@ -173,7 +173,9 @@ def _of_fields(chain: list[Definition]) -> inspect.Signature | None:
                 fields[statement.target.id] = default
     kind = _Kind.POSITIONAL_OR_KEYWORD
     try:
-        return inspect.Signature([_Kind(name, kind, default=_DEFAULT if has else _Kind.empty) for name, has in fields.items()])
+        return inspect.Signature(
+            [_Kind(name, kind, default=_DEFAULT if has else _Kind.empty) for name, has in fields.items()]
+        )
     except ValueError:
         return None
 

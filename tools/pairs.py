@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+from vllm_livepatch.sitecustomize import installed
+from vllm_livepatch.tools import published, registry
 from vllm_livepatch.tools.border import Border, Function, Missing, Module, Problem, Sources, top
 from vllm_livepatch.tools.calls import Construction, signature_of
+from vllm_livepatch.tools.sources import SourcesError
 
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+BUILT_IN = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector"
+V1_BUILT_IN = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 MP = "LMCacheMPConnector"
 OWN = "lmcache.integration.vllm.lmcache_mp_connector"
 """What LMCache's documentation tells to set kv_connector_module_path to."""
@@ -50,7 +58,7 @@ class Connector:
 
 @dataclass(frozen=True)
 class Pair:
-    """What can be said of two releases. The first two connectors are the ways to LMCacheMPConnector."""
+    """What can be said of two releases."""
 
     vllm: str | None
     lmcache: str | None
@@ -60,11 +68,11 @@ class Pair:
 
     @property
     def broken(self) -> bool:
-        """No way to LMCacheMPConnector works."""
-        return not any(connector.works for connector in self.connectors[:2])
+        """No way to LMCacheMPConnector works: not by itself, nor from LMCache's own module."""
+        return not any(one.works for one in self.connectors if one.name == MP and one.module_path in (None, OWN))
 
-    def described(self, found_in: Callable[[Problem], str]) -> dict[str, Any]:
-        """As `check --json` has it. `found_in` says in which releases a problem is none."""
+    def described(self) -> dict[str, Any]:
+        """As `check --json` has it."""
 
         def problem(one: Problem) -> dict[str, Any]:
             told = {"module": one.module, "line": one.line, "subject": one.subject}
@@ -91,26 +99,45 @@ class Pair:
         }
 
 
+def of_tree(tree: installed.Tree) -> Pair | None:
+    """The pair that a tree holds, None where it lacks one of the two. Raises SourcesError."""
+    if any(tree.source(module) is None for module in (FACTORY, "lmcache.integration.vllm.utils")):
+        return None
+    return look(tree, tree, (installed.release("vllm", tree), installed.release("lmcache", tree)))
+
+
 def look(vllm: Sources, lmcache: Sources, releases: tuple[str | None, str | None] = (None, None)) -> Pair:
     """Both releases' trees, judged together."""
     connectors: list[Connector] = []
     border = Border({"vllm": vllm, "lmcache": lmcache})
+    border.prefetch([FACTORY, BUILT_IN, V1_BUILT_IN, *(path for _, path in ((MP, OWN), *OTHERS) if path is not None)])
     reached: set[int] = set()
     for name, path in ((MP, None), (MP, OWN), *OTHERS):
-        if path is not None and lmcache.source(path) is None:
+        if path is not None and border.source(path) is None:
             continue
         found = _connector(border, name, path, reached)
         if found is not None:
             connectors.append(found)
     needed = {(one.module, one.subject) for connector in connectors for one in connector.problems}
     rest = tuple(one for one in _optional(border, reached) if (one.module, one.subject) not in needed)
-    ways = [one for one in connectors if one.name == MP and one.module_path in (None, OWN)]
-    return Pair(*releases, (*ways, *(one for one in connectors if one not in ways)), rest)
+    return Pair(*releases, tuple(connectors), rest)
+
+
+def found_in(problem: Problem) -> str:
+    """In which pinned releases a problem is none. Where they cannot be read, why."""
+    try:
+        return where(problem, [pin.version for pin in registry.pins(problem.package)], published.tree)
+    except SourcesError as error:
+        return f"not known: {error}"
 
 
 def where(problem: Problem, releases: Sequence[str], tree_of: TreeOf) -> str:
-    """In which of a package's releases (oldest first) a problem is none: when it appeared, or went."""
-    holding = [problem.holds(tree_of(problem.package, release)) for release in releases]
+    """In which of a package's releases (oldest first) a problem is none: when it appeared, or went.
+
+    Raises SourcesError.
+    """
+    with ThreadPoolExecutor() as pool:  # what has to be fetched is fetched together
+        holding = list(pool.map(lambda release: problem.holds(tree_of(problem.package, release)), releases))
     spans: list[list[str]] = []
     for number, (release, holds) in enumerate(zip(releases, holding, strict=True)):
         if holds and number and holding[number - 1]:
@@ -120,6 +147,16 @@ def where(problem: Problem, releases: Sequence[str], tree_of: TreeOf) -> str:
     if not spans:
         return f"in no pinned {problem.package}"
     return f"in {problem.package} " + ", ".join(" to ".join(span) for span in spans)
+
+
+def print_pair(console: Console, pair: Pair) -> None:
+    """For people: each way to ask, the class that it gives, and what is wrong with it."""
+    console.print(Text(f"\nvLLM {pair.vllm} with LMCache {pair.lmcache}:", style="bold"))
+    for one in pair.connectors:
+        verdict = Text("works  ", style="green") if one.works else Text("broken ", style="red")
+        console.print(verdict + Text(f"{one.asked}: {one.cls} ({one.how})"))
+        for problem in one.problems:
+            console.print(Text(f"       {problem.module}:{problem.line}: {problem.detail}; {found_in(problem)}"))
 
 
 def _connector(border: Border, name: str, path: str | None, reached: set[int]) -> Connector | None:
@@ -162,7 +199,11 @@ def _connector(border: Border, name: str, path: str | None, reached: set[int]) -
 def _registered(factory: Module, name: str) -> tuple[str, str] | None:
     """The module and the class that vLLM's factory has under a name."""
     for node in ast.walk(factory.body):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_connector":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "register_connector"
+        ):
             words = [one.value for one in node.args if isinstance(one, ast.Constant)]
             if len(words) == 3 and words[0] == name:
                 return str(words[1]), str(words[2])

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import interpreter
 import pytest
-from vllm_livepatch.tools import pairs
-from vllm_livepatch.tools.matrix import tree_of
+from vllm_livepatch.tools import pairs, published
 
 PAIRS = [
     ("0.14.1", "0.3.15"),
@@ -24,7 +23,7 @@ PAIRS = [
 @pytest.mark.parametrize(("vllm", "lmcache"), PAIRS)
 def test_what_is_said_happens(vllm: str, lmcache: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """Each way to ask for a connector gives the class that was told, and can be made if that was told."""
-    pair = pairs.look(tree_of("vllm", vllm), tree_of("lmcache", lmcache), (vllm, lmcache))
+    pair = pairs.look(published.tree("vllm", vllm), published.tree("lmcache", lmcache), (vllm, lmcache))
     assert pair.connectors
     # One process each, as in a deployment: what one connector imported does not help the next.
     for number, told in enumerate(pair.connectors):
