@@ -1,8 +1,8 @@
 """What importing modules of two packages would do at the border between them, told from the syntax alone.
 
 Nothing is executed. A module's statements are gone through in order: what it imports out of the other package must be
-there, and where it is not, that is an ImportError, which a surrounding `try` may catch, as it would in a process. Modules
-of third parties are taken to be there, and each package to be at one with itself.
+there, and where it is not, that is an ImportError, which a surrounding `try` may catch, as it would in a process.
+Modules of third parties are taken to be there, and each package to be at one with itself.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ class Border:
             self.load(name)
 
     def _is_followed(self, name: str) -> bool:
-        """vLLM has thousands of modules, and few of them know of LMCache; LMCache's, and what it imports, may know vLLM."""
+        """Few of vLLM's modules know LMCache, and they say so; any of LMCache's may lead to one that knows vLLM."""
         others = "|".join(re.escape(package) for package in self.trees if package != top(name))
         text = self.source(name)
         if text is None or top(name) != "vllm":

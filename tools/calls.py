@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from vllm_livepatch.tools.border import Border, Function, FunctionNode, Missing, Module, Problem, Sources, top
@@ -77,16 +77,14 @@ class Construction:
             return
         home, node = found
         path = name if bound else _name(node)
-        self.problems[
-            Problem(
-                self.module.name,
-                call.lineno,
-                top(home.name),
-                f"{home.name}:{path}",
-                f"{name} is called with {_described(call)}: {said}; it takes {signature}",
-                lambda tree: _fits(tree, home.name, path, call),
-            )
-        ] = None
+        detail = f"{name} is called with {_described(call)}: {said}; it takes {signature}"
+        self._problem(call.lineno, home, path, detail, lambda tree: _fits(tree, home.name, path, call))
+
+    def _problem(
+        self, line: int, home: Module, path: str, detail: str, holds: Callable[[Sources], bool] = lambda tree: False
+    ) -> None:
+        problem = Problem(self.module.name, line, top(home.name), f"{home.name}:{path}", detail, holds)
+        self.problems.setdefault(problem, None)
 
     def _abstract(self) -> None:
         chain = [(self.module, self.cls), *_bases(self.border, (self.module, self.cls))]
@@ -98,21 +96,14 @@ class Construction:
                 abstract = any("abstractmethod" in ast.unparse(one) for one in statement.decorator_list)
                 if abstract and statement.name not in defined:
                     path = f"{_name(node)}.{statement.name}"
-                    self.problems[
-                        Problem(
-                            self.module.name,
-                            self.cls.lineno,
-                            top(home.name),
-                            f"{home.name}:{path}",
-                            f"{self.cls.name} lacks {statement.name}, which {_name(node)} asks for",
-                        )
-                    ] = None
+                    detail = f"{self.cls.name} lacks {statement.name}, which {_name(node)} asks for"
+                    self._problem(self.cls.lineno, home, path, detail)
                 defined.add(statement.name)
 
 
 def signature_of(border: Border, found: Definition, bound: bool = False) -> inspect.Signature | None:
     """How a function, or a class, is to be called; None where the syntax does not tell."""
-    home, node = found
+    node = found[1]
     if isinstance(node, Function):
         return _of_function(node, bound)
     if not isinstance(node, ast.ClassDef) or node.keywords:

@@ -127,8 +127,8 @@ def markdown(matrix: Matrix) -> str:
     seen = {cell.verdict for row in matrix.cells.values() for cell in row.values()}
     verdicts = [verdict for verdict in shown if verdict in seen]
     lines = [
-        f"Releases: {counts}. **Bold**: executed, by a release test on this release, stock and patched; the rest is read,",
-        "by the fingerprints of the code.",
+        f"Releases: {counts}. **Bold**: executed, by a release test on this release, stock and patched;",
+        "the rest is read, by the fingerprints of the code.",
         "",
         "| patch | of | " + " | ".join(verdicts) + " |",
         "|---" * (2 + len(verdicts)) + "|",

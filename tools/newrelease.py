@@ -2,8 +2,8 @@
 
 For a checkout. Fetches the release's sources, prints every patch's verdict and what drifted, writes the pin
 (tools/releases.toml), the variants (patches/*/patch.toml) and the release lists of the tests (tests/releases/*.toml),
-and runs the release tests on it. Where a patch's tests fail, what was written of it is taken back. The rest is a diff for a
-person to review. Exit 1 where tests failed.
+and runs the release tests on it. Where a patch's tests fail, what was written of it is taken back. The rest is a diff
+for a person to review. Exit 1 where tests failed.
 """
 
 from __future__ import annotations

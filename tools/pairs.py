@@ -1,4 +1,4 @@
-"""A vLLM and an LMCache together: which class a connector's name stands for, whether it loads, and whether it can be made.
+"""A vLLM and an LMCache together: which class a connector's name stands for, and whether it loads and can be made.
 
 Told from the sources alone; nothing of either is executed. What is said here is compared with what happens by
 tests/releases/test_pairs.py.
@@ -211,7 +211,7 @@ def _registered(factory: Module, name: str) -> tuple[str, str] | None:
 
 
 def _path_first(factory: Module) -> bool:
-    """Whether kv_connector_module_path is looked at before the names that vLLM knows: the order of the factory's ifs."""
+    """Whether kv_connector_module_path is looked at before the names that vLLM knows, by the factory's ifs."""
     for node in ast.walk(factory.body):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "connector_module_path":
             return any("_registry" in ast.unparse(one) for one in node.orelse)

@@ -29,7 +29,7 @@ def without(text: str, package: str, version: str) -> str:
 
 
 def with_table(text: str, table: str) -> str:
-    """The file's text with a release's table, among its package's, oldest first. It replaces one of the same release."""
+    """The file's text with a release's table, among its package's, oldest first. One of the same is replaced."""
     new = _TABLE.match(table)
     if new is None:
         raise ValueError(f"no table of a release: {table!r}")
