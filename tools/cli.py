@@ -138,7 +138,7 @@ def check(
     else:
         pages.print_check(Console(), packages, answers)
         if pair:
-            pairs.print_pair(Console(), pair)
+            pairs.print_pair(Console(soft_wrap=True), pair)
     if any(answer.blocked for answer in answers) or (pair and pair.broken):
         raise typer.Exit(1)
 

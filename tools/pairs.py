@@ -124,11 +124,11 @@ def look(vllm: Sources, lmcache: Sources, releases: tuple[str | None, str | None
 
 
 def found_in(problem: Problem) -> str:
-    """In which pinned releases a problem is none. Where they cannot be read, why."""
+    """In which pinned releases a problem is none, or why that is not known."""
     try:
         return where(problem, [pin.version for pin in registry.pins(problem.package)], published.tree)
     except SourcesError as error:
-        return f"not known: {error}"
+        return f"releases that cannot be looked at: {error}"
 
 
 def where(problem: Problem, releases: Sequence[str], tree_of: TreeOf) -> str:
@@ -145,8 +145,8 @@ def where(problem: Problem, releases: Sequence[str], tree_of: TreeOf) -> str:
         elif holds:
             spans.append([release])
     if not spans:
-        return f"in no pinned {problem.package}"
-    return f"in {problem.package} " + ", ".join(" to ".join(span) for span in spans)
+        return f"no pinned {problem.package}"
+    return f"{problem.package} " + ", ".join(" to ".join(span) for span in spans)
 
 
 def print_pair(console: Console, pair: Pair) -> None:
@@ -156,7 +156,9 @@ def print_pair(console: Console, pair: Pair) -> None:
         verdict = Text("works  ", style="green") if one.works else Text("broken ", style="red")
         console.print(verdict + Text(f"{one.asked}: {one.cls} ({one.how})"))
         for problem in one.problems:
-            console.print(Text(f"       {problem.module}:{problem.line}: {problem.detail}; {found_in(problem)}"))
+            console.print(
+                Text(f"       {problem.module}:{problem.line}: {problem.detail} (not so in {found_in(problem)})")
+            )
 
 
 def _connector(border: Border, name: str, path: str | None, reached: set[int]) -> Connector | None:

@@ -301,10 +301,9 @@ def test_the_releases_in_which_a_name_was_there() -> None:
     trees = {"1": "", "2": "name = 1", "3": "name = 1", "4": "", "5": "name = 1"}
     (problem,) = _problems("from vllm.a import name", Modules(vllm__a=""))
     assert (
-        pairs.where(problem, list(trees), lambda package, release: Modules(vllm__a=trees[release]))
-        == "in vllm 2 to 3, 5"
+        pairs.where(problem, list(trees), lambda package, release: Modules(vllm__a=trees[release])) == "vllm 2 to 3, 5"
     )
-    assert pairs.where(problem, ["1"], lambda package, release: Modules(vllm__a="")) == "in no pinned vllm"
+    assert pairs.where(problem, ["1"], lambda package, release: Modules(vllm__a="")) == "no pinned vllm"
 
 
 def _problems(module: str, vllm: Modules) -> tuple[Problem, ...]:

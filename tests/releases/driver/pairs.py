@@ -47,7 +47,10 @@ def stand_aside(module: Any, name: str) -> None:
     signature = inspect.signature(original)
 
     def reached(*args: Any, **kwargs: Any) -> NoReturn:
-        signature.bind(*args, **kwargs)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from error
         raise Reached
 
     setattr(module, name, reached)
