@@ -77,6 +77,13 @@ class Several(installed.Tree):
         tree = self._tree(module)
         return None if tree is None else tree.origin(module)
 
+    def prefetch(self, modules: Iterable[str]) -> None:
+        """Have those of the trees that can read several modules together do so."""
+        wanted = list(modules)
+        for top, tree in self._others.items():
+            if isinstance(tree, published.PublishedTree):
+                tree.prefetch([module for module in wanted if module.partition(".")[0] == top])
+
     def _tree(self, module: str) -> installed.Tree | None:
         return self._others.get(module.partition(".")[0], self._below)
 

@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.live import Live
 from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.tools import bundle, catalogue, pages
+from vllm_livepatch.tools import bundle, catalogue, pages, pairs
 from vllm_livepatch.tools import check as checking
 from vllm_livepatch.tools import from_diff as diffing
+from vllm_livepatch.tools import matrix as matrices
 from vllm_livepatch.tools import status as statuses
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.sources import SourcesError
@@ -107,7 +108,7 @@ def check(
 ) -> None:
     """Every patch's verdict for what is installed, or was published, without importing it.
 
-    Exit 1 where a needed one could not apply.
+    Exit 1 where a needed one could not apply, and where vLLM and LMCache do not fit together.
     """
     if python is not None and site_packages is not None:
         raise UserError("--python and --site-packages exclude each other")
@@ -130,12 +131,44 @@ def check(
         packages[name] = installed.release(name, tree)
     if diff:
         answers = checking.explained(answers, tree, others)
+    pair = pairs.of_tree(tree)
     if as_json:
-        _print_json({"packages": packages, "patches": [answer.described() for answer in answers], "pairs": []})
+        judged = {"patches": [answer.described() for answer in answers], "pairs": [pair.described()] if pair else []}
+        _print_json({"packages": packages, **judged})
     else:
         pages.print_check(Console(), packages, answers)
-    if any(answer.blocked for answer in answers):
+        if pair:
+            pairs.print_pair(Console(soft_wrap=True), pair)
+    if any(answer.blocked for answer in answers) or (pair and pair.broken):
         raise typer.Exit(1)
+
+
+@app.command()
+def matrix(
+    patch_dir: PatchDirs = None,
+    as_json: AsJson = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="For documentation.")] = False,
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="Put the Markdown between FILE's markers.")
+    ] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Ask the registry for releases that the data lacks.")
+    ] = False,
+) -> None:
+    """Patches against all releases, and how each verdict is known: by execution, or by reading the code."""
+    patches = [entry.patch for entry in catalogue.load(patch_dir or ()).values()]
+    if refresh:
+        for pin in matrices.refresh(dict.fromkeys(patch.package for patch in patches)):
+            print(f"new, and read: {pin.package} {pin.version}", file=sys.stderr)
+    found = matrices.make(patches)
+    if write is not None:
+        matrices.write(write, matrices.markdown(found))
+    elif as_markdown:
+        print(matrices.markdown(found), end="")
+    elif as_json:
+        _print_json(found.described())
+    else:
+        matrices.show(found, Console())
 
 
 @app.command()
@@ -202,7 +235,12 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line; bad input is one line on stderr and exit 2."""
+    """Run the command line."""
+    end_with(app)
+
+
+def end_with(app: typer.Typer) -> NoReturn:
+    """Run a command line to the process's end; bad input is one line on stderr and exit 2."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (UserError, SourcesError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache
 
 Source = Callable[[str], "str | None"]
 """A module's text by its name, None where there is no such module."""
@@ -31,15 +32,15 @@ def lacking(
 
         known = set() if old is None else set(_imported(module, old, module in packages))
         for origin, name in _imported(module, new, module in packages):
-            if (origin, name) not in known and not _provides(text, origin, name):
+            if (origin, name) not in known and not provides(text, origin, name):
                 found.append(f"{origin}:{name}" if name else origin)
     return list(dict.fromkeys(found))
 
 
 def gone(before: str, after: str) -> frozenset[str]:
     """The names that a module gave others before and gives no more."""
-    left = _bound(after)
-    return frozenset() if "*" in left or "__getattr__" in left else frozenset(_bound(before) - left)
+    left = bound_names(after)
+    return frozenset() if "*" in left or "__getattr__" in left else frozenset(bound_names(before) - left)
 
 
 def missed(module: str, text: str, package: bool, taken: Mapping[str, Collection[str]]) -> list[str]:
@@ -51,7 +52,7 @@ def _imported(module: str, text: str, package: bool) -> Iterator[tuple[str, str]
     """(module, name) of every import out of the module's own package; no name in `import module`."""
     top = module.partition(".")[0]
     parents = [*module.split("."), ""] if package else module.split(".")
-    for node in _statements(_parsed(text), functions=True):
+    for node in statements(_parsed(text), functions=True):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name.partition(".")[0] == top)
         elif isinstance(node, ast.ImportFrom):
@@ -61,12 +62,12 @@ def _imported(module: str, text: str, package: bool) -> Iterator[tuple[str, str]
                 yield from ((origin, alias.name) for alias in node.names)
 
 
-def _provides(text: Source, module: str, name: str) -> bool:
+def provides(text: Source, module: str, name: str) -> bool:
     content = text(module)
     if not name or name == "*":
         return content is not None
     if content is not None:
-        bound = _bound(content)
+        bound = bound_names(content)
         # What a module gives on demand it has to name somewhere.
         lazily = "__getattr__" in bound and re.search(rf"\b{name}\b", content) is not None
         if lazily or not bound.isdisjoint({name, "*"}):
@@ -74,17 +75,18 @@ def _provides(text: Source, module: str, name: str) -> bool:
     return text(f"{module}.{name}") is not None
 
 
-def _bound(text: str) -> set[str]:
+@lru_cache(maxsize=512)
+def bound_names(text: str) -> frozenset[str]:
     """The names that a module binds when it is loaded; `*` where it takes all of another's."""
     bound: set[str] = set()
-    for node in _statements(_parsed(text), functions=False):
+    for node in statements(_parsed(text), functions=False):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             bound.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             bound.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
         else:
             bound.update(part.id for part in _names(node) if isinstance(part.ctx, ast.Store))
-    return bound
+    return frozenset(bound)
 
 
 def _names(node: ast.AST) -> Iterator[ast.Name]:
@@ -98,33 +100,39 @@ def _parsed(text: str) -> ast.Module:
         return ast.Module(body=[], type_ignores=[])
 
 
-def _statements(node: ast.AST, functions: bool) -> Iterator[ast.AST]:
+def statements(node: ast.AST, functions: bool) -> Iterator[ast.AST]:
     """Every statement and expression outside of definitions, and with `functions` inside of them too, but for what only
     a type checker sees. With `functions`, what may fail to be imported is left out."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and _is_type_checking(child.test):
-            yield from _statements(ast.Module(body=child.orelse, type_ignores=[]), functions)
+        if isinstance(child, ast.If) and is_type_checking(child.test):
+            yield from statements(ast.Module(body=child.orelse, type_ignores=[]), functions)
         elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield child
             if functions:
-                yield from _statements(child, functions)
-        elif functions and _catches_import_error(child):
+                yield from statements(child, functions)
+        elif functions and catches_import_error(child):
             continue
         elif isinstance(child, (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.ExceptHandler)):
-            yield from _statements(child, functions)
+            yield from statements(child, functions)
         else:
             yield child
 
 
-def _catches_import_error(node: ast.AST) -> bool:
+def catches_import_error(node: ast.AST) -> bool:
     """Whether it is a `try` with a handler for it, or a `with contextlib.suppress(ImportError)`."""
     if isinstance(node, ast.Try):
-        caught: list[ast.AST | None] = [handler.type for handler in node.handlers]
-    else:
-        caught = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
+        return any(handles_import_error(handler) for handler in node.handlers)
+    return isinstance(node, ast.With) and any(_is_import_error(item.context_expr) for item in node.items)
+
+
+def handles_import_error(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or _is_import_error(handler.type)
+
+
+def _is_import_error(caught: ast.expr) -> bool:
     wide = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
-    return any(part is None or not wide.isdisjoint(name.id for name in _names(part)) for part in caught)
+    return not wide.isdisjoint(name.id for name in _names(caught))
 
 
-def _is_type_checking(test: ast.expr) -> bool:
+def is_type_checking(test: ast.expr) -> bool:
     return isinstance(test, (ast.Name, ast.Attribute)) and ast.unparse(test).rpartition(".")[2] == "TYPE_CHECKING"

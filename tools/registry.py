@@ -49,7 +49,8 @@ class Pin:
     version: str
     wheel: str
     sha256: str
-    sources_sha256: str
+    sources_sha256: str = ""
+    read: bool = False  # the release tests do not drive it: only its fingerprints are known
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,22 @@ class Wheel:
     why_yanked: str = ""
 
 
-@cache
 def pins(package: str) -> tuple[Pin, ...]:
-    """Return the pinned releases of `package` in the order of the file, which is oldest first."""
+    """Return the pinned releases of `package` that the release tests drive, oldest first."""
+    return tuple(pin for pin in all_pins(package) if not pin.read)
+
+
+@cache
+def all_pins(package: str) -> tuple[Pin, ...]:
+    """Return the pinned releases of `package`, those too that were only read, in the file's order: oldest first."""
     with PINS_FILE.open("rb") as file:
-        tables: dict[str, list[dict[str, str]]] = tomllib.load(file)
+        tables: dict[str, list[dict[str, Any]]] = tomllib.load(file)
     return tuple(Pin(package=package, **table) for table in tables.get(canonicalize_name(package), []))
 
 
 def pin(package: str, version: str) -> Pin | None:
     """Return the pin of one release, None where nobody pinned it."""
-    return next((pin for pin in pins(package) if _same_version(pin.version, version)), None)
+    return next((pin for pin in all_pins(package) if _same_version(pin.version, version)), None)
 
 
 def find_wheel(

@@ -76,7 +76,7 @@ def site_packages(package: str, version: str) -> Path:
             wheel = registry.find_wheel(package, version, session)
             directory = _directory(package, version, wheel.sha256)
             if not directory.is_dir():
-                _fetch(wheel, directory, session, pinned.sources_sha256 if pinned else None)
+                _fetch(wheel, directory, session, (pinned.sources_sha256 or None) if pinned else None)
     except RegistryError as error:
         raise SourcesError(str(error)) from error
     return directory

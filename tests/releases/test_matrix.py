@@ -1,0 +1,69 @@
+"""The matrix against what it is made from, the README that shows it, and the release tests that it refers to."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+from vllm_livepatch.tools import catalogue, matrix, newrelease, registry
+
+ROOT = Path(__file__).parents[2]
+ENTRIES = catalogue.load()
+
+
+@cache
+def driven() -> dict[str, set[str]]:
+    """The releases that the release tests of each patch are run on, as pytest collects them."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(Path(__file__).parent),
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found: dict[str, set[str]] = defaultdict(set)
+    for line in listed.splitlines():
+        file, _, test = line.partition("::")
+        if test:
+            found[file].update(re.findall(r"\d+\.\d+\.\d+", test.partition("[")[2]))
+    patches: dict[str, set[str]] = defaultdict(set)
+    for file, releases in found.items():
+        for name in newrelease.patches_of(ROOT / file):
+            patches[name] |= releases
+    return patches
+
+
+@pytest.fixture(scope="module")
+def made() -> matrix.Matrix:
+    return matrix.make(entry.patch for entry in ENTRIES.values())
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_what_is_called_executed_is_driven(name: str, made: matrix.Matrix) -> None:
+    executed = {release for (_, release), cell in made.cells[name].items() if cell.known == "executed"}
+    assert executed <= driven()[name]
+
+
+def test_every_release_that_is_driven_is_in_it_and_none_has_drifted(made: matrix.Matrix) -> None:
+    pinned = {(pin.package, pin.version) for package in ("vllm", "lmcache") for pin in registry.all_pins(package)}
+    assert set(made.releases) <= pinned
+    for name, row in made.cells.items():
+        package = ENTRIES[name].patch.package
+        assert {release for one, release in pinned if one == package} == {release for _, release in row}
+        only_read = {pin.version for pin in registry.all_pins(package) if pin.read}
+        lost = [release for (_, release), cell in row.items() if cell.verdict == "drifted" and release not in only_read]
+        assert lost == [], name
+
+
+def test_the_readme_has_the_matrix(made: matrix.Matrix) -> None:
+    """`vllm-livepatch matrix --write README.md` puts it there."""
+    assert matrix.block((ROOT / "README.md").read_text("utf-8")) == matrix.markdown(made)

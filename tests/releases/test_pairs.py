@@ -1,0 +1,57 @@
+"""What is said of a pair of releases without running them, against what happens when the factory makes the connector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import interpreter
+import pytest
+from vllm_livepatch.tools import pairs, published
+
+PAIRS = [
+    ("0.14.1", "0.3.15"),
+    ("0.18.1", "0.4.5"),
+    ("0.20.2", "0.4.7"),
+    ("0.20.2", "0.5.6"),
+    ("0.21.0", "0.4.7"),
+    ("0.23.0", "0.5.0"),
+    ("0.29.0", "0.5.6"),
+    ("0.33.0", "0.4.3"),
+]
+
+
+@pytest.mark.parametrize(("vllm", "lmcache"), PAIRS)
+def test_what_is_said_happens(vllm: str, lmcache: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    """Each way to ask for a connector gives the class that was told, and can be made if that was told."""
+    pair = pairs.look(published.tree("vllm", vllm), published.tree("lmcache", lmcache), (vllm, lmcache))
+    assert pair.connectors
+    ways = [one.name if one.module_path is None else f"{one.name}={one.module_path}" for one in pair.connectors]
+    result = warm.run("pairs", {"vllm": vllm, "lmcache": lmcache}, tmp_path, arguments=ways)
+    for told, happened in zip(pair.connectors, result["outcomes"], strict=True):
+        assert (happened["outcome"] == "works") == told.works, (told.asked, happened, told.problems)
+        if happened["class"] is not None:
+            assert happened["class"] == told.cls, told.asked
+        if not told.works:
+            words = [problem.subject.rpartition(":")[2].rpartition(".")[2] for problem in told.problems]
+            assert any(word in happened["outcome"] for word in words), (happened, told.problems)
+
+
+def test_what_the_pairs_come_to() -> None:
+    """The two that are known, by name: one is broken in each of its ways, the other sound."""
+
+    def look(vllm: str, lmcache: str) -> pairs.Pair:
+        return pairs.look(published.tree("vllm", vllm), published.tree("lmcache", lmcache))
+
+    broken, sound = look("0.21.0", "0.4.7"), look("0.29.0", "0.5.6")
+    assert (broken.broken, sound.broken) == (True, False)
+    missing = {
+        one.module_path: {problem.subject.rpartition(":")[2] for problem in one.problems} for one in broken.connectors
+    }
+    assert "KVCacheSpecKind" in missing[pairs.OWN]
+    assert missing[f"{pairs.OWN}_0201"] == {"ParallelStrategy"}
+    (kind,) = [
+        problem for one in broken.connectors for problem in one.problems if problem.subject.endswith(":KVCacheSpecKind")
+    ]
+    assert pairs.found_in(kind) == "vllm 0.22.1 to 0.33.0"
+    ways = {one.module_path: (one.cls, one.works) for one in sound.connectors if one.name == pairs.MP}
+    assert ways == dict.fromkeys((None, pairs.OWN), (f"{pairs.OWN}:{pairs.MP}", True))

@@ -1,0 +1,102 @@
+"""The matrix's forms, and the data that it is refreshed with; what it says of real releases: tests/releases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm_livepatch.sitecustomize.decision import Patch, Variant
+from vllm_livepatch.tools import matrix, registry, releases_file
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.matrix import Cell, Matrix
+
+from . import local_index
+from .support import Cli
+
+PATCH = Patch("one-patch", "vllm", "One", ("vllm.a:f",), (), (Variant({"vllm.a:f": "0" * 16}, ("1.0",)),))
+CELLS = {
+    ("vllm", "1.0"): Cell("needed", "executed", ""),
+    ("vllm", "1.1"): Cell("needed", "executed", ""),
+    ("vllm", "1.2"): Cell("unverified", "read", ""),
+    ("vllm", "1.3"): Cell("needed", "executed", ""),
+    ("vllm", "2.0"): Cell("fixed-upstream", "executed", ""),
+    ("vllm", "2.1"): Cell("fixed-upstream", "read", ""),
+}
+MADE = Matrix(tuple(CELLS), (PATCH,), {"one-patch": CELLS})
+FILE = """# What a person wrote.
+
+[[vllm]]
+version = "1.0"
+wheel = "vllm-1.0-py3-none-any.whl"
+sha256 = "aa"
+sources_sha256 = "bb"
+
+[[lmcache]]
+version = "0.1"
+wheel = "lmcache-0.1-py3-none-any.whl"
+sha256 = "cc"
+sources_sha256 = "dd"
+"""
+
+
+def test_markdown_has_spans_and_says_what_was_executed() -> None:
+    *_, head, _, row = matrix.markdown(MADE).splitlines()
+    assert head == "| patch | of | needed | fixed-upstream | unverified |"
+    assert row == "| `one-patch` | vLLM | **1.0 to 1.1**, **1.3** | **2.0**, 2.1 | 1.2 |"
+
+
+def test_json_is_as_in_the_contract_and_says_how_it_is_known() -> None:
+    told = MADE.described()
+    assert told["releases"][:2] == ["vllm==1.0", "vllm==1.1"]
+    assert told["patches"]["one-patch"]["vllm==1.2"] == "unverified"
+    assert told["known"]["one-patch"] == {f"vllm=={release}": cell.known for (_, release), cell in CELLS.items()}
+
+
+def test_the_table_goes_between_the_markers(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("above\n<!-- matrix -->\nold\n<!-- /matrix -->\nbelow\n", "utf-8")
+    matrix.write(file, "new\n")
+    assert file.read_text("utf-8") == "above\n<!-- matrix -->\nnew\n<!-- /matrix -->\nbelow\n"
+    assert matrix.block(file.read_text("utf-8")) == "new\n"
+    file.write_text("no markers\n", "utf-8")
+    with pytest.raises(UserError, match="<!-- matrix -->"):
+        matrix.write(file, "new\n")
+
+
+def test_a_release_is_put_in_its_place_and_taken_out_again() -> None:
+    for version in ("0.9", "1.1"):
+        table = releases_file.table(registry.Pin("vllm", version, "w.whl", "ee", "ff"))
+        text = releases_file.with_table(FILE, table)
+        assert text != FILE
+        assert releases_file.with_table(text, table) == text
+        assert releases_file.without(text, "vllm", version) == FILE
+        order = [line for line in text.splitlines() if line.startswith("version")]
+        assert order == [f'version = "{one}"' for one in (*sorted(["1.0", version]), "0.1")]
+
+
+def test_refresh_adds_what_the_registry_has_and_the_data_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = tmp_path / "releases.toml"
+    pins.write_text(FILE, "utf-8")
+    monkeypatch.setattr(registry, "PINS_FILE", pins)
+    registry.all_pins.cache_clear()
+    index = local_index.LocalIndex()
+    for version in ("0.9", "1.0", "1.1", "1.2rc1", "2.0"):
+        index.add("vllm", f"vllm-{version}-py3-none-any.whl", local_index.make_wheel("vllm", version, {}))
+    index.yanked.add("vllm-2.0-py3-none-any.whl")
+    try:
+        with local_index.serving(index):
+            monkeypatch.setenv("PIP_INDEX_URL", index.url)
+            monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+            (added,) = matrix.refresh(["vllm"])
+            assert matrix.refresh(["vllm"]) == []
+        assert (added.version, added.read) == ("1.1", True)
+        assert [pin.version for pin in registry.all_pins("vllm")] == ["1.0", "1.1"]
+        assert [pin.version for pin in registry.pins("vllm")] == ["1.0"]  # the release tests do not drive it
+        assert pins.read_text("utf-8").startswith("# What a person wrote.\n")
+    finally:
+        registry.all_pins.cache_clear()
+
+
+def test_bad_input_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    done = cli("matrix", "--patch-dir", str(tmp_path / "nowhere"))
+    assert (done.code, len(done.lines)) == (2, 1)

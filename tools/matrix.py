@@ -1,0 +1,199 @@
+"""`matrix`: every patch against every pinned release, by the decision that runs in the process.
+
+A cell is *executed* where a release test drove exactly this code of this release, stock and patched, and *read* where
+only its fingerprints are known. The catalogue says which: a variant's `releases` are those that were driven, and
+tests/releases/test_matrix.py holds them against what the release tests are run on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from vllm_livepatch.sitecustomize import cache, installed
+from vllm_livepatch.sitecustomize.decision import Patch, Verdict, judge, module_of, public_release
+from vllm_livepatch.tools import published, registry, releases_file
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.pages import COLOURS
+from vllm_livepatch.tools.registry import Pin
+from vllm_livepatch.tools.sources import SourcesError
+
+Known = Literal["executed", "read"]
+NAMES = {"vllm": "vLLM", "lmcache": "LMCache"}
+BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One patch on one release, and how that is known."""
+
+    verdict: Verdict
+    known: Known
+    detail: str
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`releases` are (package, version), by package and oldest first; `cells` by patch, then release."""
+
+    releases: tuple[tuple[str, str], ...]
+    patches: tuple[Patch, ...]
+    cells: Mapping[str, Mapping[tuple[str, str], Cell]]
+
+    def described(self) -> dict[str, Any]:
+        """As `matrix --json` prints it."""
+
+        def rows(value: Callable[[Cell], str]) -> dict[str, dict[str, str]]:
+            return {
+                name: {f"{package}=={version}": value(cell) for (package, version), cell in row.items()}
+                for name, row in self.cells.items()
+            }
+
+        return {
+            "releases": [f"{package}=={version}" for package, version in self.releases],
+            "patches": rows(lambda cell: cell.verdict),
+            "known": rows(lambda cell: cell.known),
+        }
+
+
+def make(patches: Iterable[Patch]) -> Matrix:
+    """Judge every patch on every pinned release of its package. Raises UserError."""
+    chosen = tuple(patches)
+    pins = [pin for package in dict.fromkeys(patch.package for patch in chosen) for pin in registry.all_pins(package)]
+    fingerprints = cache.Fingerprints(cache.directory(os.environ))
+
+    def column(pin: Pin) -> dict[str, Cell]:
+        concerned = [patch for patch in chosen if patch.package == pin.package]
+        tree = published.tree(pin.package, pin.version)
+        tree.prefetch({module_of(name) for patch in concerned for name in patch.names})
+        return {patch.name: _cell(patch, installed.look(patch, tree, fingerprints.of_names)) for patch in concerned}
+
+    try:
+        with ThreadPoolExecutor() as pool:
+            columns = dict(zip(((pin.package, pin.version) for pin in pins), pool.map(column, pins), strict=True))
+    except SourcesError as error:
+        raise UserError(str(error)) from error
+    cells = {
+        patch.name: {release: column[patch.name] for release, column in columns.items() if patch.name in column}
+        for patch in chosen
+    }
+    return Matrix(tuple(columns), chosen, cells)
+
+
+def _cell(patch: Patch, found: installed.Installed) -> Cell:
+    verdict, detail, variant = judge(patch, found)
+    driven = variant is not None and public_release(found.release or "") in variant.releases
+    return Cell(verdict, "executed" if driven else "read", detail)
+
+
+def show(matrix: Matrix, console: Console) -> None:
+    """A table for each package: a row for each release, a column for each patch."""
+    for package in dict.fromkeys(package for package, _ in matrix.releases):
+        patches = [patch for patch in matrix.patches if patch.package == package]
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column(NAMES.get(package, package))
+        for patch in patches:
+            table.add_column(patch.name, overflow="fold")
+        for release in (one for one in matrix.releases if one[0] == package):
+            row = [matrix.cells[patch.name][release] for patch in patches]
+            table.add_row(release[1], *(_shown(cell) for cell in row))
+        console.print(table)
+        console.print()
+    console.print(Text("*: known by execution (the fault shown on stock, and gone with the patch); others are read"))
+
+
+def _shown(cell: Cell) -> Text:
+    mark = "*" if cell.known == "executed" else ""
+    return Text(f"{cell.verdict}{mark}", style=COLOURS.get(cell.verdict, ""))
+
+
+def markdown(matrix: Matrix) -> str:
+    """A row for each patch, the releases of each verdict in spans; bold is executed."""
+    counts = ", ".join(
+        f"{len(found)} of {NAMES.get(package, package)} ({found[0][1]} to {found[-1][1]})"
+        for package, group in groupby(matrix.releases, lambda release: release[0])
+        if (found := list(group))
+    )
+    shown: list[Verdict] = ["needed", "fixed-upstream", "not-present", "unverified", "drifted"]
+    seen = {cell.verdict for row in matrix.cells.values() for cell in row.values()}
+    verdicts = [verdict for verdict in shown if verdict in seen]
+    lines = [
+        f"Releases: {counts}. **Bold**: executed, by a release test on this release, stock and patched;",
+        "the rest is read, by the fingerprints of the code.",
+        "",
+        "| patch | of | " + " | ".join(verdicts) + " |",
+        "|---" * (2 + len(verdicts)) + "|",
+    ]
+    for patch in matrix.patches:
+        row = matrix.cells[patch.name]
+        spans = [", ".join(_spans(row, verdict)) for verdict in verdicts]
+        lines.append(f"| `{patch.name}` | {NAMES.get(patch.package, patch.package)} | " + " | ".join(spans) + " |")
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _spans(row: Mapping[tuple[str, str], Cell], verdict: Verdict) -> Iterator[str]:
+    """Releases next to each other that have a verdict and know it the same way, as one span."""
+    for (found, known), group in groupby(row.items(), lambda item: (item[1].verdict, item[1].known)):
+        versions = [release[1] for release, _ in group]
+        if found == verdict:
+            span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+            yield f"**{span}**" if known == "executed" else span
+
+
+def block(text: str) -> str:
+    """What stands between the markers of a document. Raises UserError."""
+    return _parts(text)[1]
+
+
+def write(file: Path, table: str) -> None:
+    """Put a table between a document's markers. Raises UserError."""
+    try:
+        before, _, after = _parts(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    releases_file.write(file, f"{before}{BEGIN}\n{table}{END}{after}")
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    before, begun, rest = text.partition(f"{BEGIN}\n")
+    table, ended, after = rest.partition(END)
+    if not begun or not ended:
+        raise UserError(f"there is no {BEGIN} and {END}, each at the beginning of a line, for the table to go between")
+    return before, table, after
+
+
+def refresh(packages: Iterable[str]) -> list[Pin]:
+    """Add the final releases that the registry has and the data lacks, from the oldest pinned one on, as read.
+
+    Raises UserError.
+    """
+    added: list[Pin] = []
+    text = registry.PINS_FILE.read_text(encoding="utf-8")
+    for package in packages:
+        pinned = registry.all_pins(package)
+        try:
+            offered = registry.files(package)
+            known = {Version(pin.version) for pin in pinned}
+            oldest = min(known, default=Version("0"))
+            for version in registry.final_releases(offered):
+                if Version(version) in known or Version(version) < oldest:
+                    continue
+                wheel = registry.find_wheel(package, version, offered=offered)
+                added.append(Pin(package, version, wheel.name, wheel.sha256, read=True))
+        except registry.RegistryError as error:
+            raise UserError(str(error)) from error
+    for pin in added:
+        text = releases_file.with_table(text, releases_file.table(pin))
+    if added:
+        releases_file.write(registry.PINS_FILE, text)
+        registry.all_pins.cache_clear()
+    return added
