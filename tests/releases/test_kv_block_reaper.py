@@ -38,7 +38,7 @@ COUNTED = {"watching": 9, "reaped": 29, "receive_pending": 1, "late": 2}
 def connectors(release: str) -> list[str]:
     """The connectors for which the release needs the patch."""
     version = Version(release)
-    return ["MoRIIOConnector"] * (version <= MORIIO_TO) + ["NixlConnector"] * (NIXL_FROM <= version <= NIXL_TO)
+    return ["MoRIIODouble"] * (version <= MORIIO_TO) + ["NixlDouble"] * (NIXL_FROM <= version <= NIXL_TO)
 
 
 def ages(release: str) -> dict[str, float]:
@@ -57,7 +57,7 @@ def all_well(cases: dict[str, dict[str, list[str]]]) -> dict[str, dict[str, list
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_stock_never_gives_them_back(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
-    result = warm.run(DRIVER, {"vllm": release}, tmp_path, arguments=["MoRIIOConnector"])
+    result = warm.run(DRIVER, {"vllm": release}, tmp_path, arguments=["MoRIIODouble"])
     expected = {**STOCK, "sleeps_again": ["steps for ever"] if Version(release) >= Version("0.22.1") else []}
     for scheduler, outcomes in result["cases"].items():
         del outcomes["same_id_again"]  # nothing to be told apart: the id was never given up
@@ -69,7 +69,7 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     """By itself where the release needs it, asked for where not; without the patch that takes late completions."""
     needed = connectors(release)
     environ = {**ALONE, **AGE, **({} if needed else ON)}
-    connector = needed[-1] if needed else "LMCacheMPConnector"
+    connector = needed[-1] if needed else "LMCacheDouble"
     result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, environ=environ, arguments=[connector])
     assert result["cases"] == all_well(result["cases"])
     assert result["ages"] == ages(release)
@@ -88,7 +88,7 @@ def test_beside_the_patch_of_the_same_method(
     release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
 ) -> None:
     environ = {**AGE, **ON}
-    result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, environ=environ, arguments=["NixlConnector"])
+    result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, environ=environ, arguments=["NixlDouble"])
     assert result["cases"] == all_well(result["cases"])
     classes = len(result["cases"])
     assert interpreter.reported(tmp_path, PATCH)["counters"]["late"] == COUNTED["late"] * classes
@@ -97,7 +97,7 @@ def test_beside_the_patch_of_the_same_method(
 @pytest.mark.parametrize("release", SOME)
 def test_not_needed_does_nothing(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Under `auto`, with a connector that is not known to lose completions, all is as on stock."""
-    arguments = ["LMCacheMPConnector"]
+    arguments = ["LMCacheDouble"]
     environ = {**ALONE, **AGE}
     result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, environ=environ, arguments=arguments)
     for outcomes in result["cases"].values():

@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import real_scheduler as real
@@ -297,6 +297,9 @@ def real_ages(model_config: Any) -> dict[str, float]:
     """What the patch reads of the release's own connectors, in seconds."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    engine: Any = ModuleType("mooncake.engine")  # releases to 0.18 import it for the scheduler's side, too
+    engine.TransferEngine = object
+    sys.modules.update({"mooncake": ModuleType("mooncake"), engine.__name__: engine})
     ages: dict[str, float] = {}
     for name in ("NixlConnector", "MooncakeConnector", "MoRIIOConnector"):
         module = KVConnectorFactory._registry[name]().__module__
