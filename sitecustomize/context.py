@@ -22,10 +22,12 @@ class PatchContext:
         facts: Mapping[str, Any],
         changed: Callable[[], None],
         patch_set: Callable[[], str] = lambda: "",
+        asked: bool = False,
     ) -> None:
         self.name = name
         self.options = options
         self.facts = facts
+        self.asked = asked  # by name, with `on` or `force`: also where it is not needed by default
         self.counters: dict[str, int] = {}
         self.patch_set = patch_set  # a digest of what patches make of code that torch.compile traces
         self._changed = changed

@@ -193,7 +193,8 @@ class Runtime:
                     options = self.environment.options[patch.name]
                     facts = {} if variant is None else variant.facts
                     later = functools.partial(self._later, _FLUSH_SECONDS)
-                    state.context = PatchContext(patch.name, options, facts, later, self.patch_set)
+                    asked = self.environment.toggles.get(patch.name) in ("on", "force")
+                    state.context = PatchContext(patch.name, options, facts, later, self.patch_set, asked)
             code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
             wrapt = vendored.wrapt(f"{self._root}.vendor")
             made = state.wrappers = state.wrappers or dict(code.wrappers(state.context))

@@ -1,0 +1,288 @@
+"""Blocks of finished requests come back although the completion of their transfer was lost.
+
+The scheduler's part frees, by the scheduler's own way, what a request has held for longer than any transfer of its
+connector takes. The worker's part lets NIXL find leases that ran out behind one that is still renewed (vllm#58222).
+
+Source: vllm#43433, vllm#40344, vllm#58222.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+
+NO_TIMEOUT_SECONDS = 600.0
+"""Age for a connector that has no timeout of its own (MoRI-IO to 0.22.1, LMCache): others take eight minutes."""
+
+RENEWED_SECONDS = 3600.0
+"""Age for a lease that the other side renews (NIXL from 0.22.1), at least: its holder may wait in a queue for long, and
+only the workers hear of it. A lease that is renewed no more is theirs to end, after 30 s."""
+
+REMEMBERED = 65536
+"""How many freed ids are remembered, so that their completions can be told when they come after all."""
+
+Call = Callable[..., Any]
+_STATE = "_livepatch_kv_block_reaper"
+_UNSEEN = object()
+
+
+class Watch:
+    """What is known of one scheduler's held blocks."""
+
+    __slots__ = ("age", "holds", "reaped", "receiving")
+
+    def __init__(self, age: float) -> None:
+        self.age = age  # seconds
+        # Request id: when its hold began, the oldest first. (A dict would search for its first entry past all that
+        # were taken from its front.)
+        self.holds: OrderedDict[str, float] = OrderedDict()
+        self.reaped: OrderedDict[str, None] = OrderedDict()
+        self.receiving: set[str] = set()  # requests that are being finished while their KV still arrives
+
+    def late(self, output: Any, requests: Mapping[str, Any]) -> set[str]:
+        """The ids of an output that were freed here; a request of the same id may wait for a receive of its own."""
+        reaped = self.reaped
+        late = {name for name in output.finished_sending or () if name in reaped}
+        return late | {name for name in output.finished_recving or () if name in reaped and name not in requests}
+
+
+def leaves(connector: Any) -> Iterator[Any]:
+    """The connector itself, or the children of a MultiConnector."""
+    children = getattr(connector, "_connectors", None)
+    if isinstance(children, list):
+        for child in children:
+            yield from leaves(child)
+    else:
+        yield connector
+
+
+def family(connector: Any) -> str:
+    """Nixl, Mooncake or MoRIIO, whichever release's class it is; else the class's name."""
+    for ancestor in type(connector).__mro__:
+        name = ancestor.__name__
+        for known in ("Nixl", "MoRIIO", "Mooncake"):
+            if name.startswith(known) and not name.startswith("MooncakeStore"):
+                return known
+    return type(connector).__name__
+
+
+def default_age(connector: Any) -> float:
+    """Seconds after which no transfer of this connector can still run: above its own timeout, of children the longest.
+
+    The transfer may begin when the timeout is nearly over, so a quarter of it and ten seconds are added.
+    """
+    return max((_age(leaf) for leaf in leaves(connector)), default=NO_TIMEOUT_SECONDS)
+
+
+def _age(connector: Any) -> float:
+    kind = family(connector)
+    side = getattr(connector, "connector_scheduler", None)
+    timeout: float | None = None
+    if kind == "Nixl":
+        lease = getattr(side, "_kv_lease_duration", None)
+        if lease is not None:
+            # What a decode engine keeps for a second turn has a time of its own.
+            return max(_beyond(max(lease, getattr(side, "decoder_kv_blocks_ttl", 0))), RENEWED_SECONDS)
+        timeout = _variable("VLLM_NIXL_ABORT_REQUEST_TIMEOUT")
+    elif kind == "Mooncake":
+        timeout = _variable("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT")
+    elif kind == "MoRIIO":
+        timeout = getattr(side, "_defer_timeout", None)
+    return NO_TIMEOUT_SECONDS if timeout is None else _beyond(timeout)
+
+
+def _beyond(timeout: float) -> float:
+    return timeout * 1.25 + 10
+
+
+def _variable(name: str) -> float | None:
+    """A variable as vLLM reads it, None where this release has none of that name."""
+    value = getattr(sys.modules.get("vllm.envs"), name, None)
+    return None if value is None else float(value)
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    seconds: float = livepatch.options["IDLE_SECONDS"]
+    only_idle: bool = livepatch.options["ONLY_IDLE"]
+    # The connectors that lose completions in these releases; which one serves is only known now.
+    needed_by: list[str] = livepatch.facts.get("needed_by", [])
+    # To 0.15 `_free_request` is not told that a receive is pending.
+    told: bool = livepatch.facts.get("told_of_receives", True)
+
+    def watch(scheduler: Any) -> Watch | None:
+        """The scheduler's watch, None where its connector needs none and nobody asked for one."""
+        found = vars(scheduler).get(_STATE, _UNSEEN)
+        if found is _UNSEEN:
+            found = begun(scheduler.connector)
+            setattr(scheduler, _STATE, found)
+        return found  # type: ignore[no-any-return]
+
+    def begun(connector: Any) -> Watch | None:
+        if connector is None:
+            return None
+        names = " and ".join(sorted({family(leaf) for leaf in leaves(connector)}))
+        if not livepatch.asked and not any(family(leaf) in needed_by for leaf in leaves(connector)):
+            livepatch.count("not_needed")
+            return None
+        own = default_age(connector)
+        age = seconds or own
+        livepatch.count("watching")
+        early = f"; that is sooner than the {own:g} s at which {names} can be relied on to have ended" * (age < own)
+        livepatch.say("watching", f"blocks held for {names} come back after {age:g} s{early}")
+        return Watch(age)
+
+    def reap(scheduler: Any, state: Watch) -> None:
+        """Free what is due; costs nothing for what is not."""
+        holds = state.holds
+        if not holds or (only_idle and scheduler.running):
+            return
+        now = time.monotonic()
+        while holds:
+            request_id, since = next(iter(holds.items()))
+            if now - since < state.age:
+                return
+            del holds[request_id]
+            request = scheduler.requests.get(request_id)
+            if request is None or not request.is_finished():  # another request has its id
+                continue
+            scheduler._free_blocks(request)
+            state.reaped[request_id] = None
+            if len(state.reaped) > REMEMBERED:
+                state.reaped.popitem(last=False)
+            livepatch.count("reaped")
+            livepatch.say("reaped", f"freed the blocks of request {request_id}, held for {now - since:.0f} s")
+
+    def finish(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        state = watch(scheduler)
+        if told or state is None:
+            return wrapped(*args, **kwargs)
+        asked = args[0] if args else kwargs["request_ids"]
+        ids = [asked] if isinstance(asked, str) else list(scheduler.requests if asked is None else asked)
+        for request_id in ids:
+            request = scheduler.requests.get(request_id)
+            waits = request is not None and request.status == type(request.status).WAITING_FOR_REMOTE_KVS
+            if waits and request_id not in scheduler.finished_recving_kv_req_ids:
+                state.receiving.add(request_id)
+        try:
+            # What was asked for may be an iterator, used up by now.
+            return wrapped(ids, *args[1:], **kwargs) if args else wrapped(**{**kwargs, "request_ids": ids})
+        finally:
+            state.receiving.clear()
+
+    def free_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        state = watch(scheduler)
+        if state is None:
+            return wrapped(*args, **kwargs)
+        request = args[0] if args else kwargs["request"]
+        request_id = request.request_id
+        receives = args[1] if len(args) > 1 else kwargs.get("delay_free_blocks", False)
+        receives = receives or request_id in state.receiving
+        state.reaped.pop(request_id, None)  # from here on, what completes under this id is this request's
+        result = wrapped(*args, **kwargs)
+        if scheduler.requests.get(request_id) is request:
+            if receives:  # its blocks are being written to
+                livepatch.count("receive_pending")
+            else:
+                state.holds[request_id] = time.monotonic()
+                state.holds.move_to_end(request_id)
+        return result
+
+    def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        state = vars(scheduler).get(_STATE)
+        if state is not None and state.holds:
+            request = args[0] if args else kwargs["request"]
+            state.holds.pop(request.request_id, None)
+        return wrapped(*args, **kwargs)
+
+    def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        # To 0.21 the engine sleeps while blocks are held and nothing else is to do: who comes next finds them free.
+        state = vars(scheduler).get(_STATE)
+        if state is not None:
+            reap(scheduler, state)
+        return wrapped(*args, **kwargs)
+
+    def after_schedule(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        state = vars(scheduler).get(_STATE)
+        if state is not None:
+            reap(scheduler, state)
+        return result
+
+    def transfers_ended(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        """Leave out what was freed already, between the connector's look at the ids (which may add some) and ours."""
+        state, connector = vars(scheduler).get(_STATE), scheduler.connector
+        if state is None or not state.reaped:
+            return wrapped(*args, **kwargs)
+        output = args[0] if args else kwargs["kv_connector_output"]
+        held: list[tuple[Any, Any]] = []
+
+        def drop(late: set[str]) -> None:
+            late |= state.late(output, scheduler.requests)
+            for request_id in sorted(late):
+                livepatch.count("late")
+                livepatch.say("late", f"dropped the completion of request {request_id}, whose blocks were freed before")
+            if late:
+                held.append((output.finished_recving, output.finished_sending))
+                output.finished_recving = set(output.finished_recving or ()) - late
+                output.finished_sending = set(output.finished_sending or ()) - late
+
+        def see(told_of: Any) -> Any:
+            # Another patch may have its own look inside, so what is late is noted before it, too.
+            late = state.late(output, scheduler.requests) if told_of is output else set()
+            result = connector_sees(told_of)
+            if told_of is output:
+                drop(late)
+            return result
+
+        if connector is None:
+            drop(set())
+        else:
+            own = vars(connector).get("update_connector_output", _UNSEEN)
+            connector_sees = connector.update_connector_output
+            connector.update_connector_output = see
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            if held:
+                output.finished_recving, output.finished_sending = held[0]
+            if connector is None:
+                pass
+            elif own is _UNSEEN:
+                del connector.update_connector_output
+            else:
+                connector.update_connector_output = own
+
+    def notifications(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        """NIXL looks next for leases that ran out, and stops at the first that did not."""
+        result = wrapped(*args, **kwargs)
+        leases: dict[str, float] = worker._reqs_to_send
+        now = time.perf_counter()  # the clock of the leases
+        # At most once a second, and only where something is stranded: the order is put right, no lease is touched.
+        if len(leases) > 1 and now >= vars(worker).get(_STATE, 0.0):
+            setattr(worker, _STATE, now + 1)
+            if next(iter(leases.values())) > now >= min(leases.values()):
+                livepatch.count("stranded", sum(expires <= now for expires in leases.values()))
+                worker._reqs_to_send = dict(sorted(leases.items(), key=itemgetter(1)))
+        return result
+
+    return {
+        f"{SCHEDULER}.finish_requests": finish,
+        f"{SCHEDULER}._free_request": free_request,
+        f"{SCHEDULER}._free_blocks": free_blocks,
+        f"{SCHEDULER}.add_request": add_request,
+        f"{SCHEDULER}._update_after_schedule": after_schedule,
+        f"{SCHEDULER}._update_from_kv_xfer_finished": transfers_ended,
+        f"{NIXL}.worker:NixlConnectorWorker._get_new_notifs": notifications,
+        f"{NIXL}.pull_worker:NixlPullConnectorWorker._get_new_notifs": notifications,
+    }

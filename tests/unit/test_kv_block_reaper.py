@@ -1,0 +1,262 @@
+"""What the release tests leave out: options, which connectors it works for, its cost, other patches of the same method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import wrapt
+from vllm_livepatch.patches.kv_block_reaper import wrappers as reaper
+from vllm_livepatch.patches.stale_finished_recving import wrappers as stale
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+OPTIONS = {"IDLE_SECONDS": 10.0, "ONLY_IDLE": False}
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(reaper, "time", made)
+    return made
+
+
+def context(asked: bool = True, facts: Mapping[str, Any] = {}, **options: Any) -> PatchContext:
+    return PatchContext("kv-block-reaper", {**OPTIONS, **options}, facts, lambda: None, asked=asked)
+
+
+class Request:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.status = SimpleNamespace()
+
+    def is_finished(self) -> bool:
+        return True
+
+
+class Connector:
+    def __init__(self) -> None:
+        self.told: list[set[str]] = []
+
+    def update_connector_output(self, output: Any) -> None:
+        self.told.append(set(output.finished_sending or ()))
+
+
+def scheduler_class(*patches: Mapping[str, Callable[..., Any]]) -> type[Any]:
+    """As much of a scheduler as the patch meets, wrapped by patches in the order of their application."""
+
+    class Scheduler:
+        def __init__(self, connector: Any) -> None:
+            self.connector = connector
+            self.requests: dict[str, Any] = {}
+            self.running: list[Any] = []
+            self.freed: list[str] = []
+
+        def finish_requests(self, request_ids: Any, status: Any) -> None: ...
+
+        def add_request(self, request: Any) -> None:
+            self.requests[request.request_id] = request
+
+        def _free_request(self, request: Any, delay_free_blocks: bool = False) -> None: ...
+
+        def _free_blocks(self, request: Any) -> None:
+            self.freed.append(request.request_id)
+            del self.requests[request.request_id]
+
+        def _update_after_schedule(self, scheduled: Any = None) -> None: ...
+
+        def _update_from_kv_xfer_finished(self, output: Any) -> None:
+            if self.connector is not None:
+                self.connector.update_connector_output(output)
+            for request_id in output.finished_sending or ():
+                assert request_id in self.requests
+                self._free_blocks(self.requests[request_id])
+
+        def hold(self, *request_ids: str) -> None:
+            for request_id in request_ids:
+                request = Request(request_id)
+                self.add_request(request)
+                self._free_request(request)
+
+    for made in patches:
+        for target, wrapper in made.items():
+            owner, _, name = target.partition(":")[2].rpartition(".")
+            if owner == "Scheduler":
+                setattr(Scheduler, name, wrapt.FunctionWrapper(vars(Scheduler)[name], wrapper))
+    return Scheduler
+
+
+def output(*sent: str) -> Any:
+    return SimpleNamespace(finished_sending=set(sent), finished_recving=None)
+
+
+def named(name: str, base: type = Connector, **side: Any) -> Any:
+    made = type(name, (base,), {})()
+    made.connector_scheduler = SimpleNamespace(**side)
+    return made
+
+
+def test_only_idle_waits_until_nothing_runs(clock: Clock) -> None:
+    scheduler = scheduler_class(reaper.wrappers(context(ONLY_IDLE=True)))(Connector())
+    scheduler.hold("a")
+    scheduler.running = ["b"]
+    clock.now = 1000
+    scheduler._update_after_schedule()
+    assert scheduler.freed == []
+    scheduler.running = []
+    scheduler._update_after_schedule()
+    assert scheduler.freed == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("connector", "watches"),
+    [
+        (named("NixlConnector"), True),
+        (named("NixlPullConnector", type("NixlBaseConnector", (Connector,), {})), True),
+        (named("OfTheUsers", type("NixlConnector", (Connector,), {})), True),
+        (named("MoRIIOConnector"), False),
+        (named("LMCacheMPConnector"), False),
+        (named("MooncakeStoreConnector"), False),
+        (SimpleNamespace(_connectors=[named("LMCacheMPConnector"), named("NixlConnector")]), True),
+        (SimpleNamespace(_connectors=[named("LMCacheMPConnector")]), False),
+        (None, False),
+    ],
+)
+def test_by_itself_it_works_for_connectors_that_need_it(connector: Any, watches: bool, clock: Clock) -> None:
+    livepatch = context(asked=False, facts={"needed_by": ["Nixl"]})
+    scheduler = scheduler_class(reaper.wrappers(livepatch))(connector)
+    scheduler.hold("a")
+    clock.now = 1000
+    scheduler._update_after_schedule()
+    assert scheduler.freed == (["a"] if watches else [])
+    assert livepatch.counters.get("not_needed", 0) == (not watches and connector is not None)
+
+
+def test_the_age_is_above_the_connectors_own_timeout_of_children_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = SimpleNamespace(VLLM_NIXL_ABORT_REQUEST_TIMEOUT=480, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=1000)
+    monkeypatch.setitem(reaper.sys.modules, "vllm.envs", envs)
+    old_nixl, moriio = named("NixlConnector"), named("MoRIIOConnector", _defer_timeout=60.0)
+    mooncake = named("MooncakeConnector")
+    assert reaper.default_age(old_nixl) == 610
+    assert reaper.default_age(mooncake) == 1260
+    assert reaper.default_age(moriio) == 85
+    assert reaper.default_age(named("NixlConnector", _kv_lease_duration=30)) == 3600, "renewed for as long as it takes"
+    assert reaper.default_age(named("NixlConnector", _kv_lease_duration=30, decoder_kv_blocks_ttl=4000)) == 5010
+    assert reaper.default_age(named("LMCacheMPConnector")) == 600
+    assert reaper.default_age(named("MoRIIOConnector")) == 600
+    assert reaper.default_age(SimpleNamespace(_connectors=[moriio, mooncake])) == 1260
+
+
+def test_an_age_below_the_connectors_own_is_taken_and_said(clock: Clock, capfd: pytest.CaptureFixture[str]) -> None:
+    scheduler = scheduler_class(reaper.wrappers(context()))(named("MoRIIOConnector", _defer_timeout=60.0))
+    scheduler.hold("a")
+    assert "sooner than the 85 s" in capfd.readouterr().err
+    clock.now = 10
+    scheduler._update_after_schedule()
+    assert scheduler.freed == ["a"]
+
+
+def test_to_0_15_a_pending_receive_is_noticed_as_the_request_is_aborted(clock: Clock) -> None:
+    made = reaper.wrappers(context(facts={"told_of_receives": False}))
+    scheduler = scheduler_class(made)(Connector())
+    scheduler.finished_recving_kv_req_ids = {"arrived"}
+
+    class Status:
+        WAITING_FOR_REMOTE_KVS = "waiting"
+
+        def __eq__(self, other: object) -> bool:
+            return other == "waiting"
+
+    for name in ("arrives", "arrived"):
+        request = Request(name)
+        request.status = Status()
+        scheduler.add_request(request)
+
+    def original(ids: Any, status: Any) -> None:
+        for name in ids:
+            scheduler._free_request(scheduler.requests[name])
+
+    made[f"{reaper.SCHEDULER}.finish_requests"](original, scheduler, (iter(["arrives", "arrived"]), None), {})
+    clock.now = 1000
+    scheduler._update_after_schedule()
+    assert scheduler.freed == ["arrived"]
+
+
+def test_what_is_not_due_is_not_looked_at(clock: Clock) -> None:
+    scheduler = scheduler_class(reaper.wrappers(context()))(Connector())
+    scheduler.hold("due")
+    clock.now = 5
+    scheduler.hold(*(f"r{number}" for number in range(10_000)))
+    looked_at: list[str] = []
+
+    class Watched(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            looked_at.append(key)
+            return super().get(key, default)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("all requests are looked at")
+
+    scheduler.requests = Watched(scheduler.requests)
+    clock.now = 10
+    scheduler._update_after_schedule()
+    scheduler._update_after_schedule()
+    assert looked_at == ["due"]
+    assert scheduler.freed == ["due"]
+
+
+@pytest.mark.parametrize("first", ["reaper", "stale"])
+def test_with_the_patch_of_the_same_method_in_both_orders(first: str, clock: Clock) -> None:
+    mine, theirs = context(), PatchContext("stale-finished-recving", {}, {}, lambda: None)
+    made = [reaper.wrappers(mine), stale.wrappers(theirs)]
+    connector = Connector()
+    scheduler = scheduler_class(*(made if first == "reaper" else made[::-1]))(connector)
+    Request.status = SimpleNamespace(WAITING_FOR_REMOTE_KVS=object())  # type: ignore[attr-defined]
+    scheduler._update_from_kv_xfer_finished(output())
+    scheduler.hold("a")
+    clock.now = 10
+    scheduler._update_after_schedule()
+    for step in range(2000):  # what each leaves on the connector must not pile up
+        told = output("a", f"stranger{step}")
+        scheduler._update_from_kv_xfer_finished(told)
+        assert told.finished_sending == {"a", f"stranger{step}"}, "the output has again what the connector left in it"
+    assert connector.told[1:] == [{"a", f"stranger{step}"} for step in range(2000)], "the connector sees all"
+    assert mine.counters["late"] == 2000
+    assert theirs.counters["send_unknown"] >= 2000
+    scheduler.hold("b")
+    scheduler._update_from_kv_xfer_finished(output("a", "b"))
+    assert scheduler.freed == ["a", "b"]
+
+
+class Worker:
+    """As much of NIXL's worker as hears of leases."""
+
+    def __init__(self, **leases: float) -> None:
+        self._reqs_to_send = dict(leases)
+
+
+def test_a_lease_that_ran_out_is_put_before_one_that_is_renewed(clock: Clock) -> None:
+    livepatch = context(asked=False)
+    hear = reaper.wrappers(livepatch)[f"{reaper.NIXL}.pull_worker:NixlPullConnectorWorker._get_new_notifs"]
+    worker = Worker(renewed=40, ran_out=30, later=60)
+    clock.now = 29
+    assert hear(lambda: {"done"}, worker, (), {}) == {"done"}
+    assert list(worker._reqs_to_send) == ["renewed", "ran_out", "later"], "nothing is stranded"
+    clock.now = 31
+    hear(set, worker, (), {})
+    assert worker._reqs_to_send == {"ran_out": 30, "renewed": 40, "later": 60}
+    assert list(worker._reqs_to_send) == ["ran_out", "renewed", "later"]
+    assert livepatch.counters == {"stranded": 1}
