@@ -63,6 +63,8 @@ class Topology:
     title: str
     ask: str
     roles: tuple[Role, ...]
+    stopped_by: str = ""
+    """What keeps it from running on CPU memory, if anything does."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def load(name: str) -> Topology:
     if name not in names():
         raise UserError(f"there is no topology {name!r}: there are {', '.join(names())}")
     data = tomllib.loads((TOPOLOGIES / f"{name}.toml").read_text(encoding="utf-8"))
-    return Topology(name, data["title"], data["ask"], tuple(Role(**part) for part in data["part"]))
+    roles = tuple(Role(**part) for part in data["part"])
+    return Topology(name, data["title"], data["ask"], roles, data.get("stopped_by", ""))
 
 
 def free_ports(count: int) -> list[int]:
