@@ -230,6 +230,18 @@ def verify(place: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
     print(f"{place}: {compared} files, all as written")
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
+def lab(context: typer.Context) -> None:
+    """A real topology on this machine, with load and faults: see `lab --help`."""
+    try:
+        from vllm_livepatch.tools.lab.command import command
+    except ImportError as error:
+        raise UserError(f"the lab needs more packages (pip install 'vllm-livepatch[lab]'): {error}") from error
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    inner.command("lab")(command)
+    inner(context.args, prog_name="vllm-livepatch lab", standalone_mode=False)
+
+
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
 

