@@ -113,7 +113,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     said = command_line("from-diff", work / "stale.diff", "--name", "stale-by-diff", "--out", work / "mine")
     assert ["vllm", VLLM, "needed"] in [line.split() for line in said.splitlines()], said
     write_counter(work / "mine" / "counter", source_diffs.replaced((source / SCHEDULER).read_text("utf-8"), CHANGES))
-    chosen = ["--patch", "stale-by-diff", "--patch", "counter", "--patch-dir", work / "mine"]
+    chosen: list[str | Path] = ["--patch", "stale-by-diff", "--patch", "counter", "--patch-dir", work / "mine"]
     command_line("generate", "--out", work / "bundle", *chosen)
     given = os.environ.get("LIVEPATCH_TEST_PYTHON")
     python = Path(given) if given else environments.engine(lmcache=LMCACHE)
