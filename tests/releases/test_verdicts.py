@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_livepatch.sitecustomize.decision import module_of
 from vllm_livepatch.tools import catalogue, check, published, registry, sources
 
 DRIVER = Path(__file__).parent / "driver" / "verdicts.py"
@@ -26,7 +27,7 @@ def offline(package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> dict
     monkeypatch.setattr(sources, "cached", lambda package, version: None)  # out of the wheel, not from a directory
     patches = [entry.patch for entry in ENTRIES.values() if entry.patch.package == package]
     tree = published.Shelf().tree(package, version)
-    tree.prefetch(module for patch in patches for module in map(check.module_of, patch.names))
+    tree.prefetch(module for patch in patches for module in map(module_of, patch.names))
     changes = {patch.name: ENTRIES[patch.name].changes() for patch in patches}
     packages, answers = check.check(patches, check.Several(None, {package: tree}), changes)
     assert set(packages.values()) <= {version}

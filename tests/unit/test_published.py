@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.sitecustomize.installed import Tree, release
-from vllm_livepatch.tools import published, registry, sources
+from vllm_livepatch.tools import archives, published, registry, sources
 from vllm_livepatch.tools.published import PublishedTree, Shelf
 from vllm_livepatch.tools.registry import Pin
 from vllm_livepatch.tools.sources import SourcesError
@@ -279,7 +279,7 @@ def test_a_full_disk_under_a_wheel_that_is_read_whole(
     index: LocalIndex, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.ignore_ranges = True
-    monkeypatch.setattr(published, "_download", full)
+    monkeypatch.setattr(archives, "_download", full)
     assert refusal(shelf).endswith(": No space left on device")
 
 
@@ -340,7 +340,7 @@ def test_pips_own_configuration_names_the_index(
 
 
 def test_a_file_that_says_it_is_enormous(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "LARGEST", 100)
+    monkeypatch.setattr(archives, "LARGEST", 100)
     assert refusal(shelf, module="demo.deep.three").endswith("demo/deep/three.py is no Python file of 10000 bytes")
 
 

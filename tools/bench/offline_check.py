@@ -54,7 +54,7 @@ def main() -> None:
     for row in rows:
         numbers = f"{row['bytes'] / 1e6:.2f}", f"{row['seconds']:.2f}", f"{row['wheels'] / 1e6:.0f}"
         table.add_row(row["what"], row["cache"], str(row["verdicts"]), str(row["requests"]), *numbers)
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 def judged(releases: list[tuple[str, ...]]) -> int:
