@@ -36,7 +36,7 @@ def index(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr(sources, "DIRECTORY_GUESS", 4096)
-        monkeypatch.setattr(registry, "pins", lambda package: ())
+        monkeypatch.setattr(registry, "all_pins", lambda package: ())
         yield index
 
 

@@ -46,7 +46,7 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalInde
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr(sources, "DIRECTORY_GUESS", 4096)
-        monkeypatch.setattr(registry, "pins", lambda package: ())
+        monkeypatch.setattr(registry, "all_pins", lambda package: ())
         yield index
 
 
@@ -249,7 +249,7 @@ def unreachable(url: str) -> Any:
 
 def test_a_pinned_release_needs_no_network_once_read(index: LocalIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = (Pin("demo", "1.0", NAME, index.add("demo", NAME, index.files["demo"][NAME]), ""),)
-    monkeypatch.setattr(registry, "pins", lambda package: pinned)
+    monkeypatch.setattr(registry, "all_pins", lambda package: pinned)
     first = Shelf().tree("demo", "1.0").source("demo.one")
     asked = index.requests
     tree = Shelf().tree("demo", "1.0")
@@ -261,7 +261,7 @@ def test_a_pinned_release_needs_no_network_once_read(index: LocalIndex, monkeypa
 def test_whole_sources_that_are_there_serve(index: LocalIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     sha256 = index.add("demo", NAME, make_wheel("demo", "1.0", {"demo/two.py": b"TWO = 2\n"}))
     digest = sources.sources_digest([("demo/two.py", b"TWO = 2\n")])
-    monkeypatch.setattr(registry, "pins", lambda package: (Pin("demo", "1.0", NAME, sha256, digest),))
+    monkeypatch.setattr(registry, "all_pins", lambda package: (Pin("demo", "1.0", NAME, sha256, digest),))
     sources.site_packages("demo", "1.0")
     asked = index.requests
     assert Shelf().tree("demo", "1.0").source("demo.two") == "TWO = 2\n"

@@ -41,7 +41,9 @@ def command(
     clients: Annotated[int, typer.Option(min=1)] = 12,
     seed: Annotated[int, typer.Option(help="Of the model, the prompts and the load.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="For logs, picture and JSON.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the commands, as they would run here.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the commands, as they would run here.")
+    ] = False,
     form: Annotated[
         str | None,
         typer.Option("--print", metavar="FORM", help=f"For a real cluster instead: {', '.join(printing.FORMS)}."),

@@ -79,7 +79,9 @@ async def run(options: Options) -> dict[str, Any]:
         "stock": {},
         "patched": {"PYTHONPATH": str(bundle), "LIVEPATCH_STATE_DIR": str(state)},
     }
-    deployed = {name: topology.local(topology.load("lmcache"), python, tiny, injected) for name, injected in arms.items()}
+    deployed = {
+        name: topology.local(topology.load("lmcache"), python, tiny, injected) for name, injected in arms.items()
+    }
     say(f"booting two engines side by side; logs are in {options.out}")
     async with (
         Supervisor(options.out / "stock", _progress(begun, "stock: ")) as stock_parts,

@@ -40,7 +40,9 @@ def parse(texts: Collection[str], parts: Collection[str]) -> tuple[bool, list[Fa
         found = _FORM.fullmatch(text)
         if found is None or found["part"] not in parts:
             known = ", ".join([DISCONNECTS, *(f"{kind}-{part}" for part in parts for kind in ("kill", "stop"))])
-            raise UserError(f"{text!r} is no fault of this topology: there are {known}, each with @SECONDS and +SECONDS")
+            raise UserError(
+                f"{text!r} is no fault of this topology: there are {known}, each with @SECONDS and +SECONDS"
+            )
         lasts = float(found["lasts"]) if found["lasts"] else _USUAL_STOP if found["kind"] == "stop" else None
         faults.append(Fault(found["kind"], found["part"], float(found["at"] or _USUAL_MOMENT), lasts))
     return DISCONNECTS in texts, faults

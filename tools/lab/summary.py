@@ -53,10 +53,14 @@ def picture(result: dict[str, Any], file: Path) -> None:
     for arm, values in result["arms"].items():
         for style, (engine, series) in zip(_STYLES, sorted(values["kv_usage"].items()), strict=False):
             times, shares = [when for when, _ in series], [100 * used for _, used in series]
-            axes.plot(times, shares, _STYLES[0] if style == "-" else style, color=_COLOURS[arm], label=f"{arm}: {engine}")
+            axes.plot(
+                times, shares, _STYLES[0] if style == "-" else style, color=_COLOURS[arm], label=f"{arm}: {engine}"
+            )
     for fault in result["faults"]:
         axes.axvline(fault["at"], color="#777777", linestyle=":", linewidth=1.2)
-        axes.text(fault["at"], 0.98, f"  {_said(fault)}", transform=axes.get_xaxis_transform(), color="#777777", va="top")
+        axes.text(
+            fault["at"], 0.98, f"  {_said(fault)}", transform=axes.get_xaxis_transform(), color="#777777", va="top"
+        )
     axes.set_xlabel("seconds of load")
     axes.set_ylabel("KV blocks in use, %")
     axes.set_xlim(left=0)
