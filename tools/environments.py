@@ -27,6 +27,7 @@ from vllm_livepatch.tools.lab.launcher import die_with_parent
 TORCH = "2.13.0"
 CONSTRAINTS = Path(__file__).parent / "constraints-engine.txt"
 ROUTER = ["vllm-router==0.1.17", "orjson==3.13.0"]
+# On CPU memory it needs neither a GPU nor CUDA; the newest, since vLLM 0.33 asks for 1.5.
 NIXL = ["--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1"]
 # Not needed without a GPU, and half of the download: the engine and the server run without them.
 _UNWANTED = ("torch", "opencv", "triton", "cupy", "cuda-", "nixl")

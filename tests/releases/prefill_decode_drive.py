@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import interpreter
 import pytest
-from filelock import FileLock
 from vllm_livepatch.tools import environments, registry
 
 DRIVER = Path(__file__).parent / "driver" / "prefill_decode.py"
-
-NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
-"""The real NIXL, which on CPU memory needs neither a GPU nor CUDA; the newest, since vLLM 0.33 asks for 1.5."""
 
 RELEASES = [pin.version for pin in registry.pins("vllm")]
 _ON = {"LIVEPATCH_NIXL_UCX_ERROR_HANDLING": "on", "LIVEPATCH_STABLE_REQUEST_IDS": "on"}
@@ -78,27 +72,6 @@ def _run(release: str, manner: str, warm: interpreter.Interpreter, python: Path,
 
 
 def nixl_site(python: Path) -> Path:
-    """A directory with the real NIXL for `python`, beside the engine's environment: that one is to be without it.
-
-    LIVEPATCH_TEST_NIXL names one that is there; else it is installed into the user's cache, once.
-    """
+    """A directory with the real NIXL for `python`: LIVEPATCH_TEST_NIXL, else the cached one."""
     given = os.environ.get("LIVEPATCH_TEST_NIXL")
-    if given:
-        return Path(given)
-    tag = subprocess.run(
-        [str(python), "-c", "import sys; print(sys.implementation.cache_tag)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    root = environments.cache_directory() / "environments" / f"{NIXL[0].replace('==', '-')}-{tag}"
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{root}.lock"):
-        if not (root / "complete").exists():
-            shutil.rmtree(root, ignore_errors=True)
-            pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
-            command = [*pip, "--no-deps", "--target", str(root), *NIXL]
-            process = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert process.returncode == 0, f"NIXL cannot be installed:\n{process.stderr[-2000:]}"
-            (root / "complete").touch()
-    return root
+    return Path(given) if given else environments.nixl(python)

@@ -22,8 +22,9 @@ def table(result: dict[str, Any]) -> Table:
     """A row a figure, a column an arm."""
     arms: dict[str, Arm] = result["arms"]
     hurt = [_said(fault) for fault in result["faults"]] + ["clients hang up"] * result["disconnects"]
+    what = f"{result['topology']}, vLLM {result['vllm']} + LMCache {result['lmcache']}"
     built = Table(
-        title=f"{result['topology']}, vLLM {result['vllm']} + LMCache {result['lmcache']}: {', '.join(hurt) or 'no fault'}",
+        title=f"{what}: {', '.join(hurt) or 'no fault'}",
         box=box.SIMPLE_HEAD,
         title_justify="left",
     )
