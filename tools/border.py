@@ -239,7 +239,9 @@ class Border:
             for alias in statement.names:
                 if across and not imports.provides(self.source, origin, alias.name):
                     problems.append(self._lacking(statement, module, origin, alias.name))
-                elif self._is_module(origin, alias.name):
+                elif self._is_module(origin, alias.name) or (
+                    origin == module.name and self.source(f"{origin}.{alias.name}")
+                ):
                     self._enter(f"{origin}.{alias.name}")
         module.names.update(self._bindings(statement, module))
         if problems:
@@ -303,7 +305,7 @@ class Border:
         """Few of vLLM's modules know LMCache, and they say so; any of LMCache's may lead to one that knows vLLM."""
         others = "|".join(re.escape(package) for package in self.trees if package != top(name))
         text = self.source(name)
-        if text is None or top(name) != "vllm":
+        if text is None or top(name) != "vllm" or "lmcache" in name:
             return text is not None
         return re.search(rf"^\s*(from|import)\s+({others})\b", text, re.MULTILINE) is not None
 

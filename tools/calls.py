@@ -29,6 +29,7 @@ class Construction:
         self.reached: set[int] = set()
         self.problems: dict[Problem, None] = {}
         self._wanted: list[FunctionNode] = []
+        self._fitting: set[str] = set()
 
     def run(self) -> tuple[Problem, ...]:
         """Follow `__init__` through this module's own functions and methods."""
@@ -42,8 +43,11 @@ class Construction:
             except Missing as missing:
                 self.problems.update(dict.fromkeys(missing.problems))
             own = _local_names(function)
+            self._fitting.clear()
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
                 self._call(call, own)
+            for problem in [one for one in self.problems if one.subject in self._fitting]:
+                del self.problems[problem]  # it is called in another way too, on a condition, and that one fits
         return tuple(self.problems)
 
     def _want(self, function: ast.AST | None) -> None:
@@ -73,10 +77,11 @@ class Construction:
     def _check(self, call: ast.Call, name: str, found: Definition, bound: bool = False) -> None:
         signature = signature_of(self.border, found, bound)
         said = None if signature is None else _unfit(signature, call)
-        if said is None:
-            return
         home, node = found
         path = name if bound else _name(node)
+        if said is None:
+            self._fitting.add(f"{home.name}:{path}")
+            return
         detail = f"{name} is called with {_described(call)}: {said}; it takes {signature}"
         self._problem(call.lineno, home, path, detail, lambda tree: _fits(tree, home.name, path, call))
 
