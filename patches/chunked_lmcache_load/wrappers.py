@@ -178,8 +178,7 @@ class _Loads:
             return False
         if begun:
             request.num_computed_tokens = at
-        if hasattr(request, "num_external_computed_tokens"):
-            request.num_external_computed_tokens += at - load.at
+        self.tell_statistics(load, at)
         self.note(load.tracker, vllm_hit=load.at, lmcache_hit=at if at < load.end else load.locked)
         self.connector.update_state_after_alloc(request, manager.get_blocks(request.request_id), at - load.at)
         load.tracker.state = type(load.tracker.state).WAITING_FOR_LOAD
@@ -189,6 +188,22 @@ class _Loads:
             scheduler._set_kv_fetch_stage(request, "in_progress")
         self.livepatch.count("further_parts")
         return True
+
+    def tell_statistics(self, load: _Load, at: int) -> None:
+        """What the release counts as loaded of a request: it counted the first part when it was admitted."""
+        request, stats = load.request, self.scheduler.connector_prefix_cache_stats
+        if hasattr(request, "num_external_computed_tokens"):  # to 0.19; 0.14 and 0.15 count it when it has arrived
+            request.num_external_computed_tokens += at - load.at
+        if stats is not None and not hasattr(self.scheduler, "_update_connector_prefix_cache_stats"):
+            hits = "preempted_hits" if request.num_preemptions else "hits"
+            setattr(stats, hits, getattr(stats, hits) + at - load.at)
+        prefill = getattr(request, "prefill_stats", None)
+        if prefill is not None and not request.num_preemptions:
+            prefill.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=load.start,
+                num_external_cached_tokens=at - load.start,
+            )
 
     def end_step(self) -> None:
         """What found no blocks has arrived all the same: an abort must free its blocks at once."""

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="import-not-found"
 """Drive one release's scheduler and LMCache connector through large loads; print what happened as one JSON object.
 
-    chunked_lmcache_load.py builtin|lmcache|none...
+    chunked_lmcache_load.py MIXES builtin|lmcache...
 
-Each argument is a connector class: the one that vLLM brings, or the one that LMCache brings. See paged_world.py for what
-is real and what is stood in for. What to expect of which release is none of this script's business.
+MIXES is how many random mixes of each kind to play; the others are connector classes: the one that vLLM brings, or the
+one that LMCache brings. See paged_world.py for what is real and what is stood in for. What to expect of which release is
+none of this script's business.
 """
 
 from __future__ import annotations
@@ -43,8 +44,6 @@ gc.enable()
 
 BUILT_IN = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector"
 SHIPPED = "lmcache.integration.vllm.lmcache_mp_connector"
-MIXES = 12
-"""Random mixes of each kind, each with a seed of its own."""
 
 real.MAX_MODEL_LEN = 2048
 real.NUM_BLOCKS = paged_world.POOL_BLOCKS
@@ -144,11 +143,11 @@ def class_name(module: str) -> str:
     return upstream if module == BUILT_IN and hasattr(found, upstream) else "LMCacheMPConnector"
 
 
-def play_all(mode: str, model_config: Any, module: str) -> dict[str, Any]:
+def play_all(mode: str, model_config: Any, module: str, mixes: int) -> dict[str, Any]:
     """Play everything with one scheduler class and one connector class."""
     connector = (module, class_name(module))
     played = {shape.__name__: play(mode, model_config, connector, shape(), 0) for shape in SHAPES}
-    for seed in range(MIXES):
+    for seed in range(mixes):
         for faults in (False, True):
             name = f"{'faults' if faults else 'mix'}{seed}"
             played[name] = play(mode, model_config, connector, mix(seed, faults=faults), seed)
@@ -164,8 +163,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
         worlds = {
-            f"{which} {mode}": play_all(mode, model_config, modules[which])
-            for which in sys.argv[1:]
+            f"{which} {mode}": play_all(mode, model_config, modules[which], int(sys.argv[1]))
+            for which in sys.argv[2:]
             for mode in real.SCHEDULERS
         }
     result = {

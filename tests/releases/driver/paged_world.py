@@ -162,17 +162,13 @@ class World:
     def make_scheduler(self) -> Any:
         """Build the release's scheduler and connector, the adapter replaced."""
         module = importlib.import_module(self.connector[0])
-        unlocks = "free_lookup_locks" in getattr(
-            module, self.connector[1]
-        ).update_state_after_alloc.__code__.co_names
+        unlocks = "free_lookup_locks" in getattr(module, self.connector[1]).update_state_after_alloc.__code__.co_names
 
         def adapter(*_: Any, **__: Any) -> ServerDouble:
             self.server = (UnlockingServerDouble if unlocks else ServerDouble)(self)
             return self.server
 
-        replaced = [
-            name for name in ("create_scheduler_adapter", "LMCacheMPSchedulerAdapter") if hasattr(module, name)
-        ]
+        replaced = [name for name in ("create_scheduler_adapter", "LMCacheMPSchedulerAdapter") if hasattr(module, name)]
         originals = {name: getattr(module, name) for name in replaced}
         try:
             for name in replaced:
