@@ -5,6 +5,7 @@ Source: vllm#45388, vllm PR#44560, vllm PR#57104, LMCache PR#3382.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,11 @@ KEPT_AS = "_livepatch_loads"
 
 
 class _Load:
-    """One request's load. All in tokens from the prompt's start: what is loaded by `start` was so before the load,
-    what is before `at` has arrived or is under way, `end` is where the load ends, `locked` the end of the read locks."""
+    """One request's load; places are in tokens from the prompt's start.
+
+    What is before `start` was in the pool already, what is before `at` has arrived or is under way, `end` is where the
+    load ends, and LMCache's read locks reach to `locked`. `tokens` is the request's length when it began.
+    """
 
     __slots__ = ("at", "end", "locked", "request", "start", "tokens", "tracker")
 
@@ -180,6 +184,7 @@ class _Loads:
             request.num_computed_tokens = at
         self.tell_statistics(load, at)
         self.note(load.tracker, vllm_hit=load.at, lmcache_hit=at if at < load.end else load.locked)
+        load.tracker.allocated_block_ids.clear()  # all are given again, and to 0.17 they are appended
         self.connector.update_state_after_alloc(request, manager.get_blocks(request.request_id), at - load.at)
         load.tracker.state = type(load.tracker.state).WAITING_FOR_LOAD
         load.at = at
@@ -233,7 +238,7 @@ class _Loads:
         if release is None or start >= end:
             return
         token_ids = tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else list(tracker.all_token_ids)
-        known = release.__code__.co_varnames
+        known = inspect.signature(release).parameters
         more = {name: getattr(tracker, name) for name in ("cache_salt", "request_configs") if name in known}
         release(token_ids=token_ids, start=start, end=end, request_id=tracker.request_id, **more)
 

@@ -25,8 +25,8 @@ RELEASES = [pin.version for pin in registry.pins("vllm")]
 LMCACHE = registry.pins("lmcache")[-1].version
 
 # The first release in which a shape does not stall any more.
-ENDS = {"equal_prompts": "0.19.1", "small_first_turn": "0.23.0", "head_of_line": "0.30.0"}
-FIXED_FROM = "0.30.0"
+ENDS = {"equal_prompts": "0.19.1", "small_first_turn": "0.23.0", "head_of_line": "0.31.0"}
+FIXED_FROM = "0.31.0"
 
 
 def drive(

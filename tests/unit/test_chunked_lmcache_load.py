@@ -18,8 +18,9 @@ def context(max_tokens: int = 32768) -> PatchContext:
 
 
 class FullAttentionManager:
-    block_size = 16
-    req_to_blocks: dict[str, list[int]] = {}
+    def __init__(self) -> None:
+        self.block_size = 16
+        self.req_to_blocks: dict[str, list[int]] = {}
 
 
 def scheduler(connector: Any) -> Any:

@@ -136,6 +136,16 @@ def play(mode: str, model_config: Any, connector: tuple[str, str], plans: list[P
     }
 
 
+def hide_later_adapter() -> None:
+    """Releases to 0.16 name blocks by hash, as LMCache did before it had an adapter: they fall back on their own."""
+    own = importlib.import_module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.multi_process_adapter"
+    )
+    if "block_hashes" in own.LoadStoreOp.__dataclass_fields__:
+        hidden: Any = None
+        sys.modules["lmcache.integration.vllm.vllm_multi_process_adapter"] = hidden
+
+
 def class_name(module: str) -> str:
     """The connector's name: vLLM calls its own `...Upstream` since LMCache's is preferred to it."""
     found = importlib.import_module(module)
@@ -159,6 +169,7 @@ def main() -> None:
     real.quiet()
     logging.getLogger("lmcache").setLevel(logging.CRITICAL)
     modules = {"builtin": BUILT_IN, "lmcache": SHIPPED}
+    hide_later_adapter()
     imported = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))

@@ -13,7 +13,9 @@ NAMES = ("lmcache_native", "c_ops", "cuda_ops", "native_storage_ops")
 class NativeDouble(ModuleType):
     """A module that has whatever is imported from it."""
 
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -253,7 +253,7 @@ class World:
         """Run a request's share of the step; every slot before it must hold what is its own. Tell if it has a token."""
         cached = scheduled.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens))
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         blocks, contents, start = self.blocks_of(name), self.contents[name], starts[name]
         end = start + scheduled.num_scheduled_tokens[name]
         for first in range(0, start, BLOCK):
@@ -271,13 +271,13 @@ class World:
         op = meta.op
         blocks = op.block_ids[0] if op.block_ids and isinstance(op.block_ids[0], list) else op.block_ids
         due = self.now + self.random.randint(1, 5)
-        skip = getattr(op, "skip_first_n_tokens", None)
-        if skip is None:  # releases that do not say what to leave alone load it over itself
-            skip = 0
+        skip = getattr(op, "skip_first_n_tokens", 0)  # releases that say nothing of it load it over itself
+        start = getattr(op, "start", self.blocks_of(meta.request_id).index(blocks[0]) * BLOCK)
+        end = getattr(op, "end", start + len(blocks) * BLOCK)
         if any(transfer.name == meta.request_id for transfer in self.transfers):
             self.wrong.add("two loads of one request at once")
-        self.transfers.append(Transfer(meta.request_id, op.start, op.end, skip, list(blocks), due))
-        self.largest_load = max(self.largest_load, op.end - op.start - skip)
+        self.transfers.append(Transfer(meta.request_id, start, end, skip, list(blocks), due))
+        self.largest_load = max(self.largest_load, end - start - skip)
 
     def complete(self, transfer: Transfer) -> set[int]:
         """Write what was loaded, into blocks that must still be its request's alone; return those that failed."""
