@@ -39,14 +39,21 @@ class Tree:
         return None if spec is None or not spec.has_location else spec.origin
 
     def _spec(self, module: str) -> ModuleSpec | None:
-        parent = module.rpartition(".")[0]
-        path = self._search(parent) if parent else self.path
+        path = self._path(module)
         return None if path is None else PathFinder.find_spec(module, list(path))
+
+    def _path(self, module: str) -> Sequence[str] | None:
+        parent = module.rpartition(".")[0]
+        return self._search(parent) if parent else self.path
 
     def _search(self, package: str) -> Sequence[str] | None:
         if package not in self._locations:
-            spec = self._spec(package)
-            self._locations[package] = None if spec is None else spec.submodule_search_locations
+            path = self._path(package)
+            # By its last name: of a package without __init__ (lmcache.v1.distributed) the finder asks sys.modules for
+            # the parent, which nobody has imported. And listed now: its locations would be looked up again later.
+            spec = None if path is None else PathFinder.find_spec(package.rpartition(".")[2], list(path))
+            found = None if spec is None else spec.submodule_search_locations
+            self._locations[package] = None if found is None else list(found)
         return self._locations[package]
 
 
