@@ -29,7 +29,7 @@ class Tree:
         spec = self._spec(module)
         get_source = getattr(spec.loader, "get_source", None) if spec is not None else None
         try:
-            return get_source(module) if get_source is not None else None
+            return get_source(spec.name) if spec is not None and get_source is not None else None
         except (ImportError, OSError, SyntaxError, UnicodeError):
             return None
 
@@ -39,21 +39,17 @@ class Tree:
         return None if spec is None or not spec.has_location else spec.origin
 
     def _spec(self, module: str) -> ModuleSpec | None:
-        path = self._path(module)
-        return None if path is None else PathFinder.find_spec(module, list(path))
-
-    def _path(self, module: str) -> Sequence[str] | None:
-        parent = module.rpartition(".")[0]
-        return self._search(parent) if parent else self.path
+        parent, _, name = module.rpartition(".")
+        path = self._search(parent) if parent else self.path
+        # By its last name: for a package without __init__ (lmcache.v1.distributed) the finder asks sys.modules for the
+        # parent of a dotted one, which nobody has imported.
+        return None if path is None else PathFinder.find_spec(name, list(path))
 
     def _search(self, package: str) -> Sequence[str] | None:
         if package not in self._locations:
-            path = self._path(package)
-            # By its last name: of a package without __init__ (lmcache.v1.distributed) the finder asks sys.modules for
-            # the parent, which nobody has imported. And listed now: its locations would be looked up again later.
-            spec = None if path is None else PathFinder.find_spec(package.rpartition(".")[2], list(path))
+            spec = self._spec(package)
             found = None if spec is None else spec.submodule_search_locations
-            self._locations[package] = None if found is None else list(found)
+            self._locations[package] = None if found is None else list(found)  # as they are now
         return self._locations[package]
 
 

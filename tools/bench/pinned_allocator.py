@@ -3,8 +3,8 @@
     python -m vllm_livepatch.tools.bench.pinned_allocator --python PYTHON [--release 0.5.6] [--gb 1 4 16]
 
 PYTHON has torch and what LMCache imports. The device's pin call is stood in for by touching each page, which is what
-pinning does to resident memory; 64 MiB are pinned at the start, steps are 1 GiB, and 512 MiB are allocated. A final size
-that free memory has no room for is left out, and said.
+pinning does to resident memory; 64 MiB are pinned at the start, steps are 1 GiB, and 512 MiB are allocated. A final
+size that free memory has no room for is left out, and said.
 """
 
 from __future__ import annotations
