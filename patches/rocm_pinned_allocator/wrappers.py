@@ -86,9 +86,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     def expand(allocator: Any, seen: int) -> bool:
         """Pin and commit one step, unless somebody did since the pool had `seen` bytes. False: there is no more."""
         with lock_of(allocator):
-            start = allocator._curr_size
-            if start != seen:
+            if committed(allocator) != seen:
                 return True
+            start = allocator._curr_size
             chunk = allocator.PIN_CHUNK_SIZE
             end = min(start + max(step_bytes, chunk), allocator._final_size)
             try:
@@ -104,21 +104,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             return bool(gained)
 
     def could_fit(allocator: Any, wanted: int) -> bool:
-        uncommitted = allocator._final_size - allocator._curr_size
+        uncommitted = allocator._final_size - committed(allocator)
         free = allocator.get_address_manager().get_free_size()
         return bool(uncommitted > 0 and wanted <= free + uncommitted)
 
     def allocate(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> Any:
         """As the release does, growing the pool by steps for as long as it has no room; may raise PinError."""
         while True:
-            seen = allocator._curr_size
+            seen = committed(allocator)
             found = wrapped(*args, **kwargs)
             if found is not None:
                 return found
             given = dict(zip(("shapes", "dtypes", "batch_size"), args, strict=False)) | kwargs
             count = given.get("batch_size", 1) if wrapped.__name__ == "batched_allocate" else 1
             wanted = bytes_of(given["shapes"], given["dtypes"]) * count
-            if seen == allocator._curr_size and not could_fit(allocator, wanted):
+            if seen == committed(allocator) and not could_fit(allocator, wanted):
                 return None
             if not expand(allocator, seen):
                 return None
@@ -143,6 +143,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         f"{lazy}:LazyMemoryAllocator.{name}": wrapper for lazy in LAZY for name, wrapper in methods.items()
     }
     return made | {f"{manager}:L1MemoryManager.get_memory_usage": usage for manager in MANAGERS}
+
+
+def committed(allocator: Any) -> int:
+    """Bytes that allocations can be made from; `_curr_size` runs ahead of them while an expansion is under way."""
+    size: int = allocator.get_address_manager().get_heap_size()
+    return size
 
 
 def bytes_of(shapes: Any, dtypes: Any) -> int:

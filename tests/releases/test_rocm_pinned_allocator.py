@@ -22,7 +22,7 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
     """The whole pool is pinned before anybody allocates, and a failed pin goes unnoticed."""
     result = warm.run(DRIVER, {"lmcache": release}, tmp_path)
     assert result["grows"]["states"][0] == {"pinned": 320, "heap": 320, "usage": [0, 320]}
-    assert result["concurrent"]["pinned"] == 320
+    assert result["often"]["pinned"] == 320
     assert result["refused"]["start"] == {"pinned": 128, "heap": 320, "usage": [0, 320]}, "grown over unpinned memory"
     assert result["refused"]["answers"] == ["served"] * 4
     # To 0.5.0 the error is thrown away, and what was never registered is unregistered at the end.
@@ -36,7 +36,7 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     """The pool grows by steps, once for all who wait, to the size that it reported from the beginning."""
     result = warm.run(DRIVER, {"lmcache": release}, tmp_path, bundle=bundle, environ=ON)
     _grown(result["grows"])
-    assert result["concurrent"] == {"served": 8, "pinned": 256, "heap": 256, "usage": [128, 320]}
+    assert result["often"] == {"served": 8, "pinned": 256, "heap": 256, "usage": [128, 320]}
     assert result["single"] == {"made": 3, "pinned": 256, "heap": 256, "usage": [144, 320]}
 
     refused = result["refused"]
