@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -30,7 +29,7 @@ class Tree:
         spec = self._spec(module)
         get_source = getattr(spec.loader, "get_source", None) if spec is not None else None
         try:
-            return get_source(module) if get_source is not None else None
+            return get_source(spec.name) if spec is not None and get_source is not None else None
         except (ImportError, OSError, SyntaxError, UnicodeError):
             return None
 
@@ -43,24 +42,18 @@ class Tree:
         return None if spec is None or not spec.has_location else spec.origin
 
     def _spec(self, module: str) -> ModuleSpec | None:
-        parent = module.rpartition(".")[0]
+        parent, _, name = module.rpartition(".")
         path = self._search(parent) if parent else self.path
-        try:
-            return None if path is None else PathFinder.find_spec(module, list(path))
-        except KeyError:  # a directory without __init__ in a package that this process has not imported
-            return None
+        # By its last name: for a package without __init__ (lmcache.v1.distributed) the finder asks sys.modules for the
+        # parent of a dotted one, which nobody has imported.
+        return None if path is None else PathFinder.find_spec(name, list(path))
 
     def _search(self, package: str) -> Sequence[str] | None:
         if package not in self._locations:
             spec = self._spec(package)
-            self._locations[package] = self._bare(package) if spec is None else spec.submodule_search_locations
+            found = None if spec is None else spec.submodule_search_locations
+            self._locations[package] = None if found is None else list(found)  # as they are now
         return self._locations[package]
-
-    def _bare(self, package: str) -> Sequence[str] | None:
-        """The directories without __init__ that make a package inside another."""
-        parent, _, name = package.rpartition(".")
-        path = self._search(parent) if parent else None
-        return [place for entry in path or () if os.path.isdir(place := os.path.join(entry, name))] or None
 
 
 class Overlay(Tree):

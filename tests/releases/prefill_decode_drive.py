@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import interpreter
 import pytest
+from filelock import FileLock
 from vllm_livepatch.tools import environments, registry
 
 DRIVER = Path(__file__).parent / "driver" / "prefill_decode.py"

@@ -1,0 +1,164 @@
+"""LMCache's host pool is pinned as allocations need it, its final capacity unchanged.
+
+Source: LMCache#4018 (open). Upstream pins the whole pool in the background from the first second on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+GIB = 1 << 30
+LAZY = ("lmcache.v1.lazy_memory_allocator", "lmcache.v1.memory_allocators.lazy_memory_allocator")
+MANAGERS = (
+    "lmcache.v1.distributed.memory_manager",
+    "lmcache.v1.distributed.memory_manager.l1_memory_manager",
+)
+"""Where the releases have them: each has one of either."""
+LOCK = "_livepatch_growth"
+"""Attribute of an allocator: the lock that whoever expands it holds."""
+
+
+class PinError(RuntimeError):
+    """Host memory could not be pinned; the message says how much was asked for and how much is pinned."""
+
+
+class _CheckedCudart:
+    """The CUDA runtime whose answer to `cudaHostRegister` is kept: releases to 0.5.0 throw it away."""
+
+    def __init__(self, cudart: Any) -> None:
+        self.cudart = cudart
+        self.error: Any = None
+
+    def cudaHostRegister(self, *args: Any) -> Any:
+        answer = self.cudart.cudaHostRegister(*args)
+        self.error = None if int(answer) == 0 else answer
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cudart, name)
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    step_bytes: float = livepatch.options["STEP_GB"] * GIB
+
+    def lock_of(allocator: Any) -> threading.Lock:
+        lock: threading.Lock = vars(allocator).setdefault(LOCK, threading.Lock())  # atomic
+        return lock
+
+    def stay(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> None:
+        """The background thread ends at once; `close` still joins it."""
+
+    def pin(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> Any:
+        """Pin a part of the buffer (offset and size in bytes), or raise PinError with nothing recorded as pinned."""
+        record = allocator._pin_record
+        before = len(record)
+        pinned = sum(size for _, size in record)
+        cudart = vars(allocator).get("_cudart")
+        if cudart is not None and not isinstance(cudart, _CheckedCudart):
+            cudart = allocator._cudart = _CheckedCudart(cudart)
+        cause: Exception | None = None
+        try:
+            result = wrapped(*args, **kwargs)
+            refused = cudart.error if cudart is not None else None
+        except Exception as error:
+            cause, refused, result = error, error, None
+        if refused is None and len(record) > before:
+            livepatch.count("pinned_mib", (sum(size for _, size in record) - pinned) >> 20)
+            return result
+        del record[before:]
+        size = args[1] if len(args) > 1 else kwargs["size"]
+        livepatch.count("pin_failures")
+        message = (
+            f"pinning host memory failed{f' ({refused})' if refused is not None else ''}: asked for {size >> 20} MiB "
+            f"more, {pinned >> 20} MiB of {allocator._final_size >> 20} MiB are pinned (look at `ulimit -l`, the "
+            f"container's memory limit and free memory)"
+        )
+        livepatch.say("pin_failures", message)
+        raise PinError(message) from cause
+
+    def expand(allocator: Any, seen: int) -> bool:
+        """Pin and commit one step, unless somebody did since the pool had `seen` bytes. False: there is no more."""
+        with lock_of(allocator):
+            if committed(allocator) != seen:
+                return True
+            start = allocator._curr_size
+            chunk = allocator.PIN_CHUNK_SIZE
+            end = min(start + max(step_bytes, chunk), allocator._final_size)
+            try:
+                # Copies are split at the same boundaries, so that none crosses from one registration to another.
+                while allocator._curr_size < end and not allocator._stop_expand.is_set():
+                    allocator._pin_memory_chunk(allocator._curr_size, chunk)
+                    allocator._curr_size += chunk
+            finally:
+                gained = allocator._curr_size - start
+                if gained:
+                    allocator._commit_expansion(gained)
+                    livepatch.count("expansions")
+            return bool(gained)
+
+    def could_fit(allocator: Any, wanted: int) -> bool:
+        uncommitted = allocator._final_size - committed(allocator)
+        free = allocator.get_address_manager().get_free_size()
+        return bool(uncommitted > 0 and wanted <= free + uncommitted)
+
+    def allocate(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> Any:
+        """As the release does, growing the pool by steps for as long as it has no room; may raise PinError."""
+        while True:
+            seen = committed(allocator)
+            found = wrapped(*args, **kwargs)
+            if found is not None:
+                return found
+            given = dict(zip(("shapes", "dtypes", "batch_size"), args, strict=False)) | kwargs
+            count = given.get("batch_size", 1) if wrapped.__name__ == "batched_allocate" else 1
+            wanted = bytes_of(given["shapes"], given["dtypes"]) * count
+            if seen == committed(allocator) and not could_fit(allocator, wanted):
+                return None
+            if not expand(allocator, seen):
+                return None
+
+    def close(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> Any:
+        """Stop an expansion under way, wait for it, then unpin everything as the release does."""
+        allocator._stop_expand.set()
+        with lock_of(allocator):
+            return wrapped(*args, **kwargs)
+
+    def usage(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        """Used and total bytes; the total of a lazily grown pool is its final size."""
+        used, total = wrapped(*args, **kwargs)
+        allocator = instance._allocator
+        if any(isinstance(allocator, sys.modules[lazy].LazyMemoryAllocator) for lazy in LAZY if lazy in sys.modules):
+            total = max(total, allocator._final_size)
+        return used, total
+
+    methods = {"_expand_worker": stay, "_pin_memory_chunk": pin, "close": close}
+    methods |= {"allocate": allocate, "batched_allocate": allocate}
+    made: dict[str, Callable[..., Any]] = {
+        f"{lazy}:LazyMemoryAllocator.{name}": wrapper for lazy in LAZY for name, wrapper in methods.items()
+    }
+    return made | {f"{manager}:L1MemoryManager.get_memory_usage": usage for manager in MANAGERS}
+
+
+def committed(allocator: Any) -> int:
+    """Bytes that allocations can be made from; `_curr_size` runs ahead of them while an expansion is under way."""
+    size: int = allocator.get_address_manager().get_heap_size()
+    return size
+
+
+def bytes_of(shapes: Any, dtypes: Any) -> int:
+    """Bytes of one object of one shape and dtype, or of lists of them; what alignment adds is not counted."""
+    if not isinstance(dtypes, (list, tuple)):
+        shapes, dtypes = [shapes], [dtypes]
+    total = 0
+    for shape, dtype in zip(shapes, dtypes, strict=False):
+        size = int(dtype.itemsize)
+        for length in shape:
+            size *= int(length)
+        total += size
+    return total
