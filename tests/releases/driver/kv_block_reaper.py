@@ -18,6 +18,7 @@ gc.disable()
 RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
+import inspect
 import json
 import tempfile
 import traceback
@@ -188,7 +189,7 @@ def receive_pending(world: World) -> None:
     world.add("next", tokens=1)
     world.steps(4)
     world.expect(world.is_held("gone"), "reaped while its KV arrived")
-    told = "delay_free_blocks" in real.Scheduler._free_request.__code__.co_varnames
+    told = "delay_free_blocks" in inspect.signature(real.Scheduler._free_request).parameters
     world.step(**({"recving": ["gone"]} if told else {"sending": ["gone"]}))
     world.steps(2)
     world.expect_empty()

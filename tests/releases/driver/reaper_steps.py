@@ -68,7 +68,8 @@ def main() -> None:
     stock = {name: method.__wrapped__ for name, method in patched.items()}
     with tempfile.TemporaryDirectory() as directory:
         load = Load(real.make_model_config(Path(directory)), live)
-    load.step()
+    while "_livepatch_kv_block_reaper" not in vars(load.scheduler):  # until the first request has ended
+        load.step()
     watch = load.scheduler._livepatch_kv_block_reaper
     for number in range(live // 2):  # what ended, and is not due
         watch.holds[f"held{number}"] = time.monotonic()
