@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from vllm_livepatch.sitecustomize import cache, installed
-from vllm_livepatch.sitecustomize.decision import Patch, Verdict, judge, module_of, public_release
+from vllm_livepatch.sitecustomize.decision import Installed, Patch, Verdict, judge, module_of, public_release
 from vllm_livepatch.tools import published, registry, releases_file
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.pages import COLOURS
@@ -89,7 +89,7 @@ def make(patches: Iterable[Patch]) -> Matrix:
     return Matrix(tuple(columns), chosen, cells)
 
 
-def _cell(patch: Patch, found: installed.Installed) -> Cell:
+def _cell(patch: Patch, found: Installed) -> Cell:
     verdict, detail, variant = judge(patch, found)
     driven = variant is not None and public_release(found.release or "") in variant.releases
     return Cell(verdict, "executed" if driven else "read", detail)

@@ -54,7 +54,7 @@ def main(
     entries = catalogue.load()
     for name, tests in failed.items():
         file = entries[name].folder / "patch.toml" if name in entries else None
-        if file in written.before:
+        if file is not None and file in written.before:
             releases_file.write(file, written.before[file])
         console.print(f"{name}: not as expected, for a person to look at: {', '.join(tests)}", style="red")
     console.print("review: git diff; then: vllm-livepatch matrix --write README.md", soft_wrap=True)

@@ -189,9 +189,9 @@ def _connector(border: Border, name: str, path: str | None, reached: set[int]) -
             how = "built into vLLM: LMCache's own does not load, or is not there"
         module = home
     found = border.resolve(value, module)
-    if found is None or not isinstance(found[1], ast.ClassDef):
+    home, cls = found if found is not None else (module, None)
+    if not isinstance(cls, ast.ClassDef):
         return None
-    home, cls = found
     construction = Construction(border, home, cls)
     problems = [*_constructor(border, factory, home, cls, external), *construction.run()]
     reached |= construction.reached
@@ -249,12 +249,10 @@ def _constructor(border: Border, factory: Module, home: Module, cls: ast.ClassDe
     signature = signature_of(border, (home, cls))
     if signature is None:
         return
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    three = "kv_cache_config" in signature.parameters or signature.empty in kinds
-    if not three and external:
-        three = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-        if "compat_sig" in (border.source(FACTORY) or ""):
-            return
+    parameters = signature.parameters
+    three = "kv_cache_config" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    if not three and external and "compat_sig" in (border.source(FACTORY) or ""):
+        return
     try:
         signature.bind(None, None, None)
     except TypeError as error:
