@@ -86,7 +86,7 @@ async def stormed(python: Path, work: Path, path: list[Path]) -> Outcome:
         "LIVEPATCH": "strict",
     }
     injected["XDG_CACHE_HOME"] = str(work / "cache")
-    deployed = topology.lmcache(python, model.make(work / "model", seed=1), injected)
+    deployed = topology.local(topology.load("lmcache"), python, model.make(work / "model", seed=1), injected)
     prompts = model.prompts(demo.PROMPTS, demo.PROMPT_TOKENS, 1)
     load, tally = Load(prompts=tuple(prompts), seconds=SECONDS, calm=2), Tally()
     async with Supervisor(work / "parts", print) as parts:

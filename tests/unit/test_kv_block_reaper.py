@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -147,7 +148,7 @@ def test_by_itself_it_works_for_connectors_that_need_it(connector: Any, watches:
 
 def test_the_age_is_above_the_connectors_own_timeout_of_children_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     envs = SimpleNamespace(VLLM_NIXL_ABORT_REQUEST_TIMEOUT=480, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=1000)
-    monkeypatch.setitem(reaper.sys.modules, "vllm.envs", envs)
+    monkeypatch.setitem(sys.modules, "vllm.envs", envs)
     old_nixl, moriio = named("NixlConnector"), named("MoRIIOConnector", _defer_timeout=60.0)
     mooncake = named("MooncakeConnector")
     assert reaper.default_age(old_nixl) == 610
@@ -182,7 +183,7 @@ def test_to_0_15_a_pending_receive_is_noticed_as_the_request_is_aborted(clock: C
 
     for name in ("arrives", "arrived"):
         request = Request(name)
-        request.status = Status()
+        request.status = Status()  # type: ignore[assignment]
         scheduler.add_request(request)
 
     def original(ids: Any, status: Any) -> None:
@@ -224,7 +225,7 @@ def test_with_the_patch_of_the_same_method_in_both_orders(first: str, clock: Clo
     made = [reaper.wrappers(mine), stale.wrappers(theirs)]
     connector = Connector()
     scheduler = scheduler_class(*(made if first == "reaper" else made[::-1]))(connector)
-    Request.status = SimpleNamespace(WAITING_FOR_REMOTE_KVS=object())  # type: ignore[attr-defined]
+    Request.status = SimpleNamespace(WAITING_FOR_REMOTE_KVS=object())
     scheduler._update_from_kv_xfer_finished(output())
     scheduler.hold("a")
     clock.now = 10

@@ -33,7 +33,7 @@ def table(result: dict[str, Any]) -> Table:
         built.add_column(name, justify="right")
     rows: list[tuple[str, Callable[[Arm], Any]]] = [
         ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']} after {arm['died_after']} s"),
-        *((kind, lambda arm, kind=kind: arm[kind]) for kind in ("completed", "disconnected", "failed")),  # type: ignore[misc]
+        *((kind, lambda arm, kind=kind: arm[kind]) for kind in ("completed", "disconnected", "failed")),
         ("outputs that differ from the undisturbed run's", lambda arm: arm["mismatches"]),
         ("completions a second", lambda arm: f"{arm['goodput']:.2f}"),
         ("first token, median / 99 %", lambda arm: _seconds(arm["first_token"])),
