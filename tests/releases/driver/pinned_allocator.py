@@ -279,7 +279,7 @@ def main() -> None:
     result: dict[str, Any] = {"lmcache": lmcache.__file__}
     for case in CASES:
         result[case.__name__] = case()
-    json.dump(result, RESULT)
+    print(json.dumps(result), file=RESULT, flush=True)
 
 
 if __name__ == "__main__":
