@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,14 +165,41 @@ def _parsed(release: str) -> tuple[str, str | None]:
     return requirement.name, pins[0].version if pins else None
 
 
-def explained(answers: Iterable[Checked], tree: installed.Tree) -> list[Checked]:
-    """The answers, with what drifted where something did."""
+def explained(answers: Iterable[Checked], tree: installed.Tree, asked: Collection[str] = ()) -> list[Checked]:
+    """The answers, with what drifted where something did.
+
+    The registry is asked for our packages and those `asked` about, and not told of anybody's own.
+    """
+
+    def fetch(package: str, release: str) -> installed.Tree:
+        if package not in asked and package not in PACKAGES:
+            raise SourcesError(f"{package} is nothing that the registry is asked for unless --release names it")
+        return published.tree(package, release)
+
     return [
-        dataclasses.replace(answer, drift=drift(answer.patch, answer.installed, tree, published.tree))
+        dataclasses.replace(answer, drift=drift(answer.patch, answer.installed, tree, fetch))
         if answer.decision.verdict == "drifted"
         else answer
         for answer in answers
     ]
+
+
+def together(patches: Iterable[Patch], of_names: installed.OfNames) -> installed.OfNames:
+    """`of_names` that is asked for all patches' names of a module at once, since parsing is what takes the time."""
+    wanted: dict[str, dict[str, str]] = {}
+    for patch in patches:
+        for name in patch.names:
+            wanted.setdefault(module_of(name), {})[name] = name.partition(":")[2]
+
+    def asked(source: str, names: Mapping[str, str]) -> dict[str, str | None]:
+        everything = {
+            **names,
+            **{key: name for module in map(module_of, names) for key, name in wanted[module].items()},
+        }
+        found = of_names(source, everything)
+        return {name: found[name] for name in names}
+
+    return asked
 
 
 def check(
@@ -185,12 +212,12 @@ def check(
     """
     chosen = list(patches)
     environment = settings.read(chosen, os.environ)
-    fingerprints = cache.Fingerprints(cache.directory(os.environ))
+    of_names = together(chosen, cache.Fingerprints(cache.directory(os.environ)).of_names)
     packages: dict[str, str | None] = {}
     answers: dict[str, Checked] = {}
     texts: dict[str, str] = {}
     for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
-        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts), fingerprints.of_names)
+        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts), of_names)
         if found.release is not None or any(found.code.values()):
             packages[patch.package] = found.release
         decision = decide(patch, found, environment)

@@ -130,7 +130,7 @@ def check(
     for name in others.keys() - packages.keys() - {"torch"}:
         packages[name] = installed.release(name, tree)
     if diff:
-        answers = checking.explained(answers, tree)
+        answers = checking.explained(answers, tree, others)
     pair = pairs.of_tree(tree)
     if as_json:
         judged = {"patches": [answer.described() for answer in answers], "pairs": [pair.described()] if pair else []}

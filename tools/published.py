@@ -11,30 +11,29 @@ import functools
 import hashlib
 import json
 import sys
-import tarfile
-import tempfile
 import threading
-import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from importlib.util import decode_source
 from pathlib import Path
-from typing import IO, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import requests
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
-from pypi_simple import DistributionPackage
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import registry, sources
+from vllm_livepatch.tools import archives, registry, sources
 from vllm_livepatch.tools.registry import RegistryError, Wheel
 from vllm_livepatch.tools.sources import RangesRefusedError, SourcesError
 
-LARGEST = 32 << 20
-"""Bytes; a Python file that says it is larger is none."""
+if TYPE_CHECKING:
+    from pypi_simple import DistributionPackage
 
-Tell = Callable[[str], None]
+GAP = 48 * 1024
+"""Bytes between two wanted files that are worth reading: requests are made together, so they cost little time."""
+
+Tell = archives.Tell
 
 
 def say(line: str) -> None:
@@ -167,11 +166,11 @@ class Shelf:
         except RegistryError as error:
             raise SourcesError(str(error)) from error
         except SourcesError as error:
-            wheel = _remembered(note)
-            if wheel is None:
+            remembered = _remembered(note)
+            if remembered is None:
                 raise
             self._tell(f"{package} {version} is from the cache: {error}")
-            return wheel
+            return remembered
         if wheel.yanked:
             self._tell(f"{package} {version} was yanked{': ' if wheel.why_yanked else ''}{wheel.why_yanked}")
         if wheel.version != version and registry.public(wheel.version) == registry.public(version) != version:
@@ -201,15 +200,15 @@ class _Archive:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        with _opened(file, file.name) as archive:
-            self.names = {info.filename: info.CRC for info in archive.infolist() if _is_python(info.filename)}
+        with archives.opened(file, file.name) as archive:
+            self.names = {info.filename: info.CRC for info in archive.infolist() if archives.is_python(info.filename)}
 
     def has(self, name: str) -> bool:
         return name in self.names
 
     def read(self, names: Collection[str]) -> dict[str, bytes]:
-        with _opened(self._file, self._file.name) as archive:
-            return {name: _member(archive, name) for name in names if name in self.names}
+        with archives.opened(self._file, self._file.name) as archive:
+            return {name: archives.member(archive, name) for name in names if name in self.names}
 
 
 class _Kept:
@@ -253,18 +252,18 @@ class _Kept:
         """Read the list and the files called `names`; all of them where the server gives nothing less."""
         wheel = self._wheel if self._wheel.url else self._find()
         if not wheel.name.endswith(".whl"):
-            self._keep(*_whole(wheel, self._session, self._tell, _of_source_archive))
+            self._keep(*archives.whole(wheel, self._session, self._tell, archives.of_source_archive))
             return
         try:
             with sources.opened(wheel, self._session) as (archive, fetcher):
-                listed = {info.filename: info.CRC for info in archive.infolist() if _is_python(info.filename)}
+                listed = {info.filename: info.CRC for info in archive.infolist() if archives.is_python(info.filename)}
                 wanted = [archive.getinfo(name) for name in names if name in listed]
                 for info in wanted:
-                    _check_size(info, wheel.name)
-                self._keep(listed, dict(sources.read(archive, fetcher, wanted)))
+                    archives.check_size(info, wheel.name)
+                self._keep(listed, dict(sources.read(archive, fetcher, wanted, gap=GAP)))
         except RangesRefusedError:
             self._tell(f"{wheel.name}: the server gives no parts of a file, so it is read whole")
-            self._keep(*_whole(wheel, self._session, self._tell, _of_wheel))
+            self._keep(*archives.whole(wheel, self._session, self._tell, archives.of_wheel))
 
     def _keep(self, listed: dict[str, int], contents: dict[str, bytes]) -> None:
         self.names = listed
@@ -276,97 +275,6 @@ class _Kept:
         # Last, since with it there the place counts as known.
         if not all([*kept, cache.replace(str(self._place / "list.json"), json.dumps(listed).encode())]):
             self._tell(f"{self._place.parent} cannot be written (a full disk?): nothing is kept there")
-
-
-def _whole(
-    wheel: Wheel,
-    session: requests.Session,
-    tell: Tell,
-    unpack: Callable[[Wheel, Path], dict[str, bytes]],
-) -> tuple[dict[str, int], dict[str, bytes]]:
-    """Download a file, compare it with its digest, and give the checksums and contents of the Python files in it."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="vllm-livepatch-") as temporary:
-            file = Path(temporary, "file")
-            with file.open("wb") as opened, sources.reading(wheel):
-                digest = _download(wheel, session, opened, tell)
-            if wheel.sha256 and digest != wheel.sha256:
-                raise SourcesError(f"the registry's {wheel.name} is damaged: its SHA-256 is not what the registry says")
-            contents = unpack(wheel, file)
-    except OSError as error:
-        raise SourcesError(f"cannot keep {wheel.name} below {tempfile.gettempdir()}: {error.strerror}") from error
-    return {name: zlib.crc32(content) for name, content in contents.items()}, contents
-
-
-def _download(wheel: Wheel, session: requests.Session, opened: IO[bytes], tell: Tell) -> str:
-    digest = hashlib.sha256()
-    with session.get(wheel.url, stream=True, timeout=registry.TIMEOUT) as answer:
-        answer.raise_for_status()
-        size = answer.headers.get("Content-Length")
-        if size is not None:
-            tell(f"reading {wheel.name}, {int(size) / 1e6:.1f} MB")
-        for part in iter(lambda: answer.raw.read(1 << 20), b""):
-            opened.write(part)
-            digest.update(part)
-    if size is not None and opened.tell() != int(size):
-        raise SourcesError(f"the registry's {wheel.name} broke off after {opened.tell()} of {size} bytes")
-    return digest.hexdigest()
-
-
-def _of_wheel(wheel: Wheel, file: Path) -> dict[str, bytes]:
-    with _opened(file, f"the registry's {wheel.name}") as archive:
-        return {name: _member(archive, name) for name in archive.namelist() if _is_python(name)}
-
-
-def _of_source_archive(wheel: Wheel, file: Path) -> dict[str, bytes]:
-    """The packages of a source archive by their paths in a wheel: below its one folder, or `src` in it."""
-    found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(file) as archive:
-            for member in archive:
-                name = member.name.partition("/")[2].removeprefix("src/")
-                if member.isfile() and _is_python(name) and member.size <= LARGEST:
-                    content = archive.extractfile(member)
-                    found[name] = content.read() if content is not None else b""
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise SourcesError(f"the registry's {wheel.name} is damaged: {error}") from error
-    return found
-
-
-class _opened:
-    """A wheel on this machine, open; what is wrong with it becomes SourcesError."""
-
-    def __init__(self, file: Path, called: str) -> None:
-        self._file, self._called = file, called
-
-    def __enter__(self) -> zipfile.ZipFile:
-        try:
-            self._archive = zipfile.ZipFile(self._file)
-        except (zipfile.BadZipFile, ValueError) as error:
-            raise SourcesError(f"{self._called} is damaged: {error}") from error
-        except OSError as error:
-            raise SourcesError(f"{self._called} cannot be read: {error.strerror or error}") from error
-        return self._archive
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._archive.close()
-        if isinstance(error, (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError)):
-            raise SourcesError(f"{self._called} is damaged: {error}") from error
-
-
-def _member(archive: zipfile.ZipFile, name: str) -> bytes:
-    _check_size(archive.getinfo(name), archive.filename or "the wheel")
-    return archive.read(name)
-
-
-def _check_size(info: zipfile.ZipInfo, called: str) -> None:
-    if info.file_size > LARGEST:
-        raise SourcesError(f"{called}: {info.filename} is no Python file of {info.file_size} bytes")
-
-
-def _is_python(name: str) -> bool:
-    top, slash, _ = name.partition("/")
-    return bool(slash) and name.endswith(".py") and top.isidentifier()
 
 
 def _tops(names: Iterable[str]) -> set[str]:

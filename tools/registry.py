@@ -16,21 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import requests
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
-from pypi_simple import (
-    PYPI_SIMPLE_ENDPOINT,
-    DistributionPackage,
-    NoSuchProjectError,
-    PyPISimple,
-    UnsupportedContentTypeError,
-    UnsupportedRepoVersionError,
-)
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
+
+if TYPE_CHECKING:
+    from pypi_simple import DistributionPackage
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -134,6 +129,9 @@ def find_file(package: str, version: str, offered: Sequence[DistributionPackage]
 
 def files(package: str, session: requests.Session | None = None) -> list[DistributionPackage]:
     """Return every file of a package, of each index that pip would ask. Raises RegistryError."""
+    # Half a second on a slow machine, which who needs no network should not pay.
+    from pypi_simple import NoSuchProjectError, PyPISimple, UnsupportedContentTypeError, UnsupportedRepoVersionError
+
     found: list[DistributionPackage] | None = None
     with new_session(session) as opened:
         for endpoint in endpoints():
@@ -163,6 +161,8 @@ def final_releases(offered: Sequence[DistributionPackage]) -> list[str]:
 
 def endpoints() -> tuple[str, ...]:
     """Return the indexes that pip would ask, the extra ones last; those that are no web servers are left out."""
+    from pypi_simple import PYPI_SIMPLE_ENDPOINT
+
     index = os.environ.get("PIP_INDEX_URL") or _configured("index-url") or PYPI_SIMPLE_ENDPOINT
     extra = os.environ.get("PIP_EXTRA_INDEX_URL") or _configured("extra-index-url")
     return (index, *(url for url in extra.split() if url.startswith(("http://", "https://"))))
@@ -265,13 +265,13 @@ def _newest(offered: Sequence[DistributionPackage]) -> str:
 class Traffic:
     """What all sessions asked for and were answered with so far, as the answers' headers say."""
 
-    requests: int = 0
+    answers: int = 0
     bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def count(self, response: requests.Response, **_: object) -> None:
+    def count(self, response: requests.models.Response, **_: object) -> None:
         with self.lock:
-            self.requests += 1
+            self.answers += 1
             self.bytes += int(response.headers.get("Content-Length") or 0)
 
 

@@ -46,7 +46,7 @@ MERGE_GAP = 128 * 1024
 DIRECTORY_GUESS = 768 * 1024
 """Bytes to read from a wheel's end at once: enough for the member list of every release so far."""
 
-SPANS_AT_ONCE = 4
+SPANS_AT_ONCE = 8
 """Parts of a wheel that are fetched at the same time."""
 
 Advance = Callable[[int], None]
@@ -233,15 +233,19 @@ def read(
     fetcher: SpanFetcher,
     members: Collection[zipfile.ZipInfo],
     advance: Advance = lambda size: None,
+    gap: int = MERGE_GAP,
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of each member, fetching neighbours together; the archive checks their CRC."""
+    """Yield name and content of each member; the archive checks their CRC.
+
+    Neighbours with no more than `gap` bytes between them are fetched together.
+    """
     starts = sorted(info.header_offset for info in archive.infolist())
     after = dict(zip(starts, [*starts[1:], archive.start_dir], strict=True))
     ordered = sorted(members, key=lambda info: info.header_offset)
     spans: list[tuple[int, int]] = []
     for info in ordered:
         start, end = info.header_offset, after[info.header_offset]
-        if spans and start - spans[-1][1] <= MERGE_GAP:
+        if spans and start - spans[-1][1] <= gap:
             start = spans.pop()[0]
         spans.append((start, end))
     with ThreadPoolExecutor(SPANS_AT_ONCE) as pool:

@@ -443,7 +443,7 @@ def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
                 raise sources.SourcesError(f"{package} {version} is not in the registry")
             return place
 
-        monkeypatch.setattr(registry, "pins", lambda package: pins)
+        monkeypatch.setattr(registry, "all_pins", lambda package: pins)
         monkeypatch.setattr(sources, "site_packages", site_packages)
 
     return there

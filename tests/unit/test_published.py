@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.sitecustomize.installed import Tree, release
-from vllm_livepatch.tools import published, registry, sources
+from vllm_livepatch.tools import archives, published, registry, sources
 from vllm_livepatch.tools.published import PublishedTree, Shelf
 from vllm_livepatch.tools.registry import Pin
 from vllm_livepatch.tools.sources import SourcesError
@@ -46,7 +46,7 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalInde
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr(sources, "DIRECTORY_GUESS", 4096)
-        monkeypatch.setattr(registry, "pins", lambda package: ())
+        monkeypatch.setattr(registry, "all_pins", lambda package: ())
         yield index
 
 
@@ -224,11 +224,9 @@ def test_a_yanked_release_is_read_and_said(index: LocalIndex, shelf: Shelf, told
 
 def test_no_network(index: LocalIndex, monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
     first = Shelf().tree("demo", "1.0").source("demo.one")
-    index.status = 503
     with serving(LocalIndex()) as gone:
         pass
-    for name in ("offered",):
-        monkeypatch.setattr(Shelf, name, unreachable(gone.url))
+    monkeypatch.setattr(Shelf, "offered", unreachable(gone.url))
     shelf = Shelf(told.append)
     assert shelf.tree("demo", "1.0").source("demo.one") == first
     assert told == ["demo 1.0 is from the cache: the registry cannot be reached; is there a network?"]
@@ -251,7 +249,7 @@ def unreachable(url: str) -> Any:
 
 def test_a_pinned_release_needs_no_network_once_read(index: LocalIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = (Pin("demo", "1.0", NAME, index.add("demo", NAME, index.files["demo"][NAME]), ""),)
-    monkeypatch.setattr(registry, "pins", lambda package: pinned)
+    monkeypatch.setattr(registry, "all_pins", lambda package: pinned)
     first = Shelf().tree("demo", "1.0").source("demo.one")
     asked = index.requests
     tree = Shelf().tree("demo", "1.0")
@@ -263,7 +261,7 @@ def test_a_pinned_release_needs_no_network_once_read(index: LocalIndex, monkeypa
 def test_whole_sources_that_are_there_serve(index: LocalIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     sha256 = index.add("demo", NAME, make_wheel("demo", "1.0", {"demo/two.py": b"TWO = 2\n"}))
     digest = sources.sources_digest([("demo/two.py", b"TWO = 2\n")])
-    monkeypatch.setattr(registry, "pins", lambda package: (Pin("demo", "1.0", NAME, sha256, digest),))
+    monkeypatch.setattr(registry, "all_pins", lambda package: (Pin("demo", "1.0", NAME, sha256, digest),))
     sources.site_packages("demo", "1.0")
     asked = index.requests
     assert Shelf().tree("demo", "1.0").source("demo.two") == "TWO = 2\n"
@@ -281,7 +279,7 @@ def test_a_full_disk_under_a_wheel_that_is_read_whole(
     index: LocalIndex, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.ignore_ranges = True
-    monkeypatch.setattr(published, "_download", full)
+    monkeypatch.setattr(archives, "_download", full)
     assert refusal(shelf).endswith(": No space left on device")
 
 
@@ -342,7 +340,7 @@ def test_pips_own_configuration_names_the_index(
 
 
 def test_a_file_that_says_it_is_enormous(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "LARGEST", 100)
+    monkeypatch.setattr(archives, "LARGEST", 100)
     assert refusal(shelf, module="demo.deep.three").endswith("demo/deep/three.py is no Python file of 10000 bytes")
 
 

@@ -25,7 +25,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalIndex]:
         index.add("vllm", WHEEL.replace("x86_64", "aarch64"), b"other")
         index.add("vllm", "vllm-1.0.tar.gz", b"source")
         monkeypatch.setenv("PIP_INDEX_URL", index.url)
-        monkeypatch.setattr(registry, "pins", lambda package: ())
+        monkeypatch.setattr(registry, "all_pins", lambda package: ())
         yield index
 
 
@@ -42,7 +42,7 @@ def refusal(package: str = "vllm", version: str = "1.0") -> str:
 def pin_as(monkeypatch: pytest.MonkeyPatch, sha256: str, wheel: str = WHEEL) -> None:
     """Pin vllm 1.0."""
     pins = (Pin("vllm", "1.0", wheel, sha256, ""),)
-    monkeypatch.setattr(registry, "pins", lambda package: pins)
+    monkeypatch.setattr(registry, "all_pins", lambda package: pins)
 
 
 def test_wheel_for_x86_64_is_found(index: LocalIndex) -> None:

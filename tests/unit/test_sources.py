@@ -39,7 +39,7 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalInde
         index.add("demo", NAME, make_wheel("demo", "1.0", FILES))
         monkeypatch.setenv("PIP_INDEX_URL", index.url)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr(registry, "pins", lambda package: ())
+        monkeypatch.setattr(registry, "all_pins", lambda package: ())
         yield index
 
 
@@ -47,7 +47,7 @@ def pin_as(monkeypatch: pytest.MonkeyPatch, index: LocalIndex, sources_sha256: s
     """Pin demo 1.0 with its own wheel and the given digest of its sources."""
     sha256 = index.add("demo", NAME, index.files["demo"][NAME])
     pins = (Pin("demo", "1.0", NAME, sha256, sources_sha256),)
-    monkeypatch.setattr(registry, "pins", lambda package: pins)
+    monkeypatch.setattr(registry, "all_pins", lambda package: pins)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -106,7 +106,7 @@ def test_sources_other_than_the_pinned_ones_are_refused(index: LocalIndex, monke
 def test_table_of_a_new_release_pins_it(index: LocalIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     (table,) = tomllib.loads(sources.pin_table("demo", "1.0"))["demo"]
     pin = Pin(package="demo", **table)
-    monkeypatch.setattr(registry, "pins", lambda package: (pin,))
+    monkeypatch.setattr(registry, "all_pins", lambda package: (pin,))
     assert contents(sources.site_packages("demo", "1.0")).keys() > PYTHON.keys()
 
 
