@@ -20,13 +20,18 @@ PAIRS = [
 ]
 
 
+INSTALLED = "0.5.6"
+"""What the engine's environment has: the whole wheel. This release cannot be imported without its compiled modules."""
+
+
 @pytest.mark.parametrize(("vllm", "lmcache"), PAIRS)
 def test_what_is_said_happens(vllm: str, lmcache: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """Each way to ask for a connector gives the class that was told, and can be made if that was told."""
     pair = pairs.look(published.tree("vllm", vllm), published.tree("lmcache", lmcache), (vllm, lmcache))
     assert pair.connectors
     ways = [one.name if one.module_path is None else f"{one.name}={one.module_path}" for one in pair.connectors]
-    result = warm.run("pairs", {"vllm": vllm, "lmcache": lmcache}, tmp_path, arguments=ways)
+    releases = {"vllm": vllm} if lmcache == INSTALLED else {"vllm": vllm, "lmcache": lmcache}
+    result = warm.run("pairs", releases, tmp_path, arguments=ways)
     for told, happened in zip(pair.connectors, result["outcomes"], strict=True):
         assert (happened["outcome"] == "works") == told.works, (told.asked, happened, told.problems)
         if happened["class"] is not None:
