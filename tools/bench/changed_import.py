@@ -55,7 +55,7 @@ def imported(python: Path, path: list[Path], cache: Path, state: Path) -> tuple[
         "VLLM_PLUGINS": "",
         "VLLM_TARGET_DEVICE": "cpu",
     }
-    # Where the collector's full passes fall in 11 million calls is chance, and one costs as much as a second of the nine.
+    # Where the collector's full passes fall is chance, and one costs as much as a second of the nine.
     command = [str(python), "-c", f"import gc; gc.disable(); import {', '.join(MODULES)}"]
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
