@@ -8,41 +8,12 @@ Runs from a checkout: the scheduler is set up by the release tests' driver.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import tempfile
 from pathlib import Path
 
 from rich.console import Console
-from vllm_livepatch.tools import bundle, catalogue, environments, sources
-from vllm_livepatch.tools.errors import UserError
-
-DRIVER = Path(__file__).resolve().parents[2] / "tests" / "releases" / "driver"
-
-
-def measure(release: str, rounds: int, running: int, python: Path) -> dict[str, list[float]]:
-    """CPU seconds per step of each round, for `stock` and `patched`. Raises UserError."""
-    if not DRIVER.is_dir():
-        raise UserError("this benchmark needs a checkout of the project, for its release tests")
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary, "bundle")
-        bundle.write_directory(bundle.contents(catalogue.load()), place)
-        path = os.pathsep.join(map(str, (place, sources.site_packages("vllm", release), DRIVER)))
-        environ = {**os.environ, "PYTHONPATH": path, "LIVEPATCH_STATE_DIR": temporary, "VLLM_TARGET_DEVICE": "cpu"}
-        script = DRIVER / "steps_per_second.py"
-        done = subprocess.run(
-            [str(python), str(script), str(rounds), str(running)],
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise UserError(f"the driver failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    times: dict[str, list[float]] = json.loads(done.stdout)["times"]
-    return times
+from vllm_livepatch.tools import environments
+from vllm_livepatch.tools.bench import drivers
 
 
 def main() -> None:
@@ -52,7 +23,8 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=16, help="requests in every step")
     parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
     options = parser.parse_args()
-    times = measure(options.release, options.rounds, options.running, options.engine_python or environments.engine())
+    python = options.engine_python or environments.engine()
+    times = drivers.run("steps_per_second", options.release, [options.rounds, options.running], python)["times"]
     stock, patched = (statistics.median(times[name]) for name in ("stock", "patched"))
     ratio = statistics.median(one / other for one, other in zip(times["stock"], times["patched"], strict=True))
     console = Console(soft_wrap=True)

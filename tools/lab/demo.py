@@ -27,7 +27,7 @@ from vllm_livepatch.tools import environments
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import model, report, topology
 from vllm_livepatch.tools.lab.storm import Client, Load, RequestFailed, Tally, drained, storm, summary, warm
-from vllm_livepatch.tools.lab.supervisor import PartFailed, Supervisor, tail
+from vllm_livepatch.tools.lab.supervisor import PartFailed, Supervisor, tail, together
 
 PATCH = "stale-finished-recving"
 ASSERTION = ("_update_from_kv_xfer_finished", "assert req_id in self.requests", "AssertionError")
@@ -88,7 +88,7 @@ async def run(options: Options) -> dict[str, Any]:
         Supervisor(options.out / "patched", _progress(begun, "patched: ")) as patched_parts,
     ):
         # Booting is importing, most of it on one core: both sides together take little longer than one.
-        await _together(
+        await together(
             stock_parts.start(deployed["stock"].parts),
             patched_parts.start(deployed["patched"].parts),
         )
@@ -194,17 +194,6 @@ async def _narrated(work: Coroutine[Any, Any, None], tally: Tally, say: Say) -> 
         await work
     finally:
         teller.cancel()
-
-
-async def _together(*work: Coroutine[Any, Any, None]) -> None:
-    """All of them; when one fails the others are cancelled (``asyncio.gather`` would let them go on)."""
-    tasks = [asyncio.ensure_future(entry) for entry in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _command_line(*arguments: str) -> str:

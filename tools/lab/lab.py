@@ -26,7 +26,7 @@ from vllm_livepatch.tools import environments
 from vllm_livepatch.tools.lab import faults, model, topology
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.storm import Client, Load, RequestFailed, Tally, drained, storm, summary, warm
-from vllm_livepatch.tools.lab.supervisor import PartFailed, Supervisor
+from vllm_livepatch.tools.lab.supervisor import PartFailed, Supervisor, together
 from vllm_livepatch.tools.lab.topology import Deployment, Topology
 
 USAGE = "vllm:kv_cache_usage_perc"
@@ -126,7 +126,7 @@ async def _course(parts: Supervisor, deployed: Deployment, options: Options, loa
             work += [faults.play(fault, parts) for fault in options.faults]
             watch = asyncio.create_task(usage.watch(engines))
             try:
-                await parts.guard(_all(*work))
+                await parts.guard(together(*work))
                 hurt = {fault.part for fault in options.faults if fault.lasts is None and fault.kind == "kill"}
                 left = {name: engine for name, engine in engines.items() if name not in hurt}
                 say("the load is over; waiting for blocks to come back")
@@ -182,17 +182,6 @@ async def _back(engines: Mapping[str, Client], load: Load, deadline: float) -> t
     begun = time.monotonic()
     left = {name: await drained(engine, load, deadline) for name, engine in engines.items()}
     return left, round(time.monotonic() - begun, 1)
-
-
-async def _all(*work: Any) -> None:
-    """All of them; when one fails the others are cancelled."""
-    tasks = [asyncio.ensure_future(entry) for entry in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _tell(begun: float, arm: str, line: str) -> None:

@@ -298,6 +298,17 @@ class Supervisor:
             return False
 
 
+async def together(*work: Coroutine[Any, Any, None]) -> None:
+    """All of them; when one fails the others are cancelled (``asyncio.gather`` would let them go on)."""
+    tasks = [asyncio.ensure_future(entry) for entry in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:
     """The last lines of a log, without colours; none if there is no such file."""
     try:
