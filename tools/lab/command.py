@@ -36,6 +36,9 @@ def command(
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="VARIABLE=VALUE", help="For the patched arm; repeatable.")
     ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--with", metavar="NAME=NUMBER", help="A setting of the topology; repeatable.")
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Stock beside patched, in one run.")] = False,
     seconds: Annotated[float, typer.Option(min=5, help="How long the load lasts.")] = 60,
     clients: Annotated[int, typer.Option(min=1)] = 12,
@@ -50,7 +53,7 @@ def command(
     ] = None,
 ) -> None:
     """A real topology on this machine: engines, LMCache server, transports and router, with load and faults."""
-    described = topology.load(name)
+    described = topology.set_up(topology.load(name), settings or ())
     chosen = [word for word in patches.split(",") if word]
     catalogue.choose(catalogue.load(), chosen)
     toggles = {variable(patch): "on" for patch in chosen} | _settings(setting or ())

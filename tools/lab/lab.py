@@ -28,9 +28,10 @@ from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.storm import Client, Load, RequestFailed, Tally, drained, storm, summary, warm
 from vllm_livepatch.tools.lab.supervisor import PartFailed, Supervisor, together
 from vllm_livepatch.tools.lab.topology import Deployment, Topology
+from vllm_livepatch.tools.lab.watch import Watch
 
-USAGE = "vllm:kv_cache_usage_perc"
-_SAMPLE_SECONDS = 0.5
+_REST_SECONDS = 4.0
+"""What an engine costs that holds nothing, to compare with."""
 _FIRST_TRIES = 5
 """A first transfer shakes hands with a peer that may still be busy: upstream gives that 5 s, then fails the request."""
 
@@ -102,6 +103,7 @@ async def run(options: Options) -> dict[str, Any]:
         "load": {**shape, "prompts": options.prompts, "prompt_tokens": options.prompt_tokens},
         "faults": [asdict(fault) for fault in options.faults],
         "disconnects": options.disconnects,
+        "settings": dict(options.topology.settings),
         "arms": arms,
         "seconds": round(time.monotonic() - begun, 1),
     }
@@ -109,14 +111,18 @@ async def run(options: Options) -> dict[str, Any]:
 
 async def _course(parts: Supervisor, deployed: Deployment, options: Options, load: Load, say: Say) -> dict[str, Any]:
     """One arm: warm up, load and hurt, wait for blocks to come back. The death of a part is a result, not an error."""
-    tally, usage = Tally(), Usage()
+    tally = Tally()
     arm: dict[str, Any] = {"boot_seconds": parts.up_seconds(), "survived": True, "death": None}
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(deployed.url, topology.MODEL_NAME, load.request_timeout))
-        engines = {
-            role.name: await stack.enter_async_context(Client(part.health.removesuffix("/health"), topology.MODEL_NAME))
+        urls = {
+            role.name: part.health.removesuffix("/health")
             for role, part in zip(options.topology.roles, deployed.parts, strict=True)
             if role.kind == "engine"
+        }
+        watch = Watch(urls, parts.processes)
+        engines = {
+            name: await stack.enter_async_context(Client(url, topology.MODEL_NAME)) for name, url in urls.items()
         }
         try:
             expected = await parts.guard(_first(client, load))
@@ -124,15 +130,16 @@ async def _course(parts: Supervisor, deployed: Deployment, options: Options, loa
             tally.begun = time.monotonic()
             work = [storm(client, load, expected, tally, list(engines.values()))]
             work += [faults.play(fault, parts) for fault in options.faults]
-            watch = asyncio.create_task(usage.watch(engines))
+            looking = asyncio.create_task(watch.look())
             try:
                 await parts.guard(together(*work))
                 hurt = {fault.part for fault in options.faults if fault.lasts is None and fault.kind == "kill"}
                 left = {name: engine for name, engine in engines.items() if name not in hurt}
                 say("the load is over; waiting for blocks to come back")
                 arm["kv_usage_at_end"], arm["back_after"] = await parts.guard(_back(left, load, options.drain_seconds))
+                await parts.guard(asyncio.sleep(_REST_SECONDS))
             finally:
-                watch.cancel()
+                looking.cancel()
         except PartFailed as failed:
             if not tally.events:
                 raise
@@ -143,26 +150,9 @@ async def _course(parts: Supervisor, deployed: Deployment, options: Options, loa
     arm["goodput"] = round(arm["completed"] / load.seconds, 3)
     for name, values in (("first_token", tally.first_tokens), ("between_tokens", tally.gaps)):
         arm[name] = {share: _quantile(values, share) for share in (0.5, 0.9, 0.99)} if values else None
-    arm["kv_usage"] = usage.series
+    arm |= watch.result()
     arm["status"] = _status(options.out / "state") if parts.directory.name == "patched" else []
     return arm
-
-
-class Usage:
-    """The share of each engine's KV blocks that is in use, over time."""
-
-    def __init__(self) -> None:
-        self.series: dict[str, list[tuple[float, float]]] = {}
-
-    async def watch(self, engines: Mapping[str, Client]) -> None:
-        """Look until cancelled; an engine that does not answer leaves a gap."""
-        begun = time.monotonic()
-        while True:
-            for name, engine in engines.items():
-                with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, KeyError):
-                    used = await engine.metric(USAGE)
-                    self.series.setdefault(name, []).append((round(time.monotonic() - begun, 2), used))
-            await asyncio.sleep(_SAMPLE_SECONDS)
 
 
 async def _first(client: Client, load: Load) -> dict[str, str]:

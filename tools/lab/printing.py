@@ -24,7 +24,7 @@ CLAIMS = {"livepatch": BUNDLE, "models": "/models"}
 def cluster(described: Topology, host: Callable[[str], str]) -> Placement:
     """Each part on a machine of its own, called ``host(part)``, on the usual ports, with KV in device memory."""
     ports = {role.name: PORTS[role.kind] for role in described.roles}
-    return Placement({role.name: host(role.name) for role in described.roles}, ports, "cuda")
+    return Placement({role.name: host(role.name) for role in described.roles}, ports, "cuda", described.settings)
 
 
 def variables(role: Role, placement: Placement, toggles: dict[str, str]) -> dict[str, str]:

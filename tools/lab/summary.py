@@ -40,6 +40,7 @@ def table(result: dict[str, Any]) -> Table:
         ("between tokens, median / 99 %", lambda arm: _seconds(arm["between_tokens"])),
         ("KV usage at the end", lambda arm: _usage(arm.get("kv_usage_at_end"))),
         ("after the load, back in", lambda arm: f"{arm['back_after']:.0f} s" if "back_after" in arm else None),
+        ("blocks held with no request left, and the CPU meanwhile", lambda arm: _held(arm.get("held", {}))),
         ("done by patches", lambda arm: _counters(arm["status"])),
     ]
     for title, value in rows:
@@ -88,6 +89,21 @@ def _seconds(values: dict[Any, float] | None) -> str | None:
 
 def _usage(left: dict[str, float] | None) -> str | None:
     return None if left is None else ", ".join(f"{name} {share:.1%}" for name, share in left.items())
+
+
+def _held(engines: dict[str, dict[str, float | None]]) -> str | None:
+    """An engine a line: for how long, how much, and the cores that it used then and when it held none."""
+    lines = []
+    for name, found in engines.items():
+        line = f"{name} {found['seconds']:.0f} s"
+        if found["seconds"]:
+            line += f" ({found['share']:.1%}; {_cores(found['cores_then'])} cores, else {_cores(found['cores_else'])})"
+        lines.append(line)
+    return "\n".join(lines) or None
+
+
+def _cores(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2f}"
 
 
 def _counters(status: list[dict[str, Any]]) -> str | None:

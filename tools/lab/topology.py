@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import string
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ class Topology:
     roles: tuple[Role, ...]
     stopped_by: str = ""
     """What keeps it from running on CPU memory, if anything does."""
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the topology leaves open, by name: `${NAME}` stands for them."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Placement:
     ports: Mapping[str, Mapping[str, int]]
     device: str
     """Where KV that is sent lies: `cpu` or `cuda` (which is also what ROCm calls itself)."""
+    settings: Mapping[str, float] = field(default_factory=dict)
 
     def fill(self, value: Any) -> Any:
         """`value` (text, or lists and tables of it) with every `${...}` replaced; a port alone becomes a number."""
@@ -88,7 +92,7 @@ class Placement:
         return int(filled) if value.startswith("${") and filled.isdecimal() else filled
 
     def _words(self) -> dict[str, str]:
-        words = {"device": self.device}
+        words = {"device": self.device, **{name: f"{value:g}" for name, value in self.settings.items()}}
         for name, host in self.hosts.items():
             words[f"{name}.host"] = host
             words |= {f"{name}.{port}": str(number) for port, number in self.ports[name].items()}
@@ -104,7 +108,7 @@ class Deployment:
 
 
 class _Template(string.Template):
-    idpattern = r"[a-z]+(?:\.[a-z]+)?"
+    idpattern = r"[a-z_]+(?:\.[a-z]+)?"
 
 
 def names() -> list[str]:
@@ -118,7 +122,19 @@ def load(name: str) -> Topology:
         raise UserError(f"there is no topology {name!r}: there are {', '.join(names())}")
     data = tomllib.loads((TOPOLOGIES / f"{name}.toml").read_text(encoding="utf-8"))
     roles = tuple(Role(**part) for part in data["part"])
-    return Topology(name, data["title"], data["ask"], roles, data.get("stopped_by", ""))
+    return Topology(name, data["title"], data["ask"], roles, data.get("stopped_by", ""), data.get("settings", {}))
+
+
+def set_up(topology: Topology, texts: Collection[str]) -> Topology:
+    """The topology with `NAME=NUMBER` texts for its settings. Raises UserError where it has no such setting."""
+    settings = dict(topology.settings)
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in settings or not re.fullmatch(r"\d+(\.\d+)?", value):
+            known = ", ".join(f"{key}={usual:g}" for key, usual in topology.settings.items()) or "none"
+            raise UserError(f"--with {text}: write NAME=NUMBER; the settings of {topology.name} are: {known}")
+        settings[name] = float(value)
+    return replace(topology, settings=settings)
 
 
 def free_ports(count: int) -> list[int]:
@@ -137,7 +153,7 @@ def here(topology: Topology) -> Placement:
     """All parts on this machine's loopback, on ports that are free now."""
     free = iter(free_ports(sum(len(PORTS[role.kind]) for role in topology.roles)))
     ports = {role.name: {name: next(free) for name in PORTS[role.kind]} for role in topology.roles}
-    return Placement({role.name: "127.0.0.1" for role in topology.roles}, ports, "cpu")
+    return Placement({role.name: "127.0.0.1" for role in topology.roles}, ports, "cpu", topology.settings)
 
 
 def command(role: Role, placement: Placement, model: str, bind: str) -> list[str]:
