@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -81,7 +82,7 @@ def held(samples: list[Sample]) -> dict[str, float | None]:
     load); `cores_then`, `cores_else`: processor seconds a second while it held blocks and served nobody, and while it
     held none and served nobody. None where there was no such moment.
     """
-    pairs = list(zip(samples, samples[1:], strict=False))
+    pairs = list(pairwise(samples))
     # What a process used is said by the sample that ends the time.
     still = [(a, b) for a, b in pairs if a.requests == 0 and b.requests == 0]
     with_blocks = [(a, b) for a, b in still if a.used > 0 and b.used > 0]
