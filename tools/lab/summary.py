@@ -32,12 +32,16 @@ def table(result: dict[str, Any]) -> Table:
     for name in arms:
         built.add_column(name, justify="right")
     rows: list[tuple[str, Callable[[Arm], Any]]] = [
-        ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']} after {arm['died_after']} s"),
+        ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']}; dead after {arm['died_after']} s"),
         *((kind, lambda arm, kind=kind: arm[kind]) for kind in ("completed", "disconnected", "failed")),
+        ("failures by kind", lambda arm: _kinds(arm["errors"])),
         ("outputs that differ from the undisturbed run's", lambda arm: arm["mismatches"]),
-        ("completions a second", lambda arm: f"{arm['goodput']:.2f}"),
+        ("right completions a second", lambda arm: f"{arm['goodput']:.2f}"),
         ("first token, median / 99 %", lambda arm: _seconds(arm["first_token"])),
         ("between tokens, median / 99 %", lambda arm: _seconds(arm["between_tokens"])),
+        ("tokens loaded from LMCache or another engine", lambda arm: arm.get("loaded_tokens")),
+        ("parts brought back", lambda arm: _kinds(arm["restarts"])),
+        ("lines of errors in logs", lambda arm: _kinds(arm["errors_logged"])),
         ("KV usage at the end", lambda arm: _usage(arm.get("kv_usage_at_end"))),
         ("after the load, back in", lambda arm: f"{arm['back_after']:.0f} s" if "back_after" in arm else None),
         ("done by patches", lambda arm: _counters(arm["status"])),
@@ -86,8 +90,15 @@ def _seconds(values: dict[Any, float] | None) -> str | None:
     return f"{median:.3f} / {last:.3f} s"
 
 
-def _usage(left: dict[str, float] | None) -> str | None:
-    return None if left is None else ", ".join(f"{name} {share:.1%}" for name, share in left.items())
+def _usage(left: dict[str, float | None] | None) -> str | None:
+    if left is None:
+        return None
+    return ", ".join(f"{name} {'no answer' if share is None else f'{share:.1%}'}" for name, share in left.items())
+
+
+def _kinds(counts: dict[str, int]) -> str | None:
+    """Counts that are not 0, a line each."""
+    return "\n".join(f"{kind}: {count}" for kind, count in counts.items() if count) or None
 
 
 def _counters(status: list[dict[str, Any]]) -> str | None:
