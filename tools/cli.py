@@ -240,7 +240,8 @@ def lab(context: typer.Context) -> None:
         raise UserError(f"the lab needs more packages (pip install 'vllm-livepatch[lab]'): {error}") from error
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     inner.command("lab")(command)
-    inner(context.args, prog_name="vllm-livepatch lab", standalone_mode=False)
+    code = inner(context.args, prog_name="vllm-livepatch lab", standalone_mode=False)
+    raise typer.Exit(code if isinstance(code, int) else 0)
 
 
 def _print_json(value: Any) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
+from vllm_livepatch.tools import cli, environments
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import bench, loads, model
+from vllm_livepatch.tools.lab import bench, lab, loads, model
 from vllm_livepatch.tools.lab.arm import falling_into
 from vllm_livepatch.tools.lab.bench import BenchServe, count
+from vllm_livepatch.tools.lab.client import RequestFailed
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.loads import Bench, Conversations, Storm, parse
 from vllm_livepatch.tools.lab.supervisor import Part, PartFailed, Supervisor
@@ -86,6 +88,36 @@ def test_the_command_says_it_in_one_line_and_ends_with_2(arguments: list[str]) -
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("vllm-livepatch: ")
     assert arguments[-2] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (RequestFailed("HTTP 500", "engine is dead"), 1, "lab: a request outside the load failed: HTTP 500: engine"),
+        (asyncio.TimeoutError(), 1, "lab: a request outside the load failed: TimeoutError"),
+        (environments.InstallationError("torch: no"), 1, "lab: torch: no"),
+        (subprocess.CalledProcessError(2, ["python", "-m", "x"]), 2, ""),
+        (subprocess.CalledProcessError(3, ["python", "-m", "x"]), 1, "lab: exit code 3 from x"),
+        (asyncio.CancelledError(), 130, "lab: stopped"),
+    ],
+)
+def test_a_run_that_fails_ends_with_its_code(
+    error: BaseException,
+    code: int,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def fails(options: lab.Options) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr(lab, "run", fails)
+    monkeypatch.setattr(sys, "argv", ["vllm-livepatch", "lab", "lmcache", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert capsys.readouterr().err.startswith(line)
 
 
 def test_conversations_have_one_beginning_and_the_length_that_is_said() -> None:

@@ -32,7 +32,7 @@ def table(result: dict[str, Any]) -> Table:
     for name in arms:
         built.add_column(name, justify="right")
     rows: list[tuple[str, Callable[[Arm], Any]]] = [
-        ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']}; dead after {arm['died_after']} s"),
+        ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']}\ndead after {arm['died_after']} s"),
         *((kind, lambda arm, kind=kind: arm[kind]) for kind in ("completed", "disconnected", "failed")),
         ("failures by kind", lambda arm: _kinds(arm["errors"])),
         ("outputs that differ from the undisturbed run's", lambda arm: arm["mismatches"]),

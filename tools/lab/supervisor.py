@@ -86,8 +86,8 @@ class _Running:
 class Supervisor:
     """Use as ``async with Supervisor(directory) as parts``, from the main thread.
 
-    ``directory`` gets ``NAME.log`` and ``NAME.json`` (pid, command, environment) for every part. ``say`` is told the
-    progress, a line at a time.
+    ``directory`` gets ``NAME.log`` and ``NAME.json`` (pid, command, environment) for every part, and is where they run.
+    ``say`` is told the progress, a line at a time.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None] = lambda line: None) -> None:
@@ -261,6 +261,7 @@ class Supervisor:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=dict(part.environment),
+                cwd=self.directory,  # where the caller is, a folder "mooncake" would be a package to what "-m" runs
                 pass_fds=[write],
                 start_new_session=True,
             )
