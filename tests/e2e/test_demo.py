@@ -93,6 +93,9 @@ def test_patched_lives_with_right_outputs_and_gives_all_blocks_back(demo: Run) -
     assert patched["kv_usage_at_end"] == {"engine": 0}
     assert sum(stale_ids(patched["status"]).values()) > 0
     assert len(patched["per_second"]["completed"]) >= SECONDS
+    assert patched["first_token"]["0.5"] > 0, "half of the clients have it streamed"
+    assert patched["goodput"] > 0
+    assert patched["restarts"] == {}
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_the_benchmark_is_run_undisturbed_and_then_at_its_rate(tmp_path: Path, m
 def test_a_program_that_fails_is_named_and_one_that_is_called_off_is_ended(tmp_path: Path) -> None:
     async def scene() -> None:
         async with Supervisor(tmp_path) as parts:
-            forever = "import time\nprint('here', flush=True)\nwhile True: time.sleep(1)"
+            forever = "import signal\nprint('here', flush=True)\nsignal.pause()"
             run = asyncio.create_task(parts.run(Part("endless", (sys.executable, "-c", forever), {}, health="")))
             while not (tmp_path / "endless.log").is_file() or not (tmp_path / "endless.log").read_text():
                 await asyncio.sleep(0.02)

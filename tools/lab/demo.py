@@ -35,7 +35,7 @@ def demo(
     options = lab.Options(
         topology=topology.load("lmcache"),
         out=command.directory(out, "demo"),
-        load=loads.Storm(prompts=PROMPTS, calm=calm, stream="no"),
+        load=loads.Storm(prompts=PROMPTS, calm=calm, stream="half", api="half"),
         disconnects=True,
         arms=("stock", "patched"),
         seconds=seconds,

@@ -102,17 +102,26 @@ async def run(options: Options) -> dict[str, Any]:
                     found[arm.name]["status"] = _status(options.out) if arm.name == "patched" else []
                     await arm.parts.stop()
     return {
+        **described(options),
+        "cores": os.cpu_count(),
+        "arms": {name: found[name] for name in options.arms},
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+
+
+def described(options: Options) -> dict[str, Any]:
+    """What was asked for, for JSON."""
+    return {
         "topology": options.topology.name,
         "vllm": options.vllm,
         "lmcache": options.lmcache,
-        "cores": os.cpu_count(),
         "load": {**loads.described(options.load), "seconds": options.seconds, "clients": options.clients},
         "rounds": options.rounds,
         "seed": options.seed,
         "faults": [asdict(fault) for fault in options.faults],
         "disconnects": options.disconnects,
-        "arms": {name: found[name] for name in options.arms},
-        "seconds": round(time.monotonic() - begun, 1),
+        "patches": list(options.patches),
+        "toggles": dict(options.toggles or {}),
     }
 
 
