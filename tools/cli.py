@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -239,7 +240,8 @@ def lab(context: typer.Context) -> None:
         raise UserError(f"the lab needs more packages (pip install 'vllm-livepatch[lab]'): {error}") from error
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     inner.command("lab")(command)
-    inner(context.args, prog_name="vllm-livepatch lab", standalone_mode=False)
+    code = inner(context.args, prog_name="vllm-livepatch lab", standalone_mode=False)
+    raise typer.Exit(code if isinstance(code, int) else 0)
 
 
 def _print_json(value: Any) -> None:
@@ -251,12 +253,15 @@ def main() -> NoReturn:
     end_with(app)
 
 
-def end_with(app: typer.Typer) -> NoReturn:
-    """Run a command line to the process's end; bad input is one line on stderr and exit 2."""
+def end_with(app: typer.Typer, name: str = "vllm-livepatch", bare: Sequence[str] = ("--help",)) -> NoReturn:
+    """Run a command line to the process's end; bad input is one line on stderr, of ``name``, and exit 2.
+
+    ``bare`` is what it does when nothing is said.
+    """
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = app(sys.argv[1:] or list(bare), standalone_mode=False)
     except (UserError, SourcesError) as error:
-        _fail(str(error))
+        _fail(name, str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # piped into head
@@ -269,12 +274,12 @@ def end_with(app: typer.Typer) -> NoReturn:
             if type(error).__name__ == "Abort":
                 sys.exit(130)
             raise
-        _fail(formatted() or "see --help")
+        _fail(name, formatted() or "see --help")
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str) -> NoReturn:
-    print(f"vllm-livepatch: {' '.join(message.split())}", file=sys.stderr)
+def _fail(name: str, message: str) -> NoReturn:
+    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 

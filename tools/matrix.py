@@ -29,7 +29,6 @@ from vllm_livepatch.tools.sources import SourcesError
 
 Known = Literal["executed", "read"]
 NAMES = {"vllm": "vLLM", "lmcache": "LMCache"}
-BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
 
 
 @dataclass(frozen=True)
@@ -149,25 +148,26 @@ def _spans(row: Mapping[tuple[str, str], Cell], verdict: Verdict) -> Iterator[st
             yield f"**{span}**" if known == "executed" else span
 
 
-def block(text: str) -> str:
-    """What stands between the markers of a document. Raises UserError."""
-    return _parts(text)[1]
+def block(text: str, name: str = "matrix") -> str:
+    """What stands between the markers ``<!-- name -->`` and ``<!-- /name -->`` of a document. Raises UserError."""
+    return _parts(text, name)[1]
 
 
-def write(file: Path, table: str) -> None:
-    """Put a table between a document's markers. Raises UserError."""
+def write(file: Path, table: str, name: str = "matrix") -> None:
+    """Put a table between a document's markers of that name. Raises UserError."""
     try:
-        before, _, after = _parts(file.read_text(encoding="utf-8"))
+        before, _, after = _parts(file.read_text(encoding="utf-8"), name)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
-    releases_file.write(file, f"{before}{BEGIN}\n{table}{END}{after}")
+    releases_file.write(file, f"{before}<!-- {name} -->\n{table}<!-- /{name} -->{after}")
 
 
-def _parts(text: str) -> tuple[str, str, str]:
-    before, begun, rest = text.partition(f"{BEGIN}\n")
-    table, ended, after = rest.partition(END)
+def _parts(text: str, name: str) -> tuple[str, str, str]:
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, begun, rest = text.partition(f"{begin}\n")
+    table, ended, after = rest.partition(end)
     if not begun or not ended:
-        raise UserError(f"there is no {BEGIN} and {END}, each at the beginning of a line, for the table to go between")
+        raise UserError(f"there is no {begin} and {end}, each at the beginning of a line, for the table to go between")
     return before, table, after
 
 

@@ -14,6 +14,7 @@ import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
 from vllm_livepatch.tools import environments
+from vllm_livepatch.tools.lab.demo import stale_ids
 
 SECONDS = 30
 PATCH = "stale-finished-recving"
@@ -72,7 +73,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_stock_dies_on_the_assertion_when_clients_hang_up(demo: Run) -> None:
-    stock = demo.result["stock"]
+    stock = demo.result["arms"]["stock"]
     assert not stock["survived"]
     assert stock["completed"] > 0, "it was well as long as clients were patient"
     assert stock["assertion"][-1] == "AssertionError"
@@ -81,17 +82,20 @@ def test_stock_dies_on_the_assertion_when_clients_hang_up(demo: Run) -> None:
 
 
 def test_patched_lives_with_right_outputs_and_gives_all_blocks_back(demo: Run) -> None:
-    patched = demo.result["patched"]
+    patched = demo.result["arms"]["patched"]
     assert patched["survived"]
     assert patched["failed"] == 0, patched["errors"]
-    assert patched["errors_logged"] == 0
+    assert patched["errors_logged"] == {"lmcache": 0, "engine": 0}
     assert patched["mismatches"] == 0
-    assert patched["completed"] > demo.result["stock"]["completed"]
+    assert patched["completed"] > demo.result["arms"]["stock"]["completed"]
     assert patched["disconnected"] > 0
     assert patched["loaded_tokens"] > 0
-    assert patched["kv_usage_at_end"] == 0
-    assert sum(patched["stale_ids"].values()) > 0
+    assert patched["kv_usage_at_end"] == {"engine": 0}
+    assert sum(stale_ids(patched["status"]).values()) > 0
     assert len(patched["per_second"]["completed"]) >= SECONDS
+    assert patched["first_token"]["0.5"] > 0, "half of the clients have it streamed"
+    assert patched["goodput"] > 0
+    assert patched["restarts"] == {}
 
 
 @pytest.mark.parametrize(
@@ -117,9 +121,10 @@ def test_core_worker_and_server_each_leave_a_report(
 def test_the_run_ends_well_with_table_picture_and_records(demo: Run) -> None:
     assert demo.code == 0
     assert [check for check in demo.result["checks"] if not check["passed"]] == []
-    for line in ("AssertionError", "survived", "stale ids: send_unknown", "completions.png"):
+    for line in ("AssertionError", "survived", "send_unknown: ", "completions.png"):
         assert line in demo.printed
-    assert (demo.out / "completions.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("completions.png", "blocks.png"):
+        assert (demo.out / picture).read_bytes().startswith(b"\x89PNG")
     for side in ("stock", "patched"):
         for part in ("lmcache", "engine"):
             record = demo.read(f"{side}/{part}.json")

@@ -18,9 +18,12 @@ import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
 from vllm_livepatch.tools import environments, sources
-from vllm_livepatch.tools.lab import demo, model, topology
-from vllm_livepatch.tools.lab.storm import Client, Load, Tally, drained, storm, summary, warm
+from vllm_livepatch.tools.lab import demo, loads, model, topology
+from vllm_livepatch.tools.lab.arm import drained
+from vllm_livepatch.tools.lab.client import Client
+from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, tail
+from vllm_livepatch.tools.lab.tally import Tally
 
 from tests.releases import source_diffs
 
@@ -87,17 +90,17 @@ async def stormed(python: Path, work: Path, path: list[Path]) -> Outcome:
     }
     injected["XDG_CACHE_HOME"] = str(work / "cache")
     deployed = topology.local(topology.load("lmcache"), python, model.make(work / "model", seed=1), injected)
-    prompts = model.prompts(demo.PROMPTS, demo.PROMPT_TOKENS, 1)
-    load, tally = Load(prompts=tuple(prompts), seconds=SECONDS, calm=2), Tally()
+    load, tally = loads.Storm(prompts=demo.PROMPTS, calm=2, stream="no"), Tally()
     async with Supervisor(work / "parts", print) as parts:
         await parts.start(deployed.parts)
         async with Client(deployed.url, topology.MODEL_NAME) as client:
-            expected = await parts.guard(warm(client, load))
-            await parts.guard(storm(client, load, expected, tally))
-            usage = await parts.guard(drained(client, load))
+            visitors = Visitors(client, load, demo.CLIENTS, 1, tally)
+            await parts.guard(visitors.undisturbed())
+            await parts.guard(visitors.load(SECONDS))
+            usage = await parts.guard(drained(client))
         status = json.loads(command_line("status", "--json", "--state-dir", work / "state"))
         return Outcome(
-            {**summary(tally), "kv_usage_at_end": usage},
+            {**tally.summary(SECONDS), "kv_usage_at_end": usage},
             tail(work / "parts" / "engine.log", lines=sys.maxsize),
             status,
             parts.processes(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import subprocess
 import sys
@@ -11,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from safetensors.numpy import load_file
-from vllm_livepatch.tools.lab import demo, model, report, topology
-from vllm_livepatch.tools.lab.storm import Load
+from vllm_livepatch.tools.lab import command, demo, logs, model, topology
 
 LOG = [
     "(EngineCore pid=7) ERROR 11-21 05:16:24 [core.py:1512] Traceback (most recent call last):",
@@ -26,42 +23,60 @@ LOG = [
     "(EngineCore pid=7) ERROR 11-21 05:16:24 [core.py:1512] AssertionError",
     "(APIServer pid=5) INFO 11-21 05:16:25 [launcher.py:1] Shutting down",
 ]
-STORM: dict[str, Any] = {"hang_ups_from": 1.2, "completed": 9, "disconnected": 4, "failed": 0, "mismatches": 0}
+STORM: dict[str, Any] = {
+    "hang_ups_from": 1.2,
+    "completed": 9,
+    "disconnected": 4,
+    "failed": 0,
+    "mismatches": 0,
+    "goodput": 0.5,
+    "first_token": None,
+    "between_tokens": None,
+    "errors": {},
+    "restarts": {},
+    "errors_logged": {"lmcache": 0, "engine": 0},
+    "assertion": [],
+    "kv_usage": {"engine": [(0.0, 0.0), (1.0, 0.5)]},
+    "death": None,
+    "status": [],
+}
 SERIES = {"per_second": {"completed": [3, 3, 3], "disconnected": [0, 2, 2], "failed": [0, 0, 0]}}
 STOCK: dict[str, Any] = {
     **STORM,
     **SERIES,
     "failed": 5,
+    "errors": {"HTTP 500": 3, "ClientOSError": 2},
     "survived": False,
     "died_after": 0.4,
-    "death": "ended with exit code 0",
-    "assertion": demo._assertion(LOG),
+    "death": "engine ended with exit code 0",
+    "assertion": logs.assertion_in(LOG),
+    "errors_logged": {"lmcache": 0, "engine": 7},
 }
 PATCHED: dict[str, Any] = {
     **STORM,
     **SERIES,
     "survived": True,
-    "errors_logged": 0,
-    "kv_usage_at_end": 0.0,
+    "kv_usage_at_end": {"engine": 0.0},
+    "back_after": 0.3,
     "loaded_tokens": 1024,
-    "stale_ids": {"send_unknown": 3, "novel": 1},
+    "status": [{"pid": 7, "patches": [{"name": demo.PATCH, "counters": {"send_unknown": 3, "recv_unknown": 0}}]}],
 }
 
 
 def verdict(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
-    checks = demo._judge(stock, patched, Load(prompts=()))
+    checks = demo.judge(stock, patched, 120)
     return [check for check, passed in checks if not passed]
 
 
 def result() -> dict[str, Any]:
-    load = {"clients": 24, "calm": 1.0, "disconnect_share": 0.6, "disconnect_within": 0.4}
     checks = [{"check": "one", "passed": True}, {"check": "two", "passed": False}]
     both = copy.deepcopy({"stock": STOCK, "patched": PATCHED})
-    return {"vllm": "1.0", "lmcache": "2.0", "load": load, "checks": checks, **both}
+    said = {"topology": "lmcache", "vllm": "1.0", "lmcache": "2.0", "faults": [], "disconnects": True, "seconds": 9.5}
+    return {**said, "checks": checks, "arms": both}
 
 
 def test_the_assertion_is_found_without_the_loggers_prefixes() -> None:
-    assert demo._assertion(LOG) == [
+    assert logs.assertion_in(LOG) == [
         '  File "vllm/s.py", line 9, in update',
         "    self._update_from_kv_xfer_finished(output)",
         '  File "vllm/s.py", line 5, in _update',
@@ -69,7 +84,7 @@ def test_the_assertion_is_found_without_the_loggers_prefixes() -> None:
         "           ^^^^^^^^^^^^^^^^^^^^^^^",
         "AssertionError",
     ]
-    assert demo._assertion(LOG[-1:]) == []
+    assert logs.assertion_in(LOG[-1:]) == []
 
 
 def test_all_is_well_when_stock_died_as_expected_and_patched_met_every_condition() -> None:
@@ -85,9 +100,11 @@ def test_all_is_well_when_stock_died_as_expected_and_patched_met_every_condition
         ("patched", {"failed": 1}, "patched: every request"),
         ("patched", {"mismatches": 1}, "patched: every output"),
         ("patched", {"completed": 0}, "patched: every output"),
-        ("patched", {"errors_logged": 1}, "patched: no error"),
-        ("patched", {"kv_usage_at_end": 0.01}, "patched: KV usage"),
-        ("patched", {"stale_ids": {}}, "patched: the fault was met"),
+        ("patched", {"errors_logged": {"lmcache": 0, "engine": 1}}, "patched: no error"),
+        ("patched", {"kv_usage_at_end": {"engine": 0.01}}, "patched: KV usage"),
+        ("patched", {"kv_usage_at_end": {"engine": None}}, "patched: KV usage"),
+        ("patched", {"kv_usage_at_end": None}, "patched: KV usage"),
+        ("patched", {"status": []}, "patched: the fault was met"),
     ],
 )
 def test_each_condition_counts(side: str, change: dict[str, Any], failed: str) -> None:
@@ -106,30 +123,29 @@ def test_counters_are_added_up_over_the_processes() -> None:
         process(demo.PATCH, send_unknown=1, recv_unknown=4),
         process("another", send_unknown=9),
     ]
-    assert demo._dropped(status) == {"send_unknown": 3, "recv_unknown": 4}
+    assert demo.stale_ids(status) == {"send_unknown": 3, "recv_unknown": 4}
 
 
-def test_the_table_is_plain_and_complete_when_it_is_piped() -> None:
-    stream = io.StringIO()
-    report.show(result(), Console(file=stream, width=100))
-    text = stream.getvalue()
+def test_what_is_shown_is_plain_and_complete_and_what_is_kept_is_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.conclude(result(), tmp_path)
+    text = capsys.readouterr().out
     assert "\x1b" not in text
     rows = {line.split("  ")[1].strip(): line.split()[-2:] for line in text.splitlines() if line.startswith("  ")}
     assert rows["completed"] == ["9", "9"]
     assert rows["failed"] == ["5", "0"]
-    assert rows["stale ids: send_unknown"] == ["-", "3"]
-    assert rows["stale ids: recv_unknown"] == ["-", "0"]
-    assert rows["stale ids: novel"] == ["-", "1"]
-    assert rows["KV usage at the end"] == ["-", "0.0%"]
-    assert "no: dead after 0.4 s" in text
-    assert "FAILED  two" in text
-
-
-def test_the_picture_is_a_picture_and_the_json_is_the_result(tmp_path: Path) -> None:
-    report.picture(result(), tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    report.write(result(), tmp_path / "r.json")
-    assert json.loads((tmp_path / "r.json").read_text()) == result()
+    assert rows["done by patches"] == ["send_unknown:", "3"]
+    assert rows["KV usage at the end"] == ["engine", "0.0%"]
+    assert rows["lines of errors in logs"] == ["7", "-"]
+    assert "dead after 0.4 s" in text
+    assert "HTTP 500: 3" in text
+    assert "  | AssertionError" in text
+    assert "ok      one\nFAILED  two\n" in text
+    for picture in ("completions.png", "blocks.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+        assert str(tmp_path / picture) in text
+    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(result()))
 
 
 @pytest.mark.parametrize(

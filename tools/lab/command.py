@@ -1,4 +1,4 @@
-"""`vllm-livepatch lab`: options, errors for people, and what is shown at the end."""
+"""`vllm-livepatch lab`: options, errors for people, and what is shown at the end (of the demo, too)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import catalogue, environments
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import faults, lab, printing, report, summary, topology
-from vllm_livepatch.tools.lab.storm import RequestFailed
+from vllm_livepatch.tools.lab import faults, lab, loads, printing, report, summary, topology
+from vllm_livepatch.tools.lab.client import RequestFailed
 from vllm_livepatch.tools.lab.supervisor import PartFailed
 
 
@@ -26,6 +26,14 @@ def command(
     name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help=f"One of: {', '.join(topology.names())}.")],
     vllm: Annotated[str, typer.Option("--vllm", metavar="X", help="A release that has a CPU build.")] = "0.32.0",
     lmcache: Annotated[str, typer.Option("--lmcache", metavar="Y")] = "0.5.6",
+    load: Annotated[
+        str,
+        typer.Option(
+            "--load",
+            metavar="SPEC",
+            help="storm, conversations or bench (vllm bench serve), with options: bench:rate=2,num=50, storm:api=chat.",
+        ),
+    ] = "storm",
     fault: Annotated[
         list[str] | None,
         typer.Option("--fault", help="disconnects, kill-PART or stop-PART, with @SECONDS and +SECONDS; repeatable."),
@@ -36,10 +44,14 @@ def command(
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="VARIABLE=VALUE", help="For the patched arm; repeatable.")
     ] = None,
+    patch_dir: Annotated[
+        list[Path] | None, typer.Option("--patch-dir", metavar="DIR", help="Further patches; repeatable.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--with", metavar="NAME=NUMBER", help="A setting of the topology; repeatable.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Stock beside patched, in one run.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Cut the load into so many parts; the arms take turns.")] = 1,
     seconds: Annotated[float, typer.Option(min=5, help="How long the load lasts.")] = 60,
     clients: Annotated[int, typer.Option(min=1)] = 12,
     seed: Annotated[int, typer.Option(help="Of the model, the prompts and the load.")] = 1,
@@ -54,10 +66,13 @@ def command(
 ) -> None:
     """A real topology on this machine: engines, LMCache server, transports and router, with load and faults."""
     described = topology.set_up(topology.load(name), settings or ())
+    asked = loads.parse(load)
     chosen = [word for word in patches.split(",") if word]
-    catalogue.choose(catalogue.load(), chosen)
+    catalogue.choose(catalogue.load(patch_dir or ()), chosen)
     toggles = {variable(patch): "on" for patch in chosen} | _settings(setting or ())
     hang_up, planned = faults.parse(fault or (), [role.name for role in described.roles])
+    if hang_up and isinstance(asked, loads.Bench):
+        raise UserError(f"--fault {faults.DISCONNECTS}: vllm bench serve hangs up on nobody; use another --load")
     if form is not None:
         if form not in printing.FORMS:
             raise UserError(f"--print {form}: there are {', '.join(printing.FORMS)}")
@@ -68,42 +83,71 @@ def command(
         return
     if described.stopped_by:
         raise UserError(f"{name} cannot run here: {described.stopped_by}; --dry-run and --print show what would run")
-    place = out or environments.cache_directory() / "lab" / time.strftime("%Y%m%d-%H%M%S")
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{place} cannot be the output directory: {error.strerror}") from error
     options = lab.Options(
         topology=described,
-        out=place.resolve(),
+        out=directory(out, "lab"),
+        load=asked,
         faults=tuple(planned),
         disconnects=hang_up,
         arms=("stock", "patched") if compare else ("patched",),
+        rounds=rounds,
         seconds=seconds,
         clients=clients,
         patches=tuple(chosen),
+        patch_dirs=tuple(entry.resolve() for entry in patch_dir or ()),
         toggles=toggles,
         seed=seed,
         vllm=vllm,
         lmcache=lmcache,
     )
+    conclude(conduct("lab", options), options.out)
+
+
+def directory(out: Path | None, name: str) -> Path:
+    """The output directory, made: ``out``, or one of its own for this run of ``name``. Raises UserError."""
+    place = out or environments.cache_directory() / name / time.strftime("%Y%m%d-%H%M%S")
     try:
-        result = asyncio.run(_interruptible(options))
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{place} cannot be the output directory: {error.strerror}") from error
+    return place.resolve()
+
+
+def conduct(name: str, options: lab.Options) -> dict[str, Any]:
+    """Run it; what goes wrong is a line of the command ``name`` on stderr, and an exit code."""
+    try:
+        return asyncio.run(_interruptible(options))
     except (PartFailed, environments.InstallationError) as error:
-        print(f"lab: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     except subprocess.CalledProcessError as error:
-        raise typer.Exit(error.returncode) from error
-    except (aiohttp.ClientError, RequestFailed) as error:
-        print(f"lab: a request before the load failed: {error}; logs are in {place}", file=sys.stderr)
+        if error.returncode != 2:  # bad input, and said so
+            print(f"{name}: exit code {error.returncode} from {' '.join(error.cmd[2:])}", file=sys.stderr)
+        raise typer.Exit(2 if error.returncode == 2 else 1) from error
+    except (aiohttp.ClientError, asyncio.TimeoutError, RequestFailed) as error:
+        why = str(error) or type(error).__name__
+        print(f"{name}: a request outside the load failed: {why}; logs are in {options.out}", file=sys.stderr)
         raise typer.Exit(1) from error
     except (asyncio.CancelledError, KeyboardInterrupt) as error:
-        print("lab: stopped", file=sys.stderr)
+        print(f"{name}: stopped", file=sys.stderr)
         raise typer.Exit(130) from error
+
+
+def conclude(result: dict[str, Any], place: Path) -> None:
+    """Write figures and pictures into ``place``; show why a part died, the table, the checks, and what is where."""
     report.write(result, place / "result.json")
+    report.completions(result, place / "completions.png")
     summary.picture(result, place / "blocks.png")
-    Console().print(summary.table(result))
-    print(f"picture: {place / 'blocks.png'}\nfigures: {place / 'result.json'}\nlogs:    {place}")
+    for arm, found in result["arms"].items():
+        if not found["survived"]:
+            print(f"{arm}: {found['death']}. From its log:")
+            print("\n".join(f"  | {line}" for line in found["assertion"] or found["log_tail"]), end="\n\n")
+    # As wide as the table is where nothing is known of the reader's screen.
+    Console(width=None if sys.stdout.isatty() else 140).print(summary.table(result))
+    for check in result.get("checks", ()):
+        print(f"{'ok    ' if check['passed'] else 'FAILED'}  {check['check']}")
+    print(f"\npictures: {place / 'completions.png'}, {place / 'blocks.png'}\nfigures:  {place / 'result.json'}")
+    print(f"logs:     {', '.join(str(place / arm) for arm in result['arms'])}\ntook {result['seconds']:.0f} s")
 
 
 def _settings(texts: Any) -> dict[str, str]:

@@ -129,7 +129,7 @@ def make(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def prompts(count: int, tokens: int, seed: int) -> list[str]:
+def prompts(count: int, tokens: int, seed: int | str) -> list[str]:
     """``count`` prompts of exactly ``tokens`` tokens each, no two of which share a prefix block."""
     draw = random.Random(seed)
     last = VOCABULARY - len(SPECIAL) - 1

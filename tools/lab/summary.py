@@ -18,35 +18,44 @@ _COLOURS = {"stock": "#c0392b", "patched": "#1f6fb2"}
 _STYLES = ("-", "--", ":")
 
 
-def table(result: dict[str, Any]) -> Table:
-    """A row a figure, a column an arm."""
-    arms: dict[str, Arm] = result["arms"]
+def title(result: dict[str, Any]) -> str:
+    """What was run, in a line."""
     hurt = [_said(fault) for fault in result["faults"]] + ["clients hang up"] * result["disconnects"]
     what = f"{result['topology']}, vLLM {result['vllm']} + LMCache {result['lmcache']}"
-    built = Table(
-        title=f"{what}: {', '.join(hurt) or 'no fault'}",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-    )
+    return f"{what}: {', '.join(hurt) or 'no fault'}"
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A row a figure, a column an arm."""
+    built = Table(title=title(result), box=box.SIMPLE_HEAD, title_justify="left")
     built.add_column("")
-    for name in arms:
+    for name in result["arms"]:
         built.add_column(name, justify="right")
-    rows: list[tuple[str, Callable[[Arm], Any]]] = [
-        ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']} after {arm['died_after']} s"),
+    for row in rows(result):
+        built.add_row(*row)
+    return built
+
+
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """What a figure is called, and what it is in each arm; `-` where there is none. A cell may have several lines."""
+    figures: list[tuple[str, Callable[[Arm], Any]]] = [
+        ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']}\ndead after {arm['died_after']} s"),
         *((kind, lambda arm, kind=kind: arm[kind]) for kind in ("completed", "disconnected", "failed")),
+        ("failures by kind", lambda arm: _kinds(arm["errors"])),
         ("outputs that differ from the undisturbed run's", lambda arm: arm["mismatches"]),
-        ("completions a second", lambda arm: f"{arm['goodput']:.2f}"),
+        ("right completions a second", lambda arm: f"{arm['goodput']:.2f}"),
         ("first token, median / 99 %", lambda arm: _seconds(arm["first_token"])),
         ("between tokens, median / 99 %", lambda arm: _seconds(arm["between_tokens"])),
+        ("tokens loaded from LMCache or another engine", lambda arm: arm.get("loaded_tokens")),
+        ("parts brought back", lambda arm: _kinds(arm["restarts"])),
+        ("lines of errors in logs", lambda arm: _kinds(arm["errors_logged"])),
         ("KV usage at the end", lambda arm: _usage(arm.get("kv_usage_at_end"))),
         ("after the load, back in", lambda arm: f"{arm['back_after']:.0f} s" if "back_after" in arm else None),
         ("blocks held with no request left, and the CPU meanwhile", lambda arm: _held(arm.get("held", {}))),
         ("done by patches", lambda arm: _counters(arm["status"])),
     ]
-    for title, value in rows:
-        cells = [value(arm) for arm in arms.values()]
-        built.add_row(title, *("-" if cell is None else str(cell) for cell in cells))
-    return built
+    found = [[called, *(value(arm) for arm in result["arms"].values())] for called, value in figures]
+    return [["-" if cell is None else str(cell) for cell in row] for row in found]
 
 
 def picture(result: dict[str, Any], file: Path) -> None:
@@ -87,8 +96,15 @@ def _seconds(values: dict[Any, float] | None) -> str | None:
     return f"{median:.3f} / {last:.3f} s"
 
 
-def _usage(left: dict[str, float] | None) -> str | None:
-    return None if left is None else ", ".join(f"{name} {share:.1%}" for name, share in left.items())
+def _usage(left: dict[str, float | None] | None) -> str | None:
+    if left is None:
+        return None
+    return ", ".join(f"{name} {'no answer' if share is None else f'{share:.1%}'}" for name, share in left.items())
+
+
+def _kinds(counts: dict[str, int]) -> str | None:
+    """Counts that are not 0, a line each."""
+    return "\n".join(f"{kind}: {count}" for kind, count in counts.items() if count) or None
 
 
 def _held(engines: dict[str, dict[str, float | None]]) -> str | None:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,13 +86,15 @@ class _Running:
 class Supervisor:
     """Use as ``async with Supervisor(directory) as parts``, from the main thread.
 
-    ``directory`` gets ``NAME.log`` and ``NAME.json`` (pid, command, environment) for every part. ``say`` is told the
-    progress, a line at a time.
+    ``directory`` gets ``NAME.log`` and ``NAME.json`` (pid, command, environment) for every part, and is where they run.
+    ``say`` is told the progress, a line at a time.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None] = lambda line: None) -> None:
         self.directory = directory
         self._say = say
+        self.restarts: Counter[str] = Counter()
+        """How often each part was brought back."""
         self._running: list[_Running] = []
         self._http: aiohttp.ClientSession | None = None
 
@@ -118,6 +121,23 @@ class Supervisor:
             self._look_after(running)
         await self.guard(self._all_up())
 
+    async def run(self, part: Part) -> None:
+        """Run a program that ends by itself, with log and record as the parts have. Raises ``PartFailed`` if it fails.
+
+        It is ended when this is cancelled. Its health is not looked at.
+        """
+        running = self._launch(part)
+        process = running.process
+        try:
+            while process.poll() is None:
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # the launcher, which ends what it started, in time
+                await asyncio.shield(asyncio.to_thread(process.wait))
+        if process.returncode:
+            raise PartFailed(part.name, _ending(process.returncode), running.log, process.returncode)
+
     def kill(self, name: str) -> None:
         """Kill a part at once, with all that it started, as a fault: the others go on, and so does the guarded work."""
         running = self._part(name)
@@ -133,6 +153,7 @@ class Supervisor:
         index = self._running.index(self._part(name))
         self._running[index] = running = self._launch(self._running[index].part, mode="ab")
         self._look_after(running)
+        self.restarts[name] += 1
         await running.up.wait()
 
     def pause(self, name: str) -> None:
@@ -240,6 +261,7 @@ class Supervisor:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=dict(part.environment),
+                cwd=self.directory,  # where the caller is, a folder "mooncake" would be a package to what "-m" runs
                 pass_fds=[write],
                 start_new_session=True,
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import psutil
+from vllm_livepatch.tools.lab.tally import Tally
 
 SAMPLE_SECONDS = 0.5
 _GAUGE = re.compile(r"^vllm:(kv_cache_usage_perc|num_requests_running|num_requests_waiting)(?:\{[^}]*\})? (\S+)$", re.M)
@@ -35,21 +35,24 @@ class Sample:
 class Watch:
     """Samples of each engine. ``urls`` are theirs, by part."""
 
-    def __init__(self, urls: Mapping[str, str], processes: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        self._urls, self._processes = urls, processes
+    def __init__(
+        self, urls: Mapping[str, str], processes: Callable[[], Iterable[Mapping[str, Any]]], tally: Tally
+    ) -> None:
+        self._urls, self._processes, self._tally = urls, processes, tally
         self._spent: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Sample]] = {name: [] for name in urls}
 
     async def look(self) -> None:
         """Look until cancelled; an engine that does not answer leaves a gap."""
-        begun = time.monotonic()
+        await self._tally.going.wait()
+        self._spent.clear()  # between two rounds of load nobody looked
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http:
             while True:
                 spent = processor_seconds(self._processes())
                 for name in self._urls:
                     with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, KeyError):
                         gauges = await _gauges(http, self._urls[name])
-                        at = time.monotonic() - begun
+                        at = self._tally.elapsed()
                         cores = self._cores(name, spent.get(name, 0.0), at)
                         requests = gauges["num_requests_running"] + gauges["num_requests_waiting"]
                         sample = Sample(round(at, 2), gauges["kv_cache_usage_perc"], int(requests), round(cores, 3))

@@ -1,0 +1,95 @@
+"""The documentation's figures are those of the results that are kept beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_livepatch.tools import cli, matrix
+from vllm_livepatch.tools.lab import command, figures, lab, loads
+
+from tests.unit.test_lab_demo import result
+
+ROOT = Path(__file__).parents[2]
+KEPT = sorted((ROOT / "docs" / "lab").glob("*.json"))
+
+
+def test_the_documents_tables_are_made_of_what_is_kept() -> None:
+    """`python -m vllm_livepatch.tools.lab.figures --write docs/lab.md` puts them there."""
+    assert KEPT
+    document = (ROOT / "docs" / "lab.md").read_text("utf-8")
+    assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "docs" / "lab")
+
+
+@pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)
+def test_what_is_kept_is_small_and_of_no_machine(file: Path) -> None:
+    text = file.read_text("utf-8")
+    assert len(text) < 100 * 1024
+    assert re.findall(r'[" =(]/[a-z]+/[^"]*', text) == []
+
+
+def test_a_curve_is_thinned_to_its_ends() -> None:
+    curve = figures.thinned([[number, 0.5] for number in range(1201)])
+    assert (curve[0], curve[-1], len(curve)) == ([0, 0.5], [1200, 0.5], 111)
+    assert figures.thinned([[0, 1]]) == [[0, 1]]
+    assert figures.thinned([]) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--fault", "disconnects", "--compare", "--seconds", "600"],
+        ["--load", "conversations:share=0.5,turns=3", "--fault", "kill-lmcache@8+4", "--rounds", "2"],
+        ["--load", "bench:rate=0.5,num=9", "--patches", "kv-block-reaper", "--set", "LIVEPATCH_X=a b", "--seed", "3"],
+        ["--fault", "stop-engine@2.5+1", "--fault", "kill-engine@5", "--clients", "4"],
+    ],
+)
+def test_the_command_is_told_from_the_result(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[lab.Options] = []
+
+    def conduct(name: str, options: lab.Options) -> dict[str, Any]:
+        asked.append(options)
+        return {}
+
+    monkeypatch.setattr(command, "conduct", conduct)
+    monkeypatch.setattr(command, "conclude", lambda *given: None)
+    start = ["vllm-livepatch", "lab", "lmcache", "--vllm", "0.29.0", "--lmcache", "0.5.6"]
+    monkeypatch.setattr(sys, "argv", [*start, *words, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    (options,) = asked
+    found = lab.described(options) | {"arms": dict.fromkeys(options.arms)}
+    assert shlex.split(figures.command(json.loads(json.dumps(found)))) == [*start, *words]
+    assert found["load"]["name"] in loads.KINDS
+    assert found["faults"] == [asdict(fault) for fault in options.faults]
+
+
+def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"load": {"name": "storm", "seconds": 60.0, "clients": 12}, "rounds": 1, "seed": 1, "cores": 2}
+    long = result() | shape
+    long["arms"]["stock"]["log_tail"] = ["File /home/somebody/x.py"]
+    (tmp_path / "result.json").write_text(json.dumps(long))
+    (tmp_path / "doc.md").write_text(f"a\n<!-- {figures.NAME} -->\n<!-- /{figures.NAME} -->\nb\n")
+
+    def run(*words: str) -> int | str | None:
+        monkeypatch.setattr(sys, "argv", ["figures", "--place", str(tmp_path / "kept"), *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.end_with(figures.app, name="figures")
+        return ended.value.code
+
+    assert run("--keep", str(tmp_path / "result.json")) == 2
+    assert run("--keep", str(tmp_path / "doc.md"), "--name", "x") == 2
+    assert run("--keep", str(tmp_path / "result.json"), "--name", "one", "--write", str(tmp_path / "doc.md")) == 0
+    assert "somebody" not in (tmp_path / "kept" / "one.json").read_text()
+    text = (tmp_path / "doc.md").read_text()
+    assert "vllm-livepatch lab lmcache --vllm 1.0 --lmcache 2.0 --fault disconnects --compare\n" in text
+    assert "| failures by kind | HTTP 500: 3<br>ClientOSError: 2 | - |" in text
+    assert "parts brought back" not in text, "no arm has any"
+    assert text.endswith("\nb\n")

@@ -1,0 +1,111 @@
+"""The documentation's figures, from the results that are kept in docs/lab.
+
+python -m vllm_livepatch.tools.lab.figures --keep RESULT.json --name NAME   # a run's result, small, into docs/lab
+python -m vllm_livepatch.tools.lab.figures --write docs/lab.md              # all that are kept, as tables
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from vllm_livepatch.sitecustomize.decision import variable
+from vllm_livepatch.tools import cli, matrix, releases_file
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab import loads, summary
+
+PLACE = Path("docs/lab")
+NAME = "lab"
+_POINTS = 120
+# The end of a log is full of one machine's paths; a message of upstream's may be.
+_NOT_KEPT = {"log_tail", "error_examples"}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def kept(result: dict[str, Any]) -> dict[str, Any]:
+    """A result without what is of one machine, and with no more than 120 points of each curve."""
+    arms = {}
+    for name, arm in result["arms"].items():
+        usage = {engine: thinned(series) for engine, series in arm["kv_usage"].items()}
+        arms[name] = {key: value for key, value in arm.items() if key not in _NOT_KEPT} | {"kv_usage": usage}
+    return {**result, "arms": arms}
+
+
+def thinned(series: list[Any]) -> list[Any]:
+    """Every so many points, and the last."""
+    step = max(1, -(-len(series) // _POINTS))
+    return series[::step] + ([series[-1]] if (len(series) - 1) % step else [])
+
+
+def command(result: dict[str, Any]) -> str:
+    """What was called for this result, told from it: what is as by default is left out."""
+    load = dict(result["load"])
+    name, seconds, clients = load.pop("name"), load.pop("seconds"), load.pop("clients")
+    usual = loads.described(loads.parse(name))
+    options = [
+        f"{option}={value:g}" if isinstance(value, float) else f"{option}={value}"
+        for option, value in load.items()
+        if value != usual[option]
+    ]
+    words = ["vllm-livepatch", "lab", result["topology"], "--vllm", result["vllm"], "--lmcache", result["lmcache"]]
+    if name != "storm" or options:
+        words += ["--load", ":".join(filter(None, [name, ",".join(options)]))]
+    words += ["--fault", "disconnects"] * result["disconnects"]
+    for fault in result["faults"]:
+        back = "" if fault["lasts"] is None else f"+{fault['lasts']:g}"
+        words += ["--fault", f"{fault['kind']}-{fault['part']}@{fault['at']:g}{back}"]
+    chosen = result.get("patches", [])
+    words += ["--patches", ",".join(chosen)] if chosen else []
+    of_patches = {variable(patch): "on" for patch in chosen}
+    for toggle, value in result.get("toggles", {}).items():
+        words += ["--set", f"{toggle}={value}"] if of_patches.get(toggle) != value else []
+    words += ["--compare"] * (len(result["arms"]) == 2)
+    words += ["--rounds", str(result["rounds"])] if result["rounds"] > 1 else []
+    words += ["--seconds", f"{seconds:g}"] if seconds != 60 else []
+    words += ["--clients", str(clients)] if clients != 12 else []
+    words += ["--seed", str(result["seed"])] if result["seed"] != 1 else []
+    return shlex.join(words)
+
+
+def markdown(place: Path) -> str:
+    """Every result that is kept there, in the order of their names: what was called, and what it came to."""
+    parts = []
+    for file in sorted(place.glob("*.json")):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        lines = [f"### {summary.title(result)}", "", "```bash", command(result), "```", ""]
+        lines += [f"| {result['cores']} cores | {' | '.join(result['arms'])} |", "|---|" + "---|" * len(result["arms"])]
+        for row in summary.rows(result):
+            if any(cell != "-" for cell in row[1:]):
+                lines.append(f"| {' | '.join(cell.replace(chr(10), '<br>') for cell in row)} |")
+        parts.append("\n".join([*lines, "", f"({place.name}/{file.name})", ""]))
+    return "\n".join(parts)
+
+
+@app.command()
+def figures(
+    keep: Annotated[Path | None, typer.Option(metavar="RESULT", help="A result.json, to be kept small.")] = None,
+    name: Annotated[str, typer.Option(help="Under this name.")] = "",
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Put the tables between FILE's markers.")] = None,
+    place: Annotated[Path, typer.Option(metavar="DIR", help="Where results are kept.")] = PLACE,
+) -> None:
+    """Keep a run's result for the documentation, or write what is kept into it."""
+    if keep is not None:
+        if not name:
+            raise UserError("--keep needs a --name")
+        try:
+            result = json.loads(keep.read_text(encoding="utf-8"))
+            text = json.dumps(kept(result), separators=(",", ":")) + "\n"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{keep} is no result of a run: {error!r}") from error
+        place.mkdir(parents=True, exist_ok=True)
+        releases_file.write(place / f"{name}.json", text)
+    if write is not None:
+        matrix.write(write, markdown(place), NAME)
+
+
+if __name__ == "__main__":
+    cli.end_with(app, name="figures")
