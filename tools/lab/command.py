@@ -36,7 +36,11 @@ def command(
     ] = "storm",
     fault: Annotated[
         list[str] | None,
-        typer.Option("--fault", help="disconnects, kill-PART or stop-PART, with @SECONDS and +SECONDS; repeatable."),
+        typer.Option(
+            "--fault",
+            help="disconnects, lost-completions[=SHARE], slow-transfer[=SECONDS], or kill-PART or stop-PART "
+            "with @SECONDS and +SECONDS; repeatable.",
+        ),
     ] = None,
     patches: Annotated[
         str, typer.Option("--patches", metavar="NAME,...", help="Only these, turned on. Default: all, as they decide.")
@@ -71,6 +75,7 @@ def command(
     catalogue.choose(catalogue.load(patch_dir or ()), chosen)
     toggles = {variable(patch): "on" for patch in chosen} | _settings(setting or ())
     hang_up, planned = faults.parse(fault or (), [role.name for role in described.roles])
+    inside = faults.injected(fault or ())
     if hang_up and isinstance(asked, loads.Bench):
         raise UserError(f"--fault {faults.DISCONNECTS}: vllm bench serve hangs up on nobody; use another --load")
     if form is not None:
@@ -89,6 +94,7 @@ def command(
         load=asked,
         faults=tuple(planned),
         disconnects=hang_up,
+        injected=inside,
         arms=("stock", "patched") if compare else ("patched",),
         rounds=rounds,
         seconds=seconds,

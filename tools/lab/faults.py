@@ -6,11 +6,16 @@ import asyncio
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
+from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 DISCONNECTS = "disconnects"
+PATCHES = Path(__file__).with_name("fault_patches")
+INJECTED = {"lost-completions": "SHARE", "slow-transfer": "SECONDS"}
+"""Faults inside the engines, patches that ride in with every arm's bundle; and which option the number after `=` is."""
 _FORM = re.compile(r"(?P<kind>kill|stop)-(?P<part>[a-z]+)(?:@(?P<at>\d+(?:\.\d+)?))?(?:\+(?P<lasts>\d+(?:\.\d+)?))?")
 _USUAL_MOMENT = 5.0
 _USUAL_STOP = 10.0
@@ -35,17 +40,35 @@ def parse(texts: Collection[str], parts: Collection[str]) -> tuple[bool, list[Fa
     """
     faults = []
     for text in texts:
-        if text == DISCONNECTS:
+        if text == DISCONNECTS or text.partition("=")[0] in INJECTED:
             continue
         found = _FORM.fullmatch(text)
         if found is None or found["part"] not in parts:
-            known = ", ".join([DISCONNECTS, *(f"{kind}-{part}" for part in parts for kind in ("kill", "stop"))])
+            known = ", ".join(
+                [DISCONNECTS, *INJECTED, *(f"{kind}-{part}" for part in parts for kind in ("kill", "stop"))]
+            )
             raise UserError(
-                f"{text!r} is no fault of this topology: there are {known}, each with @SECONDS and +SECONDS"
+                f"{text!r} is no fault of this topology: there are {known}, the last with @SECONDS and +SECONDS"
             )
         lasts = float(found["lasts"]) if found["lasts"] else _USUAL_STOP if found["kind"] == "stop" else None
         faults.append(Fault(found["kind"], found["part"], float(found["at"] or _USUAL_MOMENT), lasts))
     return DISCONNECTS in texts, faults
+
+
+def injected(texts: Collection[str]) -> dict[str, dict[str, str]]:
+    """The faults inside the engines: of each its patch's name and the variables that turn it on.
+
+    They are `lost-completions[=SHARE]` and `slow-transfer[=SECONDS]`, and act from the engine's start to its end.
+    Raises UserError.
+    """
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if name in INJECTED:
+            if equals and not re.fullmatch(r"\d+(\.\d+)?", value):
+                raise UserError(f"--fault {text}: write {name}={INJECTED[name]}, a number")
+            found[name] = {variable(name): "on"} | ({f"{variable(name)}_{INJECTED[name]}": value} if equals else {})
+    return found
 
 
 async def play(fault: Fault, parts: Supervisor) -> None:

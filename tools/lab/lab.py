@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.tools import environments
-from vllm_livepatch.tools.lab import loads, model, topology
+from vllm_livepatch.tools.lab import faults, loads, model, topology
 from vllm_livepatch.tools.lab.arm import Arm, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client
@@ -29,6 +29,9 @@ from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, together
 from vllm_livepatch.tools.lab.topology import Topology
+
+STATES = {"stock": "state-faults", "patched": "state-bundle"}
+"""Where the reports of an arm's processes are, in the output directory."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Options:
     load: loads.Spec = field(default_factory=loads.Storm)
     faults: tuple[Fault, ...] = ()
     disconnects: bool = False
+    injected: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Faults inside the engines of every arm: names of patches, and the variables that turn them on."""
     arms: tuple[str, ...] = ("patched",)
     """`stock` and `patched`."""
     rounds: int = 1
@@ -66,8 +71,11 @@ async def run(options: Options) -> dict[str, Any]:
     """
     begun = time.monotonic()
     injected: dict[str, Mapping[str, str]] = {"stock": {}, "patched": {}}
+    hurting = {key: value for variables in options.injected.values() for key, value in variables.items()}
     if "patched" in options.arms:
-        injected["patched"] = {**_bundle(options), **(options.toggles or {})}
+        injected["patched"] = {**_bundle(options, "bundle"), **(options.toggles or {}), **hurting}
+    if options.injected:
+        injected["stock"] = {**_bundle(replace(options, patches=tuple(options.injected)), "faults"), **hurting}
     python = await asyncio.to_thread(environments.engine, options.vllm, options.lmcache)
     kinds = {role.kind for role in options.topology.roles}
     router = await asyncio.to_thread(environments.router) if "router" in kinds else None
@@ -99,7 +107,7 @@ async def run(options: Options) -> dict[str, Any]:
                 await guarded(others, _round(arm, number, rounded, tiny, python))
                 if not arm.alive or number == options.rounds - 1:
                     found[arm.name] = arm.result(_planned(options))
-                    found[arm.name]["status"] = _status(options.out) if arm.name == "patched" else []
+                    found[arm.name]["status"] = _status(options.out, arm.name) if injected[arm.name] else []
                     await arm.parts.stop()
     return {
         **described(options),
@@ -120,6 +128,7 @@ def described(options: Options) -> dict[str, Any]:
         "seed": options.seed,
         "faults": [asdict(fault) for fault in options.faults],
         "disconnects": options.disconnects,
+        "injected": {name: dict(variables) for name, variables in options.injected.items()},
         "settings": dict(options.topology.settings),
         "patches": list(options.patches),
         "toggles": dict(options.toggles or {}),
@@ -173,20 +182,22 @@ def _with_path(injected: Mapping[str, str], needed: list[str]) -> dict[str, str]
     return {**injected, **({"PYTHONPATH": path} if path else {})}
 
 
-def _bundle(options: Options) -> dict[str, str]:
-    """Write the bundle; what puts it into a process."""
-    place, state = options.out / "bundle", options.out / "state"
+def _bundle(options: Options, name: str) -> dict[str, str]:
+    """Write a bundle; what puts it into a process. The faults inside the engines ride in it."""
+    place, state = options.out / name, options.out / f"state-{name}"
     state.mkdir(exist_ok=True)
-    chosen = [word for name in options.patches for word in ("--patch", name)]
-    further = [word for directory in options.patch_dirs for word in ("--patch-dir", str(directory))]
+    patches = [*options.patches, *(options.injected if options.patches else ())]
+    chosen = [word for patch in dict.fromkeys(patches) for word in ("--patch", patch)]
+    directories = [*options.patch_dirs, *([faults.PATCHES] if options.injected else [])]
+    further = [word for directory in directories for word in ("--patch-dir", str(directory))]
     _command_line("generate", "--out", str(place), *chosen, *further)
     return {"PYTHONPATH": str(place), "LIVEPATCH_STATE_DIR": str(state)}
 
 
-def _status(out: Path) -> list[dict[str, Any]]:
+def _status(out: Path, arm: str) -> list[dict[str, Any]]:
     """What each live process says of its patches: name, state, counters. All that it says goes into a file."""
-    text = _command_line("status", "--json", "--state-dir", str(out / "state"))
-    (out / "patched" / "status.json").write_text(text, encoding="utf-8")
+    text = _command_line("status", "--json", "--state-dir", str(out / STATES[arm]))
+    (out / arm / "status.json").write_text(text, encoding="utf-8")
     kept = ("name", "state", "reason", "counters")
     return [
         {"pid": process["pid"], "patches": [{key: patch[key] for key in kept} for patch in process["patches"]]}

@@ -21,6 +21,7 @@ _STYLES = ("-", "--", ":")
 def title(result: dict[str, Any]) -> str:
     """What was run, in a line."""
     hurt = [_said(fault) for fault in result["faults"]] + ["clients hang up"] * result["disconnects"]
+    hurt += result.get("injected", {})
     what = f"{result['topology']}, vLLM {result['vllm']} + LMCache {result['lmcache']}"
     return f"{what}: {', '.join(hurt) or 'no fault'}"
 

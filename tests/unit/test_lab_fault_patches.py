@@ -1,0 +1,105 @@
+"""The faults inside an engine: what reaches the scheduler of what a worker finished."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.tools import catalogue
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab import faults
+
+Step = Callable[..., tuple[set[str], set[str]]]
+
+
+def module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, faults.PATCHES / name / "wrappers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def worker(patch: Any, **options: Any) -> tuple[Step, PatchContext]:
+    """A worker's step, wrapped: given what the connector says has finished, what leaves the worker."""
+    context = PatchContext("fault", options, {}, lambda: None)
+    (wrapper,) = patch.wrappers(context).values()
+
+    def step(sent: set[str] | None = None, received: set[str] | None = None) -> tuple[set[str], set[str]]:
+        @contextmanager
+        def original() -> Iterator[Any]:
+            output = SimpleNamespace(finished_sending=None, finished_recving=None)
+            yield output
+            output.finished_sending, output.finished_recving = sent, received
+
+        with wrapper(original, None, (), {}) as output:
+            pass
+        return set(output.finished_sending or ()), set(output.finished_recving or ())
+
+    return step, context
+
+
+def test_a_share_of_sends_is_lost_and_the_same_ones_each_time() -> None:
+    patch = module("lost_completions")
+    ids = {f"{number:03}" for number in range(200)}
+    told = []
+    for _ in range(2):
+        step, context = worker(patch, SHARE=0.5, SEED=1)
+        sent, received = step(ids, {"received"})
+        told.append(sent)
+        assert received == {"received"}
+        assert context.counters == {"lost": 200 - len(sent), "told": len(sent)}
+        assert sent < ids
+        assert 70 < len(sent) < 130
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(("share", "left"), [(0.0, {"a", "b"}), (1.0, set())])
+def test_none_or_all_may_be_lost(share: float, left: set[str]) -> None:
+    step, _ = worker(module("lost_completions"), SHARE=share, SEED=1)
+    assert step({"a", "b"}) == (left, set())
+
+
+def test_the_first_is_always_lost() -> None:
+    step, _ = worker(module("lost_completions"), SHARE=0.001, SEED=1)
+    assert step({"a"}) == (set(), set())
+    assert step({"b"}) == ({"b"}, set())
+
+
+def test_a_slow_transfer_is_told_once_and_not_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, clock = module("slow_transfer"), SimpleNamespace(now=0.0)
+    monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    step, context = worker(patch, SECONDS=2.0)
+    assert step({"a"}, {"b"}) == (set(), set())
+    clock.now = 1.0
+    assert step({"c"}) == (set(), set())
+    clock.now = 2.0
+    assert step() == ({"a"}, {"b"})
+    clock.now = 3.0
+    assert step() == ({"c"}, set())
+    assert step() == (set(), set())
+    assert context.counters == {"delayed": 3}
+
+
+def test_they_are_asked_for_by_name_with_a_number_or_without() -> None:
+    assert faults.injected(["disconnects", "lost-completions", "slow-transfer=1.5", "kill-decode"]) == {
+        "lost-completions": {"LIVEPATCH_LOST_COMPLETIONS": "on"},
+        "slow-transfer": {"LIVEPATCH_SLOW_TRANSFER": "on", "LIVEPATCH_SLOW_TRANSFER_SECONDS": "1.5"},
+    }
+    assert faults.parse(["lost-completions=0.5", "slow-transfer"], ["decode"]) == (False, [])
+    with pytest.raises(UserError, match="write lost-completions=SHARE, a number"):
+        faults.injected(["lost-completions=many"])
+
+
+def test_each_is_a_patch_that_is_never_on_by_itself() -> None:
+    known = catalogue.load([faults.PATCHES])
+    assert not set(faults.INJECTED) & set(catalogue.load())
+    for name, option in faults.INJECTED.items():
+        assert known[name].patch.auto == "off"
+        assert option in {entry.name for entry in known[name].patch.options}
