@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 NAME = "multi_layer_block_kv_transfer"
 CACHE = "_livepatch_views"
-"""Attribute of a tensor of pointers: its pointers, and the arrays made of them before."""
+"""Attribute of a tensor of addresses: what was made of them before."""
 BLOCKS = (("BS", "NH", "HS"), ("BS", "HS"), ("NH", "BS", "HS"))
 """What is in a block, outermost first. NB blocks, NL layers, TWO keys and values, BS slots, NH heads of HS elements."""
 
@@ -66,29 +66,34 @@ def transfer(
     to_cache = {"H2D": True, "D2H": False}.get(getattr(direction, "name", ""))
     if to_cache is None:
         raise _error(f"no such direction: {direction!r}")
-    shape = Shape.of(shape_desc, gpu_kv_format)
+    shape = _shape(shape_desc, gpu_kv_format)
     if not lmcache_objects_ptrs or not all(lmcache_objects_ptrs):
         raise _error(f"the addresses of chunks are {list(lmcache_objects_ptrs)}")
     ids = torch.as_tensor(block_ids, dtype=torch.int64, device=device).flatten()
     blocks = lmcache_chunk_size // shape.bs  # a chunk
     if lmcache_chunk_size != blocks * shape.bs or len(ids) != blocks * len(lmcache_objects_ptrs) or not blocks:
         raise _error(
-            f"{len(ids)} blocks of {shape.bs} slots for {len(lmcache_objects_ptrs)} chunks of {lmcache_chunk_size} slots"
+            f"{len(ids)} blocks of {shape.bs} slots for {len(lmcache_objects_ptrs)} chunks of {lmcache_chunk_size}"
         )
     if skip_prefix_n_blocks < 0:
         raise _error(f"skip_prefix_n_blocks is {skip_prefix_n_blocks}")
     if device.type == "cpu":
         check_ids(ids.tolist(), shape.nb)
-    pointers = _pointers(paged_buffer_ptrs_tensor)
-    word = math.gcd(16, shape.row, *shape.strides.values(), *pointers, *lmcache_objects_ptrs)
-    cache = _cache(paged_buffer_ptrs_tensor, pointers, shape, word, device)
+    tensors = _tensors(paged_buffer_ptrs_tensor)
+    word = math.gcd(16, tensors.aligned, shape.row, *shape.strides.values(), *lmcache_objects_ptrs)
+    cache = tensors.cache(shape, word, device)
 
-    rows = cache.planes[None, :, :, None] + (ids * (shape.strides["NB"] // word)).view(-1, 1, 1, blocks)
+    rows = cache.planes + (ids * (shape.strides["NB"] // word)).view(-1, 1, 1, blocks)
     if cache.in_block is not None:
         rows = rows[..., None, None] + cache.in_block
-    for first, chunks, skip in _pieces(lmcache_objects_ptrs, blocks, skip_prefix_n_blocks):
-        chunk = _chunk_rows(chunks, shape, lmcache_chunk_size, skip, word, device)
-        which = rows[first : first + len(chunks), :, :, skip:]
+    moves = [
+        (
+            rows if len(chunks) == len(rows) and not skip else rows[first : first + len(chunks), :, :, skip:],
+            _chunk_rows(chunks, shape, lmcache_chunk_size, skip, word, device),
+        )
+        for first, chunks, skip in _pieces(lmcache_objects_ptrs, blocks, skip_prefix_n_blocks)
+    ]
+    for which, chunk in moves:
         if to_cache:
             cache.rows.index_put_((which,), chunk)
         else:
@@ -116,37 +121,44 @@ class Shape(NamedTuple):
     strides: dict[str, int]  # of NB, and of NL and TWO where these are in one tensor
     extent: int  # bytes from a tensor's beginning to its end
 
-    @classmethod
-    def of(cls, desc: Any, kv_format: Any) -> Shape:
-        """Raises ValueError for a format that is unknown, and for a descriptor that is none of it."""
-        name = getattr(kv_format, "name", str(kv_format))
-        layout = layout_of(name)
-        if layout is None:
-            raise _error(f"the format {name} is not known")
-        kv = 2 if "TWO" in layout.pointers + layout.outer else 1
-        size = {"NL": int(desc.nl), "NB": int(desc.nb), "TWO": kv}
-        bs, nh, hs, element = int(desc.bs), int(desc.nh), int(desc.hs), int(desc.element_size)
-        if min(*size.values(), bs, nh, hs, element) < 1 or int(desc.kv_size) != kv:
-            given = {key: getattr(desc, key) for key in ("kv_size", "nl", "nb", "bs", "nh", "hs", "element_size")}
-            raise _error(f"a cache of the format {name} cannot have the shape {given}")
-        block = stride = bs * nh * hs * element
-        strides = {}
-        for dimension in reversed(layout.outer):
-            strides[dimension] = stride
-            stride *= size[dimension]
-        given = int(getattr(desc, "block_stride_elems", 0) or 0) * element
-        if given and given != strides["NB"]:
-            if layout.fused or layout.outer[0] != "NB" or given < strides["NB"]:
-                raise _error(f"blocks of the format {name} cannot be {given} bytes apart, they are {strides['NB']}")
-            strides["NB"] = given
-        extent = block + sum((size[dimension] - 1) * strides[dimension] for dimension in layout.outer)
-        heads_first = layout.heads_first and nh > 1 and bs > 1
-        row = hs * element if heads_first else block
-        layout = layout._replace(heads_first=heads_first)
-        return cls(layout, kv, size["NL"], size["NB"], bs, nh, hs, block, row, strides, extent)
+
+FIELDS = ("kv_size", "nl", "nb", "bs", "nh", "hs", "element_size")
 
 
-@functools.lru_cache(None)
+def _shape(desc: Any, kv_format: Any) -> Shape:
+    """Raises ValueError for a format that is unknown, and for a descriptor that is none of it."""
+    given = [int(getattr(desc, field)) for field in FIELDS]
+    return _shape_of(
+        getattr(kv_format, "name", str(kv_format)), int(getattr(desc, "block_stride_elems", 0) or 0), *given
+    )
+
+
+@functools.lru_cache(64)
+def _shape_of(name: str, apart: int, kv_size: int, nl: int, nb: int, bs: int, nh: int, hs: int, element: int) -> Shape:
+    layout = layout_of(name)
+    if layout is None:
+        raise _error(f"the format {name} is not known")
+    kv = 2 if "TWO" in layout.pointers + layout.outer else 1
+    size = {"NL": nl, "NB": nb, "TWO": kv}
+    if min(nl, nb, bs, nh, hs, element) < 1 or kv_size != kv:
+        given = dict(zip(FIELDS, (kv_size, nl, nb, bs, nh, hs, element), strict=True))
+        raise _error(f"a cache of the format {name} cannot have the shape {given}")
+    block = stride = bs * nh * hs * element
+    strides = {}
+    for dimension in reversed(layout.outer):
+        strides[dimension] = stride
+        stride *= size[dimension]
+    apart *= element
+    if apart and apart != strides["NB"]:
+        if layout.fused or layout.outer[0] != "NB" or apart < strides["NB"]:
+            raise _error(f"blocks of the format {name} cannot be {apart} bytes apart, they are {strides['NB']}")
+        strides["NB"] = apart
+    extent = block + sum((size[dimension] - 1) * strides[dimension] for dimension in layout.outer)
+    layout = layout._replace(heads_first=layout.heads_first and nh > 1 and bs > 1)
+    row = hs * element if layout.heads_first else block
+    return Shape(layout, kv, nl, nb, bs, nh, hs, block, row, strides, extent)
+
+
 def layout_of(name: str) -> Layout | None:
     """What the format's name says, None for one that is not known."""
     *pointers, tensor = name.split("_X_")
@@ -163,54 +175,60 @@ class _Cache(NamedTuple):
     """A cache as one array: `rows[i]` begins i words after the lowest address."""
 
     rows: Any
-    planes: Any  # [kv, layers]: the row at which block 0 of each begins
+    planes: Any  # [1, kv, layers, 1]: the row at which block 0 of each begins
     in_block: Any  # [slots, heads]: rows from a block's beginning; None where a block is one row
 
 
-def _pointers(tensor: Any) -> list[int]:
-    """The addresses in a tensor; read from a device once, since that waits for the device."""
-    if tensor.device.type == "cpu":
-        return [int(address) for address in tensor.tolist()]
-    kept: dict[Any, Any] = vars(tensor).setdefault(CACHE, {})
-    if "pointers" not in kept:
-        kept["pointers"] = tensor.tolist()
-    pointers: list[int] = kept["pointers"]
-    return pointers
+class _Tensors:
+    """The tensors of a cache, by their addresses, and the arrays made of them before."""
+
+    def __init__(self, addresses: Any) -> None:
+        self.addresses = addresses.clone()
+        self.pointers: list[int] = [int(address) for address in addresses.tolist()]
+        self.aligned = math.gcd(*self.pointers)
+        self.caches: dict[Any, _Cache] = {}
+
+    def cache(self, shape: Shape, word: int, device: Any) -> _Cache:
+        """The array for this shape, in words of so many bytes."""
+        import torch
+
+        key = (*shape[:9], shape.strides["NB"], word, device)
+        if key in self.caches:
+            return self.caches[key]
+        pointers = self.pointers
+        expected = math.prod({"NL": shape.nl, "TWO": 2}[dimension] for dimension in shape.layout.pointers)
+        if len(pointers) != expected or not all(pointers):
+            raise _error(f"{expected} addresses of tensors are needed, not {pointers}")
+        lowest = min(pointers)
+        words = (max(pointers) + shape.extent - lowest) // word
+        row = shape.row // word
+        rows = _memory(lowest, words, word, device).as_strided((words - row + 1, row), (1, 1))
+        planes = [
+            [
+                (pointers[_pointer(shape, kv, layer)] - lowest)
+                + kv * shape.strides.get("TWO", 0)
+                + layer * shape.strides.get("NL", 0)
+                for layer in range(shape.nl)
+            ]
+            for kv in range(shape.kv)
+        ]
+        in_block = None
+        if shape.layout.heads_first:
+            slots = torch.arange(shape.bs, device=device)[:, None] * row
+            in_block = slots + torch.arange(shape.nh, device=device) * (shape.bs * row)
+        made = self.caches[key] = _Cache(rows, torch.tensor(planes, device=device)[None, :, :, None] // word, in_block)
+        return made
 
 
-def _cache(tensor: Any, pointers: list[int], shape: Shape, word: int, device: Any) -> _Cache:
-    """The array for these addresses, made once for each shape."""
+def _tensors(addresses: Any) -> _Tensors:
+    """What was made of these addresses before; read from a device once, since that waits for the device."""
     import torch
 
-    kept: dict[Any, Any] = vars(tensor).setdefault(CACHE, {})
-    key = (tuple(pointers), shape.layout, *shape[1:9], shape.strides["NB"], word, device)
-    if key in kept:
-        found: _Cache = kept[key]
-        return found
-    expected = math.prod({"NL": shape.nl, "TWO": 2}[dimension] for dimension in shape.layout.pointers)
-    if len(pointers) != expected or not all(pointers):
-        raise _error(f"{expected} addresses of tensors are needed, not {pointers}")
-    lowest = min(pointers)
-    words = (max(pointers) + shape.extent - lowest) // word
-    row = shape.row // word
-    memory = _memory(lowest, words, word, device)
-    rows = memory.as_strided((words - row + 1, row), (1, 1))
-    planes = [
-        [
-            (pointers[_pointer(shape, kv, layer)] - lowest)
-            + kv * shape.strides.get("TWO", 0)
-            + layer * shape.strides.get("NL", 0)
-            for layer in range(shape.nl)
-        ]
-        for kv in range(shape.kv)
-    ]
-    in_block = None
-    if shape.layout.heads_first:
-        slots = torch.arange(shape.bs, device=device)[:, None] * row
-        in_block = slots + torch.arange(shape.nh, device=device) * (shape.bs * row)
-    made = _Cache(rows, torch.tensor(planes, device=device) // word, in_block)
-    kept[key] = made
-    return made
+    kept: _Tensors | None = vars(addresses).get(CACHE)
+    if kept is None or (addresses.device.type == "cpu" and not torch.equal(addresses, kept.addresses)):
+        kept = _Tensors(addresses)
+        setattr(addresses, CACHE, kept)
+    return kept
 
 
 def _pointer(shape: Shape, kv: int, layer: int) -> int:

@@ -25,18 +25,18 @@ import torch
 Direction = enum.Enum("Direction", [("H2D", 0), ("D2H", 1)])
 
 # Where a block lies: the tensor (of the list of pointers) and its offset there. B is a block's bytes, P from one block
-# to the next in a tensor that has nothing outside its blocks; k is 0 or 1, l the layer, b the block.
+# to the next in a tensor that has nothing outside its blocks; k is 0 or 1, n the layer, b the block.
 BLOCK: dict[str, Any] = {
-    "NB_NL_TWO_BS_NH_HS": lambda c, k, l, b: (0, b * c.P + (l * 2 + k) * c.B),
-    "NB_NL_TWO_NH_BS_HS": lambda c, k, l, b: (0, b * c.P + (l * 2 + k) * c.B),
-    "NL_X_TWO_NB_BS_NH_HS": lambda c, k, l, b: (l, (k * c.nb + b) * c.B),
-    "NL_X_TWO_NB_NH_BS_HS": lambda c, k, l, b: (l, (k * c.nb + b) * c.B),
-    "NL_X_NB_TWO_BS_NH_HS": lambda c, k, l, b: (l, b * c.P + k * c.B),
-    "NL_X_NB_TWO_NH_BS_HS": lambda c, k, l, b: (l, b * c.P + k * c.B),
-    "NL_X_NB_BS_HS": lambda c, k, l, b: (l, b * c.P),
-    "NL_X_NBBS_ONE_HS": lambda c, k, l, b: (l, b * c.B),
-    "TWO_X_NL_X_NBBS_NH_HS": lambda c, k, l, b: (k * c.nl + l, b * c.B),
-    "TWO_X_NL_X_NB_BS_NH_HS": lambda c, k, l, b: (k * c.nl + l, b * c.P),
+    "NB_NL_TWO_BS_NH_HS": lambda c, k, n, b: (0, b * c.P + (n * 2 + k) * c.B),
+    "NB_NL_TWO_NH_BS_HS": lambda c, k, n, b: (0, b * c.P + (n * 2 + k) * c.B),
+    "NL_X_TWO_NB_BS_NH_HS": lambda c, k, n, b: (n, (k * c.nb + b) * c.B),
+    "NL_X_TWO_NB_NH_BS_HS": lambda c, k, n, b: (n, (k * c.nb + b) * c.B),
+    "NL_X_NB_TWO_BS_NH_HS": lambda c, k, n, b: (n, b * c.P + k * c.B),
+    "NL_X_NB_TWO_NH_BS_HS": lambda c, k, n, b: (n, b * c.P + k * c.B),
+    "NL_X_NB_BS_HS": lambda c, k, n, b: (n, b * c.P),
+    "NL_X_NBBS_ONE_HS": lambda c, k, n, b: (n, b * c.B),
+    "TWO_X_NL_X_NBBS_NH_HS": lambda c, k, n, b: (k * c.nl + n, b * c.B),
+    "TWO_X_NL_X_NB_BS_NH_HS": lambda c, k, n, b: (k * c.nl + n, b * c.P),
 }
 
 

@@ -16,6 +16,7 @@ RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -161,8 +162,10 @@ class Server:
     def __init__(self, form: str) -> None:
         shape, dtype, self.layout = FORMS[form]
         self.block_axis = shape.index(BLOCKS)
-        self.layers = [torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8) for _ in range(LAYERS)]
-        self.caches = [types.SimpleNamespace(to_tensor=lambda view=layer.view(dtype): view) for layer in self.layers]
+        self.layers = [
+            torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8) for _ in range(LAYERS)
+        ]
+        self.caches = [types.SimpleNamespace(to_tensor=functools.partial(layer.view, dtype)) for layer in self.layers]
         self.storage = Storage()
         self.closes: list[Callable[[], None]] = []
         if importlib.util.find_spec("lmcache.v1.multiprocess.modules"):
