@@ -17,6 +17,7 @@ from vllm_livepatch.tools import registry
 PATCH = "mp-block-transfer"
 TRANSFER = Path(__file__).parents[2] / "patches" / "mp_block_transfer" / "transfer.py"
 NEEDED = ["0.4.3", "0.4.4", "0.4.5", "0.4.6"]
+OLDER = [pin.version for pin in registry.pins("lmcache") if Version(pin.version) < Version("0.4.3")]
 NEWER = [pin.version for pin in registry.pins("lmcache") if Version(pin.version) > Version("0.4.6")]
 FORMS = ["mla", "nhd", "hnd", "infer", "infer hnd"]
 LACKING = {
@@ -53,7 +54,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "nb": blocks,
         "bs": draw(st.integers(1, 4)),
         "nh": draw(st.integers(1, 4)) if heads else 1,
-        "hs": draw(st.integers(1, 20)),
+        "hs": draw(st.integers(1, 20) | st.sampled_from([16, 32])),
         "element": element,
         "padding": draw(st.sampled_from([0, 1, 3])) if padded else 0,
         "ids": ids,
@@ -135,13 +136,27 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"] == {"contexts": 6, "to_chunks": 31, "to_cache": 10}
 
 
+@pytest.mark.parametrize("release", OLDER)
+def test_older_releases_move_no_blocks(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """They move slots, by another operation, and the patch leaves them alone."""
+    result = warm.run("block_transfer_server", {"lmcache": release}, tmp_path, bundle=bundle)
+    assert result["asked"] == ["multi_layer_kv_transfer"]
+    assert [result["forms"][form]["finished"] for form in FORMS] == [["6 written", "6 read"]] * 5
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["verdict"], patch["counters"]) == ("skipped", "not-present", {}), patch
+
+
 @pytest.mark.parametrize("release", NEWER)
 def test_newer_releases_take_chunks_to_be_in_cpu_memory(
-    release: str, warm: interpreter.Interpreter, tmp_path: Path
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
 ) -> None:
     """Their own operation reads the cache's addresses on the device that it is given, and the chunks' on the CPU.
 
     Their MP server gives it a staging buffer on the device for chunks. What comes of that, only a device shows.
     """
-    result = warm.run("block_transfer_addresses", {"lmcache": release}, tmp_path)
+    result = warm.run("block_transfer_addresses", {"lmcache": release}, tmp_path, bundle=bundle)
     assert result["asked"] == [["cache", "cuda:0"], ["chunk", "cpu"]] * 2
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["verdict"], patch["counters"]) == ("skipped", "fixed-upstream", {}), patch
