@@ -96,6 +96,8 @@ def transfer(
     for which, chunk in moves:
         if to_cache:
             cache.rows.index_put_((which,), chunk)
+        elif chunk.is_contiguous():
+            torch.index_select(cache.rows, 0, which.reshape(-1), out=chunk.view(-1, chunk.shape[-1]))
         else:
             torch.ops.aten.index.Tensor_out(cache.rows, [which], out=chunk)
 
