@@ -69,7 +69,7 @@ def transfer(
     shape = _shape(shape_desc, gpu_kv_format)
     if not lmcache_objects_ptrs or not all(lmcache_objects_ptrs):
         raise _error(f"the addresses of chunks are {list(lmcache_objects_ptrs)}")
-    ids = torch.as_tensor(block_ids, dtype=torch.int64, device=device).flatten()
+    ids = torch.as_tensor(block_ids, dtype=torch.int64, device=device)
     blocks = lmcache_chunk_size // shape.bs  # a chunk
     if lmcache_chunk_size != blocks * shape.bs or len(ids) != blocks * len(lmcache_objects_ptrs) or not blocks:
         raise _error(
@@ -83,7 +83,7 @@ def transfer(
     word = math.gcd(16, tensors.aligned, shape.row, *shape.strides.values(), *lmcache_objects_ptrs)
     cache = tensors.cache(shape, word, device)
 
-    rows = cache.planes + (ids * (shape.strides["NB"] // word)).view(-1, 1, 1, blocks)
+    rows = torch.add(cache.planes, ids.reshape(-1, 1, 1, blocks), alpha=shape.strides["NB"] // word)
     if cache.in_block is not None:
         rows = rows[..., None, None] + cache.in_block
     moves = [
@@ -185,7 +185,7 @@ class _Tensors:
     """The tensors of a cache, by their addresses, and the arrays made of them before."""
 
     def __init__(self, addresses: Any) -> None:
-        self.addresses = addresses.clone()
+        self.version = _version(addresses)
         self.pointers: list[int] = [int(address) for address in addresses.tolist()]
         self.aligned = math.gcd(*self.pointers)
         self.caches: dict[Any, _Cache] = {}
@@ -204,7 +204,7 @@ class _Tensors:
         lowest = min(pointers)
         words = (max(pointers) + shape.extent - lowest) // word
         row = shape.row // word
-        rows = _memory(lowest, words, word, device).as_strided((words - row + 1, row), (1, 1))
+        rows = _memory(lowest, words, word, device, 0, (words - row + 1, row), (1, 1))
         planes = [
             [
                 (pointers[_pointer(shape, kv, layer)] - lowest)
@@ -224,13 +224,16 @@ class _Tensors:
 
 def _tensors(addresses: Any) -> _Tensors:
     """What was made of these addresses before; read from a device once, since that waits for the device."""
-    import torch
-
     kept: _Tensors | None = vars(addresses).get(CACHE)
-    if kept is None or (addresses.device.type == "cpu" and not torch.equal(addresses, kept.addresses)):
+    if kept is None or kept.version != _version(addresses):
         kept = _Tensors(addresses)
         setattr(addresses, CACHE, kept)
     return kept
+
+
+def _version(tensor: Any) -> int:
+    """How often the tensor was written to; one made in inference mode does not count that."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def _pointer(shape: Shape, kv: int, layer: int) -> int:
@@ -264,17 +267,19 @@ def _chunk_rows(chunks: Sequence[int], shape: Shape, slots: int, skip: int, word
         size += [shape.bs, shape.nh]
         stride += [shape.nh * row, row]
     words = (len(chunks) - 1) * apart + shape.kv * shape.nl * blocks * block
-    return _memory(chunks[0], words, word, device).as_strided([*size, row], [*stride, 1], skip * block)
+    return _memory(chunks[0], words, word, device, skip * block, (*size, row), (*stride, 1))
 
 
-def _memory(address: int, words: int, word: int, device: Any) -> Any:
-    """The memory itself as a tensor of words, never a copy; whoever owns it must keep it."""
+def _memory(
+    address: int, words: int, word: int, device: Any, first: int, size: tuple[int, ...], stride: tuple[int, ...]
+) -> Any:
+    """So many words of memory as a tensor, never a copy; whoever owns it must keep it."""
     import torch
 
     dtype = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]
     try:
         storage = torch._C._construct_storage_from_data_pointer(address, device, words * word)
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (words,), (1,))
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, first, size, stride)
     except (AttributeError, RuntimeError) as error:
         raise _error(f"torch {torch.__version__} makes no tensor of memory on {device}: {error}") from error
 
