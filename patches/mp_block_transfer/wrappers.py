@@ -1,0 +1,75 @@
+"""LMCache's MP server gets the operation that moves blocks where its own operations lack it.
+
+Source: the field (ROCm); LMCache 0.4.3 to 0.4.6 call an operation that only the compiled module has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import completions, transfer
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+CONTEXT = "lmcache.v1.multiprocess.gpu_context"
+COMPLETION = "lmcache.v1.multiprocess.native_completion"
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    dtype: str = livepatch.options["DTYPE"]
+    recorded = completions.Completions()
+
+    def operation(
+        pointers: Any, chunks: Any, ids: Any, device: Any, to: Any, desc: Any, slots: int, layout: Any, skip: int
+    ) -> None:
+        transfer.transfer(pointers, chunks, ids, device, to, desc, slots, layout, skip)
+        livepatch.count("to_cache" if to.name == "H2D" else "to_chunks")
+        if dtype != "auto" and int(desc.element_size) != SIZES[dtype]:
+            livepatch.say("other_dtype", f"the cache's elements are no {dtype}; its blocks are moved as they are")
+
+    def provide(ops: Any, **missing: Any) -> None:
+        """Give the release's operations what they lack, by the names that the release calls."""
+        lacking = [name for name in missing if not hasattr(ops, name)]
+        for name in lacking:
+            setattr(ops, name, missing[name])
+        if lacking:
+            livepatch.say(lacking[0], f"{ops.__name__} has no {', '.join(lacking)}: the patch's own do their work")
+
+    def registered(wrapped: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
+        """An engine registers its cache; before that no block is moved."""
+        ops = getattr(sys.modules[CONTEXT], "lmc_ops", None)
+        if ops is not None:  # 0.4.3 and 0.4.4 have none without a device, and do nothing without one
+            provide(ops, **{transfer.NAME: operation, "PageBufferShapeDesc": transfer.PageBufferShapeDesc})
+            livepatch.count("contexts" if is_ours() else "native_contexts")
+        return wrapped(*args, **kwargs)
+
+    def is_ours() -> bool:
+        return getattr(sys.modules[CONTEXT].lmc_ops, transfer.NAME, None) is operation
+
+    def staged(wrapped: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
+        """Block ids on their way to the device: here they can be looked at without waiting for it."""
+        if is_ours():
+            transfer.check_ids(args[0] if args else kwargs["block_ids"], context.num_blocks_)
+        return wrapped(*args, **kwargs)
+
+    def started(wrapped: Callable[..., Any], dispatcher: Any, args: Any, kwargs: Any) -> Any:
+        """The thread that finishes stores and loads, for which it asks the operations."""
+        ops = sys.modules[COMPLETION]._lmc_ops
+        if not hasattr(ops, "record_completion_on_stream"):
+            provide(
+                ops,
+                record_completion_on_stream=recorded.record_completion_on_stream,
+                drain_recorded_completions=recorded.drain_recorded_completions,
+            )
+        return wrapped(*args, **kwargs)
+
+    return {
+        f"{CONTEXT}:GPUCacheContext.__init__": registered,
+        f"{CONTEXT}:GPUCacheContext.stage_block_ids": staged,
+        f"{COMPLETION}:DeviceHostFuncDispatcher.start": started,
+    }
