@@ -86,8 +86,8 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"]["held_back"] > 5
 
 
-@pytest.mark.parametrize("lmcache", ["0.5.6"])
-@pytest.mark.parametrize("release", ["0.29.0"])
+@pytest.mark.parametrize("lmcache", ["0.4.6", "0.4.7", "0.5.3", "0.5.6"])
+@pytest.mark.parametrize("release", ["0.22.1", "0.29.0", "0.33.0"])
 def test_lmcaches_own_class(
     release: str, lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
 ) -> None:
