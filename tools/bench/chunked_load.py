@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from rich.console import Console
 from rich.table import Table
 from vllm_livepatch.tools import bundle, catalogue, environments
@@ -40,36 +39,17 @@ HITS = "vllm:external_prefix_cache_hits_total"
 
 def deployment(arm: str, python: Path, tiny: Path, pool: int, variables: Mapping[str, str]) -> topology.Deployment:
     """The parts of an arm; its engine's pool holds `pool` prompts."""
-    deployed = topology.lmcache(python, tiny, variables)
+    # Engines share the machine: threads bound to cores would spin where another engine computes.
+    shared = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    deployed = topology.local(topology.load("lmcache"), python, tiny, {**shared, **variables})
     server, engine = deployed.parts
     blocks = pool * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // topology.BLOCK_SIZE) + 1  # one is never given out
-    command = [*engine.command, "--num-gpu-blocks-override", str(blocks)]
+    command = (*engine.command, "--num-gpu-blocks-override", str(blocks))
     if arm == "none":
         place = command.index("--kv-transfer-config")
-        del command[place : place + 2]
-        return topology.Deployment((dataclasses.replace(engine, command=command, beside=False),), deployed.url)
+        alone = dataclasses.replace(engine, command=command[:place] + command[place + 2 :], beside=False)
+        return topology.Deployment((alone,), deployed.url)
     return topology.Deployment((server, dataclasses.replace(engine, command=command)), deployed.url)
-
-
-async def first_token(http: aiohttp.ClientSession, url: str, prompt: str) -> tuple[float, str]:
-    """Ask for a prompt: seconds until its first token, and the whole output."""
-    body = {
-        "model": topology.MODEL_NAME,
-        "prompt": prompt,
-        "max_tokens": OUTPUT_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    begun, seconds, text = time.monotonic(), 0.0, ""
-    async with http.post(f"{url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            if not line.startswith(b"data: {"):
-                continue
-            seconds = seconds or time.monotonic() - begun
-            text += json.loads(line[len("data: ") :])["choices"][0]["text"]
-    return seconds, text
 
 
 async def emptied(client: Client, seconds: float = 30.0) -> None:
@@ -126,17 +106,16 @@ async def play(url: str, prompts: Sequence[str], outputs: Sequence[str], offload
         await emptied(client)
         before = await client.metric(HITS) if offload else 0.0
         begun = time.monotonic()
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            answers = await asyncio.gather(*(first_token(http, url, prompt) for prompt in prompts))
+        answers = await asyncio.gather(*(client.stream(prompt, OUTPUT_TOKENS) for prompt in prompts))
         seconds = time.monotonic() - begun
         loaded = (await client.metric(HITS) if offload else 0.0) - before
-    times = sorted(first for first, _ in answers)
+    times = sorted(pieces[0] for _, pieces in answers)
     return {
         "first_token_median": statistics.median(times),
         "first_token_p95": times[int(0.95 * (len(times) - 1))],
         "prompts_a_second": len(prompts) / seconds,
         "hit_share": loaded / (len(prompts) * (PROMPT_TOKENS // topology.CHUNK_SIZE * topology.CHUNK_SIZE)),
-        "other_outputs": sum(text != expected for (_, text), expected in zip(answers, outputs, strict=True)),
+        "other_outputs": sum(text != expected for (text, _), expected in zip(answers, outputs, strict=True)),
     }
 
 

@@ -138,9 +138,12 @@ def play(mode: str, model_config: Any, connector: tuple[str, str], plans: list[P
 
 def hide_later_adapter() -> None:
     """Releases to 0.16 name blocks by hash, as LMCache did before it had an adapter: they fall back on their own."""
-    own = importlib.import_module(
-        "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.multi_process_adapter"
-    )
+    try:
+        own = importlib.import_module(
+            "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.multi_process_adapter"
+        )
+    except ImportError:  # LMCache from 0.5 lacks what it needs; nothing falls back on it then
+        return
     if "block_hashes" in own.LoadStoreOp.__dataclass_fields__:
         hidden: Any = None
         sys.modules["lmcache.integration.vllm.vllm_multi_process_adapter"] = hidden
