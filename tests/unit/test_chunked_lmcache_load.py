@@ -5,16 +5,22 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm_livepatch.patches.chunked_lmcache_load import wrappers as patch
+from vllm_livepatch.sitecustomize import settings
 from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.tools import catalogue
 
+NAME = "chunked-lmcache-load"
 SCHEDULE = f"{patch.SCHEDULER}.schedule"
+TOGGLE = "LIVEPATCH_CHUNKED_LMCACHE_LOAD"
+FROM_THE_FIELD = "CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD"
 
 
 def context(max_tokens: int = 32768) -> PatchContext:
-    return PatchContext("chunked-lmcache-load", {"max_tokens": max_tokens}, {}, lambda: None)
+    return PatchContext(NAME, {"max_tokens": max_tokens}, {}, lambda: None)
 
 
 class FullAttentionManager:
@@ -81,3 +87,31 @@ def test_another_connector_is_left_alone() -> None:
 def test_no_connector_at_all() -> None:
     schedule = patch.wrappers(context())[SCHEDULE]
     assert schedule(lambda: "scheduled", scheduler(None), (), {}) == "scheduled"
+
+
+@pytest.mark.parametrize(
+    ("environ", "toggle", "tokens"),
+    [
+        ({}, "auto", 32768),
+        ({f"{TOGGLE}_MAX_TOKENS": "4096"}, "auto", 4096),
+        ({FROM_THE_FIELD: "4096"}, "auto", 4096),
+        ({f"{TOGGLE}_MAX_TOKENS": "0"}, "off", 0),
+        ({FROM_THE_FIELD: "0"}, "off", 0),
+        ({TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": "0"}, "on", 0),
+    ],
+)
+def test_options(environ: dict[str, str], toggle: str, tokens: int) -> None:
+    found = settings.read([catalogue.load()[NAME].patch], environ)
+    assert (found.toggles[NAME], found.options[NAME]["max_tokens"], found.errors) == (toggle, tokens, ())
+
+
+@pytest.mark.parametrize("value", ["-1", "many", "", "1.5"])
+def test_what_is_no_number_of_tokens_counts_as_the_default(value: str) -> None:
+    found = settings.read([catalogue.load()[NAME].patch], {f"{TOGGLE}_MAX_TOKENS": value})
+    assert (found.toggles[NAME], found.options[NAME]["max_tokens"]) == ("auto", 32768)
+    assert f"{TOGGLE}_MAX_TOKENS" in found.errors[0]
+
+
+def test_without_parts_all_is_loaded_at_once() -> None:
+    loads = patch._Loads(scheduler(lmcache(64)), context(0))
+    assert loads.part_end(0, 100_000) == 100_000
