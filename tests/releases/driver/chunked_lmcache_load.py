@@ -137,13 +137,21 @@ def play(mode: str, model_config: Any, connector: tuple[str, str], plans: list[P
 
 
 def hide_later_adapter() -> None:
-    """Releases to 0.16 name blocks by hash, as LMCache did before it had an adapter: they fall back on their own."""
+    """Releases to 0.16 name blocks by hash, as LMCache did before it had an adapter: they fall back on their own.
+
+    That can be imported with no LMCache from 0.3.15 on: next to it is the other connector's, which wants names that are
+    gone (`lmcache.config.LMCacheEngineMetadata`). Nothing of it runs here.
+    """
+    integration = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration"
+    other = f"{integration}.vllm_v1_adapter"
+    sys.modules[other] = native_double.NativeDouble(other)
     try:
-        own = importlib.import_module(
-            "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.multi_process_adapter"
-        )
-    except ImportError:  # LMCache from 0.5 lacks what it needs; nothing falls back on it then
+        own = importlib.import_module(f"{integration}.multi_process_adapter")
+    except ImportError as error:  # LMCache from 0.5.1 lacks what it needs, and brings the connector's adapter itself
+        print(f"the built-in adapter is not importable: {error}", file=sys.stderr)
         return
+    finally:
+        del sys.modules[other]
     if "block_hashes" in own.LoadStoreOp.__dataclass_fields__:
         hidden: Any = None
         sys.modules["lmcache.integration.vllm.vllm_multi_process_adapter"] = hidden
