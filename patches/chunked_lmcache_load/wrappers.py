@@ -1,0 +1,276 @@
+"""Loads from LMCache in bounded parts, admitted only where every load in flight can still be finished.
+
+Source: vllm#45388, vllm PR#44560, vllm PR#57104, LMCache PR#3382.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+KEPT_AS = "_livepatch_loads"
+
+
+class _Load:
+    """One request's load; places are in tokens from the prompt's start.
+
+    What is before `start` was in the pool already, what is before `at` has arrived or is under way, `end` is where the
+    load ends, and LMCache's read locks reach to `locked`. `tokens` is the request's length when it began.
+    """
+
+    __slots__ = ("at", "end", "locked", "request", "start", "tokens", "tracker")
+
+    def __init__(self, request: Any, tracker: Any, start: int, at: int, end: int, locked: int) -> None:
+        self.request = request
+        self.tracker = tracker
+        self.start = start
+        self.at = at
+        self.end = end
+        self.locked = locked
+        self.tokens: int = request.num_tokens
+
+
+class _Loads:
+    """The loads of one scheduler, from the connector's answer until the request's last prefill step.
+
+    Invariant: when nothing runs, the blocks that these requests still need are free. So whichever load arrives first,
+    its request can run.
+    """
+
+    def __init__(self, scheduler: Any, livepatch: PatchContext) -> None:
+        self.livepatch = livepatch
+        self.scheduler = scheduler
+        self.connector = scheduler.connector
+        self.ask: Callable[..., tuple[int | None, bool]] = self.connector.get_num_new_matched_tokens
+        self.loads: dict[str, _Load] = {}
+        self.arrived: list[Any] = []  # requests whose load has arrived, and that do not run yet
+        self.short: list[str] = []  # those whose next part finds no blocks in this step
+        self.refused: str | None = None  # the request, first in this step, that does not fit
+        self.managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        adapter = self.connector.scheduler_adapter
+        blocks = adapter.num_blocks_per_chunk() * getattr(self.connector, "vllm_block_size", scheduler.block_size)
+        self.chunk: int = getattr(adapter, "lmcache_tokens_per_chunk", blocks)
+        whole = (
+            [type(manager).__name__ for manager in self.managers] != ["FullAttentionManager"]
+            or getattr(scheduler, "defer_async_loads", False)
+            or getattr(scheduler, "aux_output_connector", None) is not None
+        )
+        self.part_tokens: int = 0 if whole else livepatch.options["max_tokens"]
+        self.connector.get_num_new_matched_tokens = self.matched
+
+    # What the connector's tracker counts in: tokens from LMCache 0.4.7, blocks before and in vLLM's own.
+
+    def unit(self, tracker: Any) -> tuple[str, int]:
+        if hasattr(tracker, "num_lmcache_hit_tokens"):
+            return "tokens", 1
+        return "blocks", int(self.connector.vllm_block_size)
+
+    def hit(self, tracker: Any) -> int:
+        """Tokens of the prompt that LMCache holds, as the tracker has it."""
+        name, size = self.unit(tracker)
+        return int(getattr(tracker, f"num_lmcache_hit_{name}")) * size
+
+    def note(self, tracker: Any, **tokens: int) -> None:
+        """Set `lmcache_hit`, `vllm_hit` or `stored` of a tracker."""
+        name, size = self.unit(tracker)
+        for field, value in tokens.items():
+            setattr(tracker, f"num_{field}_{name}", value // size)
+
+    # Admission: what the scheduler asks for each request that holds nothing yet.
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The connector's answer: bounded, or None (ask later) where the request would take what loads still need."""
+        name = request.request_id
+        self.loads.pop(name, None)
+        # Behind one that does not fit, nobody is asked, as where the scheduler itself finds no blocks. And what has
+        # arrived runs first: a new request that finds no blocks would end the step before its turn.
+        if self.refused is not None or any(
+            other is not request and other.status.name != "RUNNING" for other in self.arrived
+        ):
+            return None, False
+        answer, later = self.ask(request, num_computed_tokens)
+        if answer is None:
+            return answer, later
+        tracker = self.connector.request_trackers[name]
+        locked = self.hit(tracker)
+        if locked:  # some releases add to it each time they are asked
+            self.note(tracker, stored=locked)
+        if not answer and not self.loads:
+            return answer, later
+        if (self.loads or self.scheduler.running) and not self.fits(request):
+            self.refused = name
+            self.livepatch.count("held_back")
+            return None, False
+        if not answer:
+            return answer, later
+        end = num_computed_tokens + answer
+        at = self.part_end(num_computed_tokens, end)
+        if at < end:
+            self.note(tracker, lmcache_hit=at)
+        self.loads[name] = _Load(request, tracker, num_computed_tokens, at, end, locked)
+        return at - num_computed_tokens, later
+
+    def part_end(self, start: int, end: int) -> int:
+        """Where a part that begins at `start` ends: at a chunk's end, or where the load does."""
+        if not self.part_tokens:
+            return end
+        chunks = max((start + self.part_tokens) // self.chunk, start // self.chunk + 1)
+        return min(end, chunks * self.chunk)
+
+    def fits(self, request: Any) -> bool:
+        """Whether there are blocks for all of a request, beside those that loads and running prefills still need."""
+        begun = {name: load.request for name, load in self.loads.items()}
+        begun |= {
+            other.request_id: other
+            for other in self.scheduler.running
+            if other.num_computed_tokens < other.num_prompt_tokens
+        }
+        needed = self.needed(request) + sum(map(self.needed, begun.values()))
+        return bool(needed <= self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def needed(self, request: Any) -> int:
+        """Blocks that a request has yet to get until it can answer with its first token."""
+        scheduler = self.scheduler
+        tokens = min(request.num_tokens + 1 + scheduler.num_lookahead_tokens, scheduler.max_model_len)
+        return sum(
+            max(0, -(-tokens // manager.block_size) - len(manager.req_to_blocks.get(request.request_id, ())))
+            for manager in self.managers
+        )
+
+    # Each step.
+
+    def begin_step(self) -> None:
+        """Load the next part of what has arrived, and see what waits to run."""
+        self.refused = None
+        self.arrived.clear()
+        received, failed = self.scheduler.finished_recving_kv_req_ids, self.scheduler.failed_recving_kv_req_ids
+        for name, load in list(self.loads.items()):
+            request = load.request
+            if request.status.name == "WAITING_FOR_REMOTE_KVS":
+                if name not in received:
+                    continue
+                if name in failed:
+                    self.let_go(load)
+                elif load.at < load.end and self.load_more(load):
+                    continue
+                else:
+                    self.note(load.tracker, vllm_hit=load.start)
+                self.arrived.append(request)
+            elif not 0 < request.num_computed_tokens < load.tokens:
+                del self.loads[name]  # not admitted, or prefilled, or preempted
+            elif request.status.name != "RUNNING":
+                self.arrived.append(request)
+
+    def load_more(self, load: _Load) -> bool:
+        """Begin a load's next part; False where there are no blocks for it now, or it is given up."""
+        scheduler, request, manager = self.scheduler, load.request, self.scheduler.kv_cache_manager
+        at = self.part_end(load.at, load.end)
+        # Releases to 0.17 leave the computed tokens at 0 until the load has arrived, and then count its blocks.
+        begun = request.num_computed_tokens
+        if manager.allocate_slots(request, at - begun, delay_cache_blocks=True) is None:
+            if scheduler.running or len(scheduler.requests) > sum(scheduler.get_request_counts()):
+                self.short.append(request.request_id)  # somebody will give blocks back
+                scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+            else:
+                self.livepatch.count("prefilled_instead")
+                self.let_go(load)
+            return False
+        if begun:
+            request.num_computed_tokens = at
+        self.tell_statistics(load, at)
+        self.note(load.tracker, vllm_hit=load.at, lmcache_hit=at if at < load.end else load.locked)
+        load.tracker.allocated_block_ids.clear()  # all are given again, and to 0.17 they are appended
+        self.connector.update_state_after_alloc(request, manager.get_blocks(request.request_id), at - load.at)
+        load.tracker.state = type(load.tracker.state).WAITING_FOR_LOAD
+        load.at = at
+        scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+        if hasattr(scheduler, "_set_kv_fetch_stage"):
+            scheduler._set_kv_fetch_stage(request, "in_progress")
+        self.livepatch.count("further_parts")
+        return True
+
+    def tell_statistics(self, load: _Load, at: int) -> None:
+        """What the release counts as loaded of a request: it counted the first part when it was admitted."""
+        request, stats = load.request, self.scheduler.connector_prefix_cache_stats
+        if hasattr(request, "num_external_computed_tokens"):  # to 0.19; 0.14 and 0.15 count it when it has arrived
+            request.num_external_computed_tokens += at - load.at
+        if stats is not None and not hasattr(self.scheduler, "_update_connector_prefix_cache_stats"):
+            hits = "preempted_hits" if request.num_preemptions else "hits"
+            setattr(stats, hits, getattr(stats, hits) + at - load.at)
+        prefill = getattr(request, "prefill_stats", None)
+        if prefill is not None and not request.num_preemptions:
+            prefill.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=load.start,
+                num_external_cached_tokens=at - load.start,
+            )
+
+    def end_step(self) -> None:
+        """What found no blocks has arrived all the same: an abort must free its blocks at once."""
+        self.scheduler.finished_recving_kv_req_ids.update(self.short)
+        self.short.clear()
+
+    # Read locks.
+
+    def let_go(self, load: _Load) -> None:
+        """Load no more parts."""
+        if load.at < load.end:
+            self.unlock(load.tracker, load.at, load.locked)
+            load.end = load.at
+
+    def finished(self, request: Any) -> None:
+        """A request ends, perhaps before all was loaded, or any."""
+        load = self.loads.pop(request.request_id, None)
+        tracker = self.connector.request_trackers.get(request.request_id)
+        if tracker is not None and tracker.state.name == "PREFETCHING":  # looked up, never admitted
+            self.unlock(tracker, 0, load.locked if load is not None else self.hit(tracker))
+        elif load is not None:
+            self.let_go(load)
+
+    def unlock(self, tracker: Any, start: int, end: int) -> None:
+        """Release the read locks of chunks that will not be loaded. The first connectors know of none."""
+        release = getattr(self.connector.scheduler_adapter, "free_lookup_locks", None)
+        if release is None or start >= end:
+            return
+        token_ids = tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else list(tracker.all_token_ids)
+        known = inspect.signature(release).parameters
+        more = {name: getattr(tracker, name) for name in ("cache_salt", "request_configs") if name in known}
+        release(token_ids=token_ids, start=start, end=end, request_id=tracker.request_id, **more)
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+
+    def loads_of(scheduler: Any) -> _Loads | None:
+        """The scheduler's loads, None where its connector is another than LMCache's MP connector."""
+        kept = vars(scheduler)
+        if KEPT_AS not in kept:
+            ours = hasattr(scheduler.connector, "request_trackers") and hasattr(
+                scheduler.connector, "scheduler_adapter"
+            )
+            kept[KEPT_AS] = _Loads(scheduler, livepatch) if ours else None
+        found: _Loads | None = kept[KEPT_AS]
+        return found
+
+    def schedule(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
+        loads = loads_of(scheduler)
+        if loads is None:
+            return wrapped(*args, **kwargs)
+        loads.begin_step()
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            loads.end_step()
+
+    def connector_finished(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
+        loads = loads_of(scheduler)
+        if loads is not None:
+            loads.finished(args[0] if args else kwargs["request"])
+        return wrapped(*args, **kwargs)
+
+    return {f"{SCHEDULER}.schedule": schedule, f"{SCHEDULER}._connector_finished": connector_finished}

@@ -1,0 +1,322 @@
+# mypy: disable-error-code="import-not-found"
+"""A scheduler, a pool of KV blocks whose every slot has contents, and an LMCache server that is stood in for.
+
+The scheduler and the LMCache connector are the release's own. Stood in for are the connector's adapter, which talks to
+the server (`ServerDouble`), the worker, and the model. A slot's content names the tokens up to and including its own, so
+a request that runs on anything but its own KV is seen, wherever it came from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import real_scheduler as real
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
+
+BLOCK = real.BLOCK_SIZE
+CHUNK = 4 * BLOCK
+"""Tokens in one of LMCache's chunks."""
+POOL_BLOCKS = 100
+STEP_TOKENS = 512
+"""Tokens that one step computes at most: less than a long prompt."""
+QUIET_STEPS = 40
+"""Steps in which nothing can happen any more before a world counts as stalled."""
+LONGEST = 4000
+"""Steps after which a world counts as one that never ends."""
+
+
+@dataclass
+class Plan:
+    """One client's request, and what becomes of it. Sizes in tokens, times in steps."""
+
+    name: str
+    prompt: list[int]
+    hit: int = 0  # what LMCache holds of it, in whole chunks
+    arrives: int = 0
+    answered_after: int = 0  # the lookup; 0 is at once
+    outputs: int = 2
+    aborted_after: int | None = None  # counted from its arrival
+    failing_loads: int = 0  # how many of its loads fail
+
+    def contents(self) -> list[int]:
+        """What each slot of its prompt and outputs (all token 7) holds once it is there."""
+        held, result = 0, []
+        for token in [*self.prompt, *[7] * self.outputs]:
+            held = hash((held, token))
+            result.append(held)
+        return result
+
+
+class ServerDouble:
+    """Stands where `LMCacheMPSchedulerAdapter` stood: answers lookups, and keeps account of the read locks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.submitted: dict[str, int] = {}
+        self.answers: dict[str, int] = {}
+        self.locks: Counter[tuple[str, int]] = Counter()
+        self.lmcache_tokens_per_chunk = CHUNK
+        self.blocks_in_chunk = CHUNK // BLOCK
+        self.is_healthy = True
+
+    def num_blocks_per_chunk(self) -> int:
+        """A chunk's size in vLLM's blocks."""
+        return CHUNK // BLOCK
+
+    def maybe_submit_lookup_request(self, request_id: str, *_: Any, **__: Any) -> None:
+        """Begin a lookup, where none is under way."""
+        self.submitted.setdefault(request_id, self.world.now)
+
+    def check_lookup_result(self, request_id: str) -> int | None:
+        """Answer with the hit's tokens when it is time, and lock its chunks."""
+        if request_id not in self.submitted:
+            return self.answers.get(request_id, 0)
+        if request_id not in self.answers:
+            plan = self.world.plans[request_id]
+            if self.world.now < self.submitted[request_id] + plan.answered_after:
+                return None
+            self.answers[request_id] = plan.hit
+            for chunk in range(plan.hit // CHUNK):
+                self.locks[request_id, chunk] += 1
+        return self.answers[request_id]
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        """Forget a lookup; its locks stay."""
+        self.submitted.pop(request_id, None)
+        self.answers.pop(request_id, None)
+
+    def unlock(self, request_id: str, start: int, end: int) -> None:
+        """Release the locks of the chunks from the one that holds `start` to the last that ends by `end`."""
+        for chunk in range(start // CHUNK, end // CHUNK):
+            self.locks[request_id, chunk] -= 1
+            if self.locks[request_id, chunk] < 0:
+                self.world.wrong.add("a read lock released twice")
+
+    def end_session(self, request_id: str) -> None:
+        """Take note of nothing: locks outlive the session."""
+
+    def report_block_allocations(self, *_: Any, **__: Any) -> None:
+        """Take note of nothing."""
+
+
+class UnlockingServerDouble(ServerDouble):
+    """A server's whose connector gives back the locks that it does not need."""
+
+    def free_lookup_locks(self, token_ids: Any, start: int, end: int, request_id: str, **_: Any) -> None:
+        """Release read locks without loading."""
+        self.unlock(request_id, start, end)
+
+
+@dataclass
+class Transfer:
+    """A load under way: `blocks` take the tokens from `start` on, of which the first `skip` are left alone."""
+
+    name: str
+    start: int
+    end: int
+    skip: int
+    blocks: list[int]
+    due: int
+
+
+@dataclass
+class World:
+    """Everything of one run. `mode` is the scheduler class; `seed` decides how long transfers take."""
+
+    mode: str
+    model_config: Any
+    connector: tuple[str, str]
+    requests: Iterable[Plan]
+    seed: int = 0
+    now: int = 0
+    loaded: int = 0
+    recomputed: int = 0
+    largest_load: int = 0
+    most_committed: int = 0
+    wrong: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.plans = {plan.name: plan for plan in self.requests}
+        self.contents = {plan.name: plan.contents() for plan in self.plans.values()}
+        self.server: ServerDouble | None = None
+        self.scheduler = self.make_scheduler()
+        self.all_blocks = real.free_blocks(self.scheduler)
+        self.slots = [[0] * BLOCK for _ in range(POOL_BLOCKS)]
+        self.transfers: list[Transfer] = []
+        self.sending: dict[str, int] = {}
+        # Connectors that have no state for a failed load wait for ever after one: not what is looked at here.
+        states = type(self.scheduler.connector).__module__
+        bypasses = hasattr(importlib.import_module(states).LMCacheMPRequestState, "BYPASS_LMCACHE")
+        self.failing = {plan.name: plan.failing_loads if bypasses else 0 for plan in self.plans.values()}
+        self.unanswered: deque[tuple[Any, Any]] = deque()
+
+    def make_scheduler(self) -> Any:
+        """Build the release's scheduler and connector, the adapter replaced."""
+        module = importlib.import_module(self.connector[0])
+        unlocks = "free_lookup_locks" in getattr(module, self.connector[1]).update_state_after_alloc.__code__.co_names
+
+        def adapter(*_: Any, **__: Any) -> ServerDouble:
+            self.server = (UnlockingServerDouble if unlocks else ServerDouble)(self)
+            return self.server
+
+        replaced = [name for name in ("create_scheduler_adapter", "LMCacheMPSchedulerAdapter") if hasattr(module, name)]
+        originals = {name: getattr(module, name) for name in replaced}
+        try:
+            for name in replaced:
+                setattr(module, name, adapter)
+            scheduler = real.make_scheduler(self.mode, self.model_config, self.connector)
+        finally:
+            for name, original in originals.items():
+                setattr(module, name, original)
+        scheduler.max_num_scheduled_tokens = STEP_TOKENS
+        scheduler.recompute_kv_load_failures = True
+        return scheduler
+
+    def run(self) -> str:
+        """Run to the end; return `finishes`, or how it stalls, or what was wrong."""
+        quiet = 0
+        coming = deque(sorted(self.plans.values(), key=lambda plan: plan.arrives))
+        while coming or self.scheduler.requests or self.transfers:
+            while coming and coming[0].arrives <= self.now:
+                self.scheduler.add_request(make_request(coming.popleft()))
+            for plan in self.plans.values():
+                if plan.aborted_after is not None and plan.arrives + plan.aborted_after == self.now:
+                    real.abort(self.scheduler, plan.name)
+            something = self.step()
+            quiet = 0 if something or coming or self.sending or self.transfers or self.asked() else quiet + 1
+            if quiet > QUIET_STEPS:
+                return f"stalls with {self.scheduler.get_num_unfinished_requests()} of {len(self.plans)} unfinished"
+            if self.now > LONGEST:
+                return f"never ends: {self.scheduler.get_num_unfinished_requests()} of {len(self.plans)} unfinished"
+        for _ in range(3):
+            self.step()
+        if real.free_blocks(self.scheduler) != self.all_blocks or self.scheduler.requests:
+            self.wrong.add("blocks never freed")
+        if isinstance(self.server, UnlockingServerDouble) and any(self.server.locks.values()):
+            self.wrong.add("read locks never released")
+        return ", ".join(sorted(self.wrong)) or "finishes"
+
+    def asked(self) -> bool:
+        """Whether a lookup's answer is still to come."""
+        assert self.server is not None
+        return any(self.now < at + self.plans[name].answered_after for name, at in self.server.submitted.items())
+
+    def step(self) -> bool:
+        """Schedule a step, run it, and answer the oldest; return whether anything ran or arrived."""
+        self.now += 1
+        scheduled = self.scheduler.schedule()
+        output = real.run_model(scheduled)
+        output.sampled_token_ids = [[7] if self.compute(scheduled, name) else [] for name in output.req_ids]
+        self.account()
+        for meta in scheduled.kv_connector_metadata.requests:
+            if meta.direction == "RETRIEVE":
+                self.submit(meta)
+        for name in scheduled.finished_req_ids:
+            self.sending[name] = self.now + self.random.randint(1, 3)
+        self.unanswered.append((scheduled, output))
+        arrived = self.answer() if len(self.unanswered) > (self.mode == "AsyncScheduler") else False
+        return bool(scheduled.num_scheduled_tokens) or arrived
+
+    def answer(self) -> bool:
+        """Answer the oldest step with the transfers that have ended; return whether any has."""
+        received, failed = set(), set()
+        for transfer in [transfer for transfer in self.transfers if transfer.due <= self.now]:
+            self.transfers.remove(transfer)
+            received.add(transfer.name)
+            failed |= self.complete(transfer)
+        loading = {transfer.name for transfer in self.transfers} | received
+        sent = {name for name, due in self.sending.items() if due <= self.now and name not in loading}
+        for name in sent:
+            del self.sending[name]
+        # What a completed load freed is not sent any more.
+        sent = {name for name in sent if name in self.scheduler.requests}
+        scheduled, output = self.unanswered.popleft()
+        output.kv_connector_output = real.transfers(received, sent)
+        output.kv_connector_output.invalid_block_ids = failed
+        self.scheduler.update_from_output(scheduled, output)
+        return bool(received or sent)
+
+    def blocks_of(self, name: str) -> list[int]:
+        """The blocks of a request, in the order of its tokens."""
+        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    def compute(self, scheduled: Any, name: str) -> bool:
+        """Run a request's share of the step; every slot before it must hold what is its own. Tell if it has a token."""
+        cached = scheduled.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        blocks, contents, start = self.blocks_of(name), self.contents[name], starts[name]
+        end = start + scheduled.num_scheduled_tokens[name]
+        for first in range(0, start, BLOCK):
+            last = min(start, first + BLOCK)
+            if self.slots[blocks[first // BLOCK]][: last - first] != contents[first:last]:
+                self.wrong.add("runs on KV that is not its own")
+        for place in range(start, min(end, len(contents))):
+            self.slots[blocks[place // BLOCK]][place % BLOCK] = contents[place]
+        plan = self.plans[name]
+        self.recomputed += max(0, min(end, plan.hit, len(plan.prompt) - 1) - start)
+        return bool(end >= self.scheduler.requests[name].num_tokens)
+
+    def submit(self, meta: Any) -> None:
+        """Begin a load."""
+        op = meta.op
+        blocks = op.block_ids[0] if op.block_ids and isinstance(op.block_ids[0], list) else op.block_ids
+        due = self.now + self.random.randint(1, 5)
+        skip = getattr(op, "skip_first_n_tokens", 0)  # releases that say nothing of it load it over itself
+        start = getattr(op, "start", self.blocks_of(meta.request_id).index(blocks[0]) * BLOCK)
+        end = getattr(op, "end", start + len(blocks) * BLOCK)
+        if any(transfer.name == meta.request_id for transfer in self.transfers):
+            self.wrong.add("two loads of one request at once")
+        self.transfers.append(Transfer(meta.request_id, start, end, skip, list(blocks), due))
+        self.largest_load = max(self.largest_load, end - start - skip)
+
+    def complete(self, transfer: Transfer) -> set[int]:
+        """Write what was loaded, into blocks that must still be its request's alone; return those that failed."""
+        assert self.server is not None
+        name, pool = transfer.name, self.scheduler.kv_cache_manager.block_pool
+        self.server.unlock(name, transfer.start, transfer.end)
+        written = range(transfer.start + transfer.skip, transfer.end)
+        if self.failing[name]:
+            self.failing[name] -= 1
+            return set(transfer.blocks[transfer.skip // BLOCK :])
+        owned = self.blocks_of(name) if name in self.scheduler.requests else []
+        for place in written:
+            index = place // BLOCK
+            block = transfer.blocks[index - transfer.start // BLOCK]
+            content = self.contents[name][place]
+            again = self.slots[block][place % BLOCK] == content  # its own, once more
+            if index >= len(owned) or owned[index] != block or (pool.blocks[block].ref_cnt != 1 and not again):
+                self.wrong.add("a load writes into blocks that are not its request's")
+            self.slots[block][place % BLOCK] = content
+        self.loaded += len(written)
+        return set()
+
+    def account(self) -> None:
+        """Add up what requests that do not run yet hold of the pool for their loads, and still need."""
+        committed = 0
+        for request in self.scheduler.requests.values():
+            if real.status_name(request) in ("WAITING_FOR_REMOTE_KVS", "WAITING"):
+                held = len(self.blocks_of(request.request_id))
+                committed += max(held, -(-request.num_tokens // BLOCK)) if held else 0
+        self.most_committed = max(self.most_committed, committed)
+
+
+def make_request(plan: Plan) -> Any:
+    """Return the request that a plan describes."""
+    return Request(
+        request_id=plan.name,
+        prompt_token_ids=list(plan.prompt),
+        sampling_params=SamplingParams(max_tokens=plan.outputs, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        **real.end_token_named_per_request(),
+    )

@@ -1,0 +1,125 @@
+"""Every pinned vLLM release, stock and patched, through loads that are more than its pool holds.
+
+See driver/chunked_lmcache_load.py: the scheduler and the LMCache connector are the release's own, and every slot of the
+pool has contents that are looked at.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+from packaging.version import Version
+from vllm_livepatch.tools import catalogue, registry
+
+PATCH = "chunked-lmcache-load"
+DRIVER = PATCH.replace("-", "_")
+TOGGLE = "LIVEPATCH_CHUNKED_LMCACHE_LOAD"
+PART_TOKENS = 256
+USABLE_BLOCKS = 99
+"""Of the pool's 100 one is never given out."""
+MIXES = "4"
+RELEASES = [release for variant in catalogue.load()[PATCH].patch.variants for release in variant.releases]
+LMCACHE = registry.pins("lmcache")[-1].version
+
+# The first release in which a shape does not stall any more.
+ENDS = {"equal_prompts": "0.19.1", "small_first_turn": "0.23.0", "head_of_line": "0.31.0"}
+FIXED_FROM = "0.31.0"
+OWN_CLASS_FROM = "0.22.1"
+"""From here on vLLM prefers the connector class that LMCache ships."""
+BY_HASH_TO = "0.16.0"
+"""To here the built-in connector names blocks by hash, which LMCache from 0.5.1 cannot be told any more."""
+
+
+def lmcache_of(release: str) -> str:
+    """The newest LMCache that a vLLM release's built-in connector can be imported and driven with."""
+    return "0.4.6" if Version(release) <= Version(BY_HASH_TO) else LMCACHE
+
+
+def drive(
+    warm: interpreter.Interpreter,
+    work: Path,
+    vllm: str,
+    which: str,
+    *,
+    bundle: Path | None = None,
+    lmcache: str | None = None,
+    mixes: str = MIXES,
+    environ: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Play everything; by scheduler class, what each world came to."""
+    releases = {"vllm": vllm, "lmcache": lmcache or lmcache_of(vllm)}
+    environ = environ or {TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": str(PART_TOKENS)}
+    result = warm.run(DRIVER, releases, work, bundle=bundle, environ=environ, arguments=[mixes, *which.split()])
+    worlds: dict[str, Any] = result["worlds"]
+    return worlds
+
+
+def check(worlds: dict[str, Any]) -> None:
+    """All requests finish, on KV of their own, loaded and not recomputed, in parts, within the pool; locks are even."""
+    for which, played in worlds.items():
+        said = {name: world["outcome"] for name, world in played.items()}
+        assert said == dict.fromkeys(said, "finishes"), which
+        for name, world in played.items():
+            # What was aborted or failed to load is rightly computed, or not wanted any more.
+            if not name.startswith("faults"):
+                assert world["loaded"] >= 0.95 * (world["loaded"] + world["recomputed"]), (which, name)
+            assert world["largest_load"] <= PART_TOKENS, (which, name)
+            assert world["most_committed"] <= USABLE_BLOCKS, (which, name)
+        assert sum(world["loaded"] for world in played.values()) > 10_000, which
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    """Each shape stalls up to the release that ends it, whether lookups are answered at once or later."""
+    worlds = drive(warm, tmp_path, release, "builtin")
+    for which, played in worlds.items():
+        stalls = {name: world["outcome"].startswith("stalls") for name, world in played.items()}
+        expected = {name: Version(release) < Version(end) for name, end in ENDS.items()}
+        assert {name: stalls[name] for name in ENDS} == expected, which
+        assert {name: stalls[f"{name}_late"] for name in ENDS} == expected, which
+        if Version(release) >= Version(FIXED_FROM):
+            assert not any(stalls.values()), which
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Nothing stalls with the patch on, and everything that the connector found is loaded."""
+    which = "builtin lmcache" if Version(release) >= Version(OWN_CLASS_FROM) else "builtin"
+    check(drive(warm, tmp_path, release, which, bundle=bundle))
+    patch = interpreter.reported(tmp_path, PATCH)
+    fixed = Version(release) >= Version(FIXED_FROM)
+    assert (patch["state"], patch["verdict"]) == ("applied", "fixed-upstream" if fixed else "needed"), patch
+    assert patch["counters"]["further_parts"] > 50
+    assert patch["counters"]["held_back"] > 5
+
+
+@pytest.mark.parametrize("lmcache", ["0.4.6", "0.4.7", "0.5.3"])
+def test_lmcaches_own_class(lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """The class that LMCache ships counts in blocks to 0.4.6 and in tokens after; the newest is driven above."""
+    check(drive(warm, tmp_path, "0.29.0", "lmcache", bundle=bundle, lmcache=lmcache))
+
+
+def test_lmcaches_own_class_stalls_too(warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    for which, played in drive(warm, tmp_path, "0.29.0", "lmcache", mixes="0").items():
+        assert played["head_of_line"]["outcome"].startswith("stalls"), which
+
+
+def test_unbounded_parts(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """With parts larger than any hit, what is reserved is enough."""
+    worlds = drive(warm, tmp_path, "0.29.0", "builtin lmcache", bundle=bundle, mixes="12", environ={TOGGLE: "on"})
+    for which, played in worlds.items():
+        said = {name: world["outcome"] for name, world in played.items()}
+        assert said == dict.fromkeys(said, "finishes"), which
+    assert "further_parts" not in interpreter.reported(tmp_path, PATCH)["counters"]
+
+
+def test_zero_is_off(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """The name from the field turns the patch off, and the release is stock again."""
+    environ = {"CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD": "0"}
+    worlds = drive(warm, tmp_path, "0.29.0", "builtin", bundle=bundle, mixes="0", environ=environ)
+    assert worlds["builtin Scheduler"]["head_of_line"]["outcome"].startswith("stalls")
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["reason"]) == ("skipped", "off")

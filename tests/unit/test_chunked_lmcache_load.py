@@ -1,0 +1,117 @@
+"""Where a part of a load ends, and who is left alone. What needs a scheduler is in tests/releases."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm_livepatch.patches.chunked_lmcache_load import wrappers as patch
+from vllm_livepatch.sitecustomize import settings
+from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.tools import catalogue
+
+NAME = "chunked-lmcache-load"
+SCHEDULE = f"{patch.SCHEDULER}.schedule"
+TOGGLE = "LIVEPATCH_CHUNKED_LMCACHE_LOAD"
+FROM_THE_FIELD = "CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD"
+
+
+def context(max_tokens: int = 32768) -> PatchContext:
+    return PatchContext(NAME, {"max_tokens": max_tokens}, {}, lambda: None)
+
+
+class FullAttentionManager:
+    def __init__(self) -> None:
+        self.block_size = 16
+        self.req_to_blocks: dict[str, list[int]] = {}
+
+
+def scheduler(connector: Any) -> Any:
+    coordinator = SimpleNamespace(single_type_managers=[FullAttentionManager()])
+    return SimpleNamespace(
+        connector=connector,
+        block_size=16,
+        finished_recving_kv_req_ids=set(),
+        failed_recving_kv_req_ids=set(),
+        kv_cache_manager=SimpleNamespace(coordinator=coordinator),
+    )
+
+
+def lmcache(chunk: int) -> Any:
+    adapter = SimpleNamespace(num_blocks_per_chunk=lambda: chunk // 16)
+    return SimpleNamespace(
+        request_trackers={},
+        scheduler_adapter=adapter,
+        vllm_block_size=16,
+        get_num_new_matched_tokens=lambda request, computed: (None, True),
+    )
+
+
+@given(
+    chunk=st.integers(1, 64).map(lambda blocks: blocks * 16),
+    max_tokens=st.integers(1, 5000),
+    blocks=st.integers(0, 300),
+    more=st.integers(1, 5000),
+)
+def test_parts_are_whole_chunks_and_use_up_the_hit(chunk: int, max_tokens: int, blocks: int, more: int) -> None:
+    loads = patch._Loads(scheduler(lmcache(chunk)), context(max_tokens))
+    start = blocks * 16
+    end, parts = start + more, 0
+    while start < end:
+        at = loads.part_end(start, end)
+        assert start < at <= end
+        assert at == end or at % chunk == 0
+        assert at - start <= max(max_tokens, chunk)
+        start, parts = at, parts + 1
+    assert parts <= 2 + more // max(1, min(max_tokens // chunk, 1) * chunk)
+
+
+def test_an_answer_to_come_later_passes_through() -> None:
+    connector = lmcache(64)
+    loads = patch._Loads(scheduler(connector), context())
+    assert connector.get_num_new_matched_tokens == loads.matched
+    assert loads.matched(SimpleNamespace(request_id="one"), 0) == (None, True)
+
+
+def test_another_connector_is_left_alone() -> None:
+    connector = SimpleNamespace(get_num_new_matched_tokens=None)
+    stepped = scheduler(connector)
+    schedule = patch.wrappers(context())[SCHEDULE]
+    assert schedule(lambda: "scheduled", stepped, (), {}) == "scheduled"
+    assert connector.get_num_new_matched_tokens is None
+
+
+def test_no_connector_at_all() -> None:
+    schedule = patch.wrappers(context())[SCHEDULE]
+    assert schedule(lambda: "scheduled", scheduler(None), (), {}) == "scheduled"
+
+
+@pytest.mark.parametrize(
+    ("environ", "toggle", "tokens"),
+    [
+        ({}, "auto", 32768),
+        ({f"{TOGGLE}_MAX_TOKENS": "4096"}, "auto", 4096),
+        ({FROM_THE_FIELD: "4096"}, "auto", 4096),
+        ({f"{TOGGLE}_MAX_TOKENS": "0"}, "off", 0),
+        ({FROM_THE_FIELD: "0"}, "off", 0),
+        ({TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": "0"}, "on", 0),
+    ],
+)
+def test_options(environ: dict[str, str], toggle: str, tokens: int) -> None:
+    found = settings.read([catalogue.load()[NAME].patch], environ)
+    assert (found.toggles[NAME], found.options[NAME]["max_tokens"], found.errors) == (toggle, tokens, ())
+
+
+@pytest.mark.parametrize("value", ["-1", "many", "", "1.5"])
+def test_what_is_no_number_of_tokens_counts_as_the_default(value: str) -> None:
+    found = settings.read([catalogue.load()[NAME].patch], {f"{TOGGLE}_MAX_TOKENS": value})
+    assert (found.toggles[NAME], found.options[NAME]["max_tokens"]) == ("auto", 32768)
+    assert f"{TOGGLE}_MAX_TOKENS" in found.errors[0]
+
+
+def test_without_parts_all_is_loaded_at_once() -> None:
+    loads = patch._Loads(scheduler(lmcache(64)), context(0))
+    assert loads.part_end(0, 100_000) == 100_000
