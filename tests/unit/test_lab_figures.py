@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.tools import cli, matrix
-from vllm_livepatch.tools.lab import command, figures, lab, loads
+from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 
 from tests.unit.test_lab_demo import result
 
@@ -48,6 +48,7 @@ def test_a_curve_is_thinned_to_its_ends() -> None:
         ["--fault", "disconnects", "--compare", "--seconds", "600"],
         ["--load", "conversations:share=0.5,turns=3", "--fault", "kill-lmcache@8+4", "--rounds", "2"],
         ["--load", "bench:rate=0.5,num=9", "--patches", "kv-block-reaper", "--set", "LIVEPATCH_X=a b", "--seed", "3"],
+        ["--fault", "kill-engine@5", "--fault", "lost-completions=0.5", "--fault", "slow-transfer"],
         ["--fault", "stop-engine@2.5+1", "--fault", "kill-engine@5", "--clients", "4"],
     ],
 )
@@ -69,6 +70,12 @@ def test_the_command_is_told_from_the_result(words: list[str], tmp_path: Path, m
     assert shlex.split(figures.command(json.loads(json.dumps(found)))) == [*start, *words]
     assert found["load"]["name"] in loads.KINDS
     assert found["faults"] == [asdict(fault) for fault in options.faults]
+
+
+def test_the_settings_of_a_topology_are_told_where_they_are_not_the_usual() -> None:
+    described = topology.set_up(topology.load("pd-nixl"), ["lease=6"])
+    found = lab.described(lab.Options(described, Path())) | {"arms": {"patched": {}}}
+    assert shlex.split(figures.command(found))[-2:] == ["--with", "lease=6"]
 
 
 def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,13 @@ import typer
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import cli, matrix, releases_file
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import loads, summary
+from vllm_livepatch.tools.lab import loads, summary, topology
 
 PLACE = Path("docs/lab")
 NAME = "lab"
 _POINTS = 120
 # The end of a log is full of one machine's paths; a message of upstream's may be.
+_CURVES = ("kv_usage", "requests", "cores")
 _NOT_KEPT = {"log_tail", "error_examples"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -30,8 +31,10 @@ def kept(result: dict[str, Any]) -> dict[str, Any]:
     """A result without what is of one machine, and with no more than 120 points of each curve."""
     arms = {}
     for name, arm in result["arms"].items():
-        usage = {engine: thinned(series) for engine, series in arm["kv_usage"].items()}
-        arms[name] = {key: value for key, value in arm.items() if key not in _NOT_KEPT} | {"kv_usage": usage}
+        curves = {
+            kind: {engine: thinned(series) for engine, series in arm[kind].items()} for kind in _CURVES if kind in arm
+        }
+        arms[name] = {key: value for key, value in arm.items() if key not in _NOT_KEPT} | curves
     return {**result, "arms": arms}
 
 
@@ -58,6 +61,12 @@ def command(result: dict[str, Any]) -> str:
     for fault in result["faults"]:
         back = "" if fault["lasts"] is None else f"+{fault['lasts']:g}"
         words += ["--fault", f"{fault['kind']}-{fault['part']}@{fault['at']:g}{back}"]
+    for fault, variables in result.get("injected", {}).items():
+        words += ["--fault", "=".join([fault, *(value for value in variables.values() if value != "on")])]
+    if result.get("settings"):
+        usual = topology.load(result["topology"]).settings
+        for setting, number in result["settings"].items():
+            words += ["--with", f"{setting}={number:g}"] if number != usual.get(setting) else []
     chosen = result.get("patches", [])
     words += ["--patches", ",".join(chosen)] if chosen else []
     of_patches = {variable(patch): "on" for patch in chosen}
