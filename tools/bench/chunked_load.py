@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from vllm_livepatch.tools import bundle, catalogue, environments
 from vllm_livepatch.tools.lab import model, topology
-from vllm_livepatch.tools.lab.storm import Client
+from vllm_livepatch.tools.lab.client import Client, Said
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 PATCH = "chunked-lmcache-load"
@@ -66,7 +66,7 @@ async def measure(
 ) -> dict[str, dict[str, Any]]:
     """Each arm's figures. Raises PartFailed where a server dies."""
     tiny = model.make(place / "model", seed=1)
-    asked = model.prompts(prompts, PROMPT_TOKENS, seed=1)
+    asked = [(prompt,) for prompt in model.prompts(prompts, PROMPT_TOKENS, seed=1)]
     injected = place / "bundle"
     bundle.write_directory(bundle.contents(catalogue.load()), injected)
     settings = {"off": "off", "on": "on"}
@@ -100,7 +100,7 @@ async def measure(
     return figures
 
 
-async def play(url: str, prompts: Sequence[str], outputs: Sequence[str], offload: bool) -> dict[str, float]:
+async def play(url: str, prompts: Sequence[Said], outputs: Sequence[str], offload: bool) -> dict[str, float]:
     """One round of one arm: all prompts at once, none of them in the engine's own cache."""
     async with Client(url, topology.MODEL_NAME, 120) as client:
         await emptied(client)
