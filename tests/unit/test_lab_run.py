@@ -1,0 +1,133 @@
+"""A whole run of the lab, with an engine of a few lines: it dies of the first client that hangs up, unless patched."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from vllm_livepatch.tools import environments
+from vllm_livepatch.tools.lab import lab, topology
+from vllm_livepatch.tools.lab.faults import Fault
+from vllm_livepatch.tools.lab.loads import Storm
+from vllm_livepatch.tools.lab.storm import Visitors
+from vllm_livepatch.tools.lab.supervisor import Part, PartFailed
+from vllm_livepatch.tools.lab.topology import Deployment, Role, Topology
+
+from tests.unit.test_lab_supervisor import record
+
+ENGINE = """
+import asyncio, os, sys, traceback
+from aiohttp import web
+patched, loaded = "LIVEPATCH_STATE_DIR" in os.environ, 0
+
+async def complete(request):
+    global loaded
+    said = (await request.json())["prompt"]
+    try:
+        await asyncio.sleep(0.05)
+    except asyncio.CancelledError:
+        if not patched:
+            print("Traceback (most recent call last):\\n  in update\\nAssertionError", flush=True)
+            os._exit(3)
+        raise
+    loaded += 100
+    return web.json_response({"choices": [{"text": said[::-1]}]})
+
+async def metrics(request):
+    names = {"vllm:kv_cache_usage_perc": 0, "vllm:external_prefix_cache_hits_total": loaded}
+    return web.Response(text="".join(f"# TYPE {name} gauge\\n{name} {value}\\n" for name, value in names.items()))
+
+async def fine(request):
+    return web.json_response({"success": True})
+
+app = web.Application()
+app.add_routes([web.post("/v1/completions", complete), web.get("/metrics", metrics), web.get("/health", fine)])
+app.add_routes([web.post("/reset_prefix_cache", fine)])
+web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), handler_cancellation=True, print=None)
+"""
+DESCRIBED = Topology("one", "One engine", "engine", (Role("engine", "engine"),))
+LOAD = Storm(prompts=3, tokens=5, stream="no", within=0.04)
+
+
+@pytest.fixture(autouse=True)
+def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def local(described: Topology, python: Path, tiny: Path, injected: Mapping[str, str], router: Any) -> Deployment:
+        (port,) = topology.free_ports(1)
+        own = {name: value for name, value in injected.items() if name != "PYTHONPATH"}
+        health = f"http://127.0.0.1:{port}/health"
+        part = Part("engine", (str(python), "-c", ENGINE, str(port)), topology.environment(python, own), health)
+        return Deployment((part,), health.removesuffix("/health"))
+
+    monkeypatch.setattr(topology, "local", local)
+    monkeypatch.setattr(environments, "engine", lambda vllm, lmcache: Path(sys.executable))
+
+
+def run(tmp_path: Path, **options: Any) -> dict[str, Any]:
+    given = {"seconds": 1.0, "clients": 4, "load": LOAD, "drain_seconds": 2.0, **options}
+    result = asyncio.run(lab.run(lab.Options(topology=DESCRIBED, out=tmp_path, **given)))
+    for name in result["arms"]:
+        assert not psutil.pid_exists(int(str(record(tmp_path / name, "engine")["pid"])))
+    return result
+
+
+def test_stock_dies_of_a_hang_up_and_patched_does_not(tmp_path: Path) -> None:
+    result = run(tmp_path, arms=("stock", "patched"), disconnects=True)
+    stock, patched = result["arms"]["stock"], result["arms"]["patched"]
+    assert not stock["survived"]
+    assert stock["death"] == "engine ended with exit code 3"
+    assert 0 <= stock["died_after"] < 1
+    assert stock["assertion"][-1] == "AssertionError"
+    assert stock["errors_logged"]["engine"] == 1
+    assert set(stock["errors"]) <= {"ServerDisconnectedError", "ClientOSError", "ClientConnectorError"}
+    assert stock["failed"] == sum(stock["errors"].values())
+    assert "kv_usage_at_end" not in stock
+    assert patched["survived"]
+    assert patched["disconnected"] > 0
+    assert (patched["failed"], patched["mismatches"], patched["errors_logged"]) == (0, 0, {"engine": 0})
+    assert patched["kv_usage_at_end"] == {"engine": 0}
+    assert patched["goodput"] == patched["completed"]
+    # What is asked to end a load is answered, too: a nudge of the engine.
+    assert patched["loaded_tokens"] in (100 * patched["completed"], 100 * (patched["completed"] + 1))
+    assert patched["kv_usage"]["engine"]
+    assert (tmp_path / "patched" / "status.json").is_file()
+
+
+def test_arms_take_turns_and_a_part_that_was_brought_back_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = Fault("kill", "engine", at=0.6, lasts=0.2)
+    result = run(tmp_path, arms=("stock", "patched"), rounds=3, seconds=1.5, faults=(fault,))
+    for arm in result["arms"].values():
+        assert arm["survived"]
+        assert arm["restarts"] == {"engine": 1}
+        assert arm["disconnected"] == arm["mismatches"] == 0
+        assert arm["failed"] > 0
+        assert arm["completed"] > 0
+        assert len(arm["per_second"]["completed"]) >= 2
+    lines = capsys.readouterr().err.splitlines()
+    killed = [line.split("] ")[1] for line in lines if "was killed" in line or "load is over" in line]
+    over = "the load is over; waiting for blocks to come back"
+    assert killed == [
+        "patched: engine was killed",
+        "stock: engine was killed",
+        f"stock: {over}",
+        f"patched: {over}",
+    ], "of three rounds, the second is begun by the other"
+
+
+def test_a_part_that_dies_while_it_waits_for_its_turn_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deadly(Visitors):
+        async def load(self, seconds: float) -> None:
+            psutil.Process(int(str(record(tmp_path / "patched", "engine")["pid"]))).kill()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(lab, "Visitors", Deadly)
+    with pytest.raises(PartFailed, match="engine was ended by SIGKILL"):
+        run(tmp_path, arms=("stock", "patched"))
