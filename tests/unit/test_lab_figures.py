@@ -17,14 +17,16 @@ from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 from tests.unit.test_lab_demo import result
 
 ROOT = Path(__file__).parents[2]
-KEPT = sorted((ROOT / "docs" / "lab").glob("*.json"))
+DOCUMENTS = ("lab", "lab-prefill-decode")
+KEPT = sorted(file for name in DOCUMENTS for file in (ROOT / "docs" / name).glob("*.json"))
 
 
 def test_the_documents_tables_are_made_of_what_is_kept() -> None:
     """`python -m vllm_livepatch.tools.lab.figures --write docs/lab.md` puts them there."""
     assert KEPT
-    document = (ROOT / "docs" / "lab.md").read_text("utf-8")
-    assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "docs" / "lab")
+    for name in DOCUMENTS:
+        document = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+        assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "docs" / name)
 
 
 @pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)

@@ -14,6 +14,7 @@ from vllm_livepatch.tools import environments
 from vllm_livepatch.tools.lab import lab, topology
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.loads import Storm
+from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.supervisor import Part, PartFailed
 from vllm_livepatch.tools.lab.topology import Deployment, Role, Topology
 
@@ -122,7 +123,7 @@ def test_arms_take_turns_and_a_part_that_was_brought_back_is_counted(
 def test_a_part_that_dies_while_it_waits_for_its_turn_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Deadly(lab.Visitors):
+    class Deadly(Visitors):
         async def load(self, seconds: float) -> None:
             psutil.Process(int(str(record(tmp_path / "patched", "engine")["pid"]))).kill()
             await asyncio.Event().wait()

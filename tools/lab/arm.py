@@ -57,7 +57,7 @@ class Arm:
         self._roles = {role.name: role.kind for role in described.roles}
         self._stack = contextlib.AsyncExitStack()
         self._watch = Watch(self._urls(), parts.processes, self.tally)
-        self._loaded_before = 0
+        self._loaded_before: dict[str, int] = {}
         self._result: dict[str, Any] = {"boot_seconds": parts.up_seconds(), "survived": True, "death": None}
 
     async def __aenter__(self) -> Arm:
@@ -116,7 +116,9 @@ class Arm:
             at_end = {name: await self.parts.guard(_left(engine, deadline)) for name, engine in left.items()}
             self._result |= {"kv_usage_at_end": at_end, "back_after": round(time.monotonic() - begun, 1)}
             await self.parts.guard(asyncio.sleep(_REST_SECONDS))
-            self._result["loaded_tokens"] = await self._loaded() - self._loaded_before
+            now, before = await self._loaded(), self._loaded_before
+            # One that was killed counts nothing, one that came back counts from 0.
+            self._result["loaded_tokens"] = sum(max(0, now[name] - before.get(name, 0)) for name in now)
         except PartFailed as failed:
             self._bury(failed)
         finally:
@@ -142,13 +144,13 @@ class Arm:
         await self.tally.going.wait()
         await faults.play(fault, self.parts)
 
-    async def _loaded(self) -> int:
-        """Tokens that came from a KV store or another engine, so far."""
-        total = 0
-        for engine in self.engines.values():
+    async def _loaded(self) -> dict[str, int]:
+        """Tokens that came from a KV store or another engine, so far, by engine; without those that do not answer."""
+        found = {}
+        for name, engine in self.engines.items():
             with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, KeyError):
-                total += int(await engine.metric(LOADED))
-        return total
+                found[name] = int(await engine.metric(LOADED))
+        return found
 
     async def _narrate(self) -> None:
         while True:

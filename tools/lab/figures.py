@@ -64,9 +64,9 @@ def command(result: dict[str, Any]) -> str:
     for fault, variables in result.get("injected", {}).items():
         words += ["--fault", "=".join([fault, *(value for value in variables.values() if value != "on")])]
     if result.get("settings"):
-        named = topology.load(result["topology"]).settings
+        settings = topology.load(result["topology"]).settings
         for setting, number in result["settings"].items():
-            words += ["--with", f"{setting}={number:g}"] if number != named.get(setting) else []
+            words += ["--with", f"{setting}={number:g}"] if number != settings.get(setting) else []
     chosen = result.get("patches", [])
     words += ["--patches", ",".join(chosen)] if chosen else []
     of_patches = {variable(patch): "on" for patch in chosen}

@@ -54,7 +54,7 @@ class Watch:
                         gauges = await _gauges(http, self._urls[name])
                         at = self._tally.elapsed()
                         cores = self._cores(name, spent.get(name, 0.0), at)
-                        requests = gauges["num_requests_running"] + gauges["num_requests_waiting"]
+                        requests = gauges.get("num_requests_running", 0) + gauges.get("num_requests_waiting", 0)
                         sample = Sample(round(at, 2), gauges["kv_cache_usage_perc"], int(requests), round(cores, 3))
                         self.samples[name].append(sample)
                 await asyncio.sleep(SAMPLE_SECONDS)
