@@ -93,7 +93,7 @@ async def measure(
                 one = supervisors[arm].guard(play(deployed[arm].url, asked, figures[arm]["outputs"], arm != "none"))
                 figures[arm]["rounds"].append(await one)
         for arm in arms:
-            figures[arm]["counters"] = counters(place / f"state-{arm}")
+            figures[arm]["counters"] = await settled(place / f"state-{arm}")
     finally:
         for supervisor in supervisors.values():
             await supervisor.__aexit__(None, None, None)
@@ -117,6 +117,15 @@ async def play(url: str, prompts: Sequence[Said], outputs: Sequence[str], offloa
         "hit_share": loaded / (len(prompts) * (PROMPT_TOKENS // topology.CHUNK_SIZE * topology.CHUNK_SIZE)),
         "other_outputs": sum(text != expected for (text, _), expected in zip(answers, outputs, strict=True)),
     }
+
+
+async def settled(state: Path) -> dict[str, int]:
+    """The counters when they move no more: a process writes its report within a second of a count."""
+    found, before = counters(state), None
+    while found != before:
+        await asyncio.sleep(2)
+        found, before = counters(state), found
+    return found
 
 
 def counters(state: Path) -> dict[str, int]:

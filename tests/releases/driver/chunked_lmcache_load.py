@@ -152,7 +152,7 @@ def hide_later_adapter() -> None:
         return
     finally:
         del sys.modules[other]
-    if "block_hashes" in own.LoadStoreOp.__dataclass_fields__:
+    if "token_ids" not in own.LoadStoreOp.__dataclass_fields__:
         hidden: Any = None
         sys.modules["lmcache.integration.vllm.vllm_multi_process_adapter"] = hidden
 
