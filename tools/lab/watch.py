@@ -62,7 +62,7 @@ class Watch:
     def _cores(self, name: str, spent: float, at: float) -> float:
         before, when = self._spent.get(name, (spent, at - 1.0))
         self._spent[name] = (spent, at)
-        return max(0.0, spent - before) / (at - when)  # a part that came back begins anew
+        return max(0.0, spent - before) / max(at - when, 0.001)  # a part that came back begins anew
 
     def result(self) -> dict[str, Any]:
         """For JSON: `kv_usage`, `requests` and `cores`, pairs of moment and value by engine, and `held` by engine."""
