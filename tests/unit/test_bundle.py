@@ -119,8 +119,10 @@ def test_the_zip_lets_the_next_sitecustomize_run(patched: Sandbox, zipped: Path)
     code = f"import sys; print(sys.modules['sitecustomize'].__file__)\n{USE_STEP}"
     done = patched.python(code, path=[zipped, patched.site])
     assert done.out == f"theirs\n{patched.site}/sitecustomize.py\n{PATCHED}"
-    off = patched.python("import sys; print('sitecustomize' in sys.modules)", path=[zipped], LIVEPATCH="off")
-    assert (off.out, off.err) == ("False\n", "")
+    code = "import sys; print(getattr(sys.modules.get('sitecustomize'), '__file__', None))"
+    off, without = patched.python(code, path=[zipped], LIVEPATCH="off"), patched.python(code, path=[])
+    assert (off.out, off.err) == (without.out, "")
+    assert str(zipped) not in off.out
 
 
 def test_the_zip_has_the_directorys_files(patched: Sandbox, zipped: Path) -> None:

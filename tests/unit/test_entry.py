@@ -43,7 +43,7 @@ def imports(
 @pytest.mark.parametrize("before", ["", "import fakeengine, fakeengine.worker, json, threading, importlib.metadata"])
 def test_unwanted_costs_nothing(patched: Sandbox, before: str) -> None:
     bare, armed = imports(patched, before, armed=False), imports(patched, before)
-    assert armed.pop("modules") == sorted([*bare.pop("modules"), "sitecustomize"])
+    assert armed.pop("modules") == sorted({*bare.pop("modules"), "sitecustomize"})  # Debian's has one
     assert armed.pop("meta_path") == ["LivepatchFinder", *bare.pop("meta_path")]
     assert armed == bare
     assert not patched.state.exists()
