@@ -5,7 +5,6 @@ A diff is taken apart by the unidiff library; what is left to us is what may be 
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import re
 import tempfile
@@ -141,7 +140,7 @@ def _made(diff: Diff, sources: dict[str, str | None], source: imports.Source) ->
             off = (abs(place + 1 - hunk.line) for place, hunk in zip(found, change.hunks, strict=True) if hunk.old)
             moved = max(moved, *off, 0)
         try:
-            ast.parse(made[change.module])
+            fingerprint.parsed(made[change.module])
         except (SyntaxError, ValueError, RecursionError) as error:
             raise HunkError(f"{change.module}, changed, is not Python: {error}") from None
     return made, moved

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 
+from vllm_livepatch.sitecustomize import fingerprint
+
 Source = Callable[[str], "str | None"]
 """A module's text by its name, None where there is no such module."""
 
@@ -95,7 +97,7 @@ def _names(node: ast.AST) -> Iterator[ast.Name]:
 
 def _parsed(text: str) -> ast.Module:
     try:
-        return ast.parse(text)
+        return fingerprint.parsed(text)
     except (SyntaxError, ValueError, RecursionError):
         return ast.Module(body=[], type_ignores=[])
 
