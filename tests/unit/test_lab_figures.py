@@ -83,7 +83,7 @@ def test_the_settings_of_a_topology_are_told_where_they_are_not_the_usual() -> N
 def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"load": {"name": "storm", "seconds": 60.0, "clients": 12}, "rounds": 1, "seed": 1, "cores": 2}
     long = result() | shape
-    long["arms"]["stock"]["log_tail"] = ["File /home/somebody/x.py"]
+    long["arms"]["stock"]["log_tail"] = ["File /place/of/x.py"]
     (tmp_path / "result.json").write_text(json.dumps(long))
     (tmp_path / "doc.md").write_text(f"a\n<!-- {figures.NAME} -->\n<!-- /{figures.NAME} -->\nb\n")
 
