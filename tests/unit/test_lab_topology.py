@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,36 @@ def test_engines_of_one_topology_share_the_cores(tmp_path: Path) -> None:
         deployed = topology.local(topology.load(name), tmp_path / "bin/python", tmp_path / "model", {})
         engines = [part for part in deployed.parts if "vllm.entrypoints.openai.api_server" in part.command]
         assert all((part.environment.get("OMP_NUM_THREADS") == "1") == shared for part in engines), name
+        path = [part.environment.get("PYTHONPATH", "") for part in engines]
+        assert all(("shared_cores" in entry) == shared for entry in path), name
+
+
+def test_what_shares_cores_comes_behind_what_is_injected(tmp_path: Path) -> None:
+    injected = {"PYTHONPATH": "/bundle"}
+    deployed = topology.local(topology.load("pd-nixl"), tmp_path / "bin/python", tmp_path / "model", injected)
+    first, second = deployed.parts[0].environment["PYTHONPATH"].split(os.pathsep)
+    assert (first, Path(second).name) == ("/bundle", "shared_cores")
+
+
+def test_with_shared_cores_nobody_is_bound_and_agents_rest_between_polls(tmp_path: Path) -> None:
+    """The bindings are a stand-in: no more of NIXL's than the two names that its own Python interface uses."""
+    package = tmp_path / "nixl_here"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "_bindings.py").write_text(
+        "class nixlAgentConfig:\n    pthrDelay = 0\nclass nixlAgent:\n"
+        "    def __init__(self, name, config):\n        self.seen = name, config.pthrDelay\n"
+    )
+    program = (
+        "import json, os, sys; from nixl_here import _bindings; before = os.sched_getaffinity(0)\n"
+        "os.sched_setaffinity(0, [min(before)]); os.sched_yield()\n"
+        "agent = _bindings.nixlAgent('a', _bindings.nixlAgentConfig())\n"
+        "print(json.dumps([os.sched_getaffinity(0) == before, agent.seen]))"
+    )
+    shared = Path(topology.__file__).with_name("shared_cores")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(shared), str(tmp_path)])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [True, ["a", 100]]
 
 
 def test_the_router_has_an_environment_of_its_own_and_nothing_injected(tmp_path: Path) -> None:

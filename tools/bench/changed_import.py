@@ -5,12 +5,12 @@
 Each row is one fresh interpreter that imports the real modules of a release. `cached`: changed sources, their bytecode
 and fingerprints are in the user's cache, as in every process after the first; `first` (with --first): they are not.
 
-Three accidents, each worth more than what is measured, are kept out of all of them. The garbage collector is off: where
-its full passes fall is chance. CPython 3.11 keeps Python frames in chunks of 16 KiB, and maps and unmaps the next one
+Accidents, each worth more than what is measured, are kept out of all of them. The garbage collector is off: where its
+full passes fall is chance. CPython 3.11 keeps Python frames in chunks of 16 KiB, and maps and unmaps the next one
 at every call of a loop that happens to stand on a chunk's end; any two frames more or less on the stack move that place
 to another loop (one of transformers' takes 1.2 s instead of 0.5 s there, in stock and patched alike). So all is
-imported from a frame that asks for one chunk that is large enough. And a loop that happens to empty and fill an arena
-of Python's allocator maps and unmaps that: memory comes from the C library, which is told to give none back.
+imported from a frame that asks for one chunk that is large enough. And memory comes from the C library, which is told
+to give none back: that takes noise out; the ratio without it is near (docs/diffs.md).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 TOPOLOGIES = Path(__file__).with_name("topologies")
+_SHARED_CORES = Path(__file__).with_name("shared_cores")
 MODEL_NAME = "tiny"
 BLOCK_SIZE = 32
 """Tokens in a block of the engine's KV cache."""
@@ -212,6 +213,8 @@ def local(
     if sum(role.kind == "engine" for role in topology.roles) > 1:
         # Each would bind a thread to every core and keep it spinning: handshakes then time out on a small machine.
         injected = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **injected}
+        path = os.pathsep.join([*filter(None, [injected.get("PYTHONPATH")]), str(_SHARED_CORES)])
+        injected = {**injected, "PYTHONPATH": path}
     parts = tuple(
         _local_part(role, placement, router or python, model, {})
         if role.kind == "router"

@@ -1,0 +1,243 @@
+"""A decode engine is killed after its prefill was answered: real vLLM 0.29.0 and NIXL, on CPU memory.
+
+Four engines: a stock and a patched prefill engine, a decode engine that is killed and one that lives. The one that lives
+is busy: what it was promised waits in its queue, its lease renewed, while the dead one's lease runs out behind it. On
+stock that strands the dead one's blocks (vllm#58222).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from vllm_livepatch.tools import bundle, catalogue, environments
+from vllm_livepatch.tools.lab import model, topology
+from vllm_livepatch.tools.lab.arm import USAGE, drained
+from vllm_livepatch.tools.lab.client import Client
+from vllm_livepatch.tools.lab.supervisor import Part, Supervisor
+from vllm_livepatch.tools.lab.topology import BLOCK_SIZE, MODEL_NAME
+from vllm_livepatch.tools.lab.watch import processor_seconds
+
+VLLM = "0.29.0"
+LEASE_SECONDS = 12
+"""Short, for a short test; renewed every 2 s for 8 s, which two busy cores can keep up with."""
+PROMPT_TOKENS = 8 * BLOCK_SIZE
+BUSY_TOKENS = 1500
+HOLDS = 5
+"""One for the request that waits, the others for the decode engine that dies."""
+SETTLED_SECONDS = LEASE_SECONDS + 5
+"""After the kill: by then the dead engine's leases ran out, were seen to have, and it can be read in the metrics."""
+WATCHED_SECONDS = SETTLED_SECONDS + LEASE_SECONDS
+FIRST_TRIES = 5
+"""A first transfer shakes hands with a peer that may still be busy: upstream gives that 5 s, then fails the request."""
+PREFILLS = ("stock", "patched")
+
+
+@dataclass
+class Side:
+    """What was seen of one prefill engine."""
+
+    held: float = 0.0
+    """The share of its blocks that is held as the decode engine is killed."""
+    settled: list[float] = field(default_factory=list)
+    """That share from SETTLED_SECONDS on, while the other decode engine's request waits."""
+    waiting: bool = False
+    """Whether that request waited to the end of this."""
+    output: str = ""
+    """What that request came to."""
+    at_end: float = 1.0
+    cores_held: float = 0.0
+    """Processor seconds a second while blocks are held, and nothing runs."""
+    cores_freed: float = 0.0
+    """The same when none are held."""
+
+
+@dataclass
+class Seen:
+    sides: dict[str, Side]
+    undisturbed: str
+    """The right answer: of a decode engine that was asked alone."""
+    counters: dict[str, int]
+    """The reaper's, of all processes."""
+
+
+class Peers:
+    """Asks engines over HTTP as a router does, in its two steps."""
+
+    def __init__(self, http: aiohttp.ClientSession, urls: dict[str, str]) -> None:
+        self._http, self._urls = http, urls
+
+    async def _complete(self, name: str, prompt: str, tokens: int, transfer: Any) -> dict[str, Any]:
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        if transfer is not None:
+            body["kv_transfer_params"] = transfer
+        async with self._http.post(f"{self._urls[name]}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            found: dict[str, Any] = await answer.json()
+            return found
+
+    async def prefill(self, name: str, prompt: str) -> dict[str, Any]:
+        """Have a prompt's KV made and kept; what a decode engine must be told to get it."""
+        found = await self._complete(name, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
+        transfer: dict[str, Any] = found["kv_transfer_params"]
+        return transfer
+
+    async def decode(self, name: str, prompt: str, transfer: Any, tokens: int = 16) -> str:
+        return str((await self._complete(name, prompt, tokens, transfer))["choices"][0]["text"])
+
+    async def acquaint(self, prefill: str, decode: str, prompt: str) -> str:
+        """The first transfer between two; its output."""
+        for remaining in reversed(range(FIRST_TRIES)):
+            try:
+                return await self.decode(decode, prompt, await self.prefill(prefill, prompt))
+            except aiohttp.ClientResponseError:
+                if not remaining:
+                    raise
+        raise AssertionError
+
+
+def deployment(python: Path, work: Path, path: list[Path]) -> topology.Deployment:
+    """The prefill engine of the lab's topology four times over, the one called `patched` with the bundle."""
+    described = topology.set_up(topology.load("pd-nixl"), [f"lease={LEASE_SECONDS}"])
+    usual = next(role for role in described.roles if role.name == "prefill")
+    assert usual.environment is not None
+    exact = ("--num-gpu-blocks-override", "200", "--no-enable-prefix-caching")  # each request holds blocks of its own
+    roles = tuple(
+        replace(
+            usual,
+            name=name,
+            beside=True,
+            arguments=(*exact, *(("--max-num-seqs", "1") if name == "alive" else ())),
+            environment={key: value.replace("prefill.", f"{name}.") for key, value in usual.environment.items()},
+        )
+        for name in (*PREFILLS, "alive", "dying")
+    )
+    injected = {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    found = topology.local(
+        replace(described, roles=roles, ask="stock"), python, model.make(work / "model", seed=1), injected
+    )
+    return replace(found, parts=tuple(_patched(part, work) if part.name == "patched" else part for part in found.parts))
+
+
+def _patched(part: Part, work: Path) -> Part:
+    """The same with the bundle in front of what is on its PYTHONPATH already."""
+    path = os.pathsep.join([str(work / "bundle"), part.environment["PYTHONPATH"]])
+    injected = {"PYTHONPATH": path, "LIVEPATCH_STATE_DIR": str(work / "state"), "LIVEPATCH": "strict"}
+    return replace(part, environment={**part.environment, **injected})
+
+
+async def play(work: Path, python: Path, path: list[Path]) -> Seen:
+    bundle.write_directory(bundle.contents(catalogue.load()), work / "bundle")
+    (work / "state").mkdir()
+    deployed = deployment(python, work, path)
+    urls = {part.name: part.health.removesuffix("/health") for part in deployed.parts}
+    prompts = model.prompts(HOLDS + 1, PROMPT_TOKENS, seed=3)
+    sides = {name: Side() for name in PREFILLS}
+    async with (
+        Supervisor(work / "parts", print) as parts,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as http,
+        Client(urls["stock"], MODEL_NAME) as stock,
+        Client(urls["patched"], MODEL_NAME) as patched,
+    ):
+        await parts.start(deployed.parts)
+        peers, clients = Peers(http, urls), {"stock": stock, "patched": patched}
+        undisturbed = await parts.guard(peers.decode("alive", prompts[0], None))
+        for name in PREFILLS:
+            for decoder in ("alive", "dying"):
+                assert await parts.guard(peers.acquaint(name, decoder, prompts[0])) == undisturbed
+        for client in clients.values():
+            assert await drained(client) == 0
+        busy = [asyncio.create_task(peers.decode("alive", prompts[1], None, BUSY_TOKENS)) for _ in range(6)]
+        await asyncio.sleep(1)
+        promised = {}
+        for name in PREFILLS:
+            transfer = await peers.prefill(name, prompts[0])
+            promised[name] = asyncio.create_task(peers.decode("alive", prompts[0], transfer))
+            for prompt in prompts[2:]:  # for the decode engine that dies
+                await peers.prefill(name, prompt)
+        parts.kill("dying")
+        spent, begun = processor_seconds(parts.processes()), time.monotonic()
+        for name, side in sides.items():
+            side.held = await clients[name].metric(USAGE)
+        while time.monotonic() < begun + WATCHED_SECONDS:
+            await asyncio.sleep(1)
+            at, found = time.monotonic(), {name: await client.metric(USAGE) for name, client in clients.items()}
+            for name, side in sides.items():
+                side.settled += [found[name]] if at > begun + SETTLED_SECONDS else []
+                side.waiting = not promised[name].done()
+        cores = await _cores(parts, spent, begun)
+        for name, side in sides.items():
+            side.cores_held = cores[name]
+        for task in busy:
+            task.cancel()
+        for name, side in sides.items():
+            side.output = await parts.guard(promised[name])
+            side.at_end = await parts.guard(drained(clients[name], 3 * LEASE_SECONDS))
+        spent, begun = processor_seconds(parts.processes()), time.monotonic()
+        await asyncio.sleep(4)
+        cores = await _cores(parts, spent, begun)
+        for name, side in sides.items():
+            side.cores_freed = cores[name]
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in (work / "state").glob("**/*.json")]
+    return Seen(sides, undisturbed, _counters(reports))
+
+
+async def _cores(parts: Supervisor, spent: dict[str, float], begun: float) -> dict[str, float]:
+    """Processor seconds a second of each part, since then."""
+    seconds, now = time.monotonic() - begun, processor_seconds(parts.processes())
+    return {name: round((now[name] - spent[name]) / seconds, 3) for name in PREFILLS}
+
+
+def _counters(reports: list[dict[str, Any]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for report in reports:
+        for patch in report["patches"]:
+            if patch["name"] == "kv-block-reaper":
+                for kind, number in patch["counters"].items():
+                    found[kind] = found.get(kind, 0) + number
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    given = os.environ.get("LIVEPATCH_TEST_PYTHON")
+    python = Path(given) if given else environments.engine()
+    path = [environments.other_vllm(python, VLLM), environments.nixl(python)]
+    found = asyncio.run(play(tmp_path_factory.mktemp("reaper"), python, path))
+    print(found)
+    return found
+
+
+def test_the_dead_peers_blocks_come_back_while_the_other_still_waits(seen: Seen) -> None:
+    patched = seen.sides["patched"]
+    assert patched.waiting, "the other request was to wait all the time"
+    assert patched.held > 0
+    assert patched.settled == [pytest.approx(patched.held / HOLDS)] * len(patched.settled)
+    assert patched.settled
+
+
+def test_stock_strands_them(seen: Seen) -> None:
+    stock = seen.sides["stock"]
+    assert stock.waiting
+    assert stock.held == seen.sides["patched"].held
+    assert set(stock.settled) == {stock.held}
+
+
+def test_the_other_transfer_completes_with_the_right_output(seen: Seen) -> None:
+    assert [side.output for side in seen.sides.values()] == [seen.undisturbed] * 2
+
+
+def test_nothing_is_held_in_the_end(seen: Seen) -> None:
+    assert [side.at_end for side in seen.sides.values()] == [0, 0]
+
+
+def test_it_was_the_patch(seen: Seen) -> None:
+    assert seen.counters["stranded"] >= 1
+    assert seen.counters.get("reaped", 0) == 0, "no hold was older than any lease"
