@@ -13,11 +13,12 @@ def main() -> None:
     begin = time.monotonic()
     pins = [pin for package in ("vllm", "lmcache") for pin in registry.pins(package)]
     with ThreadPoolExecutor(max_workers=5) as pool:
-        engine = pool.submit(environments.engine)
+        engine, router = pool.submit(environments.engine), pool.submit(environments.router)
         fetched = [pool.submit(sources.site_packages, pin.package, pin.version) for pin in pins]
         for future in fetched:
             future.result()
         print(f"the sources of {len(pins)} releases: {time.monotonic() - begin:.0f} s", file=sys.stderr)
+        router.result()
         engine.result()
     print(f"all that the tests need is here: {time.monotonic() - begin:.0f} s", file=sys.stderr)
 

@@ -178,7 +178,7 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
         for task in busy:
             task.cancel()
         for name, side in sides.items():
-            side.output = await parts.guard(promised[name])
+            side.output = await promised[name]
             side.at_end = await parts.guard(drained(clients[name], 3 * LEASE_SECONDS))
         spent, begun = processor_seconds(parts.processes()), time.monotonic()
         await asyncio.sleep(4)

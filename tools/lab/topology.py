@@ -7,8 +7,10 @@ all engines, LMCache servers and routers have in common is said here, once. `${P
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import socket
 import string
@@ -27,6 +29,8 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 TOPOLOGIES = Path(__file__).with_name("topologies")
+_PORTS = range(15000, 32768)
+_given: set[int] = set()
 _SHARED_CORES = Path(__file__).with_name("shared_cores")
 MODEL_NAME = "tiny"
 BLOCK_SIZE = 32
@@ -139,15 +143,20 @@ def set_up(topology: Topology, texts: Collection[str]) -> Topology:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that are free now, no two alike."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for entry in sockets:
-            entry.bind(("127.0.0.1", 0))
-        return [int(entry.getsockname()[1]) for entry in sockets]
-    finally:
-        for entry in sockets:
-            entry.close()
+    """Ports of 127.0.0.1 that are free now, no two alike in this process.
+
+    They are not of those that Linux gives to connections: a part may bind its port minutes from now.
+    """
+    found: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            break
+        with socket.socket() as entry, contextlib.suppress(OSError):  # somebody has it
+            entry.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                found.append(port)
+    return found
 
 
 def here(topology: Topology) -> Placement:

@@ -1,0 +1,44 @@
+"""The lab's prefill and decode deployment, with NIXL between them, LMCache behind the prefill engine, and the router.
+
+Clients hang up, and the LMCache server is killed and comes back; half of them stream, half of them chat.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+LOAD = "storm:prompts=6,api=half,stream=half,share=0.4"
+FAULTS = ("disconnects", "kill-lmcache@8+4")
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("lab")
+    command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "lab", "pd-nixl-lmcache", "--load", LOAD]
+    command += [word for fault in FAULTS for word in ("--fault", fault)]
+    command += ["--with", "mq_timeout=2", "--with", "lease=6", "--seconds", "20", "--clients", "6", "--out", str(out)]
+    # Progress (stderr) goes where pytest puts it: it is what one needs to see when the run fails.
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))["arms"]["patched"]
+    return found
+
+
+def test_it_lives_on_with_right_outputs(arm: dict[str, Any]) -> None:
+    assert arm["survived"]
+    assert arm["mismatches"] == 0
+    assert arm["failed"] == 0, arm["errors"]
+    assert (arm["restarts"], arm["disconnected"] > 0) == ({"lmcache": 1}, True)
+
+
+def test_the_cache_and_the_other_engine_were_of_use(arm: dict[str, Any]) -> None:
+    assert arm["completed"] > 0
+    assert arm["loaded_tokens"] > 0
+
+
+def test_no_block_is_held_in_the_end(arm: dict[str, Any]) -> None:
+    assert arm["kv_usage_at_end"] == {"prefill": 0, "decode": 0}
