@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.tools import cli, matrix
+from vllm_livepatch.tools.bench import chunked_load
 from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 
 from tests.unit.test_lab_demo import result
@@ -27,6 +28,14 @@ def test_the_documents_tables_are_made_of_what_is_kept() -> None:
     for name in DOCUMENTS:
         document = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
         assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "docs" / name)
+
+
+def test_the_table_of_loads_in_parts_is_made_of_what_is_kept() -> None:
+    """`python -m vllm_livepatch.tools.bench.chunked_load --kept ... --write ...` puts it there."""
+    figures = json.loads((ROOT / "docs/chunked-load.json").read_text("utf-8"))
+    assert matrix.block((ROOT / "docs/chunked-load.md").read_text("utf-8"), "chunked-load") == chunked_load.markdown(
+        figures
+    )
 
 
 @pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)

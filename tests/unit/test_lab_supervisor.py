@@ -215,8 +215,9 @@ def test_pid_command_and_environment_are_written_and_nothing_is_inherited(
 
 
 DRIVER = f"""
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is born without
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.unit import test_lab_supervisor as tests
 from vllm_livepatch.tools.lab import supervisor as supervision

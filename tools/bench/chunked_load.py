@@ -1,6 +1,7 @@
 """Time to first token and throughput of stored prompts through a small pool: no offload, the patch off, and on.
 
     python -m vllm_livepatch.tools.bench.chunked_load [--rounds N] [--prompts N] [--pool N] [--arms ARM...] [--out FILE]
+    python -m vllm_livepatch.tools.bench.chunked_load --kept docs/chunked-load.json --write docs/chunked-load.md
 
 Real engines (vLLM on CPU, a tiny model), each with a pool of a few prompts; the last two with a real LMCache server.
 Every prompt is asked for once. Then, each round, an engine's own prefix cache is emptied and all prompts are asked for
@@ -24,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from vllm_livepatch.tools import bundle, catalogue, environments
+from vllm_livepatch.tools import bundle, catalogue, environments, matrix
 from vllm_livepatch.tools.lab import model, topology
 from vllm_livepatch.tools.lab.client import Client, Said
 from vllm_livepatch.tools.lab.supervisor import Supervisor
@@ -138,21 +139,44 @@ def counters(state: Path) -> dict[str, int]:
     return dict(total)
 
 
-def show(figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """A table of the medians over the rounds."""
-    table = Table("arm", "first token, median", "p95", "prompts a second", "loaded of what is stored", "other outputs")
-    for arm, found in figures.items():
-        rounds = found["rounds"]
-        middle = {key: statistics.median(entry[key] for entry in rounds) for key in rounds[0]}
-        table.add_row(
-            arm,
-            f"{middle['first_token_median']:.2f} s",
-            f"{middle['first_token_p95']:.2f} s",
-            f"{middle['prompts_a_second']:.1f}",
-            f"{middle['hit_share']:.1%}",
-            f"{sum(entry['other_outputs'] for entry in rounds):.0f}",
+def rows(figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """What the columns are, and an arm a row: medians over the rounds, and between which values these were."""
+    found = [["arm", "first token, median (rounds)", "p95", "prompts a second (rounds)", "loaded of what is stored"]]
+    found[0].append("other outputs")
+    for arm, entry in figures.items():
+        of = {key: sorted(values[key] for values in entry["rounds"]) for key in entry["rounds"][0]}
+        middle = {key: statistics.median(values) for key, values in of.items()}
+        first, rate = of["first_token_median"], of["prompts_a_second"]
+        found.append(
+            [
+                arm,
+                f"{middle['first_token_median']:.2f} s ({first[0]:.2f} to {first[-1]:.2f})",
+                f"{middle['first_token_p95']:.2f} s",
+                f"{middle['prompts_a_second']:.1f} ({rate[0]:.1f} to {rate[-1]:.1f})",
+                f"{middle['hit_share']:.1%}" if arm != "none" else "",
+                f"{sum(of['other_outputs']):.0f}",
+            ]
         )
+    return found
+
+
+def show(figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """The rows as a table, and what the patch counted."""
+    columns, *arms = rows(figures)
+    table = Table(*columns)
+    for row in arms:
+        table.add_row(*row)
     Console().print(table)
+    for arm, found in figures.items():
+        if found["counters"]:
+            print(f"{arm}: {found['counters']}")
+
+
+def markdown(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """The rows for a document."""
+    columns, *arms = rows(figures)
+    lines = [columns, ["---"] * len(columns), *arms]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> None:
@@ -163,17 +187,21 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
+    parser.add_argument("--kept", type=Path, help="the JSON of an earlier run: nothing is run")
+    parser.add_argument("--write", type=Path, help="a document, for its <!-- chunked-load --> table")
     options = parser.parse_args()
-    python = options.engine_python or environments.engine("0.32.0", "0.5.6")
-    with tempfile.TemporaryDirectory() as temporary:
-        work = measure(options.arms, python, options.rounds, options.prompts, options.pool, Path(temporary))
-        figures = asyncio.run(work)
+    if options.kept:
+        figures = json.loads(options.kept.read_text(encoding="utf-8"))
+    else:
+        python = options.engine_python or environments.engine("0.32.0", "0.5.6")
+        with tempfile.TemporaryDirectory() as temporary:
+            work = measure(options.arms, python, options.rounds, options.prompts, options.pool, Path(temporary))
+            figures = asyncio.run(work)
     if options.out:
-        options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        options.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if options.write:
+        matrix.write(options.write, markdown(figures), "chunked-load")
     show(figures)
-    for arm, found in figures.items():
-        if found["counters"]:
-            print(f"{arm}: {found['counters']}")
 
 
 if __name__ == "__main__":
