@@ -30,6 +30,24 @@ def test_the_documents_tables_are_made_of_what_is_kept() -> None:
         assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "docs" / name)
 
 
+def test_the_readme_begins_with_what_is_kept() -> None:
+    arms = json.loads((ROOT / "docs/lab/lmcache-disconnects-0.32.0.json").read_text("utf-8"))["arms"]
+    begin = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", begin, re.M))
+    for kind in ("completed", "disconnected", "failed"):
+        assert rows[kind] == f"{arms['stock'][kind]} | {arms['patched'][kind]}"
+    assert rows["survived"].startswith(f"dead after {arms['stock']['died_after']:.1f} s")
+    assert rows["tokens loaded from LMCache"] == f"| {arms['patched']['loaded_tokens']:,}"
+    assert rows["outputs that differ from an undisturbed run's"] == " | ".join(
+        str(arm["mismatches"]) for arm in arms.values()
+    )
+    dropped = [
+        patch["counters"] for entry in arms["patched"]["status"] for patch in entry["patches"] if patch["counters"]
+    ]
+    assert dropped == [{"send_unknown": int(rows["stale completions dropped"].lstrip("| "))}]
+    assert (rows["KV usage at the end"], arms["patched"]["kv_usage_at_end"]) == ("| 0 %", {"engine": 0.0})
+
+
 def test_the_table_of_loads_in_parts_is_made_of_what_is_kept() -> None:
     """`python -m vllm_livepatch.tools.bench.chunked_load --kept ... --write ...` puts it there."""
     figures = json.loads((ROOT / "docs/chunked-load.json").read_text("utf-8"))
