@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from vllm_livepatch.tools import environments, registry, sources
 
+OTHER_VLLM = "0.29.0"
+"""Of the engine tests, beside the environment's own."""
+
 
 def main() -> None:
     begin = time.monotonic()
@@ -19,7 +22,9 @@ def main() -> None:
             future.result()
         print(f"the sources of {len(pins)} releases: {time.monotonic() - begin:.0f} s", file=sys.stderr)
         router.result()
-        engine.result()
+        python = engine.result()
+        environments.other_vllm(python, OTHER_VLLM)
+        environments.nixl(python)
     print(f"all that the tests need is here: {time.monotonic() - begin:.0f} s", file=sys.stderr)
 
 
