@@ -23,9 +23,9 @@ from vllm_livepatch.tools.lab.arm import USAGE, drained
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.supervisor import Part, Supervisor
 from vllm_livepatch.tools.lab.topology import BLOCK_SIZE, MODEL_NAME
-from vllm_livepatch.tools.lab.watch import processor_seconds
 
 VLLM = "0.29.0"
+RUNNING = "vllm:num_requests_running"
 LEASE_SECONDS = 12
 """Short, for a short test; renewed every 2 s for 8 s, which two busy cores can keep up with."""
 PROMPT_TOKENS = 8 * BLOCK_SIZE
@@ -53,10 +53,7 @@ class Side:
     output: str = ""
     """What that request came to."""
     at_end: float = 1.0
-    cores_held: float = 0.0
-    """Processor seconds a second while blocks are held, and nothing runs."""
-    cores_freed: float = 0.0
-    """The same when none are held."""
+    """That share when all is over."""
 
 
 @dataclass
@@ -145,6 +142,7 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as http,
         Client(urls["stock"], MODEL_NAME) as stock,
         Client(urls["patched"], MODEL_NAME) as patched,
+        Client(urls["alive"], MODEL_NAME) as alive,
     ):
         await parts.start(deployed.parts)
         peers, clients = Peers(http, urls), {"stock": stock, "patched": patched}
@@ -155,7 +153,9 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
         for client in clients.values():
             assert await drained(client) == 0
         busy = [asyncio.create_task(peers.decode("alive", prompts[1], None, BUSY_TOKENS)) for _ in range(6)]
-        await asyncio.sleep(1)
+        while not await alive.metric(RUNNING):
+            assert not any(task.done() for task in busy)
+            await asyncio.sleep(0.1)
         promised = {}
         for name in PREFILLS:
             transfer = await peers.prefill(name, prompts[0])
@@ -163,7 +163,7 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
             for prompt in prompts[2:]:  # for the decode engine that dies
                 await peers.prefill(name, prompt)
         parts.kill("dying")
-        spent, begun = processor_seconds(parts.processes()), time.monotonic()
+        begun = time.monotonic()
         for name, side in sides.items():
             side.held = await clients[name].metric(USAGE)
         while time.monotonic() < begun + WATCHED_SECONDS:
@@ -172,27 +172,13 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
             for name, side in sides.items():
                 side.settled += [found[name]] if at > begun + SETTLED_SECONDS else []
                 side.waiting = not promised[name].done()
-        cores = await _cores(parts, spent, begun)
-        for name, side in sides.items():
-            side.cores_held = cores[name]
         for task in busy:
             task.cancel()
         for name, side in sides.items():
             side.output = await promised[name]
             side.at_end = await parts.guard(drained(clients[name], 3 * LEASE_SECONDS))
-        spent, begun = processor_seconds(parts.processes()), time.monotonic()
-        await asyncio.sleep(4)
-        cores = await _cores(parts, spent, begun)
-        for name, side in sides.items():
-            side.cores_freed = cores[name]
         reports = [json.loads(file.read_text(encoding="utf-8")) for file in (work / "state").glob("**/*.json")]
     return Seen(sides, undisturbed, _counters(reports))
-
-
-async def _cores(parts: Supervisor, spent: dict[str, float], begun: float) -> dict[str, float]:
-    """Processor seconds a second of each part, since then."""
-    seconds, now = time.monotonic() - begun, processor_seconds(parts.processes())
-    return {name: round((now[name] - spent[name]) / seconds, 3) for name in PREFILLS}
 
 
 def _counters(reports: list[dict[str, Any]]) -> dict[str, int]:

@@ -89,7 +89,7 @@ async def run(options: Options) -> dict[str, Any]:
             tell = functools.partial(_tell, begun, name)
             supervisors[name] = await stack.enter_async_context(Supervisor(options.out / name, tell))
         deployed = {
-            name: topology.local(options.topology, python, tiny, _with_path(injected[name], needed), router)
+            name: topology.local(options.topology, python, tiny, topology.with_path(injected[name], needed), router)
             for name in options.arms
         }
         # Booting is importing, most of it on one core: several sides together take little longer than one.
@@ -174,12 +174,6 @@ async def _work(arm: Arm, options: Options, tiny: Path, python: Path) -> tuple[W
 
 def _tell(begun: float, arm: str, line: str) -> None:
     print(f"[{time.monotonic() - begun:4.0f} s] {arm}: {line}", file=sys.stderr, flush=True)
-
-
-def _with_path(injected: Mapping[str, str], needed: list[str]) -> dict[str, str]:
-    """The same with further directories at the end of PYTHONPATH."""
-    path = os.pathsep.join([*filter(None, [injected.get("PYTHONPATH")]), *needed])
-    return {**injected, **({"PYTHONPATH": path} if path else {})}
 
 
 def _bundle(options: Options, name: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ import re
 import socket
 import string
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ else:
 TOPOLOGIES = Path(__file__).with_name("topologies")
 _PORTS = range(15000, 32768)
 _given: set[int] = set()
+"""Ports that were given out before: to another arm, whose parts may not have bound them yet."""
 _SHARED_CORES = Path(__file__).with_name("shared_cores")
 MODEL_NAME = "tiny"
 BLOCK_SIZE = 32
@@ -210,6 +211,12 @@ def environment(python: Path, injected: Mapping[str, str]) -> dict[str, str]:
     return {**base, **offline, "PYTHONUNBUFFERED": "1", **injected}
 
 
+def with_path(injected: Mapping[str, str], further: Sequence[str]) -> dict[str, str]:
+    """The same with further directories at the end of PYTHONPATH."""
+    path = os.pathsep.join([*filter(None, [injected.get("PYTHONPATH")]), *further])
+    return {**injected, **({"PYTHONPATH": path} if path else {})}
+
+
 def local(
     topology: Topology, python: Path, model: Path, injected: Mapping[str, str], router: Path | None = None
 ) -> Deployment:
@@ -222,8 +229,7 @@ def local(
     if sum(role.kind == "engine" for role in topology.roles) > 1:
         # Each would bind a thread to every core and keep it spinning: handshakes then time out on a small machine.
         injected = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **injected}
-        path = os.pathsep.join([*filter(None, [injected.get("PYTHONPATH")]), str(_SHARED_CORES)])
-        injected = {**injected, "PYTHONPATH": path}
+        injected = with_path(injected, [str(_SHARED_CORES)])
     parts = tuple(
         _local_part(role, placement, router or python, model, {})
         if role.kind == "router"
