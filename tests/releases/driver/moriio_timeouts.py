@@ -110,9 +110,9 @@ class World:
         self.expect(self.ends(request, PATIENCE), "request never done")
         self.expect(request.key not in request.peer.notified, "peer told of KV that it has not")
 
-    def send(self, *requests: Sent, seconds: float = HEALTHY) -> bool:
+    def send(self, *requests: Sent, seconds: float = HEALTHY, asked: Callable[[], None] | None = None) -> bool:
         """One step of the model that saves these requests; whether it ended."""
-        metadata = step(*requests)
+        metadata = step(*requests, asked=asked)
         return self.runs(lambda: save(self.worker, metadata), seconds)
 
     def next_is_served(self, peer: Peer | None = None, seconds: float = PATIENCE) -> None:
@@ -163,12 +163,12 @@ def late_peer(world: World) -> None:
 
 
 def two_to_a_new_peer(world: World) -> None:
-    """Two requests of one step to a peer that was never met."""
-    peer = world.peer()
+    """Two requests of one step to a peer that was never met, and that answers when both were looked at."""
+    peer = world.peer("no")
     requests = Sent(peer, [0, 1], [5, 6]), Sent(peer, [2, 3], [3, 4])
     for request in requests:
         request.allocate(world.worker)
-    world.send(*requests)
+    world.send(*requests, asked=peer.answer)
     for request in requests:
         world.expect_sent(request, "KV lost", PATIENCE)
 
@@ -284,9 +284,9 @@ def completed_by_waiting(world: World) -> None:
 def read(world: World) -> None:
     """A decode worker has a step with nothing to read; then it reads from a new peer, and in the same step again."""
     world.runs(lambda: world.worker.real.start_load_kv(step(write=False)), PATIENCE)
-    peer = world.peer(value=3.0)
+    peer = world.peer("no", value=3.0)
     requests = Sent(peer, [0, 1], [5, 6]), Sent(peer, [2, 3], [3, 4])
-    metadata = step(*requests, write=False)
+    metadata = step(*requests, write=False, asked=peer.answer)
     world.runs(lambda: world.worker.real.start_load_kv(metadata), HEALTHY)
     world.expect(all(request.arrived(world.worker) for request in requests), "KV lost")
 

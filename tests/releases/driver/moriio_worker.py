@@ -13,6 +13,7 @@ import random
 import socket
 import threading
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -136,7 +137,7 @@ class Worker:
 class Peer:
     """The other side: it shakes hands by the release's own listener, has KV caches, and hears what it is notified of.
 
-    `answers`: "yes", "no" (it is silent) or "garbage".
+    `answers`: "yes", "no" (it is silent, until told to `answer`) or "garbage".
     """
 
     def __init__(self, answers: str = "yes", value: float = 0.0) -> None:
@@ -149,7 +150,7 @@ class Peer:
         self._listening = threading.Thread(target=self._listen, daemon=True)
         self._listening.start()
         if answers == "yes":
-            self._answer()
+            self.answer()
         elif answers == "garbage":
             threading.Thread(target=self._answer_garbage, daemon=True).start()
 
@@ -157,7 +158,8 @@ class Peer:
     def address(self) -> str:
         return f"{HOST}:{self.handshake_port}"
 
-    def _answer(self) -> None:
+    def answer(self) -> None:
+        """Shake hands from now on."""
         engine = mori.io.IOEngine(f"peer:{self.handshake_port}", mori.io.IOEngineConfig())
         memory = {name: [engine.register_torch_tensor(cache).pack()] for name, cache in self.caches.items()}
         metadata = common.MoRIIOAgentMetadata(
@@ -241,13 +243,29 @@ class Sent:
         return True
 
 
-def step(*requests: Sent, write: bool = True) -> Any:
-    """What the scheduler tells a worker of one step."""
+class Asked(UserDict[str, Any]):
+    """Requests by id; calls `asked` when somebody has for the first time been through all of them."""
+
+    def __init__(self, requests: dict[str, Any], asked: Callable[[], None]) -> None:
+        super().__init__(requests)
+        self._asked: list[Callable[[], None]] = [asked]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.data
+        while self._asked:
+            self._asked.pop()()
+
+
+def step(*requests: Sent, write: bool = True, asked: Callable[[], None] | None = None) -> Any:
+    """What the scheduler tells a worker of one step; what to call when the worker has been through its requests."""
     metadata = common.MoRIIOConnectorMetadata()
     for request in requests:
         metadata.add_new_req(request.request_id, request.blocks, request.parameters, write_mode=write)
         if hasattr(metadata, "transfer_id_to_request_id"):
             metadata.transfer_id_to_request_id[request.transfer_id] = request.request_id
+    if asked is not None:
+        name = "reqs_to_save" if write else "reqs_to_recv"
+        setattr(metadata, name, Asked(getattr(metadata, name), asked))
     return metadata
 
 
