@@ -62,44 +62,32 @@ def transfer(
     """
     import torch
 
-    device = torch.device(device)
     to_cache = {"H2D": True, "D2H": False}.get(getattr(direction, "name", ""))
     if to_cache is None:
         raise _error(f"no such direction: {direction!r}")
-    shape = _shape(shape_desc, gpu_kv_format)
-    if not lmcache_objects_ptrs or not all(lmcache_objects_ptrs):
-        raise _error(f"the addresses of chunks are {list(lmcache_objects_ptrs)}")
+    device = torch.device(device)
+    shape = [int(getattr(shape_desc, field)) for field in FIELDS]
+    apart = int(getattr(shape_desc, "block_stride_elems", 0) or 0)
+    name = getattr(gpu_kv_format, "name", str(gpu_kv_format))
+    plan = _tensors(paged_buffer_ptrs_tensor).plan(
+        name, apart, *shape, device, tuple(lmcache_objects_ptrs), lmcache_chunk_size, skip_prefix_n_blocks
+    )
     ids = torch.as_tensor(block_ids, dtype=torch.int64, device=device)
-    blocks = lmcache_chunk_size // shape.bs  # a chunk
-    if lmcache_chunk_size != blocks * shape.bs or len(ids) != blocks * len(lmcache_objects_ptrs) or not blocks:
-        raise _error(
-            f"{len(ids)} blocks of {shape.bs} slots for {len(lmcache_objects_ptrs)} chunks of {lmcache_chunk_size}"
-        )
-    if skip_prefix_n_blocks < 0:
-        raise _error(f"skip_prefix_n_blocks is {skip_prefix_n_blocks}")
+    if len(ids) != plan.blocks * plan.chunks:
+        raise _error(f"{len(ids)} block ids for {plan.chunks} chunks of {plan.blocks} blocks")
     if device.type == "cpu":
-        check_ids(ids.tolist(), shape.nb)
-    tensors = _tensors(paged_buffer_ptrs_tensor)
-    word = math.gcd(16, tensors.aligned, shape.row, *shape.strides.values(), *lmcache_objects_ptrs)
-    cache = tensors.cache(shape, word, device)
-
-    rows = torch.add(cache.planes, ids.reshape(-1, 1, 1, blocks), alpha=shape.strides["NB"] // word)
-    if cache.in_block is not None:
-        rows = rows[..., None, None] + cache.in_block
-    moves = [
-        (
-            rows if len(chunks) == len(rows) and not skip else rows[first : first + len(chunks), :, :, skip:],
-            _chunk_rows(chunks, shape, lmcache_chunk_size, skip, word, device),
-        )
-        for first, chunks, skip in _pieces(lmcache_objects_ptrs, blocks, skip_prefix_n_blocks)
-    ]
-    for which, chunk in moves:
+        check_ids(ids.tolist(), plan.nb)
+    rows = torch.add(plan.planes, ids.reshape(-1, 1, 1, plan.blocks), alpha=plan.stride)
+    if plan.in_block is not None:
+        rows = rows[..., None, None] + plan.in_block
+    for part, chunk, flat in plan.moves:
+        which = rows if part is None else rows[part]
         if to_cache:
-            cache.rows.index_put_((which,), chunk)
-        elif chunk.is_contiguous():
-            torch.index_select(cache.rows, 0, which.reshape(-1), out=chunk.view(-1, chunk.shape[-1]))
+            plan.memory.index_put_((which,), chunk)
+        elif flat is not None:
+            torch.index_select(plan.memory, 0, which.reshape(-1), out=flat)
         else:
-            torch.ops.aten.index.Tensor_out(cache.rows, [which], out=chunk)
+            torch.ops.aten.index.Tensor_out(plan.memory, [which], out=chunk)
 
 
 def check_ids(ids: Sequence[int], blocks: int) -> None:
@@ -127,16 +115,8 @@ class Shape(NamedTuple):
 FIELDS = ("kv_size", "nl", "nb", "bs", "nh", "hs", "element_size")
 
 
-def _shape(desc: Any, kv_format: Any) -> Shape:
-    """Raises ValueError for a format that is unknown, and for a descriptor that is none of it."""
-    given = [int(getattr(desc, field)) for field in FIELDS]
-    return _shape_of(
-        getattr(kv_format, "name", str(kv_format)), int(getattr(desc, "block_stride_elems", 0) or 0), *given
-    )
-
-
-@functools.lru_cache(64)
 def _shape_of(name: str, apart: int, kv_size: int, nl: int, nb: int, bs: int, nh: int, hs: int, element: int) -> Shape:
+    """Raises ValueError for a format that is unknown, and for a descriptor that is none of it."""
     layout = layout_of(name)
     if layout is None:
         raise _error(f"the format {name} is not known")
@@ -173,38 +153,50 @@ def layout_of(name: str) -> Layout | None:
     return Layout(tuple(pointers), outer, inside[0] == "NH", "NBBS" in tensor)
 
 
-class _Cache(NamedTuple):
-    """A cache as one array: `rows[i]` begins i words after the lowest address."""
+class _Plan(NamedTuple):
+    """A transfer without its block ids. Lengths and strides are words."""
 
-    rows: Any
+    nb: int
+    blocks: int  # a chunk
+    chunks: int
+    stride: int  # from block to block of the cache
+    memory: Any  # the cache as one array: `memory[i]` is the row that begins i words after the lowest address
     planes: Any  # [1, kv, layers, 1]: the row at which block 0 of each begins
     in_block: Any  # [slots, heads]: rows from a block's beginning; None where a block is one row
+    moves: Sequence[tuple[Any, Any, Any]]  # which part of the rows, the chunks' rows, and these as [rows, words]
 
 
 class _Tensors:
-    """The tensors of a cache, by their addresses, and the arrays made of them before."""
+    """The tensors of a cache, by their addresses, and the latest transfers that were planned for them.
+
+    LMCache moves blocks by way of a buffer of its own, so the same addresses of chunks come again.
+    """
 
     def __init__(self, addresses: Any) -> None:
         self.version = _version(addresses)
         self.pointers: list[int] = [int(address) for address in addresses.tolist()]
-        self.aligned = math.gcd(*self.pointers)
-        self.caches: dict[Any, _Cache] = {}
+        self.plan = functools.lru_cache(64)(self._plan)
 
-    def cache(self, shape: Shape, word: int, device: Any) -> _Cache:
-        """The array for this shape, in words of so many bytes."""
+    def _plan(self, name: str, apart: int, *given: Any) -> _Plan:
         import torch
 
-        key = (*shape[:9], shape.strides["NB"], word, device)
-        if key in self.caches:
-            return self.caches[key]
+        *sizes, device, addresses, slots, skip = given
+        shape = _shape_of(name, apart, *sizes)
+        if not addresses or not all(addresses):
+            raise _error(f"the addresses of chunks are {list(addresses)}")
+        blocks = slots // shape.bs
+        if slots != blocks * shape.bs or not blocks:
+            raise _error(f"chunks of {slots} slots are not made of blocks of {shape.bs}")
+        if skip < 0:
+            raise _error(f"skip_prefix_n_blocks is {skip}")
         pointers = self.pointers
         expected = math.prod({"NL": shape.nl, "TWO": 2}[dimension] for dimension in shape.layout.pointers)
         if len(pointers) != expected or not all(pointers):
             raise _error(f"{expected} addresses of tensors are needed, not {pointers}")
-        lowest = min(pointers)
+        word = math.gcd(16, shape.row, *shape.strides.values(), *pointers, *addresses)
+        lowest, row = min(pointers), shape.row // word
         words = (max(pointers) + shape.extent - lowest) // word
-        row = shape.row // word
-        rows = _memory(lowest, words, word, device, 0, (words - row + 1, row), (1, 1))
+        memory = _memory(lowest, words, word, device, 0, (words - row + 1, row), (1, 1))
         planes = [
             [
                 (pointers[_pointer(shape, kv, layer)] - lowest)
@@ -216,10 +208,17 @@ class _Tensors:
         ]
         in_block = None
         if shape.layout.heads_first:
-            slots = torch.arange(shape.bs, device=device)[:, None] * row
-            in_block = slots + torch.arange(shape.nh, device=device) * (shape.bs * row)
-        made = self.caches[key] = _Cache(rows, torch.tensor(planes, device=device)[None, :, :, None] // word, in_block)
-        return made
+            in_slot = torch.arange(shape.bs, device=device)[:, None] * row
+            in_block = in_slot + torch.arange(shape.nh, device=device) * (shape.bs * row)
+        moves: list[tuple[Any, Any, Any]] = []
+        for first, chunks, skipped in _pieces(addresses, blocks, skip):
+            chunk = _chunk_rows(chunks, shape, slots, skipped, word, device)
+            whole = len(chunks) == len(addresses) and not skipped
+            here = slice(first, first + len(chunks)), slice(None), slice(None), slice(skipped, None)
+            moves.append((None if whole else here, chunk, chunk.view(-1, row) if chunk.is_contiguous() else None))
+        where = torch.tensor(planes, device=device)[None, :, :, None] // word
+        stride = shape.strides["NB"] // word
+        return _Plan(shape.nb, blocks, len(addresses), stride, memory, where, in_block, moves)
 
 
 def _tensors(addresses: Any) -> _Tensors:

@@ -93,7 +93,7 @@ def test_what_cannot_be_done(kv_format: str, warm: interpreter.Interpreter, tmp_
         assert re.fullmatch(r"multi_layer_block_kv_transfer: .+; nothing was written", message), f"{name}: {message}"
     assert "block 5 is none of the cache's 5" in said["block too high"]
     assert "block -1 is none of the cache's 5" in said["block below 0"]
-    assert "3 blocks of 2 slots for 2 chunks of 4" in said["too few blocks"]
+    assert "3 block ids for 2 chunks of 2 blocks" in said["too few blocks"]
     assert "NL_X_NB_NH_BS_TWO_HS is not known" in said["format"]
 
 

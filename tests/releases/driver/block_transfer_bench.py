@@ -1,9 +1,11 @@
 """Times of one transfer on CPU memory, by several ways, round by round in one process.
 
-    block_transfer_bench.py TRANSFER.PY ROUNDS
+    block_transfer_bench.py TRANSFER.PY ROUNDS TURN_SECONDS
 
-`memcpy` copies as many bytes from one place to another, `loop` indexes once a layer (and K and V) and chunk, `upstream`
-is LMCache's own Python operation, given tensors (its better form) or addresses (as its MP server calls it).
+`memcpy` copies as many bytes from one place to another. `rows` copies what ours does by numpy, a `memcpy` a row, its
+places computed before; numpy can where rows lie as in an array. `loop` indexes once a layer (and K and V) and chunk. `upstream`
+is LMCache's own Python operation, given tensors (its better form) or addresses (as its MP server calls it). The ways
+take turns; a turn is as many calls in a row as take TURN_SECONDS, one at least, and its time is that of one of them.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -17,12 +19,14 @@ os.dup2(2, 1)
 
 import importlib.util
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 
 torch.set_num_threads(1)
@@ -77,7 +81,8 @@ class Shape:
         self.heads_first = kv_format.endswith("NH_BS_HS")
         block = (nh, bs, hs) if self.heads_first else (bs, nh, hs)
         size = (nb, bs, hs) if self.kv == 1 else (2, nb, *block)
-        self.layers = [torch.randint(0, 9, size, dtype=torch.int16).view(torch.bfloat16) for _ in range(nl)]
+        self.cache = torch.randint(0, 9, (nl, *size), dtype=torch.int16)
+        self.layers = list(self.cache.view(torch.bfloat16).unbind(0))
         self.block = block
         self.per, self.slots = per, per * bs
         self.ids = torch.randperm(nb)[: per * chunks]
@@ -110,6 +115,17 @@ class Shape:
                     else:
                         torch.index_select(blocks, 0, ids, out=part)
 
+    def rows(self, to_cache: bool) -> Callable[[], Any]:
+        """By numpy, what the loop does."""
+        chunk, kv, layer, block = numpy.indices((len(self.chunks), self.kv, len(self.layers), self.per))
+        of = self.ids.numpy()[chunk * self.per + block]
+        places = ((layer * self.kv + kv) * self.desc.nb + of).reshape(-1)
+        row = numpy.dtype((numpy.void, 2 * math.prod(self.block)))
+        cache, memory = (tensor.view(torch.int16).numpy().reshape(-1).view(row) for tensor in (self.cache, self.memory))
+        if to_cache:
+            return lambda: cache.__setitem__(places, memory)
+        return lambda: numpy.take(cache, places, out=memory, mode="clip")
+
     @property
     def wide(self) -> tuple[int, ...]:
         """A block's shape in a chunk."""
@@ -135,6 +151,8 @@ class Shape:
 def ways(shape: Shape, to_cache: bool, ours: Any, upstream: Any) -> dict[str, Callable[[], Any]]:
     """What is measured."""
     made: dict[str, Callable[[], Any]] = {"memcpy": lambda: shape.memory.copy_(shape.source)}
+    if not shape.heads_first:
+        made["rows"] = shape.rows(to_cache)
     made["loop"] = lambda: shape.loop(to_cache)
     for way, operation in (("ours", ours), ("upstream, tensors", upstream), ("upstream, addresses", upstream)):
         arguments = shape.arguments(way, to_cache)
@@ -145,7 +163,7 @@ def ways(shape: Shape, to_cache: bool, ours: Any, upstream: Any) -> dict[str, Ca
 def check(shape: Shape, made: dict[str, Callable[[], Any]], to_cache: bool) -> None:
     """All ways but memcpy do the same."""
     results = []
-    for way in ("loop", "ours", "upstream, tensors", "upstream, addresses"):
+    for way in [way for way in made if way != "memcpy"]:
         for layer in shape.layers:
             layer.view(torch.int16).copy_(torch.arange(layer.numel(), dtype=torch.int16).view(layer.shape))
         shape.memory.view(torch.int16).copy_(torch.arange(shape.memory.numel(), dtype=torch.int16))
@@ -157,8 +175,17 @@ def check(shape: Shape, made: dict[str, Callable[[], Any]], to_cache: bool) -> N
         assert all(map(torch.equal, results[0], result))
 
 
+def taken(call: Callable[[], Any], times: int) -> float:
+    """Seconds that one of so many calls in a row takes."""
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started) / times
+
+
 def main() -> None:
     """Measure all shapes."""
+    rounds, turn_seconds = int(sys.argv[2]), float(sys.argv[3])
     spec = importlib.util.spec_from_file_location("transfer", sys.argv[1])
     assert spec is not None
     assert spec.loader is not None
@@ -176,12 +203,10 @@ def main() -> None:
             if shape.memory.nbytes < 20 << 20:
                 check(shape, made, direction == "to cache")
             times: dict[str, list[float]] = {way: [] for way in made}
-            for turn in range(int(sys.argv[2]) + 1):
+            calls = {way: max(1, round(turn_seconds / taken(call, 3))) for way, call in made.items()}
+            for _ in range(rounds):
                 for way, call in made.items():
-                    started = time.perf_counter()
-                    call()
-                    if turn:
-                        times[way].append(time.perf_counter() - started)
+                    times[way].append(taken(call, calls[way]))
             found[direction] = times
             found["bytes"] = shape.memory.nbytes
         result["shapes"][name] = found
