@@ -141,6 +141,10 @@ def differences(given: dict[str, Any], transfer: Any) -> list[str]:
         if arguments is not None and direction == "H2D":  # other addresses in the same tensor
             case.tensors.reverse()
             arguments[0].copy_(arguments[0].flip(0))
+        elif arguments is not None:  # other chunks, and other blocks
+            case.chunks.reverse()
+            case.ids.reverse()
+            arguments[1:3] = [arguments[1][::-1], arguments[2].flip(0)]
         expected = case.expected(direction == "H2D")
         arguments = arguments or case.arguments(direction)
         arguments[4] = Direction[direction]
