@@ -72,6 +72,15 @@ def nixl(python: Path) -> Path:
     return next(root.glob("lib/python3*/site-packages"))
 
 
+def vllm_cache(vllm: str) -> dict[str, str]:
+    """The variable that gives engines of a release a cache of their own.
+
+    There vLLM keeps what it found out about a model's class, a quarter of a boot, but of one release at a time: where
+    engines of two take turns, each finds it out again.
+    """
+    return {"VLLM_CACHE_ROOT": str(cache_directory() / "vllm" / vllm)}
+
+
 def _machine() -> dict[str, object]:
     return {"python": platform.python_version(), "machine": platform.machine()}
 

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from vllm_livepatch.tools import environments, registry, sources
+from vllm_livepatch.tools.lab import topology
 
-OTHER_VLLM = "0.29.0"
-"""Of the engine tests, beside the environment's own."""
+VLLM, OTHER_VLLM = "0.32.0", "0.29.0"
+"""Of the engine tests: the environment's own, and one beside it."""
+LOOK = """
+from vllm.model_executor.models.registry import ModelRegistry
+ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
+"""
+"""What an engine does of the lab's model when it starts, unless it was done before."""
+
+
+def look(python: Path, vllm: str, path: list[Path]) -> None:
+    """Have a release keep what its engines want to know of the lab's model."""
+    variables = {**environments.vllm_cache(vllm), "PYTHONPATH": os.pathsep.join(map(str, path))}
+    command = [str(python), "-c", LOOK]
+    subprocess.run(command, env=topology.environment(python, variables), stdout=subprocess.DEVNULL, check=True)
 
 
 def main() -> None:
@@ -23,8 +39,10 @@ def main() -> None:
         print(f"the sources of {len(pins)} releases: {time.monotonic() - begin:.0f} s", file=sys.stderr)
         router.result()
         python = engine.result()
-        environments.other_vllm(python, OTHER_VLLM)
+        other = environments.other_vllm(python, OTHER_VLLM)
         environments.nixl(python)
+        look(python, VLLM, [])
+        look(python, OTHER_VLLM, [other])
     print(f"all that the tests need is here: {time.monotonic() - begin:.0f} s", file=sys.stderr)
 
 

@@ -16,7 +16,7 @@ from vllm_livepatch.sitecustomize import fingerprint
 from vllm_livepatch.tools import environments
 from vllm_livepatch.tools.lab.demo import stale_ids
 
-SECONDS = 30
+SECONDS = 20
 PATCH = "stale-finished-recving"
 VLLM, LMCACHE = "0.32.0", "0.5.6"
 # Only a process that imports a target leaves a report; these targets are the worker's and the server's own.

@@ -116,7 +116,7 @@ def deployment(python: Path, work: Path, path: list[Path]) -> topology.Deploymen
         )
         for name in (*PREFILLS, "alive", "dying")
     )
-    injected = {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    injected = {"PYTHONPATH": os.pathsep.join(map(str, path)), **environments.vllm_cache(VLLM)}
     found = topology.local(
         replace(described, roles=roles, ask="stock"), python, model.make(work / "model", seed=1), injected
     )

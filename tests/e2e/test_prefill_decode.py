@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 LOAD = "storm:prompts=6,api=half,stream=half,share=0.4"
-FAULTS = ("disconnects", "kill-lmcache@8+4")
+FAULTS = ("disconnects", "kill-lmcache@5+3")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("lab")
     command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "lab", "pd-nixl-lmcache", "--load", LOAD]
     command += [word for fault in FAULTS for word in ("--fault", fault)]
-    command += ["--with", "mq_timeout=2", "--with", "lease=6", "--seconds", "20", "--clients", "6", "--out", str(out)]
+    command += ["--with", "mq_timeout=2", "--with", "lease=6", "--seconds", "12", "--clients", "6", "--out", str(out)]
     # Progress (stderr) goes where pytest puts it: it is what one needs to see when the run fails.
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))["arms"]["patched"]

@@ -30,6 +30,7 @@ from vllm_livepatch.tools.lab import model, topology
 from vllm_livepatch.tools.lab.client import Client, Said
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
+VLLM = "0.32.0"
 PATCH = "chunked-lmcache-load"
 ARMS = ("none", "off", "on")
 PROMPT_TOKENS = 16 * topology.CHUNK_SIZE + 28
@@ -41,7 +42,7 @@ HITS = "vllm:external_prefix_cache_hits_total"
 def deployment(arm: str, python: Path, tiny: Path, pool: int, variables: Mapping[str, str]) -> topology.Deployment:
     """The parts of an arm; its engine's pool holds `pool` prompts."""
     # Engines share the machine: threads bound to cores would spin where another engine computes.
-    shared = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    shared = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **environments.vllm_cache(VLLM)}
     deployed = topology.local(topology.load("lmcache"), python, tiny, {**shared, **variables})
     server, engine = deployed.parts
     blocks = pool * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // topology.BLOCK_SIZE) + 1  # one is never given out
@@ -193,7 +194,7 @@ def main() -> None:
     if options.kept:
         figures = json.loads(options.kept.read_text(encoding="utf-8"))
     else:
-        python = options.engine_python or environments.engine("0.32.0", "0.5.6")
+        python = options.engine_python or environments.engine(VLLM, "0.5.6")
         with tempfile.TemporaryDirectory() as temporary:
             work = measure(options.arms, python, options.rounds, options.prompts, options.pool, Path(temporary))
             figures = asyncio.run(work)

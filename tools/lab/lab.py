@@ -88,10 +88,10 @@ async def run(options: Options) -> dict[str, Any]:
         for name in options.arms:
             tell = functools.partial(_tell, begun, name)
             supervisors[name] = await stack.enter_async_context(Supervisor(options.out / name, tell))
-        deployed = {
-            name: topology.local(options.topology, python, tiny, topology.with_path(injected[name], needed), router)
-            for name in options.arms
-        }
+        deployed = {}
+        for name in options.arms:
+            variables = topology.with_path({**environments.vllm_cache(options.vllm), **injected[name]}, needed)
+            deployed[name] = topology.local(options.topology, python, tiny, variables, router)
         # Booting is importing, most of it on one core: several sides together take little longer than one.
         await together(*(parts.start(deployed[name].parts) for name, parts in supervisors.items()))
         arms = []
