@@ -29,5 +29,5 @@ step "release tests"
 "$python" -m pytest tests/releases -n 2 -q "$@"
 
 step "the engine"
-"$python" -m pytest tests/e2e -q "$@"
+"$python" -m pytest tests/e2e -q --durations 6 "$@"
 step "done"
