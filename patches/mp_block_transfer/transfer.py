@@ -66,28 +66,28 @@ def transfer(
     if to_cache is None:
         raise _error(f"no such direction: {direction!r}")
     device = torch.device(device)
-    shape = [int(getattr(shape_desc, field)) for field in FIELDS]
-    apart = int(getattr(shape_desc, "block_stride_elems", 0) or 0)
     name = getattr(gpu_kv_format, "name", str(gpu_kv_format))
-    plan = _tensors(paged_buffer_ptrs_tensor).plan(
-        name, apart, *shape, device, tuple(lmcache_objects_ptrs), lmcache_chunk_size, skip_prefix_n_blocks
-    )
+    apart = int(getattr(shape_desc, "block_stride_elems", 0) or 0)
+    form = (name, apart, *(int(getattr(shape_desc, field)) for field in FIELDS))
+    chunks = tuple(lmcache_objects_ptrs)
+    plan = _tensors(paged_buffer_ptrs_tensor).plan(form, device, chunks, lmcache_chunk_size, skip_prefix_n_blocks)
     ids = torch.as_tensor(block_ids, dtype=torch.int64, device=device)
     if len(ids) != plan.blocks * plan.chunks:
         raise _error(f"{len(ids)} block ids for {plan.chunks} chunks of {plan.blocks} blocks")
     if device.type == "cpu":
         check_ids(ids.tolist(), plan.nb)
-    rows = torch.add(plan.planes, ids.reshape(-1, 1, 1, plan.blocks), alpha=plan.stride)
-    if plan.in_block is not None:
-        rows = rows[..., None, None] + plan.in_block
+    rows, planes, in_block = plan.array
+    places = torch.add(planes, ids.reshape(-1, 1, 1, plan.blocks), alpha=plan.stride)
+    if in_block is not None:
+        places = places[..., None, None] + in_block
     for part, chunk, flat in plan.moves:
-        which = rows if part is None else rows[part]
+        which = places if part is None else places[part]
         if to_cache:
-            plan.memory.index_put_((which,), chunk)
+            rows.index_put_((which,), chunk)
         elif flat is not None:
-            torch.index_select(plan.memory, 0, which.reshape(-1), out=flat)
+            torch.index_select(rows, 0, which.reshape(-1), out=flat)
         else:
-            torch.ops.aten.index.Tensor_out(plan.memory, [which], out=chunk)
+            torch.ops.aten.index.Tensor_out(rows, [which], out=chunk)
 
 
 def check_ids(ids: Sequence[int], blocks: int) -> None:
@@ -153,21 +153,27 @@ def layout_of(name: str) -> Layout | None:
     return Layout(tuple(pointers), outer, inside[0] == "NH", "NBBS" in tensor)
 
 
-class _Plan(NamedTuple):
-    """A transfer without its block ids. Lengths and strides are words."""
+class _Array(NamedTuple):
+    """A cache as one array, in words."""
 
+    rows: Any  # rows[i] begins i words after the lowest address
+    planes: Any  # [1, kv, layers, 1]: the row at which block 0 of each begins
+    in_block: Any  # [slots, heads]: rows from a block's beginning; None where a block is one row
+
+
+class _Plan(NamedTuple):
+    """A transfer without its block ids."""
+
+    array: _Array
+    stride: int  # rows from block to block of the cache
     nb: int
     blocks: int  # a chunk
     chunks: int
-    stride: int  # from block to block of the cache
-    memory: Any  # the cache as one array: `memory[i]` is the row that begins i words after the lowest address
-    planes: Any  # [1, kv, layers, 1]: the row at which block 0 of each begins
-    in_block: Any  # [slots, heads]: rows from a block's beginning; None where a block is one row
     moves: Sequence[tuple[Any, Any, Any]]  # which part of the rows, the chunks' rows, and these as [rows, words]
 
 
 class _Tensors:
-    """The tensors of a cache, by their addresses, and the latest transfers that were planned for them.
+    """The tensors of a cache, by their addresses, and what was made of them for the latest transfers.
 
     LMCache moves blocks by way of a buffer of its own, so the same addresses of chunks come again.
     """
@@ -176,12 +182,11 @@ class _Tensors:
         self.version = _version(addresses)
         self.pointers: list[int] = [int(address) for address in addresses.tolist()]
         self.plan = functools.lru_cache(64)(self._plan)
+        # Apart from the plans: a device is waited for when this is made.
+        self.array = functools.lru_cache(8)(self._array)
 
-    def _plan(self, name: str, apart: int, *given: Any) -> _Plan:
-        import torch
-
-        *sizes, device, addresses, slots, skip = given
-        shape = _shape_of(name, apart, *sizes)
+    def _plan(self, form: tuple[Any, ...], device: Any, addresses: tuple[int, ...], slots: int, skip: int) -> _Plan:
+        shape = _shape_of(*form)
         if not addresses or not all(addresses):
             raise _error(f"the addresses of chunks are {list(addresses)}")
         blocks = slots // shape.bs
@@ -189,14 +194,27 @@ class _Tensors:
             raise _error(f"chunks of {slots} slots are not made of blocks of {shape.bs}")
         if skip < 0:
             raise _error(f"skip_prefix_n_blocks is {skip}")
-        pointers = self.pointers
+        word = math.gcd(16, shape.row, *shape.strides.values(), *self.pointers, *addresses)
+        array = self.array(form, device, word)
+        moves: list[tuple[Any, Any, Any]] = []
+        for first, chunks, skipped in _pieces(addresses, blocks, skip):
+            chunk = _chunk_rows(chunks, shape, slots, skipped, word, device)
+            whole = len(chunks) == len(addresses) and not skipped
+            here = slice(first, first + len(chunks)), slice(None), slice(None), slice(skipped, None)
+            flat = chunk.view(-1, chunk.shape[-1]) if chunk.is_contiguous() else None
+            moves.append((None if whole else here, chunk, flat))
+        return _Plan(array, shape.strides["NB"] // word, shape.nb, blocks, len(addresses), moves)
+
+    def _array(self, form: tuple[Any, ...], device: Any, word: int) -> _Array:
+        import torch
+
+        shape, pointers = _shape_of(*form), self.pointers
         expected = math.prod({"NL": shape.nl, "TWO": 2}[dimension] for dimension in shape.layout.pointers)
         if len(pointers) != expected or not all(pointers):
             raise _error(f"{expected} addresses of tensors are needed, not {pointers}")
-        word = math.gcd(16, shape.row, *shape.strides.values(), *pointers, *addresses)
         lowest, row = min(pointers), shape.row // word
         words = (max(pointers) + shape.extent - lowest) // word
-        memory = _memory(lowest, words, word, device, 0, (words - row + 1, row), (1, 1))
+        rows = _memory(lowest, words, word, device, 0, (words - row + 1, row), (1, 1))
         planes = [
             [
                 (pointers[_pointer(shape, kv, layer)] - lowest)
@@ -208,17 +226,9 @@ class _Tensors:
         ]
         in_block = None
         if shape.layout.heads_first:
-            in_slot = torch.arange(shape.bs, device=device)[:, None] * row
-            in_block = in_slot + torch.arange(shape.nh, device=device) * (shape.bs * row)
-        moves: list[tuple[Any, Any, Any]] = []
-        for first, chunks, skipped in _pieces(addresses, blocks, skip):
-            chunk = _chunk_rows(chunks, shape, slots, skipped, word, device)
-            whole = len(chunks) == len(addresses) and not skipped
-            here = slice(first, first + len(chunks)), slice(None), slice(None), slice(skipped, None)
-            moves.append((None if whole else here, chunk, chunk.view(-1, row) if chunk.is_contiguous() else None))
-        where = torch.tensor(planes, device=device)[None, :, :, None] // word
-        stride = shape.strides["NB"] // word
-        return _Plan(shape.nb, blocks, len(addresses), stride, memory, where, in_block, moves)
+            slots = torch.arange(shape.bs, device=device)[:, None] * row
+            in_block = slots + torch.arange(shape.nh, device=device) * (shape.bs * row)
+        return _Array(rows, torch.tensor(planes, device=device)[None, :, :, None] // word, in_block)
 
 
 def _tensors(addresses: Any) -> _Tensors:
