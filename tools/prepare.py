@@ -14,17 +14,17 @@ from vllm_livepatch.tools.lab import topology
 
 VLLM, OTHER_VLLM = "0.32.0", "0.29.0"
 """Of the engine tests: the environment's own, and one beside it."""
-LOOK = """
+INSPECT = """
 from vllm.model_executor.models.registry import ModelRegistry
 ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
 """
 """What an engine does of the lab's model when it starts, unless it was done before."""
 
 
-def look(python: Path, vllm: str, path: list[Path]) -> None:
+def inspect_model(python: Path, vllm: str, path: list[Path]) -> None:
     """Have a release keep what its engines want to know of the lab's model."""
     variables = {**environments.vllm_cache(vllm), "PYTHONPATH": os.pathsep.join(map(str, path))}
-    command = [str(python), "-c", LOOK]
+    command = [str(python), "-c", INSPECT]
     subprocess.run(command, env=topology.environment(python, variables), stdout=subprocess.DEVNULL, check=True)
 
 
@@ -41,8 +41,8 @@ def main() -> None:
         python = engine.result()
         other = environments.other_vllm(python, OTHER_VLLM)
         environments.nixl(python)
-        look(python, VLLM, [])
-        look(python, OTHER_VLLM, [other])
+        inspect_model(python, VLLM, [])
+        inspect_model(python, OTHER_VLLM, [other])
     print(f"all that the tests need is here: {time.monotonic() - begin:.0f} s", file=sys.stderr)
 
 

@@ -166,8 +166,8 @@ class _Plan(NamedTuple):
 
     array: _Array
     stride: int  # rows from block to block of the cache
-    nb: int
-    blocks: int  # a chunk
+    nb: int  # blocks of the cache
+    blocks: int  # of a chunk
     chunks: int
     moves: Sequence[tuple[Any, Any, Any]]  # which part of the rows, the chunks' rows, and these as [rows, words]
 

@@ -2,10 +2,10 @@
 
     block_transfer_bench.py TRANSFER.PY ROUNDS TURN_SECONDS
 
-`memcpy` copies as many bytes from one place to another. `rows` copies what ours does by numpy, a `memcpy` a row, its
-places computed before; numpy can where rows lie as in an array. `loop` indexes once a layer (and K and V) and chunk. `upstream`
-is LMCache's own Python operation, given tensors (its better form) or addresses (as its MP server calls it). The ways
-take turns; a turn is as many calls in a row as take TURN_SECONDS, one at least, and its time is that of one of them.
+`memcpy` copies as many bytes from one place to another. `rows` is numpy copying what ours does, a `memcpy` a row, the
+places computed before; it can where rows lie as in an array. `loop` indexes once a layer (and K and V) and chunk.
+`upstream` is LMCache's own Python operation, given tensors (its better form) or addresses (as its MP server calls it).
+The ways take turns; a turn is as many calls in a row as take TURN_SECONDS, one at least, and its time is that of one of them.
 """
 
 # mypy: disable-error-code="import-not-found"
