@@ -272,6 +272,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                     ledger.receiving.add(request_id)
                 if lingers:  # the next request of that id would run before its KV has arrived
                     received.discard(request_id)
+                    scheduler.failed_recving_kv_req_ids.discard(request_id)
         rest = args[1:] if args else ()
         kwargs = {name: value for name, value in kwargs.items() if name != "request_ids"}
         try:
