@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import interpreter
 import pytest
@@ -39,7 +40,7 @@ def raising(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "generate", "--out", str(work / "bundle")]
     for method in METHODS:
         target = f"{SCHEDULER}.{method}"
-        variants = []
+        variants: list[dict[str, Any]] = []
         for release in (RELEASES[0], RELEASES[-1]):
             file = sources.site_packages("vllm", release) / "vllm/v1/core/sched/scheduler.py"
             code = fingerprint.of_names(file.read_text("utf-8"), {target: target.partition(":")[2]})

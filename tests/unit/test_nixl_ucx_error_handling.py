@@ -154,7 +154,7 @@ def test_an_error_of_its_own_leaves_the_backend_made_once(patched: Patched, gone
     patched.connect()
     setattr(patched.agent_class, gone, None)
     agent = patched.agent_class()
-    made: list[str] = []
+    made: list[Any] = []
     agent.created = type("Created", (dict,), {"__setitem__": lambda self, name, value: made.append((name, value))})()
     assert agent.create_backend("UCX") == "UCX"
     assert made == [("UCX", params)]

@@ -317,8 +317,8 @@ def test_what_the_patch_held_is_given_back_before_the_release_answers() -> None:
         return number
 
     patched = Patched(before, "it", it=step)
-    for name in ("first", "second"):
-        patched.context.on_stand_aside(lambda name=name: order.append((name, patched.context.aside)))
+    patched.context.on_stand_aside(lambda: order.append(("first", patched.context.aside)))
+    patched.context.on_stand_aside(lambda: order.append(("second", patched.context.aside)))
     release = patched.release()
     assert [release.it(7), release.it(8)] == [7, 8]
     assert order == [("second", True), ("first", True), 7, 8]
@@ -345,7 +345,7 @@ def test_an_error_while_giving_back_keeps_nothing_else_from_it() -> None:
 
 def test_a_report_that_cannot_be_made_is_no_error_either() -> None:
     patched = Patched(before)
-    patched.context._failed = lambda detail: 1 / 0  # type: ignore[assignment,return-value]
+    patched.context._failed = lambda detail: 1 / 0  # type: ignore[assignment]
     assert patched.release().step(7) == [7]
     assert patched.context.aside
 
