@@ -33,7 +33,7 @@ def bypassing(steps: Sequence[application.Applied]) -> list[str]:
 def _below(owner: type) -> Iterator[type]:
     """Every loaded class that derives from `owner`, once. Not those of an old module that was loaded again."""
     seen: set[type] = set()
-    waiting = type.__subclasses__(owner)
+    waiting: list[type] = type.__subclasses__(owner)
     while waiting:
         cls = waiting.pop(0)
         if cls not in seen:
