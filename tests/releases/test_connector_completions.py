@@ -78,12 +78,27 @@ def moriio_changes(version: Version) -> dict[str, list[str]] | None:
     }
 
 
+def nixl_sends(version: Version) -> dict[str, list[str]]:
+    """An announced send is reported once; to 0.30 not before the leases that were begun earlier have run out."""
+    waits = version < Version("0.31.0")
+    return {"notified": ["S", ""], "lease": ["S", ""], "lease_behind_another": ["", ""] if waits else ["S", ""]}
+
+
+def nixl_push_lease(version: Version) -> list[str] | None:
+    """A lease that runs out under a write is reported at once; to 0.29 the write's end is reported again."""
+    if version < Version("0.24.0"):
+        return None
+    return ["S", "S", ""] if version < Version("0.30.0") else ["S", "", ""]
+
+
 def expected(release: str) -> dict[str, Any]:
     """What the connectors of a vLLM release say; None where the release does not have the connector."""
     version = Version(release)
     return {
         "lmcache_mp": BOTH,
         "nixl_pull": RECEIVE,
+        "nixl_sends": nixl_sends(version),
+        "nixl_push_lease": nixl_push_lease(version),
         "mooncake": RECEIVE,
         "mooncake_fails": RECEIVE if version >= Version("0.30.0") else NOTHING,
         "moriio_write": NOTHING if version >= Version("0.18.1") else RECEIVE,
@@ -110,6 +125,8 @@ def expected_own(release: str) -> dict[str, Any]:
         "used_again": ["S", "", "", ""],
         # Two stores of a request: the second takes the first one's place.
         "two_stores": ["", "", "S", ""],
+        # One that has ended before is taken for all of them: reported while the second reads.
+        "store_after_another": ["", "S"],
     }
 
 

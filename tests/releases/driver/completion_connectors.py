@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from completion_world import ID, Load, bare, found, play, request, source_of
+from completion_world import ID, Load, bare, found, play, reported, request, source_of
 
 
 class NixlAgent:
@@ -39,10 +39,15 @@ class NixlAgent:
     def release_xfer_handle(self, handle: int) -> None: ...
 
 
-def nixl_worker(agent: NixlAgent) -> Any:
-    worker_class = found("NixlPullConnectorWorker", "nixl.pull_worker") or found(
+def nixl_pull_worker() -> type:
+    """The class that reads; to 0.23 the only one."""
+    worker_class: type = found("NixlPullConnectorWorker", "nixl.pull_worker") or found(
         "NixlConnectorWorker", "nixl.worker", "nixl_connector"
     )
+    return worker_class
+
+
+def nixl_worker(agent: NixlAgent, worker_class: type) -> Any:
     topology = MagicMock()
     topology.block_size_ratio.return_value = topology.block_size_ratio_from_engine_id.return_value = 1
     topology.get_engine_info.return_value = SimpleNamespace(remote_block_size=16, remote_physical_blocks_per_logical=1)
@@ -59,7 +64,11 @@ def nixl_worker(agent: NixlAgent) -> Any:
     given |= {"expected_consumer_notifications_by_req": {}, "_physical_blocks_per_logical_kv_block": 1}
     given |= {"_recving_transfers": defaultdict(list), "nixl_wrapper": agent, "xfer_stats": MagicMock()}
     given |= {"_failed_recv_reqs": queue.Queue() if failed_is_queue else set(), "_handshake_lock": threading.RLock()}
-    given |= {"_group_spec_types": [], "_engine_last_active": {}, "_TRANSFER_MODE": "pull"}
+    given |= {"_group_spec_types": [], "_engine_last_active": {}}
+    # Of the one that writes.
+    given |= {"_push_writer_wake": threading.Event(), "_sending_transfers_lock": threading.Lock()}
+    given |= {"_sending_transfers": {}, "_evict_finished_inbox": queue.Queue(), "_send_failures": set()}
+    given |= {"_pending_completion_notifs": queue.Queue()}
     return bare(worker_class, **given)
 
 
@@ -76,7 +85,7 @@ def nixl_scheduler() -> Any:
 def nixl_pull() -> dict[str, Any]:
     def load() -> Load:
         agent = NixlAgent()
-        worker, scheduler = nixl_worker(agent), nixl_scheduler()
+        worker, scheduler = nixl_worker(agent, nixl_pull_worker()), nixl_scheduler()
         worker._recving_transfers[ID] = [1, 2]  # one read of each of two remote ranks
         remote = SimpleNamespace(engine_id="peer", block_ids=[[1]])
         worker._recving_metadata[ID] = SimpleNamespace(
@@ -92,6 +101,38 @@ def nixl_pull() -> dict[str, Any]:
         )
 
     return play(load)
+
+
+def nixl_sends() -> dict[str, list[str]]:
+    """An announced send: the reader says that it has read, its lease runs out, or does so behind one that has not."""
+    result: dict[str, list[str]] = {}
+    for case in ("notified", "lease", "lease_behind_another"):
+        agent = NixlAgent()
+        worker = nixl_worker(agent, nixl_pull_worker())
+        leases = {ID: float("inf") if case == "notified" else 0.0}
+        if case == "lease_behind_another":
+            leases = {"another": float("inf"), **leases}
+        worker._reqs_to_send.update(leases)
+        worker._reqs_to_process.update(leases)
+        if case == "notified":
+            agent.notifications.append(f"{ID}:1".encode())
+        result[case] = [reported(worker.get_finished()) for _ in range(2)]
+    return result
+
+
+def nixl_push_lease() -> list[str] | None:
+    """An announced send whose lease runs out while the write is under way, which then ends."""
+    worker_class = found("NixlPushConnectorWorker", "nixl.push_worker")
+    if worker_class is None:
+        return None
+    agent = NixlAgent()
+    worker = nixl_worker(agent, worker_class)
+    worker._reqs_to_send[ID] = 0.0
+    worker._reqs_to_process.add(ID)
+    worker._sending_transfers[ID] = [1]
+    reports = [reported(worker.get_finished())]
+    agent.state[1] = "DONE"
+    return [*reports, *(reported(worker.get_finished()) for _ in range(2))]
 
 
 def hf3fs() -> dict[str, Any] | None:
@@ -155,6 +196,7 @@ def offloading(*, stored: bool = False) -> dict[str, Any]:
             _reqs_being_stored={ID: {b"key"}} if stored else {},
             _jobs=dict.fromkeys(jobs, job_status),
             _block_id_to_pending_jobs={},
+            manager=MagicMock(),
             _maybe_observe_lookup_async_delay=lambda status: None,
         )
         blocks = [[1]] if "block_ids" in scheduler_class.request_finished.__code__.co_varnames[:3] else []

@@ -91,6 +91,17 @@ def lmcache_stores(adapter_class: type) -> list[str]:
     return reports
 
 
+def lmcache_store_after_another(adapter_class: type) -> list[str]:
+    """What is reported where a request finishes whose first store has ended and whose second is under way."""
+    adapter = lmcache_adapter(adapter_class)
+    first, second = QueueFuture(), QueueFuture()
+    adapter.store_futures[ID] = first
+    first.done = True
+    reports = [reported(adapter.get_finished(set()))]
+    adapter.store_futures[ID] = second
+    return [*reports, reported(adapter.get_finished({ID}))]
+
+
 def unhealthy(adapter: Any) -> None:
     """The heartbeat found LMCache's server gone."""
     adapter._health_event.clear()
@@ -133,5 +144,6 @@ def lmcache_own() -> dict[str, Any]:
     result: dict[str, Any] = {"well": play(lambda: lmcache_load(connector_class, adapter_class))}
     cases = (drained_with_abort, drained_after_abort, refused, used_again)
     result |= {case.__name__: case() for case in cases}
+    result["store_after_another"] = lmcache_store_after_another(adapter_class)
     result["two_stores"] = lmcache_stores(adapter_class)
     return result

@@ -32,6 +32,8 @@ from completion_connectors import (
     mooncake,
     moriio_write,
     nixl_pull,
+    nixl_push_lease,
+    nixl_sends,
     offloading,
     simple_cpu_offload,
 )
@@ -58,6 +60,8 @@ def main() -> None:
         cases: dict[str, Callable[[], Any]] = {
             "lmcache_mp": vllm_lmcache_mp,
             "nixl_pull": nixl_pull,
+            "nixl_sends": nixl_sends,
+            "nixl_push_lease": nixl_push_lease,
             "mooncake": mooncake,
             "mooncake_fails": lambda: mooncake(fails=True),
             "moriio_write": moriio_write,
