@@ -77,7 +77,7 @@ class Runtime:
         self.states = [_PatchState(patch) for patch in patches]
         self.packages: dict[str, str | None] = {}
         self.report = ProcessReport(os.environ, bundle)
-        self._trees: dict[str, installed.Tree] = {}
+        self._trees: dict[tuple[str, ...], installed.Tree] = {}
         place = cache.directory(os.environ)
         self._fingerprints = cache.Fingerprints(place)
         self._sources = SourceChanges(place)
@@ -141,10 +141,10 @@ class Runtime:
     def _decide(self, state: _PatchState) -> None:
         patch = state.patch
         try:
-            tree = self._trees.setdefault(patch.package, installed.of_process(patch.package))
+            tree = self._trees.setdefault(patch.packages, installed.of_process(*patch.packages))
             changed = tree if patch.diff else installed.Overlay(tree, self._sources.texts)
             found = installed.look(patch, changed, self._fingerprints.of_names)
-            self.packages[patch.package] = found.release
+            self.packages.update({patch.package: found.release, **found.companions})
             traced = patch.auto == "traced" and bool(self.patch_set())
             state.decision = decide(patch, found, dataclasses.replace(self.environment, traced=traced))
             if patch.diff and state.decision.apply:

@@ -6,13 +6,14 @@ pool has contents that are looked at.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import interpreter
 import pytest
 from packaging.version import Version
-from vllm_livepatch.tools import catalogue, registry
+from vllm_livepatch.tools import catalogue, registry, sources
 
 PATCH = "chunked-lmcache-load"
 DRIVER = PATCH.replace("-", "_")
@@ -23,6 +24,10 @@ USABLE_BLOCKS = 99
 MIXES = "4"
 RELEASES = [release for variant in catalogue.load()[PATCH].patch.variants for release in variant.releases]
 LMCACHE = registry.pins("lmcache")[-1].version
+COMPANIONS = catalogue.load()[PATCH].patch.companions["lmcache"]
+OWN = "lmcache.integration.vllm.lmcache_mp_connector:LMCacheMPConnector.request_trackers"
+OWN_CLASS = [release for form in COMPANIONS if OWN in form.code for release in form.releases]
+BEFORE_OWN_CLASS = [release for form in COMPANIONS if OWN not in form.code for release in form.releases]
 
 # The first release in which a shape does not stall any more.
 ENDS = {"equal_prompts": "0.19.1", "small_first_turn": "0.23.0", "head_of_line": "0.31.0"}
@@ -96,10 +101,60 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"]["held_back"] > 5
 
 
-@pytest.mark.parametrize("lmcache", ["0.4.6", "0.4.7", "0.5.3"])
+@pytest.mark.parametrize("lmcache", OWN_CLASS)
 def test_lmcaches_own_class(lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
-    """The class that LMCache ships counts in blocks to 0.4.6 and in tokens after; the newest is driven above."""
-    check(drive(warm, tmp_path, "0.29.0", "lmcache", bundle=bundle, lmcache=lmcache))
+    """The class that LMCache ships counts in blocks to 0.4.6 and in tokens after."""
+    check(drive(warm, tmp_path, "0.29.0", "lmcache", bundle=bundle, lmcache=lmcache, mixes="1"))
+
+
+@pytest.mark.parametrize("lmcache", BEFORE_OWN_CLASS)
+def test_the_built_in_class_beside_an_lmcache_without_one(
+    lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    check(drive(warm, tmp_path, "0.16.0", "builtin", bundle=bundle, lmcache=lmcache, mixes="1"))
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
+
+
+def renamed(tmp_path: Path, field: str, name: str) -> Path:
+    """The newest LMCache with a field of its tracker called otherwise, throughout."""
+    whole = tmp_path / "renamed"
+    shutil.copytree(sources.site_packages("lmcache", LMCACHE), whole)
+    files = [file for file in whole.rglob("*.py") if field in file.read_text("utf-8")]
+    for file in files:
+        file.write_text(file.read_text("utf-8").replace(field, name), "utf-8")
+    assert files
+    return whole
+
+
+@pytest.mark.parametrize("toggle", ["on", "force"])
+def test_a_renamed_field_of_lmcaches_tracker(
+    toggle: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The patch is refused, and the release's scheduler runs as it came; forced onto it, the patch meets what is not
+    there.
+    """
+    copy = renamed(tmp_path, "num_lmcache_hit_tokens", "num_lmcache_found_tokens")
+    stock = sources.site_packages
+    monkeypatch.setattr(sources, "site_packages", lambda package, version: copy if package == "lmcache" else stock(package, version))  # fmt: skip
+    worlds = drive(warm, tmp_path, "0.30.0", "lmcache", bundle=bundle, mixes="0", environ={TOGGLE: toggle})
+    patch = interpreter.reported(tmp_path, PATCH)
+    outcomes = {name: world["outcome"] for played in worlds.values() for name, world in played.items()}
+    assert patch["verdict"] == "drifted"
+    assert f"lmcache {LMCACHE}" in patch["detail"]
+    assert "LMCacheMPRequestTracker.num_lmcache_hit_tokens" in patch["detail"]
+    if toggle == "force":
+        assert (patch["state"], patch["reason"]) == ("applied", "forced")
+        assert {outcome.partition(" ")[0] for outcome in outcomes.values()} == {"AttributeError"}, outcomes
+    else:
+        assert (patch["state"], patch["reason"]) == ("skipped", "drifted")
+        assert outcomes == stock_outcomes(warm, tmp_path / "stock", "0.30.0", "lmcache")
+
+
+def stock_outcomes(warm: interpreter.Interpreter, work: Path, vllm: str, which: str) -> dict[str, str]:
+    work.mkdir()
+    worlds = drive(warm, work, vllm, which, mixes="0")
+    return {name: world["outcome"] for played in worlds.values() for name, world in played.items()}
 
 
 def test_lmcaches_own_class_stalls_too(warm: interpreter.Interpreter, tmp_path: Path) -> None:
