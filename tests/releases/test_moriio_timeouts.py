@@ -35,7 +35,9 @@ STOCK = {
     "nothing_to_save": "never returns",
     "silent_peer": "never returns; request never done; next not served",
     "refused_handshake": "request never done; next not served",
-    "transfer_never_ends": "request never done; next not served",
+    "transfer_never_ends": "next not served",
+    "transfer_ends_late": "next not served",
+    "layer_raises_while_pending": "next not served; request never done",
     "transfer_fails": "request never done; next not served",
     "transfer_of_another_fails": "request never done; healthy request charged",
     "write_raises": "request never done; next not served",
@@ -49,9 +51,10 @@ PATCHED = {**dict.fromkeys(STOCK, "survives"), "port_is_taken": "raises Handshak
 COUNTERS = {
     "handshake_timeout": 2,
     "handshake_failed": 1,
-    "transfer_timeout": 1,
+    "transfer_timeout": 2,
     "transfer_failed": 3,
-    "write_failed": 1,
+    "write_failed": 2,
+    "held": 3,
     "deferred_expired": 1,
     "listener_failed": 1,
 }

@@ -202,13 +202,42 @@ def refused_handshake(world: World) -> None:
 
 
 def transfer_never_ends(world: World) -> None:
-    """One of two transfers stays in progress."""
+    """One of two transfers stays in progress: it may read its blocks at any time."""
     orders.let(lambda number: orders.NEVER if number == 0 else orders.AT_ONCE)
     request = Sent(world.peer(), [0], [1])
     request.allocate(world.worker)
     world.send(request)
-    world.expect_given_up(request)
     world.next_is_served(request.peer)
+    world.report()
+    world.expect(not world.done[request.request_id], "done while it is read")
+    world.expect(request.key not in request.peer.notified, "peer told of KV that it has not")
+
+
+def transfer_ends_late(world: World) -> None:
+    """One of two transfers ends after its time, from blocks that are still its own."""
+    orders.let(lambda number: orders.LATE if number == 0 else orders.AT_ONCE)
+    ends_late(world)
+
+
+def layer_raises_while_pending(world: World) -> None:
+    """The second layer's transfer cannot be begun while the first layer's is under way."""
+    orders.let(lambda number: orders.REFUSED if number == 1 else orders.LATE)
+    ends_late(world, layers=1)
+
+
+def ends_late(world: World, layers: int = len(LAYERS)) -> None:
+    request = Sent(world.peer(), [0], [2])
+    request.allocate(world.worker)
+    world.send(request)
+    world.next_is_served(request.peer)
+    world.report()
+    if world.done[request.request_id]:
+        world.expect(False, "done while it is read")
+        for cache in world.worker.caches.values():  # the blocks are another request's
+            cache[:, request.blocks] = -1
+    orders.release()
+    world.expect(world.ends(request, PATIENCE), "request never done")
+    world.expect(request.arrived(world.worker, LAYERS[:layers]), "KV of another request sent")
 
 
 def transfer_fails(world: World) -> None:
@@ -310,6 +339,8 @@ CASES: dict[str, tuple[Callable[[World], None], dict[str, Any]]] = {
     "silent_peer": (silent_peer, {}),
     "refused_handshake": (refused_handshake, {}),
     "transfer_never_ends": (transfer_never_ends, {}),
+    "transfer_ends_late": (transfer_ends_late, {}),
+    "layer_raises_while_pending": (layer_raises_while_pending, {}),
     "transfer_fails": (transfer_fails, {}),
     "transfer_of_another_fails": (transfer_of_another_fails, {}),
     "write_raises": (write_raises, {}),
