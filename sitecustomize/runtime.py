@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import application, cache, installed, settings, vendored
+from . import application, cache, guard, installed, settings
 from .changed_module import ChangedModule, part_of_import
 from .changes import Change, HunkError
 from .context import PatchContext, to_stderr
@@ -194,13 +194,16 @@ class Runtime:
                     facts = {} if variant is None else variant.facts
                     later = functools.partial(self._later, _FLUSH_SECONDS)
                     asked = self.environment.toggles.get(patch.name) in ("on", "force")
-                    state.context = PatchContext(patch.name, options, facts, later, self.patch_set, asked)
+                    failed = functools.partial(self._raised, state)
+                    state.context = PatchContext(patch.name, options, facts, later, self.patch_set, asked, failed)
+                context = state.context
             code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
-            wrapt = vendored.wrapt(f"{self._root}.vendor")
-            made = state.wrappers = state.wrappers or dict(code.wrappers(state.context))
+            made = state.wrappers = state.wrappers or dict(code.wrappers(context))
             if set(made) != set(patch.targets):
                 raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
             with self._lock:
+                if context.aside:  # a target that was there before has raised meanwhile
+                    return
                 known = [step.wrapper for other in self.states for step in other.applied]
                 # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
                 own = [step for step in state.applied if application.overtaken_by(step) is None]
@@ -208,7 +211,11 @@ class Runtime:
                 wrappers = {target: made[target] for target in targets if target not in there}
                 forced = decision.reason == "forced"
                 files = self._sources.files()
-                state.applied = own + application.apply(wrappers, wrapt.FunctionWrapper, known, files, forced)
+
+                def stand_in(original: Any, wrapper: Callable[..., Any], target: str) -> Any:
+                    return guard.in_place_of(original, wrapper, context, target)
+
+                state.applied = own + application.apply(wrappers, stand_in, known, files, forced)
                 rest = f"{len(state.applied)} of {len(state.targets)} targets imported so far"
                 whole = len(state.applied) == len(state.targets)
                 state.settle("applied", *(self._asked(state) if whole else ("partly", rest)))
@@ -216,6 +223,13 @@ class Runtime:
             self._unapply(state, error.reason, error.detail)
         except (Exception, SystemExit) as error:  # a patch may end itself, not the process
             self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
+
+    def _raised(self, state: _PatchState, detail: str) -> None:
+        """A wrapper's own error: the patch stands aside. Said, and no more: what serves already is not ended."""
+        with self._lock:
+            state.settle("failed", "raised", detail)
+        to_stderr(f"{state.patch.name} is applied no more (raised): {detail}")
+        self._later(_FLUSH_SECONDS)  # by another thread: the engine waits for no disk
 
     @staticmethod
     def _asked(state: _PatchState) -> tuple[str | None, str | None]:
@@ -226,9 +240,11 @@ class Runtime:
     def _unapply(self, state: _PatchState, reason: str, detail: str) -> None:
         """All or nothing, also where the targets came one by one, or one of them once more."""
         with self._lock:
-            application.undo(step for step in state.applied if application.in_place(step))
-            state.applied = []
+            steps, state.applied = state.applied, []
+            application.undo(step for step in steps if application.in_place(step))
             state.settle("failed", reason, detail)
+        if steps and state.context is not None:  # who took our wrapper by name still calls it
+            state.context.withdraw()
 
     # Source changes
 
