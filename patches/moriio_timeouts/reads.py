@@ -1,9 +1,14 @@
 """Read mode, on the decode side: a request runs once its KV is there, and what was not read is reported as failed.
+And, for both sides, whose blocks are kept when their request has finished.
 
 To 0.22.1 the connector answers that the KV is there at once, begins to read it in the step that computes on it, and
 waits for nothing. Here the scheduler is told that the KV comes later. What it does for such loads is right already: the
 request waits in WAITING_FOR_REMOTE_KVS, its blocks stay its own until the worker says that the read has ended, also
 when its client goes meanwhile, and no token is sampled on what is reported as failed.
+
+Scheduler and workers are other processes, so one side cannot know that the patch stood aside on the other. All that the
+other side relies on goes on: what was asked for is reported, and where the patch stood aside nothing is read any more,
+so that prompts are computed here.
 """
 
 from __future__ import annotations
@@ -94,14 +99,21 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
     def matched_tokens(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
         """The KV comes later; where nothing will be read - again, after a preemption - nothing is there."""
         tokens, later = wrapped(*args, **kwargs)
-        if not reads_here(side):
+        if side.is_producer or later:
             return tokens, later
-        request = args[0] if args else kwargs["request"]
+        if livepatch.aside:
+            return 0, False
+        try:
+            comes = tokens > 0 and will_be_read(args[0] if args else kwargs["request"])
+        except Exception as error:  # the release's answer would have it run on what is not there
+            livepatch.stand_aside(f"{SCHEDULER}.get_num_new_matched_tokens", error)
+            comes = False
+        return (tokens, True) if comes else (0, False)
+
+    def will_be_read(request: Any) -> bool:
         parameters = request.kv_transfer_params or {}
         asked = parameters.get("do_remote_prefill") and parameters.get("remote_block_ids")
-        if tokens <= 0 or not asked or any(name not in parameters for name in needed):
-            return 0, False
-        return tokens, True
+        return bool(asked) and all(name in parameters for name in needed)
 
     def allocated(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
         """Read only what is not here yet, into the blocks that are meant.
@@ -110,32 +122,49 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         """
         names = ("request", "blocks", "num_external_tokens")
         given = {**kwargs, **dict(zip(names, args, strict=False))}
-        request, external = given["request"], given["num_external_tokens"]
-        parameters = request.kv_transfer_params or {}
-        asked = bool(reads_here(side) and parameters.get("do_remote_prefill"))
+        request = given["request"]
         result = wrapped(*args, **kwargs)
-        if asked and request.request_id in side._reqs_need_recv:
-            here = (len(request.prompt_token_ids) - 1 - external) // side.block_size
-            mine = list(given["blocks"].get_block_ids()[0])
-            wanted = mine[here:] if external else []
-            side._reqs_need_recv[request.request_id] = (request, wanted)
-            parameters["remote_block_ids"] = list(parameters["remote_block_ids"])[here : here + len(wanted)]
-            if wanted and kept_as_sends:
-                asked_for(side).add(request.request_id)
+        if reads_here(side) and request.request_id in side._reqs_need_recv:
+            try:
+                meant = only_missing(side, request, given["blocks"], given["num_external_tokens"])
+            except Exception as error:  # nothing is read: a request that waits is better than one that is wrong
+                livepatch.stand_aside(f"{SCHEDULER}.update_state_after_alloc", error)
+                del side._reqs_need_recv[request.request_id]
+            else:
+                side._reqs_need_recv[request.request_id] = (request, meant)
         return result
+
+    def only_missing(side: Any, request: Any, blocks: Any, external: int) -> list[int]:
+        """The blocks to read into; the request's parameters name the peer's blocks for them, one for one."""
+        here = (len(request.prompt_token_ids) - 1 - external) // side.block_size
+        meant = list(blocks.get_block_ids()[0])[here:] if external else []
+        parameters = request.kv_transfer_params
+        parameters["remote_block_ids"] = list(parameters["remote_block_ids"])[here : here + len(meant)]
+        if meant and kept_as_sends:
+            asked_for(side).add(request.request_id)
+        return meant
 
     def asked_for(side: Any) -> set[str]:
         requests: set[str] = vars(side).setdefault("_livepatch_asked_for", set())
         return requests
 
+    def planned(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
+        """Remember whose blocks the worker is told to write to a peer."""
+        metadata = wrapped(*args, **kwargs)
+        if side.is_producer:
+            asked_for(side).update(metadata.reqs_to_save)
+        return metadata
+
     def finished(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
-        """Where the scheduler frees at once, the worker says when: nothing is written to these blocks any more."""
+        """Blocks that the worker reads from, or to 0.15 writes to, come back when it says so, by a send's end.
+
+        The release frees them at once where a prefill's request did not end by its length: by a stop token, an abort.
+        """
         keep, parameters = wrapped(*args, **kwargs)
-        if kept_as_sends and reads_here(side):
-            request_id = (args[0] if args else kwargs["request"]).request_id
-            if request_id in asked_for(side):
-                asked_for(side).discard(request_id)
-                return True, parameters
+        request_id = (args[0] if args else kwargs["request"]).request_id
+        if request_id in asked_for(side):
+            asked_for(side).discard(request_id)
+            return True, parameters
         return keep, parameters
 
     # The worker's side
@@ -155,7 +184,7 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
                 )
                 if kept_as_sends:
                     reads.finishing.add(request_id)
-        for request_id, (kind, _, said) in connect(worker, wanted).items():
+        for request_id, (kind, _, said) in ({} if livepatch.aside else connect(worker, wanted)).items():
             del wanted[request_id]
             livepatch.count(kind)
             fail(reads, kind, request_id, said)
@@ -256,12 +285,17 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         requests: set[str] = vars(worker).setdefault("_livepatch_left", set())
         return requests
 
+    # Each goes on after the patch has stood aside: the other side's process does not know of it.
     return {
-        f"{SCHEDULER}.get_num_new_matched_tokens": matched_tokens,
-        f"{SCHEDULER}.update_state_after_alloc": allocated,
-        f"{SCHEDULER}.request_finished": finished,
-        f"{WORKER}.start_load_kv": start_load_kv,
-        f"{WORKER}._read_blocks_for_req": read_blocks,
-        f"{WORKER}._pop_done_transfers": pop_done_transfers,
-        f"{CONNECTOR}.get_finished": get_finished,
+        target: livepatch.lasting(wrapper)
+        for target, wrapper in {
+            f"{SCHEDULER}.get_num_new_matched_tokens": matched_tokens,
+            f"{SCHEDULER}.update_state_after_alloc": allocated,
+            f"{SCHEDULER}.build_connector_meta": planned,
+            f"{SCHEDULER}.request_finished": finished,
+            f"{WORKER}.start_load_kv": start_load_kv,
+            f"{WORKER}._read_blocks_for_req": read_blocks,
+            f"{WORKER}._pop_done_transfers": pop_done_transfers,
+            f"{CONNECTOR}.get_finished": get_finished,
+        }.items()
     }

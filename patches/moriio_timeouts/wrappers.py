@@ -9,7 +9,9 @@ Source: vllm PR#40344, which bounds the same waits from 0.23.0 on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import queue
 import sys
 import threading
 import time
@@ -119,8 +121,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     # Writes, on the prefill side
 
     def writes_of(engine: Any) -> Writes:
-        writes: Writes = vars(engine).setdefault("_livepatch_writes", Writes())
-        return writes
+        found: Writes | None = vars(engine).get("_livepatch_writes")
+        if found is None:
+            found = engine._livepatch_writes = Writes()
+            livepatch.on_stand_aside(functools.partial(give_back_transfers, engine, found))
+        return found
+
+    def give_back_transfers(engine: Any, writes: Writes) -> None:
+        """The release's own wait looks for what it waits for in one place; it is not to find that all has ended."""
+        with engine.lock:
+            for statuses in writes.statuses.values():
+                engine.transfer_status += statuses
+            writes.statuses.clear()
 
     def give_up(engine: Any, kind: str, request: Any, request_id: str, peer: str, said: str) -> None:
         """Mark a request done, once, and forget what was known of its transfer: its blocks come back.
@@ -146,8 +158,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         worker = writer.worker
         engine = worker.moriio_wrapper
         writes = writes_of(engine)
-        if writes.is_past(task):
+        if writes.is_past(task):  # also after the patch has stood aside: its blocks may be another's by now
             return None
+        if livepatch.aside:
+            return wrapped(*args, **kwargs)
         writes.task = task
         # Some releases of mori complete a transfer between the GPUs of one machine only within `Wait`.
         writes.completed_by_waiting = getattr(worker.moriio_config, "backend", "rdma") == "xgmi"
@@ -202,34 +216,37 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             return wrapped(*args, **kwargs)
         finally:
             with engine.lock:
-                begun = writes_of(engine).statuses.setdefault(plan.request_id, [])
-                begun += engine.transfer_status
-                engine.transfer_status.clear()
+                if not livepatch.aside:  # else they would be missed where they were given back to
+                    begun = writes_of(engine).statuses.setdefault(plan.request_id, [])
+                    begun += engine.transfer_status
+                    engine.transfer_status.clear()
 
     def wait_for_transfers(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:
         """In place of the release's own wait, which ends only with the transfers."""
         writes = writes_of(engine)
         task = writes.task
         with engine.lock:
-            statuses = list(engine.transfer_status)
-            engine.transfer_status.clear()
-            for request_id in [task.request_id] if task is not None else list(writes.statuses):
-                statuses += writes.statuses.pop(request_id, ())
+            waited_for = [task.request_id] if task is not None else list(writes.statuses)
+            statuses = [*engine.transfer_status, *(one for name in waited_for for one in writes.statuses.get(name, ()))]
         if writes.completed_by_waiting and not all(status.Succeeded() for status in statuses):
             reads.wait_aside(statuses)
         begin = time.monotonic()
         pending, failed = wait_for(statuses, transfer_seconds)
+        with engine.lock:
+            for request_id in waited_for:
+                writes.statuses.pop(request_id, None)
+            waited = {id(status) for status in statuses}
+            engine.transfer_status[:] = [status for status in engine.transfer_status if id(status) not in waited]
+            if task is not None and pending:
+                writes.statuses[task.request_id] = statuses  # for whoever gives the request up
         if not pending and failed is None:
             return
-        if task is not None:
-            with engine.lock:
-                writes.statuses[task.request_id] = statuses  # for whoever gives it up
         said = f"{pending} of {len(statuses)} transfers are pending after {time.monotonic() - begin:.1f} s"
         if failed is not None:
             said = f"a transfer failed: {failed.Message()} (code {failed.Code()}); {said}"
         error = sys.modules[ENGINE].TransferError(said)
         error.livepatch_kind = "transfer_timeout" if failed is None else "transfer_failed"
-        raise error
+        raise livepatch.deliberate(error)
 
     def pop_finished(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
         """What was queued until now for a request that is reported as done belongs to it; what comes later does not."""
@@ -275,6 +292,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     def handshakes_of(worker: Any) -> Handshakes:
         if not isinstance(worker._ready_requests, Handshakes):
             worker._ready_requests = Handshakes()
+            # The release's own methods would wait for ever for what is handed over here.
+            livepatch.on_stand_aside(lambda: setattr(worker, "_ready_requests", queue.Queue()))
         found: Handshakes = worker._ready_requests
         return found
 
@@ -321,9 +340,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         )
         same.__kwdefaults__ = function.__kwdefaults__
         try:
-            return same(worker, *args, **kwargs)
+            return wrapped.answered_by(same, worker, *args, **kwargs)
         except zmq.Again as error:
-            raise names["HandshakeError"](f"no answer in {handshake_seconds:g} s") from error
+            raise livepatch.deliberate(names["HandshakeError"](f"no answer in {handshake_seconds:g} s")) from error
 
     # Start-up: the worker waits for its own listener, which may have failed to bind its port
 
@@ -345,16 +364,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         if error is not None:
             livepatch.count("listener_failed")
             said = f"MoRI-IO cannot listen for handshakes on port {worker.side_channel_port}: {error}"
-            raise sys.modules[WORKER.partition(":")[0]].HandshakeError(said) from error
+            raise livepatch.deliberate(sys.modules[reads.MODULE].HandshakeError(said)) from error
         return result
 
     return {
         **reads.wrappers(livepatch, connect),
-        f"{ENGINE}:MoRIIOWriter._execute_write_task": execute,
+        f"{ENGINE}:MoRIIOWriter._execute_write_task": livepatch.lasting(execute),
         f"{ENGINE}:MoRIIOWriter._process_deferred_tasks": process_deferred,
         f"{ENGINE}:MoRIIOWriter._do_layer_write": write_layer,
         f"{ENGINE}:MoRIIOWrapper.waiting_for_transfer_complete": wait_for_transfers,
-        f"{ENGINE}:MoRIIOWrapper.pop_finished_req_ids": pop_finished,
+        f"{ENGINE}:MoRIIOWrapper.pop_finished_req_ids": livepatch.lasting(pop_finished),
         f"{WORKER}.save_kv_layer": save_kv_layer,
         f"{WORKER}._moriio_handshake": handshake,
         f"{WORKER}._moriio_handshake_listener": listen,

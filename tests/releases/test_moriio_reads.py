@@ -43,6 +43,7 @@ STOCK = {
     "local": "wrong",
     # Of two requests to a new peer in one step, one is lost: see test_moriio_timeouts.
     "aborted_before": "wrong",
+    "stopped": "KV of another request sent",
 }
 # There, a read's end is reported of a request that is running, on which the scheduler asserts.
 REPORTED = dict.fromkeys(STOCK, "engine dies") | {"silent": "never returns", "local": "wrong"}
@@ -58,7 +59,12 @@ COUNTERS = {"read_failed": 12, "handshake_failed": 4, "handshake_timeout": 4, "r
 
 
 def drive(
-    warm: interpreter.Interpreter, release: str, work: Path, bundle: Path | None, environ: dict[str, str], seconds: str
+    warm: interpreter.Interpreter,
+    release: str,
+    work: Path,
+    bundle: Path | None,
+    environ: dict[str, str],
+    *arguments: str,
 ) -> dict[str, Any]:
     """What driver/moriio_reads.py printed of a release."""
     cases: dict[str, Any] = warm.run(
@@ -67,7 +73,7 @@ def drive(
         work,
         bundle=bundle,
         environ=environ,
-        arguments=[seconds],
+        arguments=arguments,
         path=[interpreter.STANDINS],
     )["cases"]
     return cases
@@ -95,3 +101,12 @@ def test_with_all_patches(release: str, warm: interpreter.Interpreter, bundle: P
     """The same next to the patches that drop stale completions and free what is held too long."""
     outcomes = drive(warm, release, tmp_path, bundle, OPTIONS, PATCHED_SECONDS)
     assert outcomes == {way: PATCHED[way.rpartition(" ")[2]] for way in WAYS}
+
+
+@pytest.mark.parametrize("release", ["0.14.1", "0.22.1"])
+def test_own_error(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Where the patch itself errs, reads that were begun are still reported, and no request runs on what is not there."""
+    outcomes = drive(warm, release, tmp_path, bundle, OPTIONS | ALONE, PATCHED_SECONDS, "own_error")
+    assert outcomes == {WAYS[0]: {"own_error": "right"}}
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["reason"]) == ("failed", "raised"), patch

@@ -78,6 +78,8 @@ FIXED_STOCK = {
     "read": "KV lost",
     "read_from_silent_peer": "next not served",
     "port_is_taken": "never returns",
+    "transfer_ends_late": "request never done",
+    "layer_raises_while_pending": "next not served; request never done",
 }
 
 
@@ -126,6 +128,16 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"] == COUNTERS
     said = (tmp_path / "stderr").read_text(encoding="utf-8")
     assert [kind for kind, words in SAID.items() if not re.search(REQUEST + words, said)] == []
+
+
+@pytest.mark.parametrize("case", ["own_error_in_wait", "own_error_in_handshake"])
+@pytest.mark.parametrize("release", ["0.14.1", "0.22.1"])
+def test_own_error(release: str, case: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Where the patch itself errs, the release's own code answers, and finds what it would have had."""
+    result = drive(warm, release, tmp_path, bundle, OPTIONS, [PATCHED_SECONDS, case])
+    assert result["cases"] == {case: "survives"}
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["reason"]) == ("failed", "raised"), patch
 
 
 def test_fixed_release(warm: interpreter.Interpreter, tmp_path: Path) -> None:

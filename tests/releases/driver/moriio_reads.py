@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found"
 """Drive one release's scheduler, MoRI-IO connector and worker through reads that are late, fail or are given up.
 
-Run with the release's sources and the stand-in for mori, and the bundle or not, on the path; the one argument is how
-many seconds a step may take. All is the release's own but the transfers and the model. What a request's slots hold
+Run with the release's sources and the stand-in for mori, and the bundle or not, on the path; the first argument is how
+many seconds a step may take, `own_error` behind it another case. All is the release's own but the transfers and the model. What a request's slots hold
 follows from its tokens, and the model's double reads them: it samples RIGHT where every slot before its own holds what
 its tokens say, else WRONG. Prints as JSON what came of each case's requests.
 """
@@ -27,6 +27,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import real_scheduler as engine
@@ -50,7 +51,7 @@ gc.enable()
 
 SECONDS = float(sys.argv[1])
 BLOCKS, BLOCK_SIZE = 8, 4  # the worker's caches; block 0 is the pool's null block
-RIGHT, WRONG = 7, 8
+RIGHT, WRONG, STOP = 7, 8, 9
 STEPS = 200
 """No case needs more than a dozen; the peer that is waited for answers within milliseconds."""
 
@@ -62,9 +63,9 @@ class Died(Exception):
 class World:
     """A decode engine of one release, and a peer to read from."""
 
-    def __init__(self, scheduler: str, policy: str, model: Any, blocks: int = BLOCKS) -> None:
+    def __init__(self, scheduler: str, policy: str, model: Any, blocks: int = BLOCKS, prefill: bool = False) -> None:
         orders.let(orders.AT_ONCE)
-        os.environ["VLLM_MORIIO_CONNECTOR_READ_MODE"] = "1"
+        os.environ["VLLM_MORIIO_CONNECTOR_READ_MODE"] = str(int(not prefill))
         ports = {"handshake_port": free_port(), "notify_port": free_port(), "http_port": 0, "proxy_ping_port": 0}
         config = VllmConfig(
             model_config=model,
@@ -80,9 +81,9 @@ class World:
             cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="MoRIIOConnector",
-                kv_role="kv_consumer",
+                kv_role="kv_producer" if prefill else "kv_consumer",
                 kv_load_failure_policy=policy,
-                kv_connector_extra_config={"proxy_ip": "", "read_mode": True, **ports},
+                kv_connector_extra_config={"proxy_ip": "", "read_mode": not prefill, **ports},
             ),
             device_config=DeviceConfig(device="cpu"),
         )
@@ -108,12 +109,13 @@ class World:
         self.connector.register_kv_caches(self.caches)
         runner.get_kv_transfer_group = lambda: self.connector
         runner.get_forward_context = lambda: None
+        self.notify_port = int(ports["notify_port"])
+        self.sampled = RIGHT
         self.ahead = 1 if scheduler == "AsyncScheduler" else 0
         self.queue: deque[tuple[Any, Any]] = deque()
         self.tokens: dict[str, list[int]] = {}  # what clients have got
         self.ends: dict[str, str] = {}
         self.peers: list[Peer] = []
-        self.wrote_into_others: set[int] = set()
 
     def peer(self, answers: str = "yes") -> Peer:
         self.peers.append(Peer(answers))
@@ -130,11 +132,18 @@ class World:
             for at, token in enumerate(prompt):
                 for layer, cache in enumerate(peer.caches.values()):
                     cache[:, remote[at // BLOCK_SIZE], at % BLOCK_SIZE] = content(layer, token, at)
+        return self.submit(named, prompt, parameters, tokens)
+
+    def submit(
+        self, named: str, prompt: list[int], parameters: dict[str, Any] | None, tokens: int, stop: Iterable[int] = ()
+    ) -> str:
         extra = {"kv_transfer_params": parameters} if parameters else None
         request = Request(
             request_id=named,
             prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra),
+            sampling_params=SamplingParams(
+                max_tokens=tokens, ignore_eos=True, extra_args=extra, stop_token_ids=list(stop)
+            ),
             pooling_params=None,
             block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
             **engine.end_token_named_per_request(),
@@ -174,6 +183,8 @@ class World:
         with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as transferred:
             for name, number in scheduled.num_scheduled_tokens.items():
                 sampled[name] = self.compute(name, placed[name], starts[name], number)
+            for name, cache in self.caches.items():
+                self.connector.save_kv_layer(name, cache, None)
         output = engine.run_model(scheduled)
         output.sampled_token_ids = [sampled[name] for name in output.req_ids]
         output.kv_connector_output = transferred
@@ -195,7 +206,7 @@ class World:
                     slot[:] = content(layer, tokens[at], at)
         if start + number < request.num_prompt_tokens:
             return []
-        return [RIGHT if right else WRONG]
+        return [self.sampled if right else WRONG]
 
     def run(self, names: Iterable[str]) -> None:
         """Step until these requests have ended for their clients."""
@@ -389,6 +400,61 @@ def aborted_before(world: World) -> str:
     return ended(world, [world.outcome(second)]) + "; peer never told" * (not heard)
 
 
+def stopped(world: World) -> str:
+    """A prefill's request ends by a stop token while it is written to its peer; the next one needs its blocks."""
+    orders.let(orders.LATE)
+    peer = world.peer()
+    tokens = prompt(11)
+    sent = Sent(peer, [], [1, 2, 3])
+    worker = world.connector.connector_worker
+    sent.allocate(SimpleNamespace(notify_port=world.notify_port, real=worker))
+    parameters = {**sent.parameters, "do_remote_decode": True, "do_remote_prefill": False}
+    first = world.submit(sent.request_id, tokens, parameters, 1, stop=[STOP])
+    world.sampled = STOP
+    world.run([first])
+    until(lambda: orders.begun() == len(LAYERS), 10)
+    world.sampled = RIGHT
+    second = world.add(None, prompt(15), [], tokens=1)
+    world.steps(3)
+    orders.release()
+    until(lambda: worker.moriio_wrapper.done_req_ids or sent.key in peer.notified, 10)
+    world.run([second])
+    for layer, cache in enumerate(peer.caches.values()):
+        for at, token in enumerate(tokens):
+            if not (cache[:, sent.remote_blocks[at // BLOCK_SIZE], at % BLOCK_SIZE] == content(layer, token, at)).all():
+                return "KV of another request sent"
+    return ended(world, [world.outcome(second)])
+
+
+def own_error(world: World) -> str:
+    """The patch errs while a read is under way: that is still reported, and the next prompt is computed here."""
+    peer = world.peer()
+    orders.let(orders.LATE)
+    first = world.add(peer, prompt(11), [1, 2, 3])
+    world.steps(2)
+    second = world.add(peer, prompt(11), [4, 5, 6])
+    parameters = world.scheduler.requests[second].kv_transfer_params
+    world.scheduler.requests[second].kv_transfer_params = Unreadable(parameters)
+    world.run([second])
+    third = world.add(peer, prompt(7), [4, 5])
+    world.run([third])
+    orders.release()
+    world.run([first])
+    return ended(world, [world.outcome(name) for name in (first, second, third)])
+
+
+class Unreadable(dict[str, Any]):
+    """Parameters that cannot be asked for what the release's own code does not ask for at that time."""
+
+    asked = False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name == "do_remote_prefill" and not self.asked:
+            self.asked = True
+            raise RuntimeError("the test's own error")
+        return super().get(name, default)
+
+
 CASES: dict[str, tuple[Callable[[World], str], dict[str, Any]]] = {
     "healthy": (healthy, {}),
     "late": (late, {}),
@@ -403,7 +469,10 @@ CASES: dict[str, tuple[Callable[[World], str], dict[str, Any]]] = {
     "preempted": (preempted, {}),
     "local": (local, {}),
     "aborted_before": (aborted_before, {}),
+    "stopped": (stopped, {"blocks": 7, "prefill": True}),
 }
+OWN_ERROR = {"own_error": (own_error, {})}
+"""Once, in a process of its own: the patch stands aside from then on."""
 
 
 def drive(case: Callable[[World], str], world: World) -> str:
@@ -435,9 +504,12 @@ def main() -> None:
     outcomes: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as directory:
         model = engine.make_model_config(Path(directory))
-        for scheduler, policy in itertools.product(engine.SCHEDULERS, ("fail", "recompute")):
+        cases, ways = CASES, [*itertools.product(engine.SCHEDULERS, ("fail", "recompute"))]
+        if "own_error" in sys.argv:
+            cases, ways = OWN_ERROR, ways[:1]
+        for scheduler, policy in ways:
             found = outcomes.setdefault(f"{scheduler}, {policy}", {})
-            for name, (case, options) in CASES.items():
+            for name, (case, options) in cases.items():
                 found[name] = drive(case, World(scheduler, policy, model, **options))
                 print(f"{scheduler}, {policy}, {name}: {found[name]}", file=sys.stderr)
     print(json.dumps({"vllm": vllm.__file__, "host": HOST, "cases": outcomes}), file=RESULT, flush=True)
