@@ -101,7 +101,8 @@ def in_place_of(original: Any, wrapper: Wrapper, context: PatchContext, target: 
 
 def around(function: Callable[..., Any], wrapper: Wrapper, context: PatchContext, where: str) -> Callable[..., Any]:
     """The same for something that is called as it is: a bound method, or any callable."""
-    return _function(function, wrapper, context, where, getattr(function, "__self__", None))
+    made = _function(function, wrapper, context, where, getattr(function, "__self__", None))
+    return functools.update_wrapper(made, function, updated=())
 
 
 def deliberate(error: BaseException) -> None:

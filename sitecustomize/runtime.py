@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import application, cache, guard, installed, settings
+from . import application, cache, guard, installed, overrides, settings
 from .changed_module import ChangedModule, part_of_import
 from .changes import Change, HunkError
 from .context import PatchContext, to_stderr
@@ -41,6 +41,7 @@ class _PatchState:
         self.context: PatchContext | None = None
         self.wrappers: dict[str, Callable[..., Any]] = {}  # by target, once the patch's code has made them
         self.applied: list[application.Applied] = []
+        self.bypassed: dict[str, None] = {}  # what was said of classes that override its targets
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -309,8 +310,11 @@ class Runtime:
     def _checked_and_written(self) -> None:
         """Look every applied target up again, and leave the report."""
         lost: list[_PatchState] = []
+        bypassed: list[str] = []
         with self._lock:
             for state in self.states:
+                if state.state == "applied":
+                    bypassed += self._bypassed(state)
                 for step in state.applied if state.state == "applied" else ():
                     stranger = application.overtaken_by(step)
                     if stranger is not None:
@@ -324,6 +328,18 @@ class Runtime:
             self.report.write(self.packages, content)
         for state in lost:  # said, and no more: what serves already is not ended, not even under strict
             to_stderr(f"{state.patch.name} is applied no more ({state.reason}): {state.detail}")
+        for said in bypassed:
+            to_stderr(said)
+
+    @staticmethod
+    def _bypassed(state: _PatchState) -> list[str]:
+        """What is to be said of classes that override a target without calling it, and was not said before."""
+        found = overrides.bypassing(state.applied)
+        new = [said for said in found if said not in state.bypassed]
+        state.bypassed.update(dict.fromkeys(new))
+        if found:
+            state.settle("applied", "bypassed", "; ".join(found))
+        return [f"{state.patch.name} is bypassed: {said}" for said in new]
 
     def _later(self, seconds: float) -> None:
         """Write the report soon, by a thread that lives no longer than that: once however often it is asked for."""
