@@ -1,7 +1,7 @@
 """Every pinned vLLM release, stock and patched, through loads that are more than its pool holds.
 
-See driver/chunked_lmcache_load.py: the scheduler and the LMCache connector are the release's own, and every slot of the
-pool has contents that are looked at.
+See driver/chunked_lmcache_load.py, and chunked_load_cases.py and chunked_load_errors.py beside it: the scheduler and the
+LMCache connector are the release's own, and every slot of the pool has contents that are looked at.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ ENDS = {"equal_prompts": "0.19.1", "small_first_turn": "0.23.0", "head_of_line":
 FIXED_FROM = "0.31.0"
 OWN_CLASS_FROM = "0.22.1"
 """From here on vLLM prefers the connector class that LMCache ships."""
+WATERMARK_FROM = "0.24.0"
+"""From here on the scheduler can be told to keep some blocks free."""
 BY_HASH_TO = "0.16.0"
 """To here the built-in connector names blocks by hash, which LMCache from 0.5.1 cannot be told any more."""
 
@@ -178,3 +180,79 @@ def test_zero_is_off(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
     assert worlds["builtin Scheduler"]["head_of_line"]["outcome"].startswith("stalls")
     patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["reason"]) == ("skipped", "off")
+
+
+def which_class(release: str) -> str:
+    """The connector class that a vLLM release prefers."""
+    return "lmcache" if Version(release) >= Version(OWN_CLASS_FROM) else "builtin"
+
+
+def cases(
+    warm: interpreter.Interpreter, work: Path, release: str, names: str, *, bundle: Path | None = None
+) -> dict[str, dict[str, Any]]:
+    """Play the cases of driver/chunked_load_cases.py; by case, world and scheduler class, what it came to."""
+    work.mkdir()
+    releases = {"vllm": release, "lmcache": lmcache_of(release)}
+    environ = {TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": str(PART_TOKENS)}
+    arguments = [which_class(release), *names.split()]
+    result = warm.run("chunked_load_cases", releases, work, bundle=bundle, environ=environ, arguments=arguments)
+    worlds: dict[str, dict[str, Any]] = result["worlds"]
+    return worlds
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_as_many_at_once_as_stock(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """What the release's own admission lets in at once, the patch does: with sliding windows, and a prefix in the pool."""
+    names = "hybrid shared" if which_class(release) == "lmcache" else "shared"  # the built-in class serves one group
+    stock = cases(warm, tmp_path / "stock", release, names)
+    patched = cases(warm, tmp_path / "patched", release, names, bundle=bundle)
+    assert {name: world["outcome"] for name, world in patched.items()} == dict.fromkeys(stock, "finishes")
+    for name, world in patched.items():
+        assert (world["at_once"], world["steps"]) == (stock[name]["at_once"], stock[name]["steps"]), name
+        assert world["at_once"] > 1, name
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_has_arrived_stops_nobody(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """One that cannot run for another adapter's sake leaves the others their turn."""
+    for name, world in cases(warm, tmp_path / "work", release, "adapters", bundle=bundle).items():
+        assert world["outcome"] == "finishes", name
+        last = max(ended for request, ended in world["ended"].items() if request.startswith("later"))
+        assert last < world["ended"]["running"] <= world["ended"]["loading"], (name, world["ended"])
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_other_limits(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Nothing stalls, and nothing runs on what was not loaded for it, where parts fail, clients go and seats are few."""
+    names = ["limits", "later_parts"]
+    if which_class(release) == "lmcache":
+        names.append("hybrid_mixes")
+    if Version(release) >= Version(WATERMARK_FROM):
+        names.append("watermark")
+    worlds = cases(warm, tmp_path / "work", release, " ".join(names), bundle=bundle)
+    assert {name: world["outcome"] for name, world in worlds.items()} == dict.fromkeys(worlds, "finishes")
+    assert sum(world["aborted_loads"] for name, world in worlds.items() if "gone after" in name) > 10
+
+
+def test_hybrid_mixes_stall_on_stock(warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    worlds = cases(warm, tmp_path / "work", "0.30.0", "hybrid_mixes")
+    assert worlds["hybrid_mixes head of line Scheduler"]["outcome"].startswith("stalls")
+
+
+@pytest.mark.parametrize("release", ["0.14.1", "0.17.1", "0.18.1", "0.24.0", "0.30.0", "0.33.0"])
+def test_errors_of_its_own(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Wherever in the patch an error comes, the world finishes on KV of its own, and no block is lost.
+
+    Read locks may be left: what the error kept from being released LMCache lets expire.
+    """
+    releases = {"vllm": release, "lmcache": lmcache_of(release)}
+    environ = {"LIVEPATCH": "off"}
+    arguments = [which_class(release), "1"]
+    result = warm.run("chunked_load_errors", releases, tmp_path, bundle=bundle, environ=environ, arguments=arguments)
+    assert result["wrong"] == []
+    assert result["outcomes"]["no error: finishes"] == 2
+    assert sum(result["outcomes"].values()) > 250
