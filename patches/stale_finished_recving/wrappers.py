@@ -1,18 +1,81 @@
-"""The scheduler acts only on completions that it can act on; the connector still sees them all.
+"""A finished request's blocks come back when every transfer of theirs has ended, and not before.
 
-Source: vllm#43226, vllm#46240, vllm PR#53631.
+The scheduler acts only on completions that it can act on; the connector still sees them all.
+
+Source: vllm#43226, vllm#46240, vllm PR#53631, vllm PR#56089, vllm PR#52954.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
+Call = Callable[..., Any]
 Ids = set[str] | None
-TARGET = "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished"
+
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+ANNOUNCES_ALWAYS = "LMCacheMPConnector"
+"""Class name of the connectors, LMCache's and vLLM's own, that announce a send of every request, whether it ran or not.
+
+They report it at the next step, or never where their server was lost; and a load that they refuse is reported by its
+blocks, to LMCache 0.4.7 by nothing else.
+"""
+
+LEDGER = "_livepatch_transfers"
+"""Attribute of a scheduler: its `Ledger`. `kv-block-reaper` looks for it."""
+
+REMEMBERED = 65536
+"""How many ids are remembered of which a send was given up."""
+
+
+class _Held:
+    """A finished request that keeps its blocks, and which of its transfers have not ended yet.
+
+    `empty_send`: the connector announced a send of a request that never ran, so that there is nothing to send. Its
+    completion may come, or not (see docs/connector-completions.md): nobody waits for it.
+    """
+
+    __slots__ = ("empty_send", "receive", "request", "send")
+
+    def __init__(self, request: Any, receive: bool, send: bool, empty_send: bool) -> None:
+        self.request = request
+        self.receive = receive
+        self.send = send
+        self.empty_send = empty_send
+
+
+class Ledger:
+    """What one scheduler still waits for on behalf of requests that have finished."""
+
+    __slots__ = ("announces_always", "given_up", "held", "parked", "receiving")
+
+    def __init__(self, connector: Any) -> None:
+        self.announces_always = announces_always(connector)
+        self.held: dict[str, _Held] = {}
+        # New requests with the id of a held one. Workers tell transfers apart by request id alone.
+        self.parked: dict[str, list[Any]] = {}
+        # Sends whose blocks were freed without their completion (by the reaper), oldest first: should it come after
+        # all, it is not the completion of a later request with the same id.
+        self.given_up: OrderedDict[str, int] = OrderedDict()
+        # The requests that are being finished while their receive is pending.
+        self.receiving: set[str] = set()
+
+    def is_late(self, request_id: str) -> bool:
+        """Whether a send's completion is that of an earlier request, whose blocks were freed without it."""
+        count = self.given_up.pop(request_id, 0)
+        if count > 1:
+            self.given_up[request_id] = count - 1
+        return count > 0
+
+    def give_up_send(self, request_id: str) -> None:
+        self.given_up[request_id] = self.given_up.pop(request_id, 0) + 1
+        if len(self.given_up) > REMEMBERED:
+            self.given_up.popitem(last=False)
 
 
 class _Sorter:
@@ -24,7 +87,7 @@ class _Sorter:
 
     __slots__ = ("actionable", "output", "raw", "scheduler", "see")
 
-    def __init__(self, see: Any, scheduler: Any, actionable: Callable[[Any, Ids, Ids], tuple[Ids, Ids]]) -> None:
+    def __init__(self, see: Any, scheduler: Any, actionable: Callable[[Any, Any], tuple[Ids, Ids]]) -> None:
         self.see = see
         self.scheduler = scheduler
         self.actionable = actionable
@@ -35,9 +98,9 @@ class _Sorter:
         result = None if self.see is None else self.see(output)
         if output is self.output:
             received, sent = output.finished_recving, output.finished_sending
-            if received or sent:
+            if received or sent or output.invalid_block_ids:
                 self.raw = received, sent
-                output.finished_recving, output.finished_sending = self.actionable(self.scheduler, received, sent)
+                output.finished_recving, output.finished_sending = self.actionable(self.scheduler, output)
         return result
 
     def done(self) -> None:
@@ -47,49 +110,109 @@ class _Sorter:
         self.output = None
 
 
-def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
+def leaves(connector: Any) -> Iterator[Any]:
+    """The connector itself, or the children of a MultiConnector."""
+    children = getattr(connector, "_connectors", None)
+    if isinstance(children, list):
+        for child in children:
+            yield from leaves(child)
+    else:
+        yield connector
+
+
+def announces_always(connector: Any) -> bool:
+    """Whether each send that this connector announces of a request that never ran is one of `ANNOUNCES_ALWAYS`.
+
+    NIXL, the usual other child, announces none of an aborted request.
+    """
+    kinds = {type(leaf).__name__ for leaf in leaves(connector)}
+    return ANNOUNCES_ALWAYS in kinds and all(kind == ANNOUNCES_ALWAYS or kind.startswith("Nixl") for kind in kinds)
+
+
+def ledger_of(scheduler: Any) -> Ledger:
+    """The scheduler's ledger, made when it is first asked for."""
+    ledger: Ledger | None = vars(scheduler).get(LEDGER)
+    if ledger is None:
+        ledger = Ledger(scheduler.connector)
+        setattr(scheduler, LEDGER, ledger)
+    return ledger
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
-    # Whether this release frees a finished request's blocks when its receive completes (from 0.16).
-    receive_frees: bool = livepatch.facts.get("receive_frees", True)
+    # What `finish_requests` returns of each request that it aborted: nothing, (id, client index), or the request.
+    aborted_as: str = livepatch.facts.get("aborted_as", "request")
+    # To 0.15 the id of a load that has arrived stays behind when its request is aborted.
+    lingers: bool = livepatch.facts.get("lingers", False)
 
     def drop(kind: str, request_id: str) -> None:
         livepatch.count(kind)
         livepatch.say(kind, f"dropped a completion the scheduler cannot act on: {kind}, request {request_id}")
 
-    def actionable(scheduler: Any, received: Ids, sent: Ids) -> tuple[Ids, Ids]:
-        """The received and sent ids (either may be None) that hold for the scheduler's requests as they are now."""
-        requests = scheduler.requests
-        freed: set[str] = set()
-        keep: set[str] = set()
-        for request_id in received or ():
+    def hold(kind: str, request_id: str, ended: str, pending: str) -> None:
+        livepatch.count(kind)
+        livepatch.say(kind, f"request {request_id}: its {ended} has ended, its {pending} has not; its blocks are kept")
+
+    def actionable(scheduler: Any, output: Any) -> tuple[Ids, Ids]:
+        """The received and sent ids (either may be None) of a worker's output that the scheduler is to act on now.
+
+        A receive readies a request that waits for it. A finished request is named once, as sent, when the last of its
+        transfers has ended: that frees its blocks in every release.
+        """
+        requests, ledger = scheduler.requests, ledger_of(scheduler)
+        ready: set[str] = set()
+        ended: set[str] = set()
+        for request_id in output.finished_recving or ():
             request = requests.get(request_id)
+            held = ledger.held.get(request_id)
             if request is None:
                 drop("recv_unknown", request_id)
             elif request.status == type(request.status).WAITING_FOR_REMOTE_KVS:
-                keep.add(request_id)
-            elif receive_frees and request.is_finished():
-                keep.add(request_id)
-                freed.add(request_id)
-            else:
+                ready.add(request_id)
+            elif held is None or not held.receive:
                 drop("recv_not_waiting", request_id)
-        if received and len(keep) < len(received):
-            received = keep
-        keep = set()
-        for request_id in sent or ():
+            else:
+                held.receive = False
+                ended.add(request_id)
+        for request_id in output.finished_sending or ():
             request = requests.get(request_id)
-            if request is None:
+            held = ledger.held.get(request_id)
+            if ledger.is_late(request_id):
+                drop("send_late", request_id)
+            elif request is None:
                 drop("send_unknown", request_id)
             elif not request.is_finished():
                 drop("send_not_finished", request_id)
-            elif request_id in freed:
-                drop("send_already_freed", request_id)
+            elif held is None or not held.send:
+                drop("send_not_announced", request_id)
             else:
-                keep.add(request_id)
-        if sent and len(keep) < len(sent):
-            sent = keep
-        return received, sent
+                held.send = False
+                ended.add(request_id)
+        if ledger.announces_always and ledger.held and output.invalid_block_ids:
+            ended |= refused(scheduler, ledger, output.invalid_block_ids)
+        freed: set[str] = set()
+        for request_id in ended:
+            held = ledger.held[request_id]
+            if held.receive:
+                hold("held_for_receive", request_id, "send", "receive")
+            elif held.send and not held.empty_send:
+                hold("held_for_send", request_id, "receive", "send")
+            else:
+                freed.add(request_id)
+        return ready or None, freed or None
 
-    def update(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def refused(scheduler: Any, ledger: Ledger, failed: set[int]) -> set[str]:
+        """The held requests whose load LMCache has refused, or given up: to 0.4.7 only their blocks are reported."""
+        ids: set[str] = set()
+        for request_id, held in ledger.held.items():
+            if held.receive and held.empty_send:
+                blocks, *more = scheduler.kv_cache_manager.get_block_ids(request_id)
+                if not more and not failed.isdisjoint(blocks):  # of several groups, a block's id would be ambiguous
+                    held.receive = False
+                    ids.add(request_id)
+        return ids
+
+    def update(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         output = args[0] if args else kwargs["kv_connector_output"]
         connector = scheduler.connector
         if connector is None:
@@ -106,13 +229,86 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             return wrapped(*args, **kwargs)
         finally:
             sorter.done()
-            if not receive_frees:
-                forget_gone(scheduler)
 
-    def forget_gone(scheduler: Any) -> None:
-        """Releases to 0.15 keep a received id for ever when its request ended before it was scheduled again."""
-        lingering = scheduler.finished_recving_kv_req_ids
-        for request_id in [name for name in lingering if name not in scheduler.requests]:
-            lingering.discard(request_id)
+    def finish(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        """Note whose receive is pending, and abort parked requests, too."""
+        asked = args[0] if args else kwargs["request_ids"]
+        ids = [asked] if isinstance(asked, str) else list(scheduler.requests if asked is None else asked)
+        ledger = ledger_of(scheduler)
+        received = scheduler.finished_recving_kv_req_ids
+        deferred = getattr(scheduler, "deferred_loads", ())  # admitted, but their receive was not begun
+        for request_id in ids:
+            request = scheduler.requests.get(request_id)
+            if request is not None and request.status == type(request.status).WAITING_FOR_REMOTE_KVS:
+                if request_id not in received and request_id not in deferred:
+                    ledger.receiving.add(request_id)
+                if lingers:  # the next request of that id would run before its KV has arrived
+                    received.discard(request_id)
+        rest = args[1:] if args else ()
+        kwargs = {name: value for name, value in kwargs.items() if name != "request_ids"}
+        try:
+            result = wrapped(None if asked is None else ids, *rest, **kwargs)
+        finally:
+            ledger.receiving.clear()
+        for request_id in list(ledger.parked) if asked is None else ids:
+            for request in ledger.parked.pop(request_id, ()):
+                request.status = rest[0] if rest else kwargs["finished_status"]
+                if isinstance(result, list):
+                    result.append(request if aborted_as == "request" else (request_id, request.client_index))
+        settle_parked(scheduler, ledger)
+        return result
 
-    return {TARGET: update}
+    def connector_finished(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        """Note what is outstanding; a pending receive keeps the blocks in every release, as from 0.16."""
+        request = args[0] if args else kwargs["request"]
+        announced, params = wrapped(*args, **kwargs)
+        ledger = ledger_of(scheduler)
+        receives = request.request_id in ledger.receiving
+        if receives or announced:
+            empty = receives and ledger.announces_always and not request.num_preemptions
+            ledger.held[request.request_id] = _Held(request, receives, bool(announced), empty)
+        return announced or receives, params
+
+    def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        request = args[0] if args else kwargs["request"]
+        result = wrapped(*args, **kwargs)
+        ledger: Ledger | None = vars(scheduler).get(LEDGER)
+        held = None if ledger is None else ledger.held.get(request.request_id)
+        if ledger is not None and held is not None and held.request is request:
+            del ledger.held[request.request_id]
+            if held.send:
+                ledger.give_up_send(request.request_id)
+            for parked in ledger.parked.pop(request.request_id, ()):
+                scheduler.add_request(parked)
+            settle_parked(scheduler, ledger)
+        return result
+
+    def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        """A request waits until transfers of an earlier one with its id have ended: nobody could tell them apart."""
+        request = args[0] if args else kwargs["request"]
+        ledger: Ledger | None = vars(scheduler).get(LEDGER)
+        held = None if ledger is None else ledger.held.get(request.request_id)
+        if ledger is None or held is None or getattr(held.request, "streaming_queue", None) is not None:
+            return wrapped(*args, **kwargs)
+        ledger.parked.setdefault(request.request_id, []).append(request)
+        settle_parked(scheduler, ledger)
+        livepatch.count("parked")
+        livepatch.say("parked", f"request id {request.request_id} is used again while transfers of it run: it waits")
+        return None
+
+    def settle_parked(scheduler: Any, ledger: Ledger) -> None:
+        """While requests are parked the scheduler counts them as unfinished, so that the engine steps on."""
+        own = vars(scheduler)
+        if ledger.parked and "get_num_unfinished_requests" not in own:
+            count = scheduler.get_num_unfinished_requests
+            own["get_num_unfinished_requests"] = lambda: count() + sum(map(len, ledger.parked.values()))
+        elif not ledger.parked:
+            own.pop("get_num_unfinished_requests", None)
+
+    return {
+        f"{SCHEDULER}._update_from_kv_xfer_finished": update,
+        f"{SCHEDULER}.finish_requests": finish,
+        f"{SCHEDULER}._connector_finished": connector_finished,
+        f"{SCHEDULER}._free_blocks": free_blocks,
+        f"{SCHEDULER}.add_request": add_request,
+    }

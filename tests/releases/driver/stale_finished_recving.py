@@ -256,6 +256,99 @@ def connector_gives_up(world: World) -> None:
     world.expect_freed("done")
 
 
+def send_before_recv(world: World) -> None:
+    """A client disconnects while its prompt loads; the send is reported first, the load still writes."""
+    world.add("gone", load=True, delay_free=True)
+    world.steps(2)
+    real.abort(world.scheduler, "gone")
+    world.step(sending=["gone"])
+    world.expect_kept("gone")
+    world.steps(2)
+    world.expect_kept("gone")
+    world.step(recving=["gone"])
+    world.expect_freed("gone")
+
+
+def recv_before_send(world: World) -> None:
+    """The same, the other way round: the blocks are still being sent when the load has ended."""
+    world.add("gone", load=True, delay_free=True)
+    world.steps(2)
+    real.abort(world.scheduler, "gone")
+    world.step(recving=["gone"])
+    world.expect_kept("gone")
+    world.step(sending=["gone"])
+    world.expect_freed("gone")
+
+
+def send_not_announced(world: World) -> None:
+    """A client disconnects while its prompt loads; a send ends that nobody announced."""
+    world.add("gone", load=True)
+    world.steps(2)
+    real.abort(world.scheduler, "gone")
+    world.step(sending=["gone"])
+    world.expect_kept("gone")
+    world.step(recving=["gone"])
+    world.expect_freed("gone")
+
+
+def recv_again_while_sending(world: World) -> None:
+    """A receive is reported once more while the blocks of its request, which has ended, are being sent."""
+    world.add("done", load=True, delay_free=True, tokens=1)
+    world.steps(2)
+    world.step(recving=["done"])
+    world.steps(4)
+    world.expect_kept("done")
+    world.step(recving=["done"])
+    world.expect_kept("done")
+    world.step(sending=["done"])
+    world.expect_freed("done")
+
+
+def id_used_again(world: World) -> None:
+    """The id of a request whose load is still under way is used again: the load is not the new request's."""
+    world.add("again", load=True)
+    world.steps(2)
+    real.abort(world.scheduler, "again")
+    old = world.requests["again"] if "again" in world.requests else None
+    world.add("again", load=True, tokens=8)
+    world.steps(2)
+    world.expect(world.requests["again"] is old, "blocks freed before their transfer ended")
+    world.expect(world.scheduler.get_num_unfinished_requests() == 2, "a waiting request is not counted")
+    world.step(recving=["again"])
+    world.steps(2)
+    world.expect_loading("again")
+    world.step(recving=["again"])
+    world.expect_received("again")
+
+
+def id_used_again_aborted(world: World) -> None:
+    """The id of a request whose send is under way is used again, by a client that disconnects meanwhile."""
+    world.add("again", delay_free=True, tokens=1)
+    world.steps(3)
+    world.expect_kept("again")
+    world.add("again", load=True)
+    world.steps(1)
+    real.abort(world.scheduler, "again")
+    world.expect_kept("again")
+    world.step(sending=["again"])
+    world.expect_freed("again")
+
+
+def send_late(world: World) -> None:
+    """Blocks are freed without their send's completion, which comes when a later request of that id is being sent."""
+    world.add("again", delay_free=True, tokens=1)
+    world.steps(3)
+    world.expect_kept("again")
+    world.scheduler._free_blocks(world.requests["again"])
+    world.add("again", delay_free=True, tokens=1)
+    world.steps(3)
+    world.expect_kept("again")
+    world.step(sending=["again"])
+    world.expect_kept("again")
+    world.step(sending=["again"])
+    world.expect_freed("again")
+
+
 def healthy_load(world: World) -> None:
     """A load completes and its request runs to the end."""
     world.add("load", load=True)
@@ -294,6 +387,13 @@ CASES: list[Callable[[World], None]] = [
     abort_while_loading,
     abort_after_recv,
     connector_gives_up,
+    send_before_recv,
+    recv_before_send,
+    send_not_announced,
+    recv_again_while_sending,
+    id_used_again,
+    id_used_again_aborted,
+    send_late,
     healthy_load,
     healthy_send,
 ]
