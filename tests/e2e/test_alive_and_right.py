@@ -5,8 +5,8 @@ with the bundle as it is. Each is in its turn the decode engine of one scene, wi
 
 1. The prefill engine has a prompt's KV ready, and is stopped. The decode engine begins to read; nobody sends.
 2. The client hangs up. LMCache's part of the connector says in the next step that it is done.
-3. Another client asks for more blocks than are left beside those of the first. Where it gets them, it is served until
-   the first of its answer is there; where it does not, it waits.
+3. Another client asks for more blocks than are left beside those of the first. Where it gets them, its answer begins;
+   where it does not, it waits.
 4. The prefill engine goes on, and what was asked for arrives.
 """
 
@@ -168,7 +168,8 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     python = environments.engine(VLLM, LMCACHE)
     found = asyncio.run(play(tmp_path_factory.mktemp("alive"), python, [environments.nixl(python)]))
-    print(found)
+    for name, scene in found.scenes.items():
+        print(f"{name}: held {scene.held}, right {scene.answer == found.undisturbed}, at the end {scene.at_end}")
     return found
 
 
