@@ -27,11 +27,10 @@ def checkout(revision: str) -> Path:
 
     Raises UserError where there is no such revision.
     """
-    # A name could be an option to git, or move from one commit to the next: what is kept is kept by the commit.
-    found = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    found = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     if found.returncode:
         raise UserError(f"{revision} is no revision of {ROOT}, or of what was cloned of it: git fetch --unshallow")
-    commit = found.stdout.decode().strip()
+    commit = found.stdout.decode().strip()  # a name may move to another
     place = environments.cache_directory() / "revisions" / commit
     place.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{place}.lock"):
@@ -65,6 +64,7 @@ def command_line(*arguments: str, path: Path | None = None) -> str:
     What it remarks is shown if it fails: then raises CalledProcessError. A file is to be named by its whole path.
     """
     command = [sys.executable, "-m", "vllm_livepatch.tools.cli", *arguments]
+    # Where it runs comes before what is installed, and PYTHONPATH where Python is told to leave that out.
     environment = None if path is None else {**os.environ, "PYTHONPATH": str(path)}
     done = subprocess.run(command, capture_output=True, check=False, text=True, env=environment, cwd=path)
     if done.returncode:
