@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import fingerprint
+from . import fingerprint, guard
 
-FunctionWrapper = Callable[[Any, Callable[..., Any]], Any]
+StandIn = Callable[[Any, Callable[..., Any], str], Any]  # of the original, the wrapper and the target's name
 
 
 class ApplyError(Exception):
@@ -37,7 +37,7 @@ class Applied:
 
 def apply(
     wrappers: Mapping[str, Callable[..., Any]],
-    function_wrapper: FunctionWrapper,
+    stand_in: StandIn,
     known: Iterable[Any],
     files: Mapping[str, str],
     force: bool,
@@ -54,8 +54,10 @@ def apply(
         stranger = None if force or id(original) in ours else _stranger(target, original, files)
         if stranger is not None:
             raise ApplyError("foreign", f"{target} was already replaced by {stranger}")
-        wrapped = _wrapped(original, wrapper, function_wrapper)
-        planned.append(Applied(target, owner, attribute, original, wrapped))
+        try:
+            planned.append(Applied(target, owner, attribute, original, stand_in(original, wrapper, target)))
+        except guard.Unwrappable as error:
+            raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for") from None
     done: list[Applied] = []
     try:
         for step in planned:
@@ -125,27 +127,25 @@ def overtaken_by(step: Applied) -> str | None:
     if not is_loaded(step.target.partition(":")[0]):
         return None
     found = _lookup(step.target)
-    inner = found
+    return None if reaches(found, step) else _described(found)
+
+
+def reaches(found: Any, step: Applied) -> bool:
+    """Whether what was found is our wrapper, or says that it wraps it."""
+    function = function_of(step.wrapper)  # what the class gives to who takes it from there, to wrap it
     for _ in range(64):
-        # Who took our wrapper from the class before wrapping it holds what wrapt binds it to.
-        if inner is step.wrapper or getattr(inner, "_self_parent", None) is step.wrapper:
-            return None
-        inner = getattr(inner, "__func__", None) or getattr(inner, "__wrapped__", None)
-        if inner is None:
+        if found is step.wrapper or found is function:
+            return True
+        inner = function_of(found)
+        found = inner if inner is not found else getattr(found, "__wrapped__", None)
+        if found is None:
             break
-    return _described(found)
+    return False
 
 
-def _wrapped(original: Any, wrapper: Callable[..., Any], function_wrapper: FunctionWrapper) -> Any:
-    """What takes the place of `original`; of a property, its getter is wrapped."""
-    if not isinstance(original, property):
-        return function_wrapper(original, wrapper)
-    getter = function_wrapper(original.fget, wrapper)
-
-    def get(instance: Any) -> Any:
-        return getter.__get__(instance, type(instance))()  # bound, so that the wrapper sees its instance
-
-    return property(get, original.fset, original.fdel, original.__doc__)
+def function_of(found: Any) -> Any:
+    """The function in a method, a property's getter, or the thing itself."""
+    return found.fget if isinstance(found, property) else getattr(found, "__func__", found)
 
 
 def _resolve(target: str) -> tuple[Any, str, Any]:
@@ -175,7 +175,7 @@ def _stranger(target: str, found: Any, files: Mapping[str, str]) -> str | None:
     module_name, _, qualname = target.partition(":")
     module = _module(module_name)
     assert module is not None
-    function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    function = function_of(found)
     file = files.get(module_name) or getattr(module, "__file__", None)
     if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
         return None

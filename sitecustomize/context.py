@@ -5,15 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+from . import guard
 
 SAY_EVERY_SECONDS = 30.0
 
+_Error = TypeVar("_Error", bound=BaseException)
+_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
+
 
 class PatchContext:
-    """`changed` is called after every count, so that the report follows."""
+    """`changed` is called after every count, so that the report follows; `failed` once, with a sentence, when the patch
+    stands aside.
+
+    An error of a wrapper's own never reaches the engine: the call is answered by the release's own code, and from then
+    on the patch stands aside, which is every wrapper's part of it (docs/own-errors.md).
+    """
 
     def __init__(
         self,
@@ -23,6 +34,7 @@ class PatchContext:
         changed: Callable[[], None],
         patch_set: Callable[[], str] = lambda: "",
         asked: bool = False,
+        failed: Callable[[str], None] = lambda detail: None,
     ) -> None:
         self.name = name
         self.options = options
@@ -32,6 +44,11 @@ class PatchContext:
         self.patch_set = patch_set  # a digest of what patches make of code that torch.compile traces
         self._changed = changed
         self._said: dict[str, tuple[float, int]] = {}  # kind: when, and how often since
+        self.aside = False  # whether the release's own code answers in this process
+        self._failed = failed
+        self._first = threading.Lock()  # taken by the first error, and kept
+        self._put_back: list[Callable[[], None]] = []
+        self._lasting: list[Callable[..., Any]] = []
 
     def count(self, kind: str, number: int = 1) -> None:
         """Add to a counter that `status` shows."""
@@ -49,10 +66,73 @@ class PatchContext:
         more = f" ({held_back} more like it since the last line)" if held_back else ""
         to_stderr(f"{self.name}: {message}{more}")
 
+    # Errors of a patch's own
+
+    def deliberate(self, error: _Error) -> _Error:
+        """Mark an error as meant for the caller: `raise livepatch.deliberate(ValueError(...)) from cause`."""
+        guard.deliberate(error)
+        return error
+
+    def on_stand_aside(self, put_back: Callable[[], None]) -> None:
+        """Call `put_back` when the patch stands aside, before the release's own code answers. The last is called first.
+
+        It gives back what the patch holds and the release's code would miss. It is kept for the life of the process.
+        """
+        self._put_back.append(put_back)
+
+    def lasting(self, wrapper: _Wrapper) -> _Wrapper:
+        """Let a wrapper go on after the patch has stood aside, for what the patch did before; it asks `aside`."""
+        self._lasting.append(wrapper)
+        return wrapper
+
+    def lasts(self, wrapper: Callable[..., Any]) -> bool:
+        return any(wrapper is one for one in self._lasting)
+
+    def around(self, function: Callable[..., Any], wrapper: guard.Wrapper) -> Callable[..., Any]:
+        """`wrapper` around something that is no target, such as a method of one object, guarded as a target is."""
+        return guard.around(function, wrapper, self, getattr(function, "__qualname__", type(function).__qualname__))
+
+    def stand_aside(self, where: str, error: Exception) -> None:
+        """Leave everything to the release's own code from now on. `where` names what was called.
+
+        Also for a patch that finds an error of its own and has a better answer to this one call than the release's.
+        """
+        if self._first.acquire(blocking=False):
+            said = f"{where}: {_described(error)}; the release's own code answers from now on"
+            self._failed(said + self._withdrawn())
+
+    def withdraw(self) -> None:
+        """Stand aside without a word."""
+        if self._first.acquire(blocking=False):
+            self._withdrawn()
+
+    def _withdrawn(self) -> str:
+        self.aside = True
+        said = ""
+        for put_back in reversed(self._put_back):
+            try:
+                put_back()
+            except Exception as error:
+                said += f"; not all that the patch held could be given back: {_described(error)}"
+        return said
+
     def forget(self) -> None:
         """Begin anew, as a forked child does."""
         self.counters.clear()
         self._said.clear()
+
+
+def _described(error: BaseException) -> str:
+    """One line: the error, and the line that raised it."""
+    try:
+        said = " ".join(str(error).split())
+    except Exception:
+        said = "its text cannot be made"
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    place = f" ({os.path.basename(last.tb_frame.f_code.co_filename)}, line {last.tb_lineno})" if last else ""
+    return f"{type(error).__name__}: {said}{place}"
 
 
 def to_stderr(message: str) -> None:

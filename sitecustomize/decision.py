@@ -64,6 +64,22 @@ class Patch:
     traced: bool = False  # it changes code that torch.compile traces
     apart: bool = False  # its targets live in several processes: each module's are applied as soon as it is loaded
     about: Mapping[str, Any] = field(default_factory=dict)  # why, origin, upstream threads: for people
+    # What it relies on of other packages' code, by package: calls only. `not-present` is a release that has none of it.
+    companions: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return (self.package, *self.companions)
+
+    def forms(self, package: str) -> tuple[Variant, ...]:
+        """The verified forms of the code that it touches and calls of one of its packages."""
+        return self.variants if package == self.package else self.companions[package]
+
+    def names_of(self, package: str) -> tuple[str, ...]:
+        """The targets and calls that are one package's."""
+        tops = {name: name.partition(":")[0].partition(".")[0] for name in self.names}
+        own = package == self.package
+        return tuple(name for name, top in tops.items() if (top not in self.companions if own else top == package))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,11 +97,12 @@ class Patch:
 
 @dataclass(frozen=True)
 class Installed:
-    """What is installed of one patch's package: its release, and the fingerprints of the names the patch is about."""
+    """What is installed of one patch's packages: the release, and the fingerprints of the names the patch is about."""
 
     release: str | None  # None: the package does not say
     code: Mapping[str, str | None]  # None: no such module, or no such name in it
     rocm: bool = False  # torch is built for ROCm; looked up only for patches whose `auto` asks
+    companions: Mapping[str, str | None] = field(default_factory=dict)  # releases of those that are installed
 
 
 @dataclass(frozen=True)
@@ -126,6 +143,9 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     """The one decision. The code's fingerprint comes first, the release number second."""
     verdict, detail, variant = judge(patch, installed)
     toggle = environment.toggles.get(patch.name, "auto")
+    asked = verdict == "fixed-upstream" and toggle in ("on", "force") and variant is not None and variant.applies
+    if asked or verdict in ("needed", "unverified"):  # it would be applied, so that it would meet the companions' code
+        verdict, detail = _with_companions(patch, installed, verdict, detail)
     if environment.mode == "off" or toggle == "off":
         said = "LIVEPATCH" if environment.mode == "off" else variable(patch.name)
         return Decision(verdict, False, False, "off", f"{said} is off; {detail}", variant)
@@ -135,48 +155,100 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         said = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
         return Decision(verdict, False, False, "optional", said, variant)
     if verdict == "drifted" and toggle == "force":
-        newest = patch.variants[-1] if patch.variants else None
-        return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", newest)
+        nearest = variant or (patch.variants[-1] if patch.variants else None)
+        return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", nearest)
     if verdict in ("needed", "unverified"):
         return Decision(verdict, True, True, verdict, detail, variant)
-    if verdict == "fixed-upstream" and toggle in ("on", "force") and variant is not None and variant.applies:
+    if verdict == "fixed-upstream" and asked:
         return Decision(verdict, True, True, toggle, f"asked for, although {detail}", variant)
     wanted = verdict == "drifted" or toggle in ("on", "force")
     return Decision(verdict, False, wanted, verdict, detail, variant)
 
 
 def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | None]:
-    """The verdict alone, with its sentence, and the variant that the code matches."""
+    """The verdict on the package that is patched alone, with its sentence, and the variant that the code matches."""
     release = f"{patch.package} {installed.release or 'of unknown release'}"
-    missing = [name for name in patch.names if installed.code.get(name) is None]
-    if all(target in missing for target in patch.targets):
+    if all(installed.code.get(target) is None for target in patch.targets):
         return "not-present", f"{release} has no {patch.targets[0]}", None
-    for variant in patch.variants:
-        if all(variant.code.get(name) == installed.code.get(name) for name in patch.names):
-            break
-    else:
-        lost = [name for name in missing if all(name in variant.code for variant in patch.variants)]
-        if lost:
-            return "drifted", f"{release} has no {', '.join(lost)}", None
-        changed = ", ".join(unknown_names(patch, installed)) or "a combination of names, each known by itself"
-        return "drifted", f"{release} has code that was never verified: {changed}", None
+    variant = _matched(patch, patch.package, installed)
+    if variant is None:
+        return "drifted", f"{release} {_drifted(patch, patch.package, installed)}", None
     if variant.verdict == "not-present":
         return "not-present", f"{release} does not have the code with the fault yet", variant
     if variant.verdict == "fixed-upstream":
         return "fixed-upstream", f"{release} has {'the change already' if patch.diff else 'the fault no more'}", variant
-    if installed.release is not None and public_release(installed.release) in variant.releases:
+    if _is_listed(installed.release, variant):
         known = "is what the diff applies to exactly" if patch.diff else "has the fault, reproduced on this release"
         return "needed", f"{release} {known}", variant
     return "unverified", f"{release} is not listed, but its code is that of {variant.releases[-1]}", variant
 
 
-def unknown_names(patch: Patch, installed: Installed) -> list[str]:
-    """The names whose fingerprint no variant has."""
-    return [
+def judge_companion(patch: Patch, package: str, installed: Installed) -> tuple[Verdict, str, Variant | None]:
+    """The same of a package whose code the patch relies on: `needed` is code that the patch was driven with.
+
+    Not installed, or a release known to have none of that code, is `not-present`: that part of the patch never runs.
+    """
+    if package not in installed.companions:
+        return "not-present", f"{package} is not installed", None
+    given = installed.companions[package]
+    release = f"{package} {given or 'of unknown release'}"
+    variant = _matched(patch, package, installed)
+    listed = variant is not None and _is_listed(given, variant)
+    # One that nobody listed, and that has none of the names, may have the code under others.
+    if variant is None or (variant.verdict == "not-present" and not listed):
+        return "drifted", f"{release} {_drifted(patch, package, installed)}", None
+    if variant.verdict == "not-present":
+        return "not-present", f"{release} does not have the code that the patch relies on yet", variant
+    if listed:
+        return "needed", f"{release} has code that the patch was verified with", variant
+    return "unverified", f"{release} is not listed, but its code is that of {variant.releases[-1]}", variant
+
+
+def _with_companions(patch: Patch, installed: Installed, verdict: Verdict, detail: str) -> tuple[Verdict, str]:
+    """The verdict on all packages: drifted if one has drifted, else unverified if one is."""
+    for package in patch.companions:
+        found, said, _ = judge_companion(patch, package, installed)
+        if found == "drifted":
+            return found, said
+        if found == "unverified":
+            verdict, detail = "unverified" if verdict == "needed" else verdict, f"{detail}; {said}"
+    return verdict, detail
+
+
+def _matched(patch: Patch, package: str, installed: Installed) -> Variant | None:
+    """The form whose names, and no others, have the code that is installed."""
+    return next((form for form in patch.forms(package) if not differences(patch, package, form, installed)), None)
+
+
+def differences(patch: Patch, package: str, form: Variant, installed: Installed) -> list[str]:
+    """The names of a package whose code is not that of one of its forms."""
+    return [name for name in patch.names_of(package) if form.code.get(name) != installed.code.get(name)]
+
+
+def _is_listed(release: str | None, form: Variant) -> bool:
+    return release is not None and public_release(release) in form.releases
+
+
+def _drifted(patch: Patch, package: str, installed: Installed) -> str:
+    """What a package's code has that no form of it has, in a few words."""
+    names, forms = patch.names_of(package), [form for form in patch.forms(package) if form.code]
+    lost = [name for name in names if installed.code.get(name) is None and all(name in form.code for form in forms)]
+    if lost:
+        return f"has no {', '.join(lost)}"
+    if not forms:
+        return f"has code that was never verified: {', '.join(names)}"
+    nearest = min(reversed(forms), key=lambda form: len(differences(patch, package, form, installed)))
+    differs = differences(patch, package, nearest, installed)
+    known = {name: {form.code.get(name) for form in forms} for name in names}
+    unknown = [
         name
-        for name in patch.names
-        if installed.code.get(name) not in {variant.code.get(name) for variant in patch.variants}
+        for name in names
+        if installed.code.get(name) not in known[name] or (name in differs and installed.code.get(name) is None)
     ]
+    return "has code that was never verified: " + (
+        ", ".join(unknown)
+        or f"a combination of names, each known by itself (not that of {nearest.releases[-1]}: {', '.join(differs)})"
+    )
 
 
 def variable(patch: str, option: str = "") -> str:

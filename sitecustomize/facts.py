@@ -1,13 +1,30 @@
-"""A patch's facts as data, to `Patch`. `patch.toml` and the bundle's `catalogue.json` hold the same entries."""
+"""A patch's facts as data, to `Patch`. `patch.toml` and the bundle's `catalogue.json` hold the same entries.
+
+`code`, if it is there, holds the fingerprints that every variant (of another package: every companion) has, unless it
+says something else itself: "" is that it lacks the name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from .decision import Option, Patch, PatchError, Variant
+from .decision import Option, Patch, PatchError, Variant, module_of
 
-_ENTRIES = {"title", "package", "targets", "calls", "variant", "option", "aliases", "auto", "apart", "about"}
+_ENTRIES = {
+    "title",
+    "package",
+    "targets",
+    "calls",
+    "code",
+    "variant",
+    "companion",
+    "option",
+    "aliases",
+    "auto",
+    "apart",
+    "about",
+}
 _ENTRIES |= {"diff", "added", "traced"}  # of source changes
 
 
@@ -22,7 +39,8 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         title=_text(name, facts, "title"),
         targets=_paths(name, facts, "targets"),
         calls=_paths(name, facts, "calls") if "calls" in facts else (),
-        variants=tuple(_variant(name, entry) for entry in _tables(name, facts, "variant")),
+        variants=tuple(_variant(name, entry, _common(name, facts)) for entry in _tables(name, facts, "variant")),
+        companions=_companions(name, facts),
         options=tuple(_option(name, entry) for entry in _tables(name, facts, "option")),
         aliases=_texts(name, facts, "aliases"),
         auto=facts.get("auto", "needed"),
@@ -38,23 +56,63 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         raise PatchError(f"patch {name}: targets is empty")
     for variant in patch.variants:
         said = f"patch {name}: the variant of {', '.join(variant.releases)}"
-        strange = sorted(set(variant.code) - set(patch.names))
+        strange = sorted(set(variant.code) - set(patch.names_of(patch.package)))
         if strange:
             raise PatchError(f"{said} names {', '.join(strange)}, which is neither a target nor a call")
         if not patch.targets_of(variant):
             raise PatchError(f"{said} has no target")
+    for package, companions in patch.companions.items():
+        names = set(patch.names_of(package))
+        if not names or names & set(patch.targets):
+            raise PatchError(
+                f"patch {name}: what a patch relies on of {package} stands in calls, and it wraps none of it"
+            )
+        for variant in companions:
+            said = f"patch {name}: the companion {package} {', '.join(variant.releases)}"
+            strange = sorted(set(variant.code) - names)
+            if strange:
+                raise PatchError(f"{said} names {', '.join(strange)}, which is no call of {package}")
+            if bool(variant.code) == (variant.verdict == "not-present"):
+                raise PatchError(f"{said} has code, or the verdict not-present, and not both")
     return patch
 
 
-def _variant(name: str, entry: Mapping[str, Any]) -> Variant:
+def _companions(name: str, facts: Mapping[str, Any]) -> dict[str, tuple[Variant, ...]]:
+    companions: dict[str, tuple[Variant, ...]] = {}
+    for entry in _tables(name, facts, "companion"):
+        package = _text(name, entry, "package")
+        if package == facts.get("package"):
+            raise PatchError(f"patch {name}: a companion is of another package than {package}")
+        variant = _variant(name, entry, _common(name, facts, package))
+        companions[package] = (*companions.get(package, ()), variant)
+    return companions
+
+
+def _common(name: str, facts: Mapping[str, Any], package: str = "") -> dict[str, str]:
+    """The fingerprints that all forms of a companion have; with no `package`, all variants."""
+    code = facts.get("code", {})
+    others = {str(entry.get("package")) for entry in _tables(name, facts, "companion")}
+    if not isinstance(code, Mapping) or not set(code) <= {
+        *_paths(name, facts, "targets"),
+        *_paths(name, facts, "calls"),
+    }:
+        raise PatchError(f"patch {name}: code has a name that is neither a target nor a call")
+    tops = {path: module_of(path).partition(".")[0] for path in code}
+    return {path: code[path] for path, top in tops.items() if (top == package if package else top not in others)}
+
+
+def _variant(name: str, entry: Mapping[str, Any], common: Mapping[str, str]) -> Variant:
     verdict = entry.get("verdict", "needed")
     if verdict not in ("needed", "fixed-upstream", "not-present"):
         raise PatchError(f"patch {name}: a variant's verdict is needed, fixed-upstream or not-present, not {verdict!r}")
     releases = _texts(name, entry, "releases")
     if not releases or not isinstance(entry.get("code"), Mapping):
         raise PatchError(f"patch {name}: a variant needs releases and code")
+    # A companion's release that has none of the code yet has nothing in common with the others.
+    none = verdict == "not-present" and "package" in entry
+    code = {**({} if none else common), **entry["code"]}
     return Variant(
-        code=dict(entry["code"]),
+        code={path: said for path, said in code.items() if said},
         releases=releases,
         verdict=verdict,
         applies=bool(entry.get("applies", True)),

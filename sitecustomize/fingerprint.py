@@ -1,8 +1,13 @@
 """Fingerprints that mean the code, not its looks.
 
-A fingerprint is the first 16 hexadecimal digits of a SHA-256 over a function's (or class's) syntax tree, written in a
-form of our own, because `ast.dump` differs between Python releases. Comments, docstrings, formatting, type annotations,
-`pass` and the interpreter that parses it (3.10 to 3.14) do not change it; a constant, a call or a default does.
+A fingerprint is the first 16 hexadecimal digits of a SHA-256 over a definition's syntax tree, written in a form of our
+own, because `ast.dump` differs between Python releases. Comments, docstrings, formatting, type annotations, `pass` and
+the interpreter that parses it (3.10 to 3.14) do not change it; a constant, a call or a default does. So do, in a class,
+annotations that say what is a field (`ClassVar`, `InitVar`, `KW_ONLY`, `Annotated`), and those of a class that decodes
+by them (a msgspec Struct, a pydantic model or dataclass).
+
+A name is a function, a class, what a module or class assigns, what a module imports under that name, and besides:
+`Class.attribute`, what `__init__` assigns to the attribute; `Class.__bases__`, the class statement without its body.
 """
 
 from __future__ import annotations
@@ -10,12 +15,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 # Fields that carry looks or typing, not behaviour. `kind` is the u of u"...", `type_params` are those of def f[T]().
 _IGNORED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "type_ignores"})
 _BODIES = frozenset({"body", "orelse", "finalbody"})
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Import = (ast.Import, ast.ImportFrom)
+_MEAN_A_FIELD = frozenset({"ClassVar", "InitVar", "KW_ONLY", "Annotated"})
+_DECODED = frozenset({"Struct", "BaseModel"})  # bases whose fields' annotations are behaviour: msgspec's, pydantic's
 
 
 class SourceError(ValueError):
@@ -49,13 +57,16 @@ def parsed(source: str) -> ast.Module:
 
 
 def find(tree: ast.Module, qualname: str) -> ast.AST | None:
-    """The definition that `qualname` names; the last one where there are several, as in the running module."""
+    """The definition that `qualname` names; the last one where there are several, as in the running module.
+
+    What several statements of `__init__` assign is a Module of those statements.
+    """
     node: ast.AST = tree
     for part in qualname.split(".") if qualname else ():
-        named = [child for child in _definitions(node) if _name(child) == part]
-        if not named:
+        inner = _member(node, part)
+        if inner is None:
             return None
-        node = named[-1]
+        node = inner
     return node
 
 
@@ -65,23 +76,81 @@ def of_node(node: ast.AST) -> str:
     return digest.hexdigest()[:16]
 
 
+def _member(node: ast.AST, name: str) -> ast.AST | None:
+    if isinstance(node, ast.ClassDef) and name == "__bases__":
+        head = ast.ClassDef(node.name, node.bases, node.keywords, [], node.decorator_list)
+        head.lineno, head.end_lineno = node.lineno, max(node.lineno, node.body[0].lineno - 1)
+        return head
+    if isinstance(node, ast.ClassDef):
+        _mark(node)
+    named = [child for child in _definitions(node) if name in _names(child)]
+    if named:
+        return _only(named[-1], name)
+    if not isinstance(node, ast.ClassDef) or name == "__init__":
+        return None
+    begin = _member(node, "__init__")
+    if not isinstance(begin, ast.FunctionDef) or not begin.args.args:
+        return None
+    assigned = list(_assigning(begin, begin.args.args[0].arg, name))
+    return ast.Module(body=assigned, type_ignores=[]) if assigned else None
+
+
+def _only(node: ast.AST, name: str) -> ast.AST:
+    """Of an import statement, the part that binds `name`."""
+    if not isinstance(node, _Import):
+        return node
+    names = [alias for alias in node.names if name == (alias.asname or alias.name.partition(".")[0])][-1:]
+    part = ast.Import(names) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, names, node.level)
+    return ast.copy_location(part, node)
+
+
+def _mark(node: ast.ClassDef) -> None:
+    """Mark those annotations of a class body that are behaviour, so that they are written.
+
+    Told by what the class statement names itself: bases of bases are not asked.
+    """
+    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    decoded = bool(bases & _DECODED) or any("pydantic" in ast.unparse(one) for one in node.decorator_list)
+    for child in _definitions(node):
+        if isinstance(child, ast.AnnAssign):
+            said = ast.unparse(child.annotation)
+            child.annotation.is_behaviour = decoded or any(word in said for word in _MEAN_A_FIELD)  # type: ignore[attr-defined]
+
+
+def _assigning(node: ast.AST, own: str, attribute: str) -> Iterator[ast.stmt]:
+    """The statements of a function that assign the attribute of `own`, in their order."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            stored = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Attribute))
+            if any(
+                isinstance(part.value, ast.Name) and (part.value.id, part.attr) == (own, attribute) for part in stored
+            ):
+                yield child
+        elif isinstance(child, (ast.stmt, ast.ExceptHandler)) and not isinstance(child, _Definition):
+            yield from _assigning(child, own, attribute)
+
+
 def _definitions(node: ast.AST) -> Iterator[ast.AST]:
     """Definitions directly inside `node`, those under if, try and with included: they bind in the same scope."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, (*_Definition, ast.Assign, ast.AnnAssign)):
+        if isinstance(child, (*_Definition, *_Import, ast.Assign, ast.AnnAssign)):
             yield child
         elif isinstance(child, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
             yield from _definitions(child)
 
 
-def _name(node: ast.AST) -> str | None:
+def _names(node: ast.AST) -> Sequence[str]:
+    """The names that a definition binds."""
     if isinstance(node, _Definition):
-        return node.name
+        return [node.name]
+    if isinstance(node, _Import):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-        return node.targets[0].id
+        return [node.targets[0].id]
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return node.target.id
-    return None
+        return [node.target.id]
+    return []
 
 
 def _written(node: object) -> Iterator[str]:
@@ -93,6 +162,10 @@ def _written(node: object) -> Iterator[str]:
             yield ","
         yield "]"
     elif isinstance(node, ast.AnnAssign):
+        if getattr(node.annotation, "is_behaviour", False):
+            yield "Annotation("
+            yield from _written(node.annotation)
+            yield ")"
         if node.value is not None:
             yield from _written(ast.Assign(targets=[node.target], value=node.value))
         else:
@@ -104,6 +177,8 @@ def _written(node: object) -> Iterator[str]:
         yield from _written(_merged(node.values))
         yield ")"
     elif isinstance(node, ast.AST):
+        if isinstance(node, ast.ClassDef):
+            _mark(node)
         yield f"{type(node).__name__}("
         for field in sorted(node._fields):
             value = getattr(node, field, None)

@@ -67,12 +67,31 @@ class Overlay(Tree):
     def source(self, module: str) -> str | None:
         return self._texts[module] if module in self._texts else self._below.source(module)
 
+    def has(self, package: str) -> bool:
+        return self._below.has(package)
 
-def of_process(package: str) -> Tree:
-    """The tree that this process imports `package` from."""
+    def origin(self, module: str) -> str | None:
+        return self._below.origin(module)
+
+
+def of_process(*packages: str) -> Tree:
+    """The tree that this process imports `packages` from, those too that it has not imported yet."""
+    return Tree(sys.path, {package: found for package in packages if (found := _locations(package))})
+
+
+def _locations(package: str) -> list[str]:
+    """Where a package is, as far as `sys.path` does not tell: where it is loaded, or installed editable."""
     module = sys.modules.get(package)
-    locations = list(getattr(module, "__path__", []))
-    return Tree(sys.path, {package: locations} if locations else {})
+    if module is not None:
+        return list(getattr(module, "__path__", []))
+    for finder in sys.meta_path:
+        if (
+            getattr(finder, "__name__", "") == "_EditableFinder"
+        ):  # setuptools' class; it knows a table, and imports nothing
+            spec = finder.find_spec(package, None)
+            if spec is not None:
+                return list(spec.submodule_search_locations or [])
+    return []
 
 
 def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> Installed:
@@ -85,7 +104,10 @@ def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> 
             code.update(dict.fromkeys(names) if source is None else of_names(source, names))
         except fingerprint.SourceError:
             code.update(dict.fromkeys(names))
-    return Installed(release(patch.package, tree), code, patch.auto == "rocm" and _is_rocm(tree))
+    # A directory of that name is not the package: one that has an `__init__` is.
+    there = [package for package in patch.companions if tree.origin(f"{package}.__init__") is not None]
+    companions = {package: release(package, tree) for package in there}
+    return Installed(release(patch.package, tree), code, patch.auto == "rocm" and _is_rocm(tree), companions)
 
 
 def release(package: str, tree: Tree) -> str | None:

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import application, cache, installed, settings, vendored
+from . import application, cache, guard, installed, overrides, settings
 from .changed_module import ChangedModule, part_of_import
 from .changes import Change, HunkError
 from .context import PatchContext, to_stderr
@@ -41,6 +41,7 @@ class _PatchState:
         self.context: PatchContext | None = None
         self.wrappers: dict[str, Callable[..., Any]] = {}  # by target, once the patch's code has made them
         self.applied: list[application.Applied] = []
+        self.bypassed: dict[str, None] = {}  # what was said of classes that override its targets
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ class Runtime:
         self.states = [_PatchState(patch) for patch in patches]
         self.packages: dict[str, str | None] = {}
         self.report = ProcessReport(os.environ, bundle)
-        self._trees: dict[str, installed.Tree] = {}
+        self._trees: dict[tuple[str, ...], installed.Tree] = {}
         place = cache.directory(os.environ)
         self._fingerprints = cache.Fingerprints(place)
         self._sources = SourceChanges(place)
@@ -140,10 +141,10 @@ class Runtime:
     def _decide(self, state: _PatchState) -> None:
         patch = state.patch
         try:
-            tree = self._trees.setdefault(patch.package, installed.of_process(patch.package))
+            tree = self._trees.setdefault(patch.packages, installed.of_process(*patch.packages))
             changed = tree if patch.diff else installed.Overlay(tree, self._sources.texts)
             found = installed.look(patch, changed, self._fingerprints.of_names)
-            self.packages[patch.package] = found.release
+            self.packages.update({patch.package: found.release, **found.companions})
             traced = patch.auto == "traced" and bool(self.patch_set())
             state.decision = decide(patch, found, dataclasses.replace(self.environment, traced=traced))
             if patch.diff and state.decision.apply:
@@ -194,13 +195,16 @@ class Runtime:
                     facts = {} if variant is None else variant.facts
                     later = functools.partial(self._later, _FLUSH_SECONDS)
                     asked = self.environment.toggles.get(patch.name) in ("on", "force")
-                    state.context = PatchContext(patch.name, options, facts, later, self.patch_set, asked)
+                    failed = functools.partial(self._raised, state)
+                    state.context = PatchContext(patch.name, options, facts, later, self.patch_set, asked, failed)
+                context = state.context
             code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
-            wrapt = vendored.wrapt(f"{self._root}.vendor")
-            made = state.wrappers = state.wrappers or dict(code.wrappers(state.context))
+            made = state.wrappers = state.wrappers or dict(code.wrappers(context))
             if set(made) != set(patch.targets):
                 raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
             with self._lock:
+                if context.aside:  # a target that was there before has raised meanwhile
+                    return
                 known = [step.wrapper for other in self.states for step in other.applied]
                 # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
                 own = [step for step in state.applied if application.overtaken_by(step) is None]
@@ -208,7 +212,11 @@ class Runtime:
                 wrappers = {target: made[target] for target in targets if target not in there}
                 forced = decision.reason == "forced"
                 files = self._sources.files()
-                state.applied = own + application.apply(wrappers, wrapt.FunctionWrapper, known, files, forced)
+
+                def stand_in(original: Any, wrapper: Callable[..., Any], target: str) -> Any:
+                    return guard.in_place_of(original, wrapper, context, target)
+
+                state.applied = own + application.apply(wrappers, stand_in, known, files, forced)
                 rest = f"{len(state.applied)} of {len(state.targets)} targets imported so far"
                 whole = len(state.applied) == len(state.targets)
                 state.settle("applied", *(self._asked(state) if whole else ("partly", rest)))
@@ -216,6 +224,13 @@ class Runtime:
             self._unapply(state, error.reason, error.detail)
         except (Exception, SystemExit) as error:  # a patch may end itself, not the process
             self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
+
+    def _raised(self, state: _PatchState, detail: str) -> None:
+        """A wrapper's own error: the patch stands aside. Said, and no more: what serves already is not ended."""
+        with self._lock:
+            state.settle("failed", "raised", detail)
+        to_stderr(f"{state.patch.name} is applied no more (raised): {detail}")
+        self._later(_FLUSH_SECONDS)  # by another thread: the engine waits for no disk
 
     @staticmethod
     def _asked(state: _PatchState) -> tuple[str | None, str | None]:
@@ -226,9 +241,11 @@ class Runtime:
     def _unapply(self, state: _PatchState, reason: str, detail: str) -> None:
         """All or nothing, also where the targets came one by one, or one of them once more."""
         with self._lock:
-            application.undo(step for step in state.applied if application.in_place(step))
-            state.applied = []
+            steps, state.applied = state.applied, []
+            application.undo(step for step in steps if application.in_place(step))
             state.settle("failed", reason, detail)
+        if steps and state.context is not None:  # who took our wrapper by name still calls it
+            state.context.withdraw()
 
     # Source changes
 
@@ -293,8 +310,11 @@ class Runtime:
     def _checked_and_written(self) -> None:
         """Look every applied target up again, and leave the report."""
         lost: list[_PatchState] = []
+        bypassed: list[str] = []
         with self._lock:
             for state in self.states:
+                if state.state == "applied":
+                    bypassed += self._bypassed(state)
                 for step in state.applied if state.state == "applied" else ():
                     stranger = application.overtaken_by(step)
                     if stranger is not None:
@@ -308,6 +328,18 @@ class Runtime:
             self.report.write(self.packages, content)
         for state in lost:  # said, and no more: what serves already is not ended, not even under strict
             to_stderr(f"{state.patch.name} is applied no more ({state.reason}): {state.detail}")
+        for said in bypassed:
+            to_stderr(said)
+
+    @staticmethod
+    def _bypassed(state: _PatchState) -> list[str]:
+        """What is to be said of classes that override a target without calling it, and was not said before."""
+        found = overrides.bypassing(state.applied)
+        new = [said for said in found if said not in state.bypassed]
+        state.bypassed.update(dict.fromkeys(new))
+        if found:
+            state.settle("applied", "bypassed", "; ".join(found))
+        return [f"{state.patch.name} is bypassed: {said}" for said in new]
 
     def _later(self, seconds: float) -> None:
         """Write the report soon, by a thread that lives no longer than that: once however often it is asked for."""

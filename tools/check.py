@@ -77,6 +77,10 @@ class Several(installed.Tree):
         tree = self._tree(module)
         return None if tree is None else tree.origin(module)
 
+    def has(self, package: str) -> bool:
+        tree = self._tree(package)
+        return tree is not None and tree.has(package)
+
     def prefetch(self, modules: Iterable[str]) -> None:
         """Have those of the trees that can read several modules together do so."""
         wanted = list(modules)
@@ -140,7 +144,9 @@ def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[
             trees += pool.map(lambda asked: opened(*asked), wanted)
     except SourcesError as error:
         raise UserError(str(error)) from error
-    known = {patch.package for patch in patches} | {package for package in PACKAGES if registry.pins(package)}
+    known = {package for patch in patches for package in patch.packages} | {
+        package for package in PACKAGES if registry.pins(package)
+    }
     found: dict[str, installed.Tree] = {}
     for tree in trees:
         tops = tree.tops & known
@@ -218,8 +224,9 @@ def check(
     texts: dict[str, str] = {}
     for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
         found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts), of_names)
-        if found.release is not None or any(found.code.values()):
+        if found.release is not None or any(found.code.get(name) for name in patch.names_of(patch.package)):
             packages[patch.package] = found.release
+        packages.update(found.companions)
         decision = decide(patch, found, environment)
         if decision.apply and patch.diff and changes is not None:
             try:

@@ -122,7 +122,8 @@ def check(
     if site_packages is not None:
         tree = checking.directory_tree(site_packages)
     elif python is not None or not others:
-        tree = checking.interpreter_tree(python or sys.executable, sorted({patch.package for patch in patches}))
+        wanted = {package for patch in patches for package in patch.packages}
+        tree = checking.interpreter_tree(python or sys.executable, sorted(wanted))
     else:
         patches = [patch for patch in patches if patch.package in others]
     tree = checking.Several(tree, others) if others or tree is None else tree

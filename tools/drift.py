@@ -10,7 +10,15 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.sitecustomize.decision import Installed, Patch, Variant, module_of
+from vllm_livepatch.sitecustomize.decision import (
+    Installed,
+    Patch,
+    Variant,
+    differences,
+    judge,
+    judge_companion,
+    module_of,
+)
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools.sources import SourcesError
 
@@ -30,6 +38,7 @@ class Change:
 class Drift:
     """How a patch's code lies to what was verified. `release` is the one that `nearest` was read from."""
 
+    package: str
     variants: tuple[tuple[Variant, tuple[str, ...]], ...]  # with the names that differ here
     nearest: Variant
     release: str
@@ -38,6 +47,7 @@ class Drift:
 
     def described(self) -> dict[str, Any]:
         return {
+            "package": self.package,
             "nearest": {"release": self.release, "releases": list(self.nearest.releases)},
             "changes": [{"target": change.name, "diff": "\n".join(change.diff)} for change in self.changes],
             "variants": [
@@ -49,29 +59,30 @@ class Drift:
 
 
 def drift(patch: Patch, found: Installed, tree: Tree, fetch: Fetch) -> Drift | None:
-    """Compare what was found in `tree` with every variant of a patch; None where the patch has none."""
-    if not patch.variants:
+    """Compare what was found in `tree` with every verified form of the package that drifted; None where it has none."""
+    package, installed = patch.package, found.release
+    if judge(patch, found)[0] != "drifted":
+        drifted = [name for name in patch.companions if judge_companion(patch, name, found)[0] == "drifted"]
+        package = drifted[0] if drifted else package
+        installed = found.companions.get(package, installed)
+    forms = [form for form in patch.forms(package) if form.code]
+    if not forms:
         return None
-    variants = tuple((variant, differences(patch, variant, found)) for variant in patch.variants)
-    nearest, differs = min(variants, key=lambda item: (len(item[1]), _distance(item[0], found.release)[0]))
-    release = _distance(nearest, found.release)[1]
-    here = f"{patch.package} {found.release or 'as installed'}"
+    variants = tuple((variant, tuple(differences(patch, package, variant, found))) for variant in forms)
+    nearest, differs = min(variants, key=lambda item: (len(item[1]), _distance(item[0], installed)[0]))
+    release = _distance(nearest, installed)[1]
+    here = f"{package} {installed or 'as installed'}"
     try:
-        there = fetch(patch.package, release)
+        there = fetch(package, release)
         changes = []
         for name in differs:
             before, after = definition(there, name), definition(tree, name)
-            titles = f"{patch.package} {release} {name}", f"{here} {name}"
+            titles = f"{package} {release} {name}", f"{here} {name}"
             lines = difflib.unified_diff(before, after, *titles, lineterm="")
             changes.append(Change(name, tuple(lines)))
     except SourcesError as error:
-        return Drift(variants, nearest, release, (), str(error))
-    return Drift(variants, nearest, release, tuple(changes))
-
-
-def differences(patch: Patch, variant: Variant, found: Installed) -> tuple[str, ...]:
-    """The names whose code is not the variant's."""
-    return tuple(name for name in patch.names if variant.code.get(name) != found.code.get(name))
+        return Drift(package, variants, nearest, release, (), str(error))
+    return Drift(package, variants, nearest, release, tuple(changes))
 
 
 def definition(tree: Tree, name: str) -> list[str]:
@@ -87,10 +98,14 @@ def definition(tree: Tree, name: str) -> list[str]:
         node: Any = fingerprint.find(fingerprint.parsed(source), qualname)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return lines
-    if node is None or isinstance(node, ast.Module):
+    if node is None:
         return []
-    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-    return lines[first - 1 : node.end_lineno]
+    parts = node.body if isinstance(node, ast.Module) else [node]  # what `__init__` assigns to an attribute
+    return [line for part in parts for line in lines[_first(part) - 1 : part.end_lineno]]
+
+
+def _first(node: Any) -> int:
+    return int(min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))]))
 
 
 def _distance(variant: Variant, release: str | None) -> tuple[tuple[int, ...], str]:

@@ -20,7 +20,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from vllm_livepatch.sitecustomize import cache, installed
-from vllm_livepatch.sitecustomize.decision import Installed, Patch, Verdict, judge, module_of, public_release
+from vllm_livepatch.sitecustomize.decision import (
+    Installed,
+    Patch,
+    Verdict,
+    judge,
+    judge_companion,
+    module_of,
+    public_release,
+)
 from vllm_livepatch.tools import published, registry, releases_file
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.pages import COLOURS
@@ -67,14 +75,20 @@ class Matrix:
 def make(patches: Iterable[Patch]) -> Matrix:
     """Judge every patch on every pinned release of its package. Raises UserError."""
     chosen = tuple(patches)
-    pins = [pin for package in dict.fromkeys(patch.package for patch in chosen) for pin in registry.all_pins(package)]
+    packages = dict.fromkeys(
+        [*(patch.package for patch in chosen), *(one for patch in chosen for one in patch.packages)]
+    )
+    pins = [pin for package in packages for pin in registry.all_pins(package)]
     fingerprints = cache.Fingerprints(cache.directory(os.environ))
 
     def column(pin: Pin) -> dict[str, Cell]:
-        concerned = [patch for patch in chosen if patch.package == pin.package]
+        concerned = [patch for patch in chosen if pin.package in patch.packages]
         tree = published.tree(pin.package, pin.version)
-        tree.prefetch({module_of(name) for patch in concerned for name in patch.names})
-        return {patch.name: _cell(patch, installed.look(patch, tree, fingerprints.of_names)) for patch in concerned}
+        tree.prefetch({module_of(name) for patch in concerned for name in patch.names_of(pin.package)})
+        return {
+            patch.name: _cell(patch, pin.package, installed.look(patch, tree, fingerprints.of_names))
+            for patch in concerned
+        }
 
     try:
         with ThreadPoolExecutor() as pool:
@@ -88,16 +102,19 @@ def make(patches: Iterable[Patch]) -> Matrix:
     return Matrix(tuple(columns), chosen, cells)
 
 
-def _cell(patch: Patch, found: Installed) -> Cell:
-    verdict, detail, variant = judge(patch, found)
-    driven = variant is not None and public_release(found.release or "") in variant.releases
+def _cell(patch: Patch, package: str, found: Installed) -> Cell:
+    """One package alone: of another than the patched one, whether the patch was verified with its code."""
+    own = package == patch.package
+    verdict, detail, form = judge(patch, found) if own else judge_companion(patch, package, found)
+    release = found.release if own else found.companions.get(package)
+    driven = form is not None and bool(form.code) and public_release(release or "") in form.releases
     return Cell(verdict, "executed" if driven else "read", detail)
 
 
 def show(matrix: Matrix, console: Console) -> None:
     """A table for each package: a row for each release, a column for each patch."""
     for package in dict.fromkeys(package for package, _ in matrix.releases):
-        patches = [patch for patch in matrix.patches if patch.package == package]
+        patches = [patch for patch in matrix.patches if package in patch.packages]
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column(NAMES.get(package, package))
         for patch in patches:
@@ -133,9 +150,11 @@ def markdown(matrix: Matrix) -> str:
         "|---" * (2 + len(verdicts)) + "|",
     ]
     for patch in matrix.patches:
-        row = matrix.cells[patch.name]
-        spans = [", ".join(_spans(row, verdict)) for verdict in verdicts]
-        lines.append(f"| `{patch.name}` | {NAMES.get(patch.package, patch.package)} | " + " | ".join(spans) + " |")
+        for package in patch.packages:
+            row = {release: cell for release, cell in matrix.cells[patch.name].items() if release[0] == package}
+            spans = [", ".join(_spans(row, verdict)) for verdict in verdicts]
+            of = NAMES.get(package, package) + ("" if package == patch.package else ", relied on")
+            lines.append(f"| `{patch.name}` | {of} | " + " | ".join(spans) + " |")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

@@ -93,10 +93,10 @@ def write(package: str, version: str) -> Written:
         raise UserError(str(error)) from error
     tree = published.tree(package, version)
     for name, entry in catalogue.load().items():
-        if entry.patch.package == package and not entry.patch.diff:
+        if package in entry.patch.packages and not entry.patch.diff:
             file = entry.folder / "patch.toml"
             found = installed.look(entry.patch, tree)
-            text, done[name] = variants.added(variants.read(file), entry.patch, found, version, older[-1])
+            text, done[name] = variants.added(variants.read(file), entry.patch, package, found, version, older[-1])
             texts.append((file, text))
     for file in sorted((ROOT / TESTS).glob("*.toml")):
         texts.append((file, variants.with_release(variants.read(file), version, older[-1])))

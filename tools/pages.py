@@ -60,7 +60,16 @@ def summary(patch: Patch) -> dict[str, Any]:
         "package": patch.package,
         "needed": releases(patch, "needed"),
         "fixed-upstream": releases(patch, "fixed-upstream"),
+        **({"companions": _companions(patch)} if patch.companions else {}),
         "variable": variable(patch.name),
+    }
+
+
+def _companions(patch: Patch) -> dict[str, list[str]]:
+    """The releases that it was verified with, of each other package."""
+    return {
+        package: [release for form in forms if form.code for release in form.releases]
+        for package, forms in patch.companions.items()
     }
 
 
@@ -105,6 +114,12 @@ def print_page(console: Console, patch: Patch) -> None:
         first = variant.code[patch.targets_of(variant)[0]]
         table.add_row(coloured(variant.verdict), ", ".join(variant.releases), first)
     console.print(table)
+    for package, companions in patch.companions.items():
+        console.print(Text(f"\nReleases of {package} that it relies on, where installed", style="bold"))
+        table = _table("its code", "releases")
+        for form in companions:
+            table.add_row("verified" if form.code else "not there yet", ", ".join(form.releases))
+        console.print(table)
     console.print(Text("\nTargets", style="bold"))
     for target in patch.targets:
         console.print(Text(f"patched  {target}"))
@@ -130,7 +145,7 @@ def print_check(console: Console, packages: Mapping[str, str | None], answers: l
 def _print_drift(console: Console, patch: Patch, drift: Drift) -> None:
     """What drifted, and which releases had which variant."""
     console.print(
-        Text(f"\n{patch.name}: what drifted from {patch.package} {drift.release}, the nearest that is verified")
+        Text(f"\n{patch.name}: what drifted from {drift.package} {drift.release}, the nearest that is verified")
     )
     for change in drift.changes:
         for line in change.diff:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
-from vllm_livepatch.sitecustomize.decision import Installed, Patch, judge
+from vllm_livepatch.sitecustomize.decision import Installed, Patch, judge, judge_companion
 from vllm_livepatch.tools.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -19,42 +19,50 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_VARIANT = re.compile(r"^\[\[variant\]\]\n(?:(?!\[\[).*\n?)*", re.MULTILINE)
-_RELEASES = re.compile(r"^(releases = \[)([^\]]*)(\])", re.MULTILINE)
-_CODE = re.compile(r'^"(?P<name>[^"]+)" = "[0-9a-f]{16}"\n?', re.MULTILINE)
+VARIANT = re.compile(r"^\[\[(?:variant|companion)\]\]\n(?:(?!\[\[).*\n?)*", re.MULTILINE)
+RELEASES = re.compile(r"^(releases = \[)([^\]]*)(\])", re.MULTILINE)
+_CODE = re.compile(r'^"(?P<name>[^"]+)" = "(?:[0-9a-f]{16})?"\n?', re.MULTILINE)
 
 
-def added(text: str, patch: Patch, found: Installed, version: str, previous: str) -> tuple[str, str]:
-    """A patch.toml with the release `version` in it, and what was done in a few words; the same text where nothing was.
+def added(text: str, patch: Patch, package: str, found: Installed, version: str, previous: str) -> tuple[str, str]:
+    """A patch.toml with the release `version` of one of the patch's packages in it, and what was done in a few words;
+    the same text where nothing was.
 
-    Code that a variant has: the release joins it. Code that none has: a variant more, for a person to judge, that says
-    what the variant of the release `previous` says, with the fingerprints of `found`. Raises UserError.
+    Code that a variant (of another package than the patched: a companion) has: the release joins it. Code that none
+    has: one more, for a person to judge, that says what that of the release `previous` says, with the fingerprints of
+    `found`. Raises UserError.
     """
-    verdict, detail, variant = judge(patch, found)
-    segments = list(_VARIANT.finditer(text))
-    if verdict == "not-present" and variant is None:
+    own = package == patch.package
+    verdict, detail, form = judge(patch, found) if own else judge_companion(patch, package, found)
+    kind = "variant" if own else "companion"
+    segments = [one for one in VARIANT.finditer(text) if one.group().startswith(f"[[{kind}]]")]
+    if not own:
+        segments = [one for one in segments if f'package = "{package}"' in one.group()]
+    forms = patch.forms(package)
+    if verdict == "not-present" and form is None:
         return text, "not present, nothing to write"
-    if variant is not None and version in variant.releases:
+    if form is not None and version in form.releases:
         return text, "listed already"
     try:
-        if variant is not None:
-            segment = segments[patch.variants.index(variant)]
-            new = _RELEASES.sub(
-                lambda match: match[1] + _with_release(match[2], version) + match[3], segment.group(), 1
-            )
-            return _checked(text, text[: segment.start()] + new + text[segment.end() :], version), "joins a variant"
-        near = next(one for one in reversed(patch.variants) if previous in one.releases)
-        segment = segments[patch.variants.index(near)]
-        new = _RELEASES.sub(rf'\g<1>"{version}"\g<3>', segment.group().rstrip("\n") + "\n", 1)
-        lines = "".join(f'"{name}" = "{print_}"\n' for name, print_ in found.code.items() if print_ is not None)
+        if form is not None:
+            segment = segments[forms.index(form)]
+            new = RELEASES.sub(lambda match: match[1] + _with_release(match[2], version) + match[3], segment.group(), 1)
+            after = text[: segment.start()] + new + text[segment.end() :]
+            return _checked(text, after, kind, version), f"joins a {kind}"
+        near = next(one for one in reversed(forms) if previous in one.releases)
+        segment = segments[forms.index(near)]
+        new = RELEASES.sub(rf'\g<1>"{version}"\g<3>', segment.group().rstrip("\n") + "\n", 1)
+        common = tomllib.loads(text).get("code", {})
+        code = {name: found.code[name] or "" for name in patch.names_of(package)}
+        lines = "".join(f'"{name}" = "{said}"\n' for name, said in code.items() if said != common.get(name, ""))
         first = _CODE.search(new)
         if first is None:
-            raise UserError(f"{patch.name}: the variant of {previous} has no code that can be replaced")
+            raise UserError(f"{patch.name}: the {kind} of {previous} has no code that can be replaced")
         new = new[: first.start()] + lines + _CODE.sub("", new[first.start() :])
         whole = text[: segment.end()].rstrip("\n") + "\n\n" + new + text[segment.end() :].rjust(1, "\n").rstrip(" ")
-        return _checked(text, _one_blank(whole), version), f"a new variant, proposed: {detail}"
+        return _checked(text, _one_blank(whole), kind, version), f"a new {kind}, proposed: {detail}"
     except (StopIteration, IndexError) as error:
-        raise UserError(f"{patch.name}: no variant has vLLM or LMCache {previous}; add {version} by hand") from error
+        raise UserError(f"{patch.name}: no {kind} has {package} {previous}; add {version} by hand") from error
 
 
 def with_release(text: str, version: str, previous: str) -> str:
@@ -67,7 +75,7 @@ def with_release(text: str, version: str, previous: str) -> str:
 def without_release(text: str, version: str) -> str:
     """A file of test data, or a patch.toml, with the release in no list; variants that had no other are gone."""
     only = re.compile(rf'^releases = \["{re.escape(version)}",?\s*\]', re.MULTILINE)
-    for segment in reversed(list(_VARIANT.finditer(text))):
+    for segment in reversed(list(VARIANT.finditer(text))):
         if only.search(segment.group()):
             text = text[: segment.start()] + text[segment.end() :]
     text = re.sub(rf',\s*"{re.escape(version)}"(?=\s*[,\]])', "", text)
@@ -87,16 +95,14 @@ def _one_blank(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
-def _checked(before: str, after: str, version: str) -> str:
-    """The new text, if it differs from the old one by the release alone. Raises UserError."""
+def _checked(before: str, after: str, kind: str, version: str) -> str:
+    """The new text, if it differs from the old one by the release of one kind of table alone. Raises UserError."""
     old, new = tomllib.loads(before), tomllib.loads(after)
-    same = {name: value for name, value in old.items() if name != "variant"} == {
-        name: value for name, value in new.items() if name != "variant"
+    same = {name: value for name, value in old.items() if name != kind} == {
+        name: value for name, value in new.items() if name != kind
     }
-    listed = [release for variant in new["variant"] for release in variant["releases"]]
-    kept = all(
-        _stripped(variant, version) in [_stripped(one, version) for one in new["variant"]] for variant in old["variant"]
-    )
+    listed = [release for variant in new[kind] for release in variant["releases"]]
+    kept = all(_stripped(variant, version) in [_stripped(one, version) for one in new[kind]] for variant in old[kind])
     if not (same and kept and listed.count(version) == 1):
         raise UserError("a patch.toml is written in a way that this command cannot add to; add the release by hand")
     return after

@@ -5,6 +5,7 @@ Source: vllm#45388, vllm PR#44560, vllm PR#57104, LMCache PR#3382.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,9 @@ class _Loads:
 
     Invariant: when nothing runs, the blocks that these requests still need are free. So whichever load arrives first,
     its request can run.
+
+    An error of this class's own may come anywhere. So until the connector has been told of a part, its request is as if
+    that part had failed to load, and from then on it waits for it.
     """
 
     def __init__(self, scheduler: Any, livepatch: PatchContext) -> None:
@@ -49,9 +53,13 @@ class _Loads:
         self.ask: Callable[..., tuple[int | None, bool]] = self.connector.get_num_new_matched_tokens
         self.loads: dict[str, _Load] = {}
         self.arrived: list[Any] = []  # requests whose load has arrived, and that do not run yet
-        self.short: list[str] = []  # those whose next part finds no blocks in this step
+        self.short: list[Any] = []  # those whose next part finds no blocks in this step
         self.refused: str | None = None  # the request, first in this step, that does not fit
-        self.managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self.let_in: list[Any] = []  # requests that the scheduler was told to let in, in this step
+        self.in_vain = False  # whether it found no blocks for one of them in the step before, and looked no further
+        self.coordinator = scheduler.kv_cache_manager.coordinator
+        self.managers = self.coordinator.single_type_managers
+        self.asks_for = inspect.signature(self.managers[0].get_num_blocks_to_allocate).parameters
         adapter = self.connector.scheduler_adapter
         blocks = adapter.num_blocks_per_chunk() * getattr(self.connector, "vllm_block_size", scheduler.block_size)
         self.chunk: int = getattr(adapter, "lmcache_tokens_per_chunk", blocks)
@@ -61,7 +69,8 @@ class _Loads:
             or getattr(scheduler, "aux_output_connector", None) is not None
         )
         self.part_tokens: int = 0 if whole else livepatch.options["max_tokens"]
-        self.connector.get_num_new_matched_tokens = self.matched
+        livepatch.on_stand_aside(self.put_back)
+        self.connector.get_num_new_matched_tokens = livepatch.around(self.ask, self.matched)
 
     # What the connector's tracker counts in: tokens from LMCache 0.4.7, blocks before and in vLLM's own.
 
@@ -76,24 +85,29 @@ class _Loads:
         return int(getattr(tracker, f"num_lmcache_hit_{name}")) * size
 
     def note(self, tracker: Any, **tokens: int) -> None:
-        """Set `lmcache_hit`, `vllm_hit` or `stored` of a tracker."""
+        """Set `lmcache_hit`, `vllm_hit` or `stored` of a tracker. AttributeError where it has no such field."""
         name, size = self.unit(tracker)
         for field, value in tokens.items():
+            getattr(tracker, f"num_{field}_{name}")
             setattr(tracker, f"num_{field}_{name}", value // size)
 
     # Admission: what the scheduler asks for each request that holds nothing yet.
 
-    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def matched(self, wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any) -> tuple[int | None, bool]:
+        """Wraps the connector's `get_num_new_matched_tokens`."""
+        return self.bounded(wrapped, *args, **kwargs)
+
+    def bounded(
+        self, ask: Callable[..., tuple[int | None, bool]], request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """The connector's answer: bounded, or None (ask later) where the request would take what loads still need."""
         name = request.request_id
         self.loads.pop(name, None)
-        # Behind one that does not fit, nobody is asked, as where the scheduler itself finds no blocks. And what has
-        # arrived runs first: a new request that finds no blocks would end the step before its turn.
-        if self.refused is not None or any(
-            other is not request and other.status.name != "RUNNING" for other in self.arrived
-        ):
+        # Behind one that does not fit, nobody is asked, as where the scheduler itself finds no blocks. And where it found
+        # none for one that should have fitted, what has arrived comes first: that one would end each step before its turn.
+        if self.refused is not None or (self.in_vain and any(other.status.name != "RUNNING" for other in self.arrived)):
             return None, False
-        answer, later = self.ask(request, num_computed_tokens)
+        answer, later = ask(request, num_computed_tokens)
         if answer is None:
             return answer, later
         tracker = self.connector.request_trackers[name]
@@ -102,17 +116,18 @@ class _Loads:
             self.note(tracker, stored=locked)
         if not answer and not self.loads:
             return answer, later
-        if (self.loads or self.scheduler.running) and not self.fits(request):
+        end = num_computed_tokens + answer
+        if (self.loads or self.scheduler.running) and not self.fits(request, num_computed_tokens, end):
             self.refused = name
             self.livepatch.count("held_back")
             return None, False
+        self.let_in.append(request)
         if not answer:
             return answer, later
-        end = num_computed_tokens + answer
         at = self.part_end(num_computed_tokens, end)
-        if at < end:
-            self.note(tracker, lmcache_hit=at)
         self.loads[name] = _Load(request, tracker, num_computed_tokens, at, end, locked)
+        if at < end:
+            self.note(tracker, lmcache_hit=at)  # last: were this put back, it would be by what is in `loads`
         return at - num_computed_tokens, later
 
     def part_end(self, start: int, end: int) -> int:
@@ -122,31 +137,61 @@ class _Loads:
         chunks = max((start + self.part_tokens) // self.chunk, start // self.chunk + 1)
         return min(end, chunks * self.chunk)
 
-    def fits(self, request: Any) -> bool:
-        """Whether there are blocks for all of a request, beside those that loads and running prefills still need."""
+    def fits(self, request: Any, cached: int, end: int) -> bool:
+        """Whether there are blocks for all of a request, beside those that loads and running prefills still need.
+
+        What is before `cached` is in the pool, what is before `end` will be loaded.
+        """
         begun = {name: load.request for name, load in self.loads.items()}
         begun |= {
             other.request_id: other
             for other in self.scheduler.running
             if other.num_computed_tokens < other.num_prompt_tokens
         }
-        needed = self.needed(request) + sum(map(self.needed, begun.values()))
+        needed = self.needed(request, cached, end)
+        needed += sum(self.needed(other, 0, other.num_computed_tokens) for other in begun.values())
         return bool(needed <= self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def needed(self, request: Any) -> int:
-        """Blocks that a request has yet to get until it can answer with its first token."""
+    def needed(self, request: Any, cached: int, computed: int) -> int:
+        """Blocks that a request takes from the pool until it can answer with its first token, by the release's count.
+
+        Where it gives blocks back as its window moves on, it never holds more than the release says at most.
+        """
         scheduler = self.scheduler
-        tokens = min(request.num_tokens + 1 + scheduler.num_lookahead_tokens, scheduler.max_model_len)
-        return sum(
-            max(0, -(-tokens // manager.block_size) - len(manager.req_to_blocks.get(request.request_id, ())))
-            for manager in self.managers
-        )
+        tokens = min(request.num_tokens + 1, scheduler.max_model_len)
+        known: dict[str, Any] = {
+            "num_tokens": min(tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len),
+            "total_computed_tokens": computed,
+            "num_local_computed_tokens": cached,
+            "num_tokens_main_model": tokens,
+        }
+        hits = [()] * len(self.managers)
+        if cached:
+            hits = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]
+        total = 0
+        for manager, hit in zip(self.managers, hits, strict=True):
+            most = getattr(manager, "_max_admission_blocks_per_request", None)
+            known["apply_admission_cap"] = most is None
+            blocks = manager.get_num_blocks_to_allocate(
+                request_id=request.request_id,
+                new_computed_blocks=hit[: cached // manager.block_size],
+                **{name: value for name, value in known.items() if name in self.asks_for},
+            )
+            if most is not None:
+                held = manager.req_to_blocks.get(request.request_id, ())
+                blocks = min(blocks, most - sum(not block.is_null for block in held))
+            total += max(0, blocks)
+        return total
 
     # Each step.
 
     def begin_step(self) -> None:
         """Load the next part of what has arrived, and see what waits to run."""
         self.refused = None
+        self.in_vain = any(
+            other.status.name in ("WAITING", "PREEMPTED") and not other.num_computed_tokens for other in self.let_in
+        )
+        self.let_in.clear()
         self.arrived.clear()
         received, failed = self.scheduler.finished_recving_kv_req_ids, self.scheduler.failed_recving_kv_req_ids
         for name, load in list(self.loads.items()):
@@ -161,8 +206,9 @@ class _Loads:
                 else:
                     self.note(load.tracker, vllm_hit=load.start)
                 self.arrived.append(request)
-            elif not 0 < request.num_computed_tokens < load.tokens:
-                del self.loads[name]  # not admitted, or prefilled, or preempted
+            elif not 0 < request.num_computed_tokens < load.tokens:  # not admitted, or prefilled, or preempted
+                self.uncap(load)
+                del self.loads[name]
             elif request.status.name != "RUNNING":
                 self.arrived.append(request)
 
@@ -172,48 +218,76 @@ class _Loads:
         at = self.part_end(load.at, load.end)
         # Releases to 0.17 leave the computed tokens at 0 until the load has arrived, and then count its blocks.
         begun = request.num_computed_tokens
-        if manager.allocate_slots(request, at - begun, delay_cache_blocks=True) is None:
-            if scheduler.running or len(scheduler.requests) > sum(scheduler.get_request_counts()):
-                self.short.append(request.request_id)  # somebody will give blocks back
-                scheduler.finished_recving_kv_req_ids.discard(request.request_id)
-            else:
-                self.livepatch.count("prefilled_instead")
-                self.let_go(load)
-            return False
-        if begun:
-            request.num_computed_tokens = at
-        self.tell_statistics(load, at)
-        self.note(load.tracker, vllm_hit=load.at, lmcache_hit=at if at < load.end else load.locked)
-        load.tracker.allocated_block_ids.clear()  # all are given again, and to 0.17 they are appended
-        self.connector.update_state_after_alloc(request, manager.get_blocks(request.request_id), at - load.at)
-        load.tracker.state = type(load.tracker.state).WAITING_FOR_LOAD
-        load.at = at
-        scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+        try:
+            waiting_for_load = type(load.tracker.state).WAITING_FOR_LOAD
+            if manager.allocate_slots(request, at - begun, delay_cache_blocks=True) is None:
+                if scheduler.running or len(scheduler.requests) > sum(scheduler.get_request_counts()):
+                    self.short.append(request)  # somebody will give blocks back
+                    scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+                else:
+                    self.livepatch.count("prefilled_instead")
+                    self.let_go(load)
+                return False
+            self.note(load.tracker, vllm_hit=load.at, lmcache_hit=at if at < load.end else load.locked)
+            load.tracker.allocated_block_ids.clear()  # all are given again, and to 0.17 they are appended
+            self.connector.update_state_after_alloc(request, manager.get_blocks(request.request_id), at - load.at)
+        except Exception:
+            request.num_computed_tokens = load.at  # the blocks that follow are there, and have nothing in them
+            scheduler.failed_recving_kv_req_ids.add(request.request_id)
+            raise
+        before = load.at
+        self.under_way(load, at, waiting_for_load)
         if hasattr(scheduler, "_set_kv_fetch_stage"):
             scheduler._set_kv_fetch_stage(request, "in_progress")
+        self.tell_statistics(load, before)
         self.livepatch.count("further_parts")
         return True
 
-    def tell_statistics(self, load: _Load, at: int) -> None:
+    def under_way(self, load: _Load, at: int, waiting_for_load: Any) -> None:
+        """From here on the connector loads the part, and its request waits. Nothing of this can fail halfway."""
+        request = load.request
+        self.scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+        if request.num_computed_tokens:
+            request.num_computed_tokens = at
+        load.at = at
+        load.tracker.state = waiting_for_load
+
+    def tell_statistics(self, load: _Load, before: int) -> None:
         """What the release counts as loaded of a request: it counted the first part when it was admitted."""
         request, stats = load.request, self.scheduler.connector_prefix_cache_stats
         if hasattr(request, "num_external_computed_tokens"):  # to 0.19; 0.14 and 0.15 count it when it has arrived
-            request.num_external_computed_tokens += at - load.at
+            request.num_external_computed_tokens += load.at - before
         if stats is not None and not hasattr(self.scheduler, "_update_connector_prefix_cache_stats"):
             hits = "preempted_hits" if request.num_preemptions else "hits"
-            setattr(stats, hits, getattr(stats, hits) + at - load.at)
+            setattr(stats, hits, getattr(stats, hits) + load.at - before)
         prefill = getattr(request, "prefill_stats", None)
         if prefill is not None and not request.num_preemptions:
             prefill.set(
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_local_cached_tokens=load.start,
-                num_external_cached_tokens=at - load.start,
+                num_external_cached_tokens=load.at - load.start,
             )
 
     def end_step(self) -> None:
         """What found no blocks has arrived all the same: an abort must free its blocks at once."""
-        self.scheduler.finished_recving_kv_req_ids.update(self.short)
+        for request in self.short:
+            if request.status.name == "WAITING_FOR_REMOTE_KVS":
+                self.scheduler.finished_recving_kv_req_ids.add(request.request_id)
         self.short.clear()
+
+    def put_back(self) -> None:
+        """Leave the loads to the release: what has arrived is computed from there, what is under way is waited for."""
+        with contextlib.ExitStack() as each:  # all, also where one cannot be given back
+            each.callback(self.end_step)
+            for load in self.loads.values():
+                each.callback(self.let_go, load)
+                each.callback(self.uncap, load)
+
+    def uncap(self, load: _Load) -> None:
+        """Let the tracker have all of a hit again, where its request was not let in."""
+        if load.tracker.state.name == "PREFETCHING":
+            self.note(load.tracker, lmcache_hit=load.locked)
+            load.at = load.end  # its locks are the connector's affair, or `finished`'s
 
     # Read locks.
 

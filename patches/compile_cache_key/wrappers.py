@@ -5,6 +5,7 @@ Source: vllm.compilation.backends and .caching, which both ask `vllm.envs.compil
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,23 @@ FILENAME = "vllm.model_executor.models.registry:_LazyRegisteredModel._get_cache_
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
 
+    alone = uuid.uuid4().hex
+
+    def key() -> str:
+        """What patches make of traced code; where that cannot be told, a key that nobody else has.
+
+        Stock's own key would give this process the graphs of stock code, and stock processes those of ours.
+        """
+        if not livepatch.aside:
+            try:
+                return livepatch.patch_set()
+            except Exception as error:
+                livepatch.stand_aside("the patch set", error)
+        return alone
+
     def factors(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         found = wrapped(*args, **kwargs)
-        patch_set = livepatch.patch_set()
+        patch_set = key()
         if patch_set:
             livepatch.count("keys")
             found["LIVEPATCH_PATCH_SET"] = patch_set
@@ -28,7 +43,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     def filename(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         name: str = wrapped(*args, **kwargs)
-        patch_set = livepatch.patch_set()
+        patch_set = key()
         return f"{name.removesuffix('.json')}-{patch_set[:16]}.json" if patch_set else name
 
-    return {FACTORS: factors, FILENAME: filename}
+    return {FACTORS: livepatch.lasting(factors), FILENAME: livepatch.lasting(filename)}

@@ -33,26 +33,38 @@ REMEMBERED = 65536
 
 Call = Callable[..., Any]
 _STATE = "_livepatch_kv_block_reaper"
+LEDGER = "_livepatch_transfers"
+"""Attribute of a scheduler: what `stale-finished-recving` keeps account in."""
 _UNSEEN = object()
 
 
 class Watch:
     """What is known of one scheduler's held blocks."""
 
-    __slots__ = ("age", "holds", "reaped", "receiving")
+    __slots__ = ("age", "holds", "reaped", "receives", "receiving")
 
     def __init__(self, age: float) -> None:
         self.age = age  # seconds
         # Request id: when its hold began, the oldest first. (A dict would search for its first entry past all that
         # were taken from its front.)
         self.holds: OrderedDict[str, float] = OrderedDict()
-        self.reaped: OrderedDict[str, None] = OrderedDict()
+        # Request id: how many completions may still come of what was freed here, the oldest first.
+        self.reaped: OrderedDict[str, int] = OrderedDict()
         self.receiving: set[str] = set()  # requests that are being finished while their KV still arrives
+        # Finished requests whose KV still arrives: nothing bounds that. Their hold begins when it has arrived.
+        self.receives: dict[str, Any] = {}
 
     def late(self, output: Any, requests: Mapping[str, Any]) -> set[str]:
-        """The ids of an output that were freed here; a request of the same id may wait for a receive of its own."""
+        """The ids of an output that were freed here; a request of the same id may wait for a receive of its own.
+
+        Where a later request has the id, the first send that is reported counts as the earlier request's. If that was
+        lost for good, the later one is reaped in its turn: late, but never while it is read.
+        """
         reaped = self.reaped
-        late = {name for name in output.finished_sending or () if name in reaped}
+        late = set()
+        for name in output.finished_sending or ():
+            if name in reaped and (reaped[name] or name not in requests or not requests[name].is_finished()):
+                late.add(name)
         return late | {name for name in output.finished_recving or () if name in reaped and name not in requests}
 
 
@@ -157,7 +169,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             if request is None or not request.is_finished():  # another request has its id
                 continue
             scheduler._free_blocks(request)
-            state.reaped[request_id] = None
+            state.reaped[request_id] = state.reaped.pop(request_id, 0) + 1
             if len(state.reaped) > REMEMBERED:
                 state.reaped.popitem(last=False)
             livepatch.count("reaped")
@@ -188,11 +200,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         request_id = request.request_id
         receives = args[1] if len(args) > 1 else kwargs.get("delay_free_blocks", False)
         receives = receives or request_id in state.receiving
-        state.reaped.pop(request_id, None)  # from here on, what completes under this id is this request's
         result = wrapped(*args, **kwargs)
         if scheduler.requests.get(request_id) is request:
             if receives:  # its blocks are being written to
                 livepatch.count("receive_pending")
+                state.receives[request_id] = request
             else:
                 state.holds[request_id] = time.monotonic()
                 state.holds.move_to_end(request_id)
@@ -200,9 +212,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         state = vars(scheduler).get(_STATE)
-        if state is not None and state.holds:
+        if state is not None and (state.holds or state.receives):
             request = args[0] if args else kwargs["request"]
             state.holds.pop(request.request_id, None)
+            state.receives.pop(request.request_id, None)
         return wrapped(*args, **kwargs)
 
     def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
@@ -220,17 +233,32 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         return result
 
     def transfers_ended(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        """Leave out what was freed already, between the connector's look at the ids (which may add some) and ours."""
-        state, connector = vars(scheduler).get(_STATE), scheduler.connector
-        if state is None or not state.reaped:
+        state = vars(scheduler).get(_STATE)
+        if state is None or not (state.reaped or state.receives):
             return wrapped(*args, **kwargs)
+        received = (args[0] if args else kwargs["kv_connector_output"]).finished_recving
+        arrived = state.receives.keys() & received if received else ()
+        # `stale-finished-recving` knows itself what is late.
+        beside = not state.reaped or LEDGER in vars(scheduler)
+        result = wrapped(*args, **kwargs) if beside else without_late(wrapped, scheduler, args, kwargs)
+        for request_id in arrived:
+            request = state.receives.pop(request_id, None)
+            if request is not None and scheduler.requests.get(request_id) is request:  # kept for its send
+                state.holds[request_id] = time.monotonic()
+        return result
+
+    def without_late(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        """Leave out what was freed already, between the connector's look at the ids (which may add some) and ours."""
+        state, connector = vars(scheduler)[_STATE], scheduler.connector
         output = args[0] if args else kwargs["kv_connector_output"]
         held: list[tuple[Any, Any]] = []
 
-        def drop(late: set[str]) -> None:
-            late |= state.late(output, scheduler.requests)
+        def drop() -> None:
+            late = state.late(output, scheduler.requests)
             for request_id in sorted(late):
                 livepatch.count("late")
+                if request_id in (output.finished_sending or ()):
+                    state.reaped[request_id] = max(0, state.reaped[request_id] - 1)
                 livepatch.say("late", f"dropped the completion of request {request_id}, whose blocks were freed before")
             if late:
                 held.append((output.finished_recving, output.finished_sending))
@@ -238,15 +266,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 output.finished_sending = set(output.finished_sending or ()) - late
 
         def see(told_of: Any) -> Any:
-            # Another patch may have its own look inside, so what is late is noted before it, too.
-            late = state.late(output, scheduler.requests) if told_of is output else set()
             result = connector_sees(told_of)
             if told_of is output:
-                drop(late)
+                try:
+                    drop()
+                except Exception as error:  # the release's own code is what calls this
+                    livepatch.stand_aside("leaving out late completions", error)
             return result
 
         if connector is None:
-            drop(set())
+            drop()
         else:
             own = vars(connector).get("update_connector_output", _UNSEEN)
             connector_sees = connector.update_connector_output

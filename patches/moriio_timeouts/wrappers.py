@@ -1,12 +1,17 @@
 """Every wait of MoRI-IO ends, and a failed write ends its own request and nothing else.
 
+What a wait gives up may still be under way: the blocks that it reads from stay with their request until mori says that
+it has ended. Reads are in reads.py.
+
 Source: vllm PR#40344, which bounds the same waits from 0.23.0 on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import queue
 import sys
 import threading
 import time
@@ -15,11 +20,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import reads
+
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 ENGINE = "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_engine"
-WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector:MoRIIOConnectorWorker"
+WORKER = reads.WORKER
 
 _PAUSE = (0.00005, 0.002)
 """Seconds between two looks at a transfer: a twentieth of the time waited so far, within these."""
@@ -35,6 +42,7 @@ class Writes:
         # without end, until the mark was reported; then an id may come again.
         self.ended: dict[str, float] = {}
         self.statuses: dict[str, list[Any]] = {}  # of the transfers begun for a request
+        self.given_up: dict[str, list[Any]] = {}  # those that were pending then: their blocks are still being read
         self.task: Any = None  # what the writer thread is executing
         self.completed_by_waiting = False  # whether `Succeeded` may stay false until `Wait` is called
 
@@ -44,10 +52,19 @@ class Writes:
 
     def end(self, request_id: str) -> bool:
         """End a request; whether it had not ended before."""
-        self.statuses.pop(request_id, None)
+        pending = [status for status in self.statuses.pop(request_id, ()) if reads.in_progress(status)]
+        if pending:
+            self.given_up.setdefault(request_id, []).extend(pending)
         again = self.ended.get(request_id) == math.inf
         self.ended[request_id] = math.inf
         return not again
+
+    def take_released(self) -> list[str]:
+        """The requests that were given up, and whose last transfer has ended since."""
+        released = [name for name, pending in self.given_up.items() if not any(map(reads.in_progress, pending))]
+        for request_id in released:
+            del self.given_up[request_id]
+        return released
 
 
 class Handshakes:
@@ -104,18 +121,35 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     # Writes, on the prefill side
 
     def writes_of(engine: Any) -> Writes:
-        writes: Writes = vars(engine).setdefault("_livepatch_writes", Writes())
-        return writes
+        found: Writes | None = vars(engine).get("_livepatch_writes")
+        if found is None:
+            found = engine._livepatch_writes = Writes()
+            livepatch.on_stand_aside(functools.partial(give_back_transfers, engine, found))
+        return found
+
+    def give_back_transfers(engine: Any, writes: Writes) -> None:
+        """The release's own wait looks for what it waits for in one place; it is not to find that all has ended."""
+        with engine.lock:
+            for statuses in writes.statuses.values():
+                engine.transfer_status += statuses
+            writes.statuses.clear()
 
     def give_up(engine: Any, kind: str, request: Any, request_id: str, peer: str, said: str) -> None:
-        """Mark a request done, once, and forget what was known of its transfer: its blocks come back."""
+        """Mark a request done, once, and forget what was known of its transfer: its blocks come back.
+
+        Where transfers are pending, that mark waits for their end: they still read the blocks.
+        """
         with engine.lock:
             engine.done_remote_allocate_req_dict.pop(getattr(request, transfer_key, request_id), None)
             first = writes_of(engine).end(request_id)
-            if first:
+            pending = len(writes_of(engine).given_up.get(request_id, ()))
+            if first and not pending:
                 engine.done_req_ids.append(request_id)
         if first:
             livepatch.count(kind)
+            if pending:
+                livepatch.count("held")
+                said += f"; its blocks are held until {pending} pending transfers have ended"
             livepatch.say(kind, f"the write of request {request_id} to {peer} is given up: {said}")
 
     def execute(wrapped: Callable[..., Any], writer: Any, args: Any, kwargs: Any) -> Any:
@@ -124,8 +158,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         worker = writer.worker
         engine = worker.moriio_wrapper
         writes = writes_of(engine)
-        if writes.is_past(task):
+        if writes.is_past(task):  # also after the patch has stood aside: its blocks may be another's by now
             return None
+        if livepatch.aside:
+            return wrapped(*args, **kwargs)
         writes.task = task
         # Some releases of mori complete a transfer between the GPUs of one machine only within `Wait`.
         writes.completed_by_waiting = getattr(worker.moriio_config, "backend", "rdma") == "xgmi"
@@ -180,23 +216,29 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             return wrapped(*args, **kwargs)
         finally:
             with engine.lock:
-                begun = writes_of(engine).statuses.setdefault(plan.request_id, [])
-                begun += engine.transfer_status
-                engine.transfer_status.clear()
+                if not livepatch.aside:  # else they would be missed where they were given back to
+                    begun = writes_of(engine).statuses.setdefault(plan.request_id, [])
+                    begun += engine.transfer_status
+                    engine.transfer_status.clear()
 
     def wait_for_transfers(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:
         """In place of the release's own wait, which ends only with the transfers."""
         writes = writes_of(engine)
         task = writes.task
         with engine.lock:
-            statuses = list(engine.transfer_status)
-            engine.transfer_status.clear()
-            for request_id in [task.request_id] if task is not None else list(writes.statuses):
-                statuses += writes.statuses.pop(request_id, ())
+            waited_for = [task.request_id] if task is not None else list(writes.statuses)
+            statuses = [*engine.transfer_status, *(one for name in waited_for for one in writes.statuses.get(name, ()))]
         if writes.completed_by_waiting and not all(status.Succeeded() for status in statuses):
-            threading.Thread(target=wait_each, args=(statuses,), name="livepatch-moriio-wait", daemon=True).start()
+            reads.wait_aside(statuses)
         begin = time.monotonic()
         pending, failed = wait_for(statuses, transfer_seconds)
+        with engine.lock:
+            for request_id in waited_for:
+                writes.statuses.pop(request_id, None)
+            waited = {id(status) for status in statuses}
+            engine.transfer_status[:] = [status for status in engine.transfer_status if id(status) not in waited]
+            if task is not None and pending:
+                writes.statuses[task.request_id] = statuses  # for whoever gives the request up
         if not pending and failed is None:
             return
         said = f"{pending} of {len(statuses)} transfers are pending after {time.monotonic() - begin:.1f} s"
@@ -204,16 +246,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             said = f"a transfer failed: {failed.Message()} (code {failed.Code()}); {said}"
         error = sys.modules[ENGINE].TransferError(said)
         error.livepatch_kind = "transfer_timeout" if failed is None else "transfer_failed"
-        raise error
-
-    def wait_each(statuses: Sequence[Any]) -> None:
-        for status in statuses:
-            status.Wait()
+        raise livepatch.deliberate(error)
 
     def pop_finished(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
         """What was queued until now for a request that is reported as done belongs to it; what comes later does not."""
-        done = wrapped(*args, **kwargs)
         writes = writes_of(engine)
+        with engine.lock:
+            engine.done_req_ids += writes.take_released()
+        done = wrapped(*args, **kwargs)
         with engine.lock:
             for request_id in done:
                 if request_id in writes.ended:
@@ -252,6 +292,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     def handshakes_of(worker: Any) -> Handshakes:
         if not isinstance(worker._ready_requests, Handshakes):
             worker._ready_requests = Handshakes()
+            # The release's own methods would wait for ever for what is handed over here.
+            livepatch.on_stand_aside(lambda: setattr(worker, "_ready_requests", queue.Queue()))
         found: Handshakes = worker._ready_requests
         return found
 
@@ -276,23 +318,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         finally:
             metadata.reqs_to_save = every
 
-    def start_load_kv(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
-        """Let the method see only requests whose peer is there, so that it has nothing to spin for."""
-        metadata = args[0] if args else kwargs["metadata"]
-        if worker.is_producer or worker.mode.name != "READ":
-            return wrapped(*args, **kwargs)
-        every = metadata.reqs_to_recv
-        wanted = dict(every)
-        for request_id, (kind, peer, said) in connect(worker, wanted).items():
-            del wanted[request_id]
-            livepatch.count(kind)
-            livepatch.say(kind, f"the KV of request {request_id} is not read from {peer}: {said}")
-        metadata.reqs_to_recv = wanted
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            metadata.reqs_to_recv = every
-
     def handshake(wrapped: Any, worker: Any, args: Any, kwargs: Any) -> Any:
         """A peer that never answers frees the one thread that shakes hands, for the next peer."""
         function = wrapped.__func__
@@ -315,9 +340,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         )
         same.__kwdefaults__ = function.__kwdefaults__
         try:
-            return same(worker, *args, **kwargs)
+            return wrapped.answered_by(same, worker, *args, **kwargs)
         except zmq.Again as error:
-            raise names["HandshakeError"](f"no answer in {handshake_seconds:g} s") from error
+            raise livepatch.deliberate(names["HandshakeError"](f"no answer in {handshake_seconds:g} s")) from error
 
     # Start-up: the worker waits for its own listener, which may have failed to bind its port
 
@@ -339,17 +364,17 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         if error is not None:
             livepatch.count("listener_failed")
             said = f"MoRI-IO cannot listen for handshakes on port {worker.side_channel_port}: {error}"
-            raise sys.modules[WORKER.partition(":")[0]].HandshakeError(said) from error
+            raise livepatch.deliberate(sys.modules[reads.MODULE].HandshakeError(said)) from error
         return result
 
     return {
-        f"{ENGINE}:MoRIIOWriter._execute_write_task": execute,
+        **reads.wrappers(livepatch, connect),
+        f"{ENGINE}:MoRIIOWriter._execute_write_task": livepatch.lasting(execute),
         f"{ENGINE}:MoRIIOWriter._process_deferred_tasks": process_deferred,
         f"{ENGINE}:MoRIIOWriter._do_layer_write": write_layer,
         f"{ENGINE}:MoRIIOWrapper.waiting_for_transfer_complete": wait_for_transfers,
-        f"{ENGINE}:MoRIIOWrapper.pop_finished_req_ids": pop_finished,
+        f"{ENGINE}:MoRIIOWrapper.pop_finished_req_ids": livepatch.lasting(pop_finished),
         f"{WORKER}.save_kv_layer": save_kv_layer,
-        f"{WORKER}.start_load_kv": start_load_kv,
         f"{WORKER}._moriio_handshake": handshake,
         f"{WORKER}._moriio_handshake_listener": listen,
         f"{WORKER}.register_kv_caches": register_kv_caches,

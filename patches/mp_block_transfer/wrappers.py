@@ -54,7 +54,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     def staged(wrapped: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
         """Block ids on their way to the device: here they can be looked at without waiting for it."""
         if is_ours():
-            transfer.check_ids(args[0] if args else kwargs["block_ids"], context.num_blocks_)
+            try:
+                transfer.check_ids(args[0] if args else kwargs["block_ids"], context.num_blocks_)
+            except ValueError as error:
+                raise livepatch.deliberate(error)  # noqa: B904 (the same error)
         return wrapped(*args, **kwargs)
 
     def started(wrapped: Callable[..., Any], dispatcher: Any, args: Any, kwargs: Any) -> Any:
@@ -70,6 +73,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     return {
         f"{CONTEXT}:GPUCacheContext.__init__": registered,
-        f"{CONTEXT}:GPUCacheContext.stage_block_ids": staged,
+        # The operation stays with the release, which has none of its own; so its check does, too.
+        f"{CONTEXT}:GPUCacheContext.stage_block_ids": livepatch.lasting(staged),
         f"{COMPLETION}:DeviceHostFuncDispatcher.start": started,
     }

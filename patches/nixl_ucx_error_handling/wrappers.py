@@ -5,7 +5,6 @@ Source: ai-dynamo/nixl#2039, ai-dynamo/nixl PR#499, ROCm/RIXL PR#32.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -52,32 +51,30 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         """Let agents of this class choose the mode, once: the class is shared by all that import it."""
         create = getattr(agent_class, "create_backend", None)
         if create is not None and not hasattr(create, "livepatch"):
-            agent_class.create_backend = choosing(create)
+            made: Any = livepatch.around(create, create_backend)
+            made.livepatch = True
+            agent_class.create_backend = made
 
-    def choosing(create: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(create)
-        def create_backend(agent: Any, backend: str, initParams: Mapping[str, str] | None = None) -> Any:
-            given = dict(initParams or {})
-            if not backend.startswith("UCX"):
-                return create(agent, backend, given)
-            if PARAMETER in given:
-                livepatch.count("set_by_caller")
-                return create(agent, backend, given)
-            if PARAMETER not in agent.get_plugin_params(backend):
-                livepatch.count("unknown_to_nixl")
-                livepatch.say("unknown_to_nixl", f"this NIXL's {backend} has no parameter {PARAMETER}: it is left out")
-                return create(agent, backend, given)
-            mode = configured or livepatch.options["MODE"]
-            result = create(agent, backend, {**given, PARAMETER: mode})
-            taken = agent.get_backend_params(backend).get(PARAMETER)
-            if taken == mode:
-                livepatch.count(f"mode_{mode}")
-            else:
-                livepatch.count("not_taken")
-                livepatch.say("not_taken", f"{backend} was asked for {PARAMETER}={mode} and says {taken!r}")
-            return result
-
-        create_backend.livepatch = True  # type: ignore[attr-defined]
-        return create_backend
+    def create_backend(create: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        named = dict(zip(("agent", "backend", "initParams"), args, strict=False)) | kwargs
+        agent, backend, given = named["agent"], named["backend"], dict(named.get("initParams") or {})
+        if not backend.startswith("UCX"):
+            return create(agent, backend, given)
+        if PARAMETER in given:
+            livepatch.count("set_by_caller")
+            return create(agent, backend, given)
+        if PARAMETER not in agent.get_plugin_params(backend):
+            livepatch.count("unknown_to_nixl")
+            livepatch.say("unknown_to_nixl", f"this NIXL's {backend} has no parameter {PARAMETER}: it is left out")
+            return create(agent, backend, given)
+        mode = configured or livepatch.options["MODE"]
+        result = create(agent, backend, {**given, PARAMETER: mode})
+        taken = agent.get_backend_params(backend).get(PARAMETER)
+        if taken == mode:
+            livepatch.count(f"mode_{mode}")
+        else:
+            livepatch.count("not_taken")
+            livepatch.say("not_taken", f"{backend} was asked for {PARAMETER}={mode} and says {taken!r}")
+        return result
 
     return {CONNECTOR: connector, LOAD: load}

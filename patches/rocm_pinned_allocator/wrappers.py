@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,26 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         lock: threading.Lock = vars(allocator).setdefault(LOCK, threading.Lock())  # atomic
         return lock
 
+    # Those whose pool is not whole yet.
+    growing: weakref.WeakSet[Any] = weakref.WeakSet()
+
     def stay(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> None:
         """The background thread ends at once; `close` still joins it."""
+        growing.add(allocator)
+
+    def grow_as_the_release() -> None:
+        """The release's own background thread pins the rest, which nobody would grow into otherwise."""
+        for allocator in list(growing):
+            if allocator._curr_size < allocator._final_size and not allocator._stop_expand.is_set():
+                allocator._expand_thread = threading.Thread(target=pin_the_rest, args=(allocator,), daemon=True)
+                allocator._expand_thread.start()
+
+    def pin_the_rest(allocator: Any) -> None:
+        with lock_of(allocator):  # an expansion under way ends first, and finds on its next turn that it was the last
+            pass
+        allocator._expand_worker()
+
+    livepatch.on_stand_aside(grow_as_the_release)
 
     def pin(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> Any:
         """Pin a part of the buffer (offset and size in bytes), or raise PinError with nothing recorded as pinned."""
@@ -81,13 +100,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             f"container's memory limit and free memory)"
         )
         livepatch.say("pin_failures", message)
-        raise PinError(message) from cause
+        raise livepatch.deliberate(PinError(message)) from cause
 
     def expand(allocator: Any, seen: int) -> bool:
         """Pin and commit one step, unless somebody did since the pool had `seen` bytes. False: there is no more."""
         with lock_of(allocator):
             if committed(allocator) != seen:
                 return True
+            if livepatch.aside:
+                return False
             start = allocator._curr_size
             chunk = allocator.PIN_CHUNK_SIZE
             end = min(start + max(step_bytes, chunk), allocator._final_size)

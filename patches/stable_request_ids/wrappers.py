@@ -71,9 +71,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         # The class that the release's servers answer with "bad request"; whoever takes a request in has it loaded.
         kinds = sys.modules.get("vllm.exceptions")
         error: Exception = getattr(kinds, "VLLMValidationError", ValueError)(said)
-        return error
+        return livepatch.deliberate(error)
 
-    return {ASSIGN: assign, REGISTER: register, ADMIT: admit}
+    # Ids that are kept stay in use when the patch has stood aside, here or in another process: refusing goes on.
+    return {ASSIGN: assign, REGISTER: livepatch.lasting(register), ADMIT: livepatch.lasting(admit)}
 
 
 def _is_live(processor: Any, request: Any, parent: Any, queue: Any) -> bool:

@@ -7,6 +7,7 @@ Source: vllm#43226, vllm#46240, vllm PR#53631, vllm PR#56089, vllm PR#52954.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ class _Held:
 class Ledger:
     """What one scheduler still waits for on behalf of requests that have finished."""
 
-    __slots__ = ("announces_always", "given_up", "held", "parked", "receiving")
+    __slots__ = ("announces_always", "given_up", "held", "parked", "receiving", "unsorted")
 
     def __init__(self, connector: Any) -> None:
         self.announces_always = announces_always(connector)
@@ -64,13 +65,14 @@ class Ledger:
         self.given_up: OrderedDict[str, int] = OrderedDict()
         # The requests that are being finished while their receive is pending.
         self.receiving: set[str] = set()
+        # Completions (received, sent) of held requests that an error of ours has kept us from sorting.
+        self.unsorted: tuple[set[str], set[str]] = set(), set()
 
-    def is_late(self, request_id: str) -> bool:
-        """Whether a send's completion is that of an earlier request, whose blocks were freed without it."""
+    def came_late(self, request_id: str) -> None:
+        """A send's completion was that of an earlier request, whose blocks were freed without it."""
         count = self.given_up.pop(request_id, 0)
         if count > 1:
             self.given_up[request_id] = count - 1
-        return count > 0
 
     def give_up_send(self, request_id: str) -> None:
         self.given_up[request_id] = self.given_up.pop(request_id, 0) + 1
@@ -85,12 +87,11 @@ class _Sorter:
     and the scheduler's; afterwards the output has again what the connector left in it.
     """
 
-    __slots__ = ("actionable", "output", "raw", "scheduler", "see")
+    __slots__ = ("output", "raw", "see", "sort")
 
-    def __init__(self, see: Any, scheduler: Any, actionable: Callable[[Any, Any], tuple[Ids, Ids]]) -> None:
+    def __init__(self, see: Any, sort: Callable[[Any], tuple[Ids, Ids]]) -> None:
         self.see = see
-        self.scheduler = scheduler
-        self.actionable = actionable
+        self.sort = sort
         self.output: Any = None  # the one that the scheduler is acting on; another caller's passes through
         self.raw: tuple[Ids, Ids] | None = None
 
@@ -100,7 +101,7 @@ class _Sorter:
             received, sent = output.finished_recving, output.finished_sending
             if received or sent or output.invalid_block_ids:
                 self.raw = received, sent
-                output.finished_recving, output.finished_sending = self.actionable(self.scheduler, output)
+                output.finished_recving, output.finished_sending = self.sort(output)
         return result
 
     def done(self) -> None:
@@ -108,6 +109,18 @@ class _Sorter:
             self.output.finished_recving, self.output.finished_sending = self.raw
             self.raw = None
         self.output = None
+
+
+class _Sorted:
+    """What is to be done about the completions of one worker's output. Nothing is changed while it is found out."""
+
+    def __init__(self) -> None:
+        self.ready: set[str] = set()
+        self.received: list[_Held] = []
+        self.sent: list[_Held] = []
+        self.late: list[str] = []
+        self.dropped: list[tuple[str, str]] = []  # kind, request id
+        self.passed: set[str] = set()  # sends that are left to the release
 
 
 def leaves(connector: Any) -> Iterator[Any]:
@@ -145,13 +158,46 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     # To 0.15 the id of a load that has arrived stays behind when its request is aborted.
     lingers: bool = livepatch.facts.get("lingers", False)
 
-    def drop(kind: str, request_id: str) -> None:
-        livepatch.count(kind)
-        livepatch.say(kind, f"dropped a completion the scheduler cannot act on: {kind}, request {request_id}")
+    def sorted_out(scheduler: Any, ledger: Ledger, output: Any) -> _Sorted:
+        requests, aside = scheduler.requests, livepatch.aside
+        found = _Sorted()
+        for request_id in ledger.unsorted[0].union(output.finished_recving or ()):
+            request = requests.get(request_id)
+            held = ledger.held.get(request_id)
+            if request is not None and request.status == type(request.status).WAITING_FOR_REMOTE_KVS:
+                found.ready.add(request_id)
+            elif held is not None and held.receive:
+                found.received.append(held)
+            elif aside and held is None:
+                found.ready.add(request_id)
+            else:
+                found.dropped.append(("recv_unknown" if request is None else "recv_not_waiting", request_id))
+        for request_id in ledger.unsorted[1].union(output.finished_sending or ()):
+            request = requests.get(request_id)
+            held = ledger.held.get(request_id)
+            if request_id in ledger.given_up:
+                found.late.append(request_id)
+                found.dropped.append(("send_late", request_id))
+            elif held is not None and held.send:
+                found.sent.append(held)
+            elif aside and held is None:
+                found.passed.add(request_id)
+            elif request is None:
+                found.dropped.append(("send_unknown", request_id))
+            else:
+                kind = "send_not_announced" if request.is_finished() else "send_not_finished"
+                found.dropped.append((kind, request_id))
+        if ledger.announces_always and ledger.held and output.invalid_block_ids:
+            found.received += refused(scheduler, ledger, output.invalid_block_ids)
+        return found
 
-    def hold(kind: str, request_id: str, ended: str, pending: str) -> None:
-        livepatch.count(kind)
-        livepatch.say(kind, f"request {request_id}: its {ended} has ended, its {pending} has not; its blocks are kept")
+    def refused(scheduler: Any, ledger: Ledger, failed: set[int]) -> Iterator[_Held]:
+        """The held requests whose load LMCache has refused, or given up: to 0.4.7 only their blocks are reported."""
+        for request_id, held in ledger.held.items():
+            if held.receive and held.empty_send:
+                blocks, *more = scheduler.kv_cache_manager.get_block_ids(request_id)
+                if not more and not failed.isdisjoint(blocks):  # of several groups, a block's id would be ambiguous
+                    yield held
 
     def actionable(scheduler: Any, output: Any) -> tuple[Ids, Ids]:
         """The received and sent ids (either may be None) of a worker's output that the scheduler is to act on now.
@@ -159,70 +205,52 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         A receive readies a request that waits for it. A finished request is named once, as sent, when the last of its
         transfers has ended: that frees its blocks in every release.
         """
-        requests, ledger = scheduler.requests, ledger_of(scheduler)
-        ready: set[str] = set()
-        ended: set[str] = set()
-        for request_id in output.finished_recving or ():
-            request = requests.get(request_id)
-            held = ledger.held.get(request_id)
-            if request is None:
-                drop("recv_unknown", request_id)
-            elif request.status == type(request.status).WAITING_FOR_REMOTE_KVS:
-                ready.add(request_id)
-            elif held is None or not held.receive:
-                drop("recv_not_waiting", request_id)
-            else:
-                held.receive = False
-                ended.add(request_id)
-        for request_id in output.finished_sending or ():
-            request = requests.get(request_id)
-            held = ledger.held.get(request_id)
-            if ledger.is_late(request_id):
-                drop("send_late", request_id)
-            elif request is None:
-                drop("send_unknown", request_id)
-            elif not request.is_finished():
-                drop("send_not_finished", request_id)
-            elif held is None or not held.send:
-                drop("send_not_announced", request_id)
-            else:
-                held.send = False
-                ended.add(request_id)
-        if ledger.announces_always and ledger.held and output.invalid_block_ids:
-            ended |= refused(scheduler, ledger, output.invalid_block_ids)
-        freed: set[str] = set()
-        for request_id in ended:
-            held = ledger.held[request_id]
-            if held.receive:
-                hold("held_for_receive", request_id, "send", "receive")
-            elif held.send and not held.empty_send:
-                hold("held_for_send", request_id, "receive", "send")
-            else:
-                freed.add(request_id)
-        return ready or None, freed or None
+        ledger = ledger_of(scheduler)
+        try:
+            found = sorted_out(scheduler, ledger, output)
+        except Exception as error:
+            livepatch.stand_aside("sorting completions", error)
+            held = ledger.held.keys()  # whose blocks are not safe with the release: they are sorted with the next
+            received, sent = output.finished_recving or set(), output.finished_sending or set()
+            ledger.unsorted = ledger.unsorted[0] | (received & held), ledger.unsorted[1] | (sent & held)
+            return received - held, sent - held
+        ledger.unsorted = set(), set()
+        for one in found.received:
+            one.receive = False
+        for one in found.sent:
+            one.send = False
+        for request_id in found.late:
+            ledger.came_late(request_id)
+        ended = {one.request.request_id: one for one in (*found.received, *found.sent)}
+        freed = {name for name, one in ended.items() if not one.receive and (one.empty_send or not one.send)}
+        try:
+            report(found, {name: one for name, one in ended.items() if name not in freed})
+        except Exception as error:
+            livepatch.stand_aside("reporting completions", error)
+        return found.ready or None, freed | found.passed or None
 
-    def refused(scheduler: Any, ledger: Ledger, failed: set[int]) -> set[str]:
-        """The held requests whose load LMCache has refused, or given up: to 0.4.7 only their blocks are reported."""
-        ids: set[str] = set()
-        for request_id, held in ledger.held.items():
-            if held.receive and held.empty_send:
-                blocks, *more = scheduler.kv_cache_manager.get_block_ids(request_id)
-                if not more and not failed.isdisjoint(blocks):  # of several groups, a block's id would be ambiguous
-                    held.receive = False
-                    ids.add(request_id)
-        return ids
+    def report(found: _Sorted, kept: Mapping[str, _Held]) -> None:
+        for kind, request_id in found.dropped:
+            livepatch.count(kind)
+            livepatch.say(kind, f"dropped a completion the scheduler cannot act on: {kind}, request {request_id}")
+        for request_id, held in kept.items():
+            kind, ended, pending = "held_for_send", "receive", "send"
+            if held.receive:
+                kind, ended, pending = "held_for_receive", "send", "receive"
+            livepatch.count(kind)
+            livepatch.say(kind, f"request {request_id}: its {ended} has ended, its {pending} has not; blocks are kept")
 
     def update(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         output = args[0] if args else kwargs["kv_connector_output"]
         connector = scheduler.connector
         if connector is None:
-            sorter = _Sorter(None, scheduler, actionable)
+            sorter = _Sorter(None, functools.partial(actionable, scheduler))
             sorter.output = output
             sorter(output)
         else:
             sorter = vars(connector).get("update_connector_output")
             if type(sorter) is not _Sorter:
-                sorter = _Sorter(connector.update_connector_output, scheduler, actionable)
+                sorter = _Sorter(connector.update_connector_output, functools.partial(actionable, scheduler))
                 connector.update_connector_output = sorter
             sorter.output = output
         try:
@@ -244,6 +272,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                     ledger.receiving.add(request_id)
                 if lingers:  # the next request of that id would run before its KV has arrived
                     received.discard(request_id)
+                    scheduler.failed_recving_kv_req_ids.discard(request_id)
         rest = args[1:] if args else ()
         kwargs = {name: value for name, value in kwargs.items() if name != "request_ids"}
         try:
@@ -264,10 +293,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         announced, params = wrapped(*args, **kwargs)
         ledger = ledger_of(scheduler)
         receives = request.request_id in ledger.receiving
-        if receives or announced:
+        if (receives or announced) and not livepatch.aside:
             empty = receives and ledger.announces_always and not request.num_preemptions
             ledger.held[request.request_id] = _Held(request, receives, bool(announced), empty)
-        return announced or receives, params
+            return True, params
+        return announced, params
 
     def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         request = args[0] if args else kwargs["request"]
@@ -278,8 +308,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             del ledger.held[request.request_id]
             if held.send:
                 ledger.give_up_send(request.request_id)
-            for parked in ledger.parked.pop(request.request_id, ()):
-                scheduler.add_request(parked)
+        if ledger is not None and request.request_id in ledger.parked:
+            first, *rest = ledger.parked.pop(request.request_id)
+            scheduler.add_request(first)
+            if rest:
+                ledger.parked[request.request_id] = rest
             settle_parked(scheduler, ledger)
         return result
 
@@ -288,7 +321,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         request = args[0] if args else kwargs["request"]
         ledger: Ledger | None = vars(scheduler).get(LEDGER)
         held = None if ledger is None else ledger.held.get(request.request_id)
-        if ledger is None or held is None or getattr(held.request, "streaming_queue", None) is not None:
+        session = held is not None and getattr(held.request, "streaming_queue", None) is not None
+        if ledger is None or session or (held is None and request.request_id not in ledger.parked):
             return wrapped(*args, **kwargs)
         ledger.parked.setdefault(request.request_id, []).append(request)
         settle_parked(scheduler, ledger)
@@ -305,10 +339,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         elif not ledger.parked:
             own.pop("get_num_unfinished_requests", None)
 
-    return {
-        f"{SCHEDULER}._update_from_kv_xfer_finished": update,
-        f"{SCHEDULER}.finish_requests": finish,
-        f"{SCHEDULER}._connector_finished": connector_finished,
-        f"{SCHEDULER}._free_blocks": free_blocks,
-        f"{SCHEDULER}.add_request": add_request,
+    made = {
+        "_update_from_kv_xfer_finished": update,
+        "finish_requests": finish,
+        "_connector_finished": connector_finished,
+        "_free_blocks": free_blocks,
+        "add_request": add_request,
     }
+    # Should the patch stand aside, what it holds must still not be freed before its transfers have ended.
+    return {f"{SCHEDULER}.{name}": livepatch.lasting(wrapper) for name, wrapper in made.items()}

@@ -1,18 +1,19 @@
 """Every pinned vLLM release, stock and patched, through loads that are more than its pool holds.
 
-See driver/chunked_lmcache_load.py: the scheduler and the LMCache connector are the release's own, and every slot of the
-pool has contents that are looked at.
+See driver/chunked_lmcache_load.py, and chunked_load_cases.py and chunked_load_errors.py beside it: the scheduler and the
+LMCache connector are the release's own, and every slot of the pool has contents that are looked at.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import interpreter
 import pytest
 from packaging.version import Version
-from vllm_livepatch.tools import catalogue, registry
+from vllm_livepatch.tools import catalogue, registry, sources
 
 PATCH = "chunked-lmcache-load"
 DRIVER = PATCH.replace("-", "_")
@@ -23,12 +24,18 @@ USABLE_BLOCKS = 99
 MIXES = "4"
 RELEASES = [release for variant in catalogue.load()[PATCH].patch.variants for release in variant.releases]
 LMCACHE = registry.pins("lmcache")[-1].version
+COMPANIONS = catalogue.load()[PATCH].patch.companions["lmcache"]
+OWN = "lmcache.integration.vllm.lmcache_mp_connector:LMCacheMPConnector.request_trackers"
+OWN_CLASS = [release for form in COMPANIONS if OWN in form.code for release in form.releases]
+BEFORE_OWN_CLASS = [release for form in COMPANIONS if OWN not in form.code for release in form.releases]
 
 # The first release in which a shape does not stall any more.
 ENDS = {"equal_prompts": "0.19.1", "small_first_turn": "0.23.0", "head_of_line": "0.31.0"}
 FIXED_FROM = "0.31.0"
 OWN_CLASS_FROM = "0.22.1"
 """From here on vLLM prefers the connector class that LMCache ships."""
+WATERMARK_FROM = "0.24.0"
+"""From here on the scheduler can be told to keep some blocks free."""
 BY_HASH_TO = "0.16.0"
 """To here the built-in connector names blocks by hash, which LMCache from 0.5.1 cannot be told any more."""
 
@@ -96,10 +103,60 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"]["held_back"] > 5
 
 
-@pytest.mark.parametrize("lmcache", ["0.4.6", "0.4.7", "0.5.3"])
+@pytest.mark.parametrize("lmcache", OWN_CLASS)
 def test_lmcaches_own_class(lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
-    """The class that LMCache ships counts in blocks to 0.4.6 and in tokens after; the newest is driven above."""
-    check(drive(warm, tmp_path, "0.29.0", "lmcache", bundle=bundle, lmcache=lmcache))
+    """The class that LMCache ships counts in blocks to 0.4.6 and in tokens after."""
+    check(drive(warm, tmp_path, "0.29.0", "lmcache", bundle=bundle, lmcache=lmcache, mixes="1"))
+
+
+@pytest.mark.parametrize("lmcache", BEFORE_OWN_CLASS)
+def test_the_built_in_class_beside_an_lmcache_without_one(
+    lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    check(drive(warm, tmp_path, "0.16.0", "builtin", bundle=bundle, lmcache=lmcache, mixes="1"))
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
+
+
+def renamed(tmp_path: Path, field: str, name: str) -> Path:
+    """The newest LMCache with a field of its tracker called otherwise, throughout."""
+    whole = tmp_path / "renamed"
+    shutil.copytree(sources.site_packages("lmcache", LMCACHE), whole)
+    files = [file for file in whole.rglob("*.py") if field in file.read_text("utf-8")]
+    for file in files:
+        file.write_text(file.read_text("utf-8").replace(field, name), "utf-8")
+    assert files
+    return whole
+
+
+@pytest.mark.parametrize("toggle", ["on", "force"])
+def test_a_renamed_field_of_lmcaches_tracker(
+    toggle: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The patch is refused, and the release's scheduler runs as it came; forced onto it, the patch meets what is not
+    there.
+    """
+    copy = renamed(tmp_path, "num_lmcache_hit_tokens", "num_lmcache_found_tokens")
+    stock = sources.site_packages
+    monkeypatch.setattr(sources, "site_packages", lambda package, version: copy if package == "lmcache" else stock(package, version))  # fmt: skip
+    worlds = drive(warm, tmp_path, "0.30.0", "lmcache", bundle=bundle, mixes="0", environ={TOGGLE: toggle})
+    patch = interpreter.reported(tmp_path, PATCH)
+    outcomes = {name: world["outcome"] for played in worlds.values() for name, world in played.items()}
+    assert patch["verdict"] == "drifted"
+    assert f"lmcache {LMCACHE}" in patch["detail"]
+    assert "LMCacheMPRequestTracker.num_lmcache_hit_tokens" in patch["detail"]
+    if toggle == "force":
+        assert (patch["state"], patch["reason"]) == ("applied", "forced")
+        assert {outcome.partition(" ")[0] for outcome in outcomes.values()} == {"AttributeError"}, outcomes
+    else:
+        assert (patch["state"], patch["reason"]) == ("skipped", "drifted")
+        assert outcomes == stock_outcomes(warm, tmp_path / "stock", "0.30.0", "lmcache")
+
+
+def stock_outcomes(warm: interpreter.Interpreter, work: Path, vllm: str, which: str) -> dict[str, str]:
+    work.mkdir()
+    worlds = drive(warm, work, vllm, which, mixes="0")
+    return {name: world["outcome"] for played in worlds.values() for name, world in played.items()}
 
 
 def test_lmcaches_own_class_stalls_too(warm: interpreter.Interpreter, tmp_path: Path) -> None:
@@ -123,3 +180,79 @@ def test_zero_is_off(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
     assert worlds["builtin Scheduler"]["head_of_line"]["outcome"].startswith("stalls")
     patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["reason"]) == ("skipped", "off")
+
+
+def which_class(release: str) -> str:
+    """The connector class that a vLLM release prefers."""
+    return "lmcache" if Version(release) >= Version(OWN_CLASS_FROM) else "builtin"
+
+
+def cases(
+    warm: interpreter.Interpreter, work: Path, release: str, names: str, *, bundle: Path | None = None
+) -> dict[str, dict[str, Any]]:
+    """Play the cases of driver/chunked_load_cases.py; by case, world and scheduler class, what it came to."""
+    work.mkdir()
+    releases = {"vllm": release, "lmcache": lmcache_of(release)}
+    environ = {TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": str(PART_TOKENS)}
+    arguments = [which_class(release), *names.split()]
+    result = warm.run("chunked_load_cases", releases, work, bundle=bundle, environ=environ, arguments=arguments)
+    worlds: dict[str, dict[str, Any]] = result["worlds"]
+    return worlds
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_as_many_at_once_as_stock(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """What the release's own admission lets in at once, the patch does: with sliding windows, and a prefix in the pool."""
+    names = "hybrid shared" if which_class(release) == "lmcache" else "shared"  # the built-in class serves one group
+    stock = cases(warm, tmp_path / "stock", release, names)
+    patched = cases(warm, tmp_path / "patched", release, names, bundle=bundle)
+    assert {name: world["outcome"] for name, world in patched.items()} == dict.fromkeys(stock, "finishes")
+    for name, world in patched.items():
+        assert (world["at_once"], world["steps"]) == (stock[name]["at_once"], stock[name]["steps"]), name
+        assert world["at_once"] > 1, name
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_has_arrived_stops_nobody(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """One that cannot run for another adapter's sake leaves the others their turn."""
+    for name, world in cases(warm, tmp_path / "work", release, "adapters", bundle=bundle).items():
+        assert world["outcome"] == "finishes", name
+        last = max(ended for request, ended in world["ended"].items() if request.startswith("later"))
+        assert last < world["ended"]["running"] <= world["ended"]["loading"], (name, world["ended"])
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_other_limits(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Nothing stalls, and nothing runs on what was not loaded for it, where parts fail, clients go and seats are few."""
+    names = ["limits", "later_parts"]
+    if which_class(release) == "lmcache":
+        names.append("hybrid_mixes")
+    if Version(release) >= Version(WATERMARK_FROM):
+        names.append("watermark")
+    worlds = cases(warm, tmp_path / "work", release, " ".join(names), bundle=bundle)
+    assert {name: world["outcome"] for name, world in worlds.items()} == dict.fromkeys(worlds, "finishes")
+    assert sum(world["aborted_loads"] for name, world in worlds.items() if "gone after" in name) > 10
+
+
+def test_hybrid_mixes_stall_on_stock(warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    worlds = cases(warm, tmp_path / "work", "0.30.0", "hybrid_mixes")
+    assert worlds["hybrid_mixes head of line Scheduler"]["outcome"].startswith("stalls")
+
+
+@pytest.mark.parametrize("release", ["0.14.1", "0.17.1", "0.18.1", "0.24.0", "0.30.0", "0.33.0"])
+def test_errors_of_its_own(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Wherever in the patch an error comes, the world finishes on KV of its own, and no block is lost.
+
+    Read locks may be left: what the error kept from being released LMCache lets expire.
+    """
+    releases = {"vllm": release, "lmcache": lmcache_of(release)}
+    environ = {"LIVEPATCH": "off"}
+    arguments = [which_class(release), "1"]
+    result = warm.run("chunked_load_errors", releases, tmp_path, bundle=bundle, environ=environ, arguments=arguments)
+    assert result["wrong"] == []
+    assert result["outcomes"]["no error: finishes"] == 2
+    assert sum(result["outcomes"].values()) > 250

@@ -35,7 +35,9 @@ STOCK = {
     "nothing_to_save": "never returns",
     "silent_peer": "never returns; request never done; next not served",
     "refused_handshake": "request never done; next not served",
-    "transfer_never_ends": "request never done; next not served",
+    "transfer_never_ends": "next not served",
+    "transfer_ends_late": "next not served",
+    "layer_raises_while_pending": "next not served; request never done",
     "transfer_fails": "request never done; next not served",
     "transfer_of_another_fails": "request never done; healthy request charged",
     "write_raises": "request never done; next not served",
@@ -49,9 +51,10 @@ PATCHED = {**dict.fromkeys(STOCK, "survives"), "port_is_taken": "raises Handshak
 COUNTERS = {
     "handshake_timeout": 2,
     "handshake_failed": 1,
-    "transfer_timeout": 1,
+    "transfer_timeout": 2,
     "transfer_failed": 3,
-    "write_failed": 1,
+    "write_failed": 2,
+    "held": 3,
     "deferred_expired": 1,
     "listener_failed": 1,
 }
@@ -75,6 +78,8 @@ FIXED_STOCK = {
     "read": "KV lost",
     "read_from_silent_peer": "next not served",
     "port_is_taken": "never returns",
+    "transfer_ends_late": "request never done",
+    "layer_raises_while_pending": "next not served; request never done",
 }
 
 
@@ -123,6 +128,16 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"] == COUNTERS
     said = (tmp_path / "stderr").read_text(encoding="utf-8")
     assert [kind for kind, words in SAID.items() if not re.search(REQUEST + words, said)] == []
+
+
+@pytest.mark.parametrize("case", ["own_error_in_wait", "own_error_in_handshake"])
+@pytest.mark.parametrize("release", ["0.14.1", "0.22.1"])
+def test_own_error(release: str, case: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Where the patch itself errs, the release's own code answers, and finds what it would have had."""
+    result = drive(warm, release, tmp_path, bundle, OPTIONS, [PATCHED_SECONDS, case])
+    assert result["cases"] == {case: "survives"}
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["reason"]) == ("failed", "raised"), patch
 
 
 def test_fixed_release(warm: interpreter.Interpreter, tmp_path: Path) -> None:

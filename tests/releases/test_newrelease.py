@@ -64,17 +64,22 @@ def forget(root: Path, package: str, version: str) -> None:
         text = file.read_text("utf-8")
         if file.name == "releases.toml":
             text = releases_file.without(text, package, version)
-        elif file.name == "patch.toml" and tomllib.loads(text)["package"] != package:
+        elif file.name == "patch.toml" and package not in packages_of(tomllib.loads(text)):
             continue
         else:
             text = variants.without_release(text, version)
         file.write_text(text, "utf-8")
 
 
-def proposed(committed: dict[str, Any], version: str, previous: str) -> dict[str, Any]:
+def packages_of(patch: dict[str, Any]) -> set[str]:
+    return {patch["package"], *(companion["package"] for companion in patch.get("companion", []))}
+
+
+def proposed(committed: dict[str, Any], package: str, version: str, previous: str) -> dict[str, Any]:
     """A patch.toml's data as a command can know them: of code that is new, it says what is said of the code before."""
-    said = [variant for variant in committed["variant"] if variant["releases"] == [version]]
-    before = [variant for variant in committed["variant"] if previous in variant["releases"]]
+    forms = committed["variant" if committed["package"] == package else "companion"]
+    said = [variant for variant in forms if variant["releases"] == [version]]
+    before = [variant for variant in forms if previous in variant["releases"]]
     for variant in said:
         for entry in ("verdict", "applies", "facts"):
             variant.pop(entry, None)
@@ -95,9 +100,9 @@ def test_the_newest_release_comes_back(package: str, copy: Path) -> None:
         committed = (ROOT / file.relative_to(copy)).read_text("utf-8")
         if file.name == "patch.toml":
             patch = tomllib.loads(committed)
-            if patch["package"] != package or "diff" in patch:
+            if package not in packages_of(patch) or "diff" in patch:
                 continue
-            assert tomllib.loads(came) == proposed(patch, newest, previous), file.parent.name
+            assert tomllib.loads(came) == proposed(patch, package, newest, previous), file.parent.name
         elif file.name == "releases.toml":
             assert came == committed
         else:

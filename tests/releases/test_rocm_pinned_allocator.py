@@ -57,6 +57,21 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"]["pin_failures"] == 2
 
 
+@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
+def test_where_it_stands_aside_the_release_pins_the_rest(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """Nothing else would: its own thread has ended long before. The pool has its whole size, and is closed whole."""
+    found = warm.run(DRIVER, {"lmcache": release}, tmp_path, bundle=bundle, environ=ON, arguments=["stands_aside"])
+    found = found["stands_aside"]
+    assert found["start"] == {"pinned": 64, "heap": 64, "usage": [0, 320]}
+    assert found["state"] == {"pinned": 320, "heap": 320, "usage": [32, 320]}
+    assert (found["objects"], found["left"], found["stray"]) == ([1, 9], 0, 0)
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["reason"]) == ("failed", "raised"), patch
+    assert "AttributeError: it has another name now" in patch["detail"]
+
+
 def _grown(grown: dict[str, Any]) -> None:
     pinned = [state["pinned"] for state in grown["states"]]
     assert pinned == [64, 64, 64, *[256] * 6, *[320] * 2, 320]

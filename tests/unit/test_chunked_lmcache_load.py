@@ -28,6 +28,9 @@ class FullAttentionManager:
         self.block_size = 16
         self.req_to_blocks: dict[str, list[int]] = {}
 
+    def get_num_blocks_to_allocate(self) -> int:
+        raise NotImplementedError
+
 
 def scheduler(connector: Any) -> Any:
     coordinator = SimpleNamespace(single_type_managers=[FullAttentionManager()])

@@ -96,14 +96,12 @@ def test_the_entry_imports_nothing_that_site_has_not_imported() -> None:
 
 
 def test_what_is_importable_is_two_names(patched: Sandbox) -> None:
-    """The bundle's copy of wrapt shadows nobody's."""
+    """The bundle's copy of wrapt shadows nobody's, and nothing of ours imports either."""
     top = {path.name for path in patched.bundle.iterdir()} - {"__pycache__"}
     assert top == {"sitecustomize.py", "_vllm_livepatch", "manifest.json"}
     patched.write({"wrapt/__init__.py": "whose = 'theirs'\n"})
-    done = patched.python(
-        f"{USE_STEP}\nimport wrapt, sys\nprint(wrapt.whose, sys.modules['_vllm_livepatch.vendor.wrapt'].__name__)"
-    )
-    assert done.out == f"{PATCHED}theirs _vllm_livepatch.vendor.wrapt\n"
+    show = "import sys\nprint([name for name in sys.modules if 'wrapt' in name])\nimport wrapt\nprint(wrapt.whose)"
+    assert patched.python(f"{USE_STEP}\n{show}").out == f"{PATCHED}[]\ntheirs\n"
 
 
 def test_a_target_pulls_nothing_into_the_namespace_of_others(patched: Sandbox) -> None:
@@ -113,25 +111,6 @@ def test_a_target_pulls_nothing_into_the_namespace_of_others(patched: Sandbox) -
     names = ast.literal_eval(done.out.splitlines()[1])
     assert names
     assert all(name.split(".")[0] == "_vllm_livepatch" for name in names)
-
-
-@pytest.mark.parametrize("theirs", ["absent", "there", "imported"])
-def test_our_wrapt_is_compiled_where_the_bundle_has_that_and_is_not_theirs(sandbox: Sandbox, theirs: str) -> None:
-    """The compiled part imports `wrapt.exceptions` by that name."""
-    sandbox.patch()
-    sandbox.generate()
-    if theirs != "absent":
-        sandbox.write({"wrapt/__init__.py": "print('theirs')", "wrapt/other.py": ""})
-    show = "import sys\nprint(sorted(name for name in sys.modules if name.partition('.')[0] == 'wrapt'))\n"
-    before = f"import wrapt\n{show}" if theirs == "imported" else show
-    # The interpreter that these tests run in is the one whose compiled part is in the bundle.
-    compiled = "import _vllm_livepatch.vendor.wrapt.__wrapt__ as it\nprint(it._using_c_extension)\n"
-    done = sandbox.python(f"{before}{USE_STEP}\n{show}{compiled}")
-    said, names = ("theirs\n", "['wrapt']\n") if theirs == "imported" else ("", "[]\n")
-    there = bool(list(sandbox.bundle.glob("_vllm_livepatch/vendor/wrapt/_wrappers.*")))
-    assert done.out == f"{said}{names}{PATCHED}{names}{there}\n", done.err
-    if theirs == "there":
-        assert sandbox.python(f"{USE_STEP}\nimport wrapt, wrapt.other").out == f"{PATCHED}theirs\n"
 
 
 def test_two_bundles_on_the_path_patch_once(patched: Sandbox) -> None:

@@ -318,3 +318,38 @@ def test_pairs_that_differ(one: str, other: str) -> None:
 )
 def test_pairs_that_mean_the_same(one: str, other: str) -> None:
     assert of(one) == of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("class A:\n  x: int = 1", "class A:\n  x: ClassVar[int] = 1"),
+        ("class A:\n  x: int", "class A:\n  x: dataclasses.InitVar[int]"),
+        ("class A:\n  x: int\n  _: int\n  y: int", "class A:\n  x: int\n  _: KW_ONLY\n  y: int"),
+        ("class A:\n  x: int = 1", "class A:\n  x: 'ClassVar[int]' = 1"),
+        ("class A:\n  x: Annotated[int, Gt(0)]", "class A:\n  x: Annotated[int, Gt(1)]"),
+        ("class A:\n  if b:\n    x: int = 1", "class A:\n  if b:\n    x: ClassVar[int] = 1"),
+        ("class A(msgspec.Struct):\n  x: int", "class A(msgspec.Struct):\n  x: str"),
+        ("class A(Struct, array_like=True):\n  x: int", "class A(Struct):\n  x: int"),
+        ("class A(BaseModel):\n  x: int = 1", "class A(BaseModel):\n  x: float = 1"),
+        ("@pydantic.dataclasses.dataclass\nclass A:\n  x: int", "@pydantic.dataclasses.dataclass\nclass A:\n  x: str"),
+        ("class A:\n  x: int\n  y: int", "class A:\n  y: int\n  x: int"),
+    ],
+)
+def test_annotations_that_are_behaviour_count(one: str, other: str) -> None:
+    assert of(one) != of(other)
+
+
+def test_a_field_by_itself_counts_as_its_class_reads_it() -> None:
+    """Of a class that decodes by its annotations, and of one that only says what is no field."""
+
+    def field(source: str) -> str | None:
+        return fingerprint.of_names(source, {"it": "A.x"})["it"]
+
+    assert field("class A(Struct):\n  x: int") != field("class A(Struct):\n  x: str")
+    assert field("class A:\n  x: int") == field("class A:\n  x: str")
+    assert field("class A:\n  x: int = 1") != field("class A:\n  x: ClassVar[int] = 1")
+
+
+def test_the_same_words_in_a_function_do_not_count() -> None:
+    assert of("def f(a: Annotated[int, 1]):\n  x: ClassVar = a") == of("def f(a):\n  x = a")

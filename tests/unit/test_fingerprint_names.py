@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize import fingerprint
@@ -102,9 +103,7 @@ def test_the_definition_that_a_name_means(name: str, same_as: str) -> None:
     assert fingerprint.of_names(SOURCE, {"it": name})["it"] == fingerprint.of_names(same_as, {"it": key})["it"]
 
 
-@pytest.mark.parametrize(
-    "name", ["thrice", "Outer.three", "Outer.method.inner", "Inner", "sys", "LIMIT.real", "method"]
-)
+@pytest.mark.parametrize("name", ["thrice", "Outer.three", "Outer.method.inner", "Inner", "os", "LIMIT.real", "method"])
 def test_a_name_that_is_not_there(name: str) -> None:
     assert fingerprint.of_names(SOURCE, {"it": name, "LIMIT": "LIMIT"})["it"] is None
 
@@ -183,3 +182,71 @@ def test_every_interpreter_gives_the_same_fingerprints(tmp_path: Path) -> None:
             f"{key}:{name}" for key in first for name in first[key] if first[key][name] != answers[version][key][name]
         ]
         assert different == [], f"{served[0]} and {version} differ"
+
+
+CLASS = """
+@dataclass({options})
+class Held({bases}):
+    LIMIT = 3
+
+    def __init__(this, size, *, more=None):
+        this.size = size
+        this.pool: list[int] = [0] * size
+        if more:
+            this.pool, this.rest = more, other.rest
+        with lock:
+            this.count += {count}
+        other.size = 1
+
+    def grow(self):
+        self.later = 1
+"""
+
+
+def member(name: str, *, options: str = "", bases: str = "Base", count: int = 1) -> str | None:
+    source = CLASS.format(options=options, bases=bases, count=count)
+    return fingerprint.of_names(source, {"it": f"Held.{name}"})["it"]
+
+
+@pytest.mark.parametrize("name", ["size", "pool", "rest", "count", "LIMIT"])
+def test_an_attribute_is_what_init_assigns(name: str) -> None:
+    assert member(name) is not None
+    assert (member(name, count=2) == member(name)) == (name != "count")
+
+
+@pytest.mark.parametrize("name", ["later", "more", "other", "siz"])
+def test_what_init_does_not_assign_is_not_there(name: str) -> None:
+    assert member(name) is None
+
+
+def test_all_assignments_of_an_attribute_count() -> None:
+    pool = "class A:\n  def __init__(self):\n    self.x = 1\n    if a:\n      self.x = {second}\n    self.y = {third}"
+    first, second, third = (
+        fingerprint.of_names(pool.format(second=second, third=third), {"it": "A.x"})["it"]
+        for second, third in ((2, 3), (4, 3), (2, 5))
+    )
+    assert first == third != second
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [({"bases": "Base, Mixin"}, False), ({"options": "frozen=True"}, False), ({"count": 2}, True)],
+)
+def test_the_bases_of_a_class_by_themselves(changed: dict[str, Any], same: bool) -> None:
+    assert (member("__bases__", **changed) == member("__bases__")) is same
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("import fast as it", "import slow as it", False),
+        ("from a import it", "from b import it", False),
+        ("from a import it, more", "from a import it", True),
+        ("from a import more as it", "from a import it", False),
+        ("try:\n  import it\nexcept ImportError:\n  it = None", "it = None", True),
+    ],
+)
+def test_what_a_module_imports_under_a_name(one: str, other: str, same: bool) -> None:
+    found = [fingerprint.of_names(source, {"it": "it"})["it"] for source in (one, other)]
+    assert None not in found
+    assert (found[0] == found[1]) is same

@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import wrapt
 from vllm_livepatch.patches.nixl_ucx_error_handling import wrappers
+from vllm_livepatch.sitecustomize import guard
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 
@@ -42,10 +42,12 @@ class Patched:
         class Connector:
             def __init__(self, vllm_config: Any, role: Any = None) -> None: ...
 
-        Connector.__init__ = wrapt.FunctionWrapper(Connector.__init__, made[wrappers.CONNECTOR])  # type: ignore[method-assign]
+        Connector.__init__ = guard.in_place_of(  # type: ignore[method-assign]
+            Connector.__init__, made[wrappers.CONNECTOR], self.context, wrappers.CONNECTOR
+        )
         self.connector = Connector
         names = {"NixlWrapper": Agent, "nixl_agent_config": object}
-        self.load = wrapt.FunctionWrapper(lambda name: names.get(name), made[wrappers.LOAD])
+        self.load = guard.in_place_of(lambda name: names.get(name), made[wrappers.LOAD], self.context, wrappers.LOAD)
 
     def connect(self, **extra: Any) -> None:
         """Make a connector with this `kv_connector_extra_config`."""
@@ -142,3 +144,19 @@ def test_no_nixl_and_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "nixl._api")
     patched.connector(SimpleNamespace(kv_transfer_config=None))
     assert patched.agent_class.create_backend is patched.original
+
+
+@pytest.mark.parametrize(
+    ("gone", "params"), [("get_plugin_params", {}), ("get_backend_params", {wrappers.PARAMETER: "none"})]
+)
+def test_an_error_of_its_own_leaves_the_backend_made_once(patched: Patched, gone: str, params: dict[str, str]) -> None:
+    """Before the backend is made it is made as the caller asked, and afterwards it stays."""
+    patched.connect()
+    setattr(patched.agent_class, gone, None)
+    agent = patched.agent_class()
+    made: list[Any] = []
+    agent.created = type("Created", (dict,), {"__setitem__": lambda self, name, value: made.append((name, value))})()
+    assert agent.create_backend("UCX") == "UCX"
+    assert made == [("UCX", params)]
+    assert patched.context.aside
+    assert create(patched) == {}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import wrapt
 from vllm_livepatch.patches.stable_request_ids import wrappers
+from vllm_livepatch.sitecustomize import guard
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 
@@ -42,7 +42,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> PatchContext:
     context = PatchContext("stable-request-ids", {}, {}, lambda: None)
     made = wrappers.wrappers(context)
     for owner, target in ((Core, wrappers.ADMIT), (Front, wrappers.REGISTER)):
-        monkeypatch.setattr(owner, "add_request", wrapt.FunctionWrapper(owner.add_request, made[target]))
+        stand_in = guard.in_place_of(vars(owner)["add_request"], made[target], context, target)
+        monkeypatch.setattr(owner, "add_request", stand_in)
     return context
 
 
@@ -101,3 +102,24 @@ def test_samples(context: PatchContext) -> None:
     with pytest.raises(ValueError, match="request id 'b' is in use"):
         front.add_request(request("0_b"), None, parent_req=SimpleNamespace(request_id="b"), request_index=0)
     assert (list(front.request_states), front.parent_requests) == (["1_a", "b"], {"a": parent})
+
+
+def test_ids_that_were_kept_are_refused_still_when_the_patch_stands_aside(context: PatchContext) -> None:
+    """Here or in another process: the scheduler would assert, and so end the engine."""
+    core = Core()
+    core.add_request(request())
+    context.withdraw()
+    with pytest.raises(ValueError, match="is in use"):
+        core.add_request(request())
+    front = Front()
+    front.add_request(request(), None)
+    with pytest.raises(ValueError, match="is in use"):
+        front.add_request(request(), None)
+
+
+def test_an_error_of_its_own_refuses_nobody(context: PatchContext) -> None:
+    core = Core()
+    core.scheduler.requests["a"] = SimpleNamespace()  # not as a request is: the patch asks what it has not
+    core.add_request(request())
+    assert context.aside
+    assert core.scheduler.requests["a"].client_index == 0

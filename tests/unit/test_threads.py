@@ -47,7 +47,7 @@ ROUNDS = """
             sys.exit("round %d: %s" % (number, os.waitstatus_to_exitcode(status)))
     print("all")
     """
-PRELOAD = "import fakeengine, _vllm_livepatch.sitecustomize.hook, _vllm_livepatch.vendor.wrapt"
+PRELOAD = "import fakeengine, _vllm_livepatch.sitecustomize.hook"
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,13 @@ def functions_of(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def wrappers_in(module: ModuleType) -> int:
-    """How many members of the module's classes are wrapt's."""
+    """How many members of the module's classes are the bundle's."""
+    guard = sys.modules["_vllm_livepatch.sitecustomize.guard"].__file__
     classes = [
         value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
     ]
-    return sum(type(member).__name__ == "FunctionWrapper" for owner in classes for member in vars(owner).values())
+    members = [_bare(member) for owner in classes for member in vars(owner).values()]
+    return sum(member.__code__.co_filename == guard for member in members if isinstance(member, FunctionType))
 
 
 def _bare(member: Any) -> Any:

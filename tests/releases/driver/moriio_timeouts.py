@@ -2,7 +2,7 @@
 """Drive one release's MoRI-IO worker through peers and transfers that never end; print what happened as JSON.
 
 Run with the release's sources and the stand-in for mori, and the bundle or not, on the path.
-The one argument is how many seconds a wait may take that a fault should have ended. A case that does not go as a user
+The first argument is how many seconds a wait may take that a fault should have ended; names behind it are of OWN_ERRORS. A case that does not go as a user
 would want says so in its outcome; what to expect of which release is none of this script's business.
 """
 
@@ -202,13 +202,44 @@ def refused_handshake(world: World) -> None:
 
 
 def transfer_never_ends(world: World) -> None:
-    """One of two transfers stays in progress."""
+    """One of two transfers stays in progress: it may read its blocks at any time."""
     orders.let(lambda number: orders.NEVER if number == 0 else orders.AT_ONCE)
     request = Sent(world.peer(), [0], [1])
     request.allocate(world.worker)
     world.send(request)
-    world.expect_given_up(request)
+    world.expect(until(lambda: orders.begun() == len(LAYERS), HEALTHY), "not begun")
     world.next_is_served(request.peer)
+    world.report()
+    world.expect(not world.done[request.request_id], "done while it is read")
+    world.expect(request.key not in request.peer.notified, "peer told of KV that it has not")
+
+
+def transfer_ends_late(world: World) -> None:
+    """One of two transfers ends after its time, from blocks that are still its own."""
+    orders.let(lambda number: orders.LATE if number == 0 else orders.AT_ONCE)
+    ends_late(world)
+
+
+def layer_raises_while_pending(world: World) -> None:
+    """The second layer's transfer cannot be begun while the first layer's is under way."""
+    orders.let(lambda number: orders.REFUSED if number == 1 else orders.LATE)
+    ends_late(world, layers=1)
+
+
+def ends_late(world: World, layers: int = len(LAYERS)) -> None:
+    request = Sent(world.peer(), [0], [2])
+    request.allocate(world.worker)
+    world.send(request)
+    world.expect(until(lambda: orders.begun() == len(LAYERS), HEALTHY), "not begun")
+    world.next_is_served(request.peer)
+    world.report()
+    if world.done[request.request_id]:
+        world.expect(False, "done while it is read")
+        for cache in world.worker.caches.values():  # the blocks are another request's
+            cache[:, request.blocks] = -1
+    orders.release()
+    world.expect(world.ends(request, PATIENCE), "request never done")
+    world.expect(request.arrived(world.worker, LAYERS[:layers]), "KV of another request sent")
 
 
 def transfer_fails(world: World) -> None:
@@ -302,6 +333,35 @@ def read_from_silent_peer(world: World) -> None:
     world.expect(answering.arrived(world.worker), "next not served")
 
 
+def own_error_in_wait(world: World) -> None:
+    """The patch errs where it waits for transfers: the release's own wait still waits for them."""
+    orders.let(orders.LATE)
+    module = next(found for name, found in sys.modules.items() if name.endswith("moriio_timeouts.wrappers"))
+    module.wait_for = None
+    request = Sent(world.peer(), [0], [1])
+    request.allocate(world.worker)
+    world.send(request)
+    engine = world.worker.real.moriio_wrapper
+    told = until(lambda: request.key in request.peer.notified or engine.done_req_ids, 0.5)
+    world.expect(not told, "peer told of KV that it has not")
+    orders.release()
+    world.expect_sent(request, "not sent")
+
+
+def own_error_in_handshake(world: World) -> None:
+    """The patch errs where it waits for a handshake: the release's own code waits for it."""
+    peer = world.peer()
+    request = Sent(peer, [0], [1])
+    request.allocate(world.worker)
+    world.send(request)
+    world.expect_sent(request, "not sent")
+    world.worker.real._ready_requests.awaited = None
+    request = Sent(world.peer(), [2], [3])
+    request.allocate(world.worker)
+    world.send(request)
+    world.expect_sent(request, "not sent")
+
+
 CASES: dict[str, tuple[Callable[[World], None], dict[str, Any]]] = {
     "healthy": (healthy, {}),
     "late_peer": (late_peer, {}),
@@ -310,6 +370,8 @@ CASES: dict[str, tuple[Callable[[World], None], dict[str, Any]]] = {
     "silent_peer": (silent_peer, {}),
     "refused_handshake": (refused_handshake, {}),
     "transfer_never_ends": (transfer_never_ends, {}),
+    "transfer_ends_late": (transfer_ends_late, {}),
+    "layer_raises_while_pending": (layer_raises_while_pending, {}),
     "transfer_fails": (transfer_fails, {}),
     "transfer_of_another_fails": (transfer_of_another_fails, {}),
     "write_raises": (write_raises, {}),
@@ -319,6 +381,11 @@ CASES: dict[str, tuple[Callable[[World], None], dict[str, Any]]] = {
     "read": (read, {"producer": False, "read": True}),
     "read_from_silent_peer": (read_from_silent_peer, {"producer": False, "read": True}),
 }
+OWN_ERRORS: dict[str, tuple[Callable[[World], None], dict[str, Any]]] = {
+    "own_error_in_wait": (own_error_in_wait, {}),
+    "own_error_in_handshake": (own_error_in_handshake, {}),
+}
+"""Each in a process of its own: the patch stands aside from then on."""
 
 
 def drive(case: Callable[[World], None], options: dict[str, Any]) -> str:
@@ -361,13 +428,15 @@ def main() -> None:
     threading.excepthook = lambda hook: None  # stock's writer threads die of what the outcome says
     outcomes = {}
     knows_xgmi = hasattr(connector.MoRIIOConfig, "backend")
-    for name, (case, options) in CASES.items():
+    cases = {name: OWN_ERRORS[name] for name in sys.argv[2:]} or CASES
+    for name, (case, options) in cases.items():
         if "backend" in options and not knows_xgmi:
             continue
         begin = time.monotonic()
         outcomes[name] = drive(case, options)
         print(f"{name}: {outcomes[name]} ({time.monotonic() - begin:.2f} s)", file=sys.stderr)
-    outcomes["port_is_taken"] = port_is_taken()
+    if cases is CASES:
+        outcomes["port_is_taken"] = port_is_taken()
     result = {"vllm": vllm.__file__, "cases": outcomes, "knows_xgmi": knows_xgmi}
     print(json.dumps(result), file=RESULT, flush=True)
     # The report is written; a stock worker's threads that never end are not waited for.

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,9 +234,9 @@ class Sent:
         if not until(lambda: self.key in heard, 10):
             raise TimeoutError(f"the worker never heard of {self.key}")
 
-    def arrived(self, worker: Worker) -> bool:
-        """Whether the peer has the request's KV in every layer, and nothing of it in blocks that are not its own."""
-        for name in LAYERS:
+    def arrived(self, worker: Worker, layers: Sequence[str] = LAYERS) -> bool:
+        """Whether both sides have the same in the request's blocks, in these layers."""
+        for name in layers:
             here, there = worker.caches[name], self.peer.caches[name]
             if not torch.equal(here[:, self.blocks], there[:, self.remote_blocks]):
                 return False

@@ -8,15 +8,17 @@ a request that runs on anything but its own KV is seen, wherever it came from.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import real_scheduler as real
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
@@ -45,6 +47,9 @@ class Plan:
     outputs: int = 2
     aborted_after: int | None = None  # counted from its arrival
     failing_loads: int = 0  # how many of its loads fail
+    loads_before: int = 0  # how many of its loads succeed before those
+    adapter: int = 0  # the LoRA adapter that it asks for
+    priority: int = 0
 
     def contents(self) -> list[int]:
         """What each slot of its prompt and outputs (all token 7) holds once it is there."""
@@ -117,46 +122,63 @@ class UnlockingServerDouble(ServerDouble):
 
 @dataclass
 class Transfer:
-    """A load under way: `blocks` take the tokens from `start` on, of which the first `skip` are left alone."""
+    """A load under way: each group's `blocks` take the tokens from `start` on, the first `skip` aside."""
 
     name: str
     start: int
     end: int
     skip: int
-    blocks: list[int]
+    blocks: list[list[int]]  # by KV cache group
     due: int
 
 
 @dataclass
 class World:
-    """Everything of one run. `mode` is the scheduler class; `seed` decides how long transfers take."""
+    """Everything of one run. `mode` is the scheduler class; `seed` decides how long transfers take.
+
+    `windows` are the sliding windows of the KV cache groups beside the first, `adapters` how many LoRA adapters run at once,
+    `options` the scheduler configuration's; `recomputes` says whether what failed to load is computed, or its request fails;
+    at `resets`, in steps, all running requests are preempted and the prefix cache emptied.
+    """
 
     mode: str
     model_config: Any
     connector: tuple[str, str]
     requests: Iterable[Plan]
     seed: int = 0
+    windows: tuple[int, ...] = ()
+    adapters: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    recomputes: bool = True
+    resets: tuple[int, ...] = ()
     now: int = 0
     loaded: int = 0
     recomputed: int = 0
     largest_load: int = 0
     most_committed: int = 0
+    most_running: int = 0
+    aborted_loads: int = 0
     wrong: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.plans = {plan.name: plan for plan in self.requests}
-        self.contents = {plan.name: plan.contents() for plan in self.plans.values()}
+        self.contents = {
+            plan.name: [[content ^ group for content in plan.contents()] for group in self.groups()]
+            for plan in self.plans.values()
+        }
         self.server: ServerDouble | None = None
         self.scheduler = self.make_scheduler()
         self.all_blocks = real.free_blocks(self.scheduler)
         self.slots = [[0] * BLOCK for _ in range(POOL_BLOCKS)]
+        self.ended_at: dict[str, int] = {}
         self.transfers: list[Transfer] = []
         self.sending: dict[str, int] = {}
         # Connectors that have no state for a failed load wait for ever after one: not what is looked at here.
         states = type(self.scheduler.connector).__module__
         bypasses = hasattr(importlib.import_module(states).LMCacheMPRequestState, "BYPASS_LMCACHE")
         self.failing = {plan.name: plan.failing_loads if bypasses else 0 for plan in self.plans.values()}
+        self.succeeding = {plan.name: plan.loads_before for plan in self.plans.values()}
         self.unanswered: deque[tuple[Any, Any]] = deque()
 
     def make_scheduler(self) -> Any:
@@ -173,12 +195,14 @@ class World:
         try:
             for name in replaced:
                 setattr(module, name, adapter)
-            scheduler = real.make_scheduler(self.mode, self.model_config, self.connector)
+            scheduler = real.make_scheduler(
+                self.mode, self.model_config, self.connector, self.windows, self.adapters, self.options
+            )
         finally:
             for name, original in originals.items():
                 setattr(module, name, original)
         scheduler.max_num_scheduled_tokens = STEP_TOKENS
-        scheduler.recompute_kv_load_failures = True
+        scheduler.recompute_kv_load_failures = self.recomputes
         return scheduler
 
     def run(self) -> str:
@@ -190,7 +214,10 @@ class World:
                 self.scheduler.add_request(make_request(coming.popleft()))
             for plan in self.plans.values():
                 if plan.aborted_after is not None and plan.arrives + plan.aborted_after == self.now:
-                    real.abort(self.scheduler, plan.name)
+                    self.abort(plan.name)
+            if self.now in self.resets:
+                with contextlib.suppress(RuntimeError):  # it says so where loads hold blocks
+                    self.scheduler.reset_prefix_cache(reset_running_requests=True)
             something = self.step()
             quiet = 0 if something or coming or self.sending or self.transfers or self.asked() else quiet + 1
             if quiet > QUIET_STEPS:
@@ -205,6 +232,14 @@ class World:
             self.wrong.add("read locks never released")
         return ", ".join(sorted(self.wrong)) or "finishes"
 
+    def abort(self, name: str) -> None:
+        """End a request whose client has gone; a load that is under way must not count as arrived."""
+        if any(transfer.name == name for transfer in self.transfers):
+            if name in self.scheduler.finished_recving_kv_req_ids:
+                self.wrong.add("a load under way counts as arrived")
+            self.aborted_loads += 1
+        real.abort(self.scheduler, name)
+
     def asked(self) -> bool:
         """Whether a lookup's answer is still to come."""
         assert self.server is not None
@@ -216,11 +251,13 @@ class World:
         scheduled = self.scheduler.schedule()
         output = real.run_model(scheduled)
         output.sampled_token_ids = [[7] if self.compute(scheduled, name) else [] for name in output.req_ids]
+        self.most_running = max(self.most_running, len(output.req_ids))
         self.account()
         for meta in scheduled.kv_connector_metadata.requests:
             if meta.direction == "RETRIEVE":
                 self.submit(meta)
         for name in scheduled.finished_req_ids:
+            self.ended_at[name] = self.now
             self.sending[name] = self.now + self.random.randint(1, 3)
         self.unanswered.append((scheduled, output))
         arrived = self.answer() if len(self.unanswered) > (self.mode == "AsyncScheduler") else False
@@ -245,60 +282,81 @@ class World:
         self.scheduler.update_from_output(scheduled, output)
         return bool(received or sent)
 
-    def blocks_of(self, name: str) -> list[int]:
-        """The blocks of a request, in the order of its tokens."""
-        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+    def blocks_of(self, name: str, group: int = 0) -> list[int]:
+        """The blocks of a request in a KV cache group, in the order of its tokens."""
+        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[group])
+
+    def groups(self) -> range:
+        """The KV cache groups: one with full attention, then those with a sliding window."""
+        return range(1 + len(self.windows))
 
     def compute(self, scheduled: Any, name: str) -> bool:
         """Run a request's share of the step; every slot before it must hold what is its own. Tell if it has a token."""
         cached = scheduled.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        blocks, contents, start = self.blocks_of(name), self.contents[name], starts[name]
+        start = starts[name]
         end = start + scheduled.num_scheduled_tokens[name]
-        for first in range(0, start, BLOCK):
-            last = min(start, first + BLOCK)
-            if self.slots[blocks[first // BLOCK]][: last - first] != contents[first:last]:
-                self.wrong.add("runs on KV that is not its own")
-        for place in range(start, min(end, len(contents))):
-            self.slots[blocks[place // BLOCK]][place % BLOCK] = contents[place]
+        for group in self.groups():
+            self.compute_group(name, group, start, end)
         plan = self.plans[name]
         self.recomputed += max(0, min(end, plan.hit, len(plan.prompt) - 1) - start)
         return bool(end >= self.scheduler.requests[name].num_tokens)
 
+    def compute_group(self, name: str, group: int, start: int, end: int) -> None:
+        """Read what the tokens from `start` on attend to in a group, and write theirs."""
+        blocks, contents = self.blocks_of(name, group), self.contents[name][group]
+        oldest = max(0, start - self.windows[group - 1] + 1) if group else 0
+        for first in range(oldest // BLOCK * BLOCK, start, BLOCK):
+            here = slice(max(first, oldest), min(start, first + BLOCK))
+            if self.slots[blocks[first // BLOCK]][here.start - first : here.stop - first] != contents[here]:
+                self.wrong.add("runs on KV that is not its own")
+        for place in range(start, min(end, len(contents))):
+            self.slots[blocks[place // BLOCK]][place % BLOCK] = contents[place]
+
     def submit(self, meta: Any) -> None:
         """Begin a load."""
         op = meta.op
-        blocks = op.block_ids[0] if op.block_ids and isinstance(op.block_ids[0], list) else op.block_ids
+        nested = bool(op.block_ids) and isinstance(op.block_ids[0], list)
+        blocks = [list(group) for group in op.block_ids] if nested else [list(op.block_ids)]
         due = self.now + self.random.randint(1, 5)
         skip = getattr(op, "skip_first_n_tokens", 0)  # releases that say nothing of it load it over itself
-        start = getattr(op, "start", self.blocks_of(meta.request_id).index(blocks[0]) * BLOCK)
-        end = getattr(op, "end", start + len(blocks) * BLOCK)
+        start = getattr(op, "start", self.blocks_of(meta.request_id).index(blocks[0][0]) * BLOCK)
+        end = getattr(op, "end", start + len(blocks[0]) * BLOCK)
         if any(transfer.name == meta.request_id for transfer in self.transfers):
             self.wrong.add("two loads of one request at once")
-        self.transfers.append(Transfer(meta.request_id, start, end, skip, list(blocks), due))
+        self.transfers.append(Transfer(meta.request_id, start, end, skip, blocks, due))
         self.largest_load = max(self.largest_load, end - start - skip)
 
     def complete(self, transfer: Transfer) -> set[int]:
         """Write what was loaded, into blocks that must still be its request's alone; return those that failed."""
         assert self.server is not None
-        name, pool = transfer.name, self.scheduler.kv_cache_manager.block_pool
+        name = transfer.name
         self.server.unlock(name, transfer.start, transfer.end)
-        written = range(transfer.start + transfer.skip, transfer.end)
-        if self.failing[name]:
+        if self.failing[name] and not self.succeeding[name]:
             self.failing[name] -= 1
-            return set(transfer.blocks[transfer.skip // BLOCK :])
-        owned = self.blocks_of(name) if name in self.scheduler.requests else []
+            return {block for blocks in transfer.blocks for block in blocks[transfer.skip // BLOCK :]}
+        self.succeeding[name] = max(0, self.succeeding[name] - 1)
+        written = range(transfer.start + transfer.skip, transfer.end)
+        for group in self.groups():
+            self.write(transfer, group, written)
+        self.loaded += len(written)
+        return set()
+
+    def write(self, transfer: Transfer, group: int, written: range) -> None:
+        """Write a group's share of what was loaded; what has left the sliding window has the null block, and is not."""
+        name, pool = transfer.name, self.scheduler.kv_cache_manager.block_pool
+        owned = self.blocks_of(name, group) if name in self.scheduler.requests else []
         for place in written:
             index = place // BLOCK
-            block = transfer.blocks[index - transfer.start // BLOCK]
-            content = self.contents[name][place]
+            block = transfer.blocks[group][index - transfer.start // BLOCK]
+            if pool.blocks[block].is_null:
+                continue
+            content = self.contents[name][group][place]
             again = self.slots[block][place % BLOCK] == content  # its own, once more
             if index >= len(owned) or owned[index] != block or (pool.blocks[block].ref_cnt != 1 and not again):
                 self.wrong.add("a load writes into blocks that are not its request's")
             self.slots[block][place % BLOCK] = content
-        self.loaded += len(written)
-        return set()
 
     def account(self) -> None:
         """Add up what requests that do not run yet hold of the pool for their loads, and still need."""
@@ -317,6 +375,8 @@ def make_request(plan: Plan) -> Any:
         prompt_token_ids=list(plan.prompt),
         sampling_params=SamplingParams(max_tokens=plan.outputs, ignore_eos=True),
         pooling_params=None,
+        priority=plan.priority,
+        lora_request=LoRARequest(f"adapter{plan.adapter}", plan.adapter, "/none") if plan.adapter else None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
         **real.end_token_named_per_request(),
     )

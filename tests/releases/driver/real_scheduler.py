@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from vllm.config import (
     CacheConfig,
     DeviceConfig,
     KVTransferConfig,
+    LoRAConfig,
     ModelConfig,
     SchedulerConfig,
     VllmConfig,
@@ -29,7 +30,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -83,35 +84,47 @@ def make_model_config(directory: Path) -> Any:
     return ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN)
 
 
-def make_scheduler(name: str, model_config: Any, connector: tuple[str, str]) -> Any:
-    """Return a fresh scheduler of the class `name`, with statistics on, serving `connector` (module, class)."""
+def make_scheduler(
+    name: str,
+    model_config: Any,
+    connector: tuple[str, str],
+    windows: Iterable[int] = (),
+    adapters: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return a fresh scheduler of the class `name`, with statistics on, serving `connector` (module, class).
+
+    `windows` are the sliding windows, in tokens, of further KV cache groups beside the one of full attention; `adapters`
+    is `max_loras`, 0 for no LoRA; `options` are the scheduler configuration's, beside those set here.
+    """
     module, class_name = connector
     vllm_config = VllmConfig(
         model_config=model_config,
         scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=MAX_MODEL_LEN,
             max_model_len=MAX_MODEL_LEN,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
             disable_hybrid_kv_cache_manager=True,
             async_scheduling=name == AsyncScheduler.__name__,
+            **{"max_num_seqs": 16, "max_num_batched_tokens": MAX_MODEL_LEN, **(options or {})},
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
         kv_transfer_config=KVTransferConfig(
             kv_connector=class_name, kv_connector_module_path=module, kv_role="kv_both"
         ),
         device_config=DeviceConfig(device="cpu"),
+        lora_config=LoRAConfig(max_loras=adapters) if adapters else None,
     )
     vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    specs = [FullAttentionSpec(**shape), *(SlidingWindowSpec(**shape, sliding_window=window) for window in windows)]
     init_none_hash(sha256)
     return SCHEDULERS[name](
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(
             num_blocks=NUM_BLOCKS,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)],
         ),
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=BLOCK_SIZE,

@@ -309,7 +309,7 @@ def id_used_again(world: World) -> None:
     world.add("again", load=True)
     world.steps(2)
     real.abort(world.scheduler, "again")
-    old = world.requests["again"] if "again" in world.requests else None
+    old = world.requests.get("again")
     world.add("again", load=True, tokens=8)
     world.steps(2)
     world.expect(world.requests["again"] is old, "blocks freed before their transfer ended")

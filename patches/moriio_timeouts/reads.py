@@ -1,0 +1,301 @@
+"""Read mode, on the decode side: a request runs once its KV is there, and what was not read is reported as failed.
+And, for both sides, whose blocks are kept when their request has finished.
+
+To 0.22.1 the connector answers that the KV is there at once, begins to read it in the step that computes on it, and
+waits for nothing. Here the scheduler is told that the KV comes later. What it does for such loads is right already: the
+request waits in WAITING_FOR_REMOTE_KVS, its blocks stay its own until the worker says that the read has ended, also
+when its client goes meanwhile, and no token is sampled on what is reported as failed.
+
+Scheduler and workers are other processes, so one side cannot know that the patch stood aside on the other. All that the
+other side relies on goes on: what was asked for is reported, and where the patch stood aside nothing is read any more,
+so that prompts are computed here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector"
+CONNECTOR = f"{MODULE}:MoRIIOConnector"
+SCHEDULER = f"{MODULE}:MoRIIOConnectorScheduler"
+WORKER = f"{MODULE}:MoRIIOConnectorWorker"
+
+Connect = Callable[[Any, Mapping[str, Any]], Mapping[str, tuple[str, str, str]]]
+"""Shakes hands for a worker's requests; those whose peer did not: kind, peer, what to say."""
+
+
+class Read:
+    """One request's KV on its way."""
+
+    __slots__ = ("blocks", "broken", "overdue", "peer", "since")
+
+    def __init__(self, blocks: Sequence[int], peer: str) -> None:
+        self.blocks = list(blocks)
+        self.peer = peer
+        self.since = time.monotonic()
+        self.broken = ""  # why it can come to nothing any more, while what was begun of it may still be under way
+        self.overdue = False  # said
+
+
+class Reads:
+    """One decode worker's reads, from the step that begins them to the step that reports their end."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[str, Read] = {}
+        self.ended: set[str] = set()
+        self.failed: set[int] = set()  # blocks
+        self.finishing: set[str] = set()  # requests that were read for, until they have finished
+
+    def take_ended(self) -> set[str]:
+        ended, self.ended = self.ended, set()
+        return ended
+
+    def take_failed(self) -> set[int]:
+        failed, self.failed = self.failed, set()
+        return failed
+
+
+def in_progress(status: Any) -> bool:
+    """Whether a transfer may still read or write."""
+    return not (status.Succeeded() or status.Failed())
+
+
+def wait_each(statuses: Sequence[Any]) -> None:
+    """Some releases of mori complete a transfer between the GPUs of one machine only within `Wait`."""
+    for status in statuses:
+        status.Wait()
+
+
+def wait_aside(statuses: Sequence[Any]) -> None:
+    threading.Thread(target=wait_each, args=(statuses,), name="livepatch-moriio-wait", daemon=True).start()
+
+
+def reads_here(side: Any) -> bool:
+    """Whether a connector's scheduler or worker side is that of a decode engine that reads."""
+    return side is not None and not side.is_producer and side.mode.name == "READ"
+
+
+def reads_of(worker: Any) -> Reads:
+    reads: Reads = vars(worker).setdefault("_livepatch_reads", Reads())
+    return reads
+
+
+def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable[..., Any]]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    transfer_seconds: float = livepatch.options["TRANSFER_SECONDS"]
+    # The parameters without which the release's scheduler side asks for no read.
+    needed: Sequence[str] = livepatch.facts.get("read_needs", ("remote_engine_id",))
+    # To 0.15 a finished request's blocks are kept only where the connector asks for it, and come back by a send's end.
+    kept_as_sends: bool = livepatch.facts.get("reads_kept_as_sends", False)
+
+    # The scheduler's side
+
+    def matched_tokens(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
+        """The KV comes later; where nothing will be read - again, after a preemption - nothing is there."""
+        tokens, later = wrapped(*args, **kwargs)
+        if side.is_producer or later:
+            return tokens, later
+        if livepatch.aside:
+            return 0, False
+        try:
+            comes = tokens > 0 and will_be_read(args[0] if args else kwargs["request"])
+        except Exception as error:  # the release's answer would have it run on what is not there
+            livepatch.stand_aside(f"{SCHEDULER}.get_num_new_matched_tokens", error)
+            comes = False
+        return (tokens, True) if comes else (0, False)
+
+    def will_be_read(request: Any) -> bool:
+        parameters = request.kv_transfer_params or {}
+        asked = parameters.get("do_remote_prefill") and parameters.get("remote_block_ids")
+        return bool(asked) and all(name in parameters for name in needed)
+
+    def allocated(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
+        """Read only what is not here yet, into the blocks that are meant.
+
+        The release reads into the peer's block numbers where it has fewer blocks than the peer.
+        """
+        names = ("request", "blocks", "num_external_tokens")
+        given = {**kwargs, **dict(zip(names, args, strict=False))}
+        request = given["request"]
+        result = wrapped(*args, **kwargs)
+        if reads_here(side) and request.request_id in side._reqs_need_recv:
+            try:
+                meant = only_missing(side, request, given["blocks"], given["num_external_tokens"])
+            except Exception as error:  # nothing is read: a request that waits is better than one that is wrong
+                livepatch.stand_aside(f"{SCHEDULER}.update_state_after_alloc", error)
+                del side._reqs_need_recv[request.request_id]
+            else:
+                side._reqs_need_recv[request.request_id] = (request, meant)
+        return result
+
+    def only_missing(side: Any, request: Any, blocks: Any, external: int) -> list[int]:
+        """The blocks to read into; the request's parameters name the peer's blocks for them, one for one."""
+        here = (len(request.prompt_token_ids) - 1 - external) // side.block_size
+        meant = list(blocks.get_block_ids()[0])[here:] if external else []
+        parameters = request.kv_transfer_params
+        parameters["remote_block_ids"] = list(parameters["remote_block_ids"])[here : here + len(meant)]
+        if meant and kept_as_sends:
+            asked_for(side).add(request.request_id)
+        return meant
+
+    def asked_for(side: Any) -> set[str]:
+        requests: set[str] = vars(side).setdefault("_livepatch_asked_for", set())
+        return requests
+
+    def planned(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
+        """Remember whose blocks the worker is told to write to a peer."""
+        metadata = wrapped(*args, **kwargs)
+        if side.is_producer:
+            asked_for(side).update(metadata.reqs_to_save)
+        return metadata
+
+    def finished(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
+        """Blocks that the worker reads from, or to 0.15 writes to, come back when it says so, by a send's end.
+
+        The release frees them at once where a prefill's request did not end by its length: by a stop token, an abort.
+        """
+        keep, parameters = wrapped(*args, **kwargs)
+        request_id = (args[0] if args else kwargs["request"]).request_id
+        if request_id in asked_for(side):
+            asked_for(side).discard(request_id)
+            return True, parameters
+        return keep, parameters
+
+    # The worker's side
+
+    def start_load_kv(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+        """Let the method see only requests whose peer is there, so that it has nothing to spin for."""
+        metadata = args[0] if args else kwargs["metadata"]
+        if not reads_here(worker):
+            return wrapped(*args, **kwargs)
+        reads = reads_of(worker)
+        every = metadata.reqs_to_recv
+        wanted = dict(every)
+        for request_id, meta in wanted.items():
+            if meta.local_block_ids:  # none: it was aborted before, and its peer is to hear of that
+                reads.under_way[request_id] = Read(
+                    meta.local_block_ids, f"{meta.remote_host}:{meta.remote_handshake_port}"
+                )
+                if kept_as_sends:
+                    reads.finishing.add(request_id)
+        for request_id, (kind, _, said) in ({} if livepatch.aside else connect(worker, wanted)).items():
+            del wanted[request_id]
+            livepatch.count(kind)
+            fail(reads, kind, request_id, said)
+        metadata.reqs_to_recv = wanted
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            metadata.reqs_to_recv = every
+
+    def read_blocks(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+        """A read that cannot be begun is that request's failure, and no other's."""
+        request_id = args[0] if args else kwargs["req_id"]
+        try:
+            return wrapped(*args, **kwargs)
+        except Exception as error:
+            read = reads_of(worker).under_way.get(request_id)
+            if read is not None:
+                read.broken = f"{type(error).__name__}: {error}"
+            return None
+        finally:
+            if getattr(worker.moriio_config, "backend", "rdma") == "xgmi":
+                wait_aside(worker._recving_transfers.get(request_id, ()))
+
+    def pop_done_transfers(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+        """A read has ended when all its layers have: the release looks at the last one only, and at no failure."""
+        reads, transfers = reads_of(worker), worker._recving_transfers
+        unlike: dict[str, list[Any]] = {}  # what the release's method is not to see
+        for request_id, statuses in list(transfers.items()):
+            read = reads.under_way.get(request_id)
+            if (read is not None and read.broken) or not all(status.Succeeded() for status in statuses):
+                unlike[request_id] = transfers.pop(request_id)
+        try:
+            done = wrapped(*args, **kwargs)
+        finally:
+            transfers.update(unlike)
+        for request_id in done:
+            if reads.under_way.pop(request_id, None) is not None:
+                reads.ended.add(request_id)
+        for request_id in [*unlike, *(name for name, read in reads.under_way.items() if read.broken)]:
+            statuses = transfers.get(request_id, [])
+            pending = sum(in_progress(status) for status in statuses)
+            if pending:
+                look_at_time(reads, request_id, pending, len(statuses))
+            elif request_id in reads.under_way or request_id in transfers:
+                give_up(worker, reads, request_id, statuses)
+        return done
+
+    def look_at_time(reads: Reads, request_id: str, pending: int, number: int) -> None:
+        read = reads.under_way.get(request_id)
+        if read is not None and not read.overdue and time.monotonic() - read.since > transfer_seconds:
+            read.overdue = True
+            livepatch.count("read_overdue")
+            said = f"{pending} of {number} transfers are pending after {time.monotonic() - read.since:.1f} s"
+            livepatch.say("read_overdue", f"request {request_id} waits on for its KV from {read.peer}: {said}")
+
+    def give_up(worker: Any, reads: Reads, request_id: str, statuses: Sequence[Any]) -> None:
+        """All that was begun has ended, and not all of it well. The peer may have its blocks back."""
+        worker._recving_transfers.pop(request_id, None)
+        address = worker._recving_transfers_callback_addr.pop(request_id, None)
+        read = reads.under_way.get(request_id)
+        failed = next((status for status in statuses if status.Failed()), None)
+        said = read.broken if read is not None else ""
+        if failed is not None:
+            said = f"a transfer failed: {failed.Message()} (code {failed.Code()})"
+        livepatch.count("read_failed")
+        fail(reads, "read_failed", request_id, said)
+        if address is not None:
+            worker.moriio_wrapper.send_notify(request_id, *address)
+
+    def fail(reads: Reads, kind: str, request_id: str, said: str) -> None:
+        """Report a read as ended, and its blocks as not loaded: the scheduler ends the request, or computes it here."""
+        read = reads.under_way.pop(request_id, None)
+        if read is not None:
+            reads.failed.update(read.blocks)
+            reads.ended.add(request_id)
+            livepatch.say(kind, f"the KV of request {request_id} is not read from {read.peer}: {said}")
+
+    def get_finished(wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any) -> Any:
+        """The ends of reads; the runner asks next for the blocks of those that failed, which the class never tells."""
+        sending, recving = wrapped(*args, **kwargs)
+        worker = connector.connector_worker
+        if not reads_here(worker):
+            return sending, recving
+        reads = reads_of(worker)
+        connector.get_block_ids_with_load_errors = reads.take_failed
+        ended = reads.take_ended()
+        if not kept_as_sends:
+            return sending, ended
+        finished_ids = args[0] if args else kwargs["finished_req_ids"]
+        left(worker).update(reads.finishing.intersection(finished_ids))
+        given_back = {name for name in left(worker) if name not in reads.under_way}
+        left(worker).difference_update(given_back)
+        reads.finishing.difference_update(given_back)
+        return {*sending, *given_back}, ended - given_back
+
+    def left(worker: Any) -> set[str]:
+        """Requests that have finished, and whose read is still under way."""
+        requests: set[str] = vars(worker).setdefault("_livepatch_left", set())
+        return requests
+
+    # Each goes on after the patch has stood aside: the other side's process does not know of it.
+    return {
+        target: livepatch.lasting(wrapper)
+        for target, wrapper in {
+            f"{SCHEDULER}.get_num_new_matched_tokens": matched_tokens,
+            f"{SCHEDULER}.update_state_after_alloc": allocated,
+            f"{SCHEDULER}.build_connector_meta": planned,
+            f"{SCHEDULER}.request_finished": finished,
+            f"{WORKER}.start_load_kv": start_load_kv,
+            f"{WORKER}._read_blocks_for_req": read_blocks,
+            f"{WORKER}._pop_done_transfers": pop_done_transfers,
+            f"{CONNECTOR}.get_finished": get_finished,
+        }.items()
+    }

@@ -1,0 +1,204 @@
+"""What stands where a target stood: the patch's wrapper, and the release's own code wherever that raises.
+
+A plain function each, not a proxy object: it binds, pickles and copies as the function that it stands for, also by
+cloudpickle, and costs less a call than wrapt's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .context import PatchContext
+
+Wrapper = Callable[[Any, Any, Any, Any], Any]  # in wrapt's form: wrapped, instance, args, kwargs
+
+_DELIBERATE = "_livepatch_deliberate"
+
+
+class Unwrappable(TypeError):
+    """The message says what stands there."""
+
+
+class Wrapped:
+    """What a wrapper is given to call: the release's own code, bound. It keeps what that answered last."""
+
+    __slots__ = ("_answer", "_function")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._answer: Any = _NOT_ASKED
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self._answer = answer = self._function(*args, **kwargs)
+        except BaseException as error:
+            self._answer = _Raised(error)
+            raise
+        return answer
+
+    def answered_by(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `function`, the release's own code in another form: its answer counts as that of what is wrapped."""
+        try:
+            self._answer = answer = function(*args, **kwargs)
+        except BaseException as error:
+            self._answer = _Raised(error)
+            raise
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._function
+
+
+class _Raised:
+    """The release's own code answered with an error."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+_NOT_ASKED = object()
+
+
+class _Always:
+    """The state of a patch, for a wrapper that goes on after its patch has stood aside."""
+
+    aside = False
+
+
+def in_place_of(original: Any, wrapper: Wrapper, context: PatchContext, target: str) -> Any:
+    """What takes the place of `original` in a class or module; of a property, its getter is wrapped.
+
+    Raises Unwrappable for what a function cannot stand for: values that are kept (cached_property), slots, functions
+    that are not Python's, objects that bind in ways of their own.
+    """
+    kind = type(original)
+    if kind is staticmethod or kind is classmethod:
+        inner = original.__func__
+        if isinstance(inner, types.FunctionType):
+            form = _method if kind is classmethod else _function
+            return kind(_of_its_kind(inner, form(inner, wrapper, context, target)))
+    elif kind is property:
+        if isinstance(original.fget, types.FunctionType):
+            getter = _of_its_kind(original.fget, _method(original.fget, wrapper, context, target))
+            return property(getter, original.fset, original.fdel, original.__doc__)
+    elif isinstance(original, types.FunctionType):  # or says that it is one, as wrapt's objects do
+        form = _function if ":" in target and "." not in target.partition(":")[2] else _method
+        return _of_its_kind(original, form(original, wrapper, context, target))
+    raise Unwrappable(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def around(function: Callable[..., Any], wrapper: Wrapper, context: PatchContext, where: str) -> Callable[..., Any]:
+    """The same for something that is called as it is: a bound method, or any callable."""
+    made = _function(function, wrapper, context, where, getattr(function, "__self__", None))
+    return functools.update_wrapper(made, function, updated=())
+
+
+def deliberate(error: BaseException) -> None:
+    """Mark an error as one that a wrapper means for its caller."""
+    setattr(error, _DELIBERATE, True)
+
+
+# The two forms differ in what `wrapped` is. They are written out twice: each further call would cost every call.
+#
+# A wrapper may change its keyword arguments, and the release's own code is to get those of the caller. An answer that
+# is an error refers to its frames, and these to `wrapped`, so it is forgotten at the end.
+
+
+def _method(original: Any, wrapper: Wrapper, context: PatchContext, target: str) -> Callable[..., Any]:
+    """For what is called with its instance, or its class, in front."""
+    gate: Any = _Always if context.lasts(wrapper) else context
+    bind = types.MethodType if type(original) is types.FunctionType else _bound
+
+    def method(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if gate.aside or instance is None:
+            return original(instance, *args, **kwargs)
+        wrapped = Wrapped(bind(original, instance))
+        try:
+            return wrapper(wrapped, instance, args, {**kwargs})
+        except Exception as error:
+            if _meant(error, wrapped):
+                raise
+            _stand_aside(context, target, error)
+            answer = wrapped._answer
+        finally:
+            wrapped._answer = None
+        return original(instance, *args, **kwargs) if answer is _NOT_ASKED else _again(answer)
+
+    return method
+
+
+def _function(
+    original: Any, wrapper: Wrapper, context: PatchContext, target: str, instance: Any = None
+) -> Callable[..., Any]:
+    """For what is called as it is."""
+    gate: Any = _Always if context.lasts(wrapper) else context
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if gate.aside:
+            return original(*args, **kwargs)
+        wrapped = Wrapped(original)
+        try:
+            return wrapper(wrapped, instance, args, {**kwargs})
+        except Exception as error:
+            if _meant(error, wrapped):
+                raise
+            _stand_aside(context, target, error)
+            answer = wrapped._answer
+        finally:
+            wrapped._answer = None
+        return original(*args, **kwargs) if answer is _NOT_ASKED else _again(answer)
+
+    return function
+
+
+def _bound(original: Any, instance: Any) -> Any:
+    """Somebody else's object binds in its own way."""
+    return original.__get__(instance, type(instance))
+
+
+def _meant(error: Exception, wrapped: Wrapped) -> bool:
+    """Whether an error is the caller's: the release's own, or one that a wrapper raises on purpose."""
+    answer = wrapped._answer
+    return (type(answer) is _Raised and answer.error is error) or getattr(error, _DELIBERATE, False)
+
+
+def _stand_aside(context: PatchContext, target: str, error: Exception) -> None:
+    with contextlib.suppress(Exception):  # at the end of the stack, or of memory, this may fail as well
+        context.stand_aside(target, error)
+
+
+def _again(answer: Any) -> Any:
+    """What the release's own code has answered before."""
+    if type(answer) is _Raised:
+        raise answer.error
+    return answer
+
+
+def _of_its_kind(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Named and documented as the original. What `inspect` knows of its code must hold for the function too."""
+    made = function
+    if inspect.iscoroutinefunction(original):
+
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:
+            return await function(*args, **kwargs)
+
+        made = coroutine
+    elif inspect.isgeneratorfunction(original):
+
+        def generator(*args: Any, **kwargs: Any) -> Any:
+            return (yield from function(*args, **kwargs))
+
+        made = generator
+    return functools.update_wrapper(made, original)

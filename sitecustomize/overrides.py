@@ -1,0 +1,72 @@
+"""Classes that override a wrapped method without calling it: calls of theirs never come to the patch.
+
+Decided by looking at the override's code, which is not run. An override passes if it names the method together with
+`super` or a class that it derives from, or if it says (`__wrapped__`) that it wraps the patched one. So it is not seen
+that a call is made under a condition that never holds, that `super().other()` stands beside `self.method()`, or that
+another function is asked to make the call. An override that is no function of Python is left out: nothing can be said
+of it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from . import application
+
+
+def bypassing(steps: Sequence[application.Applied]) -> list[str]:
+    """One sentence for each loaded class and target that it bypasses."""
+    ours = {id(step.wrapper) for step in steps}
+    return [
+        f"{cls.__module__}.{cls.__qualname__} overrides {step.target} without calling it"
+        for step in steps
+        if isinstance(step.owner, type)
+        for cls in _below(step.owner)
+        if step.attribute in vars(cls)
+        and id(vars(cls)[step.attribute]) not in ours
+        and not _calls(cls, step, vars(cls)[step.attribute])
+    ]
+
+
+def _below(owner: type) -> Iterator[type]:
+    """Every loaded class that derives from `owner`, once. Not those of an old module that was loaded again."""
+    seen: set[type] = set()
+    waiting: list[type] = type.__subclasses__(owner)
+    while waiting:
+        cls = waiting.pop(0)
+        if cls not in seen:
+            seen.add(cls)
+            yield cls
+            waiting += type.__subclasses__(cls)
+
+
+def _calls(cls: type, step: application.Applied, override: Any) -> bool:
+    if application.reaches(override, step):
+        return True
+    functions = list(_functions(override))
+    above = {"super", *(base.__name__ for base in cls.__mro__[1:-1])}
+    return not functions or any(_names(function.__code__, step.attribute, above) for function in functions)
+
+
+def _functions(found: Any) -> Iterator[types.FunctionType]:
+    """The function, and those that it says it wraps."""
+    for _ in range(64):
+        found = application.function_of(found)
+        if isinstance(found, types.FunctionType):
+            yield found
+        found = getattr(found, "__wrapped__", None)
+        if found is None:
+            return
+
+
+def _names(code: types.CodeType, attribute: str, above: Collection[str]) -> bool:
+    """Whether a function names the attribute and a class above; functions inside of it count as its own."""
+    names: set[str] = set()
+    waiting = [code]
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_names, code.co_freevars)
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return attribute in names and not names.isdisjoint(above)

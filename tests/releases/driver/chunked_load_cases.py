@@ -1,0 +1,160 @@
+# mypy: disable-error-code="import-not-found"
+"""Worlds in which `chunked-lmcache-load` must let in what the release lets in, and give way; print what they came to.
+
+    chunked_load_cases.py CONNECTOR CASE...
+
+CONNECTOR is `builtin` or `lmcache`; each CASE is the name of a function here. See chunked_lmcache_load.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import chunked_lmcache_load as base
+import lmcache
+import paged_world
+import real_scheduler as real
+import vllm
+from chunked_lmcache_load import tokens
+from paged_world import BLOCK, CHUNK, STEP_TOKENS, Plan, World
+
+Made = tuple[str, list[Plan], dict[str, Any]]
+"""A world's name, its requests, and what else World is made with."""
+
+MIXES = 6
+SMALL_STEPS = {"max_num_batched_tokens": STEP_TOKENS}
+"""What a sliding-window group holds at most is the window and one step's tokens."""
+
+
+def hybrid() -> Iterator[Made]:
+    """One group of full attention and three with a sliding window; four requests with hits."""
+    plans = [Plan(f"hybrid{n}", tokens(f"hybrid{n}", 24), hit=20 * BLOCK, outputs=20) for n in range(4)]
+    yield "four requests", plans, {"windows": (32, 32, 32)}
+
+
+def hybrid_mixes() -> Iterator[Made]:
+    """Late lookups and random sizes where a second group has a sliding window, and gives blocks back as it moves on."""
+    oldest = Plan("oldest", tokens("oldest", 32), hit=28 * BLOCK, answered_after=4)
+    young = [Plan(f"young{n}", tokens(f"young{n}", 45), hit=8 * BLOCK) for n in range(4)]
+    yield "head of line", [oldest, *young], {"windows": (64,), "options": SMALL_STEPS}
+    for seed in range(MIXES):
+        plans = base.mix(seed, faults=False)
+        for plan in plans:
+            plan.prompt = plan.prompt[: 55 * BLOCK]
+            plan.hit = min(plan.hit, len(plan.prompt) // CHUNK * CHUNK)
+        yield f"mix{seed}", plans, {"windows": (64,), "options": SMALL_STEPS, "seed": seed}
+
+
+def shared() -> Iterator[Made]:
+    """A long prefix that is in the pool already, and clients that each add a little of which LMCache holds some."""
+    prefix = tokens("prefix", 60)
+    plans = [Plan("first", prefix, outputs=200)]
+    for n in range(4):
+        prompt = prefix + tokens(f"shared{n}", 8)
+        plans.append(Plan(f"shared{n}", prompt, hit=64 * BLOCK, arrives=5, outputs=20))
+    yield "prefix", plans, {}
+
+
+def adapters() -> Iterator[Made]:
+    """One adapter at a time: what arrives when another's has begun to run waits long, and must stop nobody else."""
+    loading = Plan("loading", tokens("loading", 16), hit=12 * BLOCK, adapter=2)
+    running = Plan("running", tokens("running", 4), outputs=100, arrives=1, adapter=1)
+    later = [
+        Plan(f"later{n}", tokens(f"later{n}", 8), hit=n % 2 * 4 * BLOCK, arrives=20, adapter=n // 2) for n in range(4)
+    ]
+    yield "max_loras", [loading, running, *later], {"adapters": 1}
+
+
+def limits() -> Iterator[Made]:
+    """Random mixes where something other than blocks keeps requests from running."""
+    for seed in range(MIXES):
+        for name, made in (
+            ("seats", {"options": {"max_num_seqs": 2}}),
+            ("adapters", {"adapters": 1}),
+            ("priorities", {"options": {"policy": "priority"}}),
+        ):
+            plans, dice = base.mix(seed, faults=seed % 2 == 1), random.Random(seed)
+            for plan in plans:
+                plan.adapter = dice.randint(0, 2) if name == "adapters" else 0
+                plan.priority = dice.randint(0, 2) if name == "priorities" else 0
+            yield f"{name}{seed}", plans, {"seed": seed, **made}
+
+
+def watermark() -> Iterator[Made]:
+    """The scheduler keeps blocks free that the patch does not know of, so what should fit sometimes does not."""
+    for seed in range(3 * MIXES):
+        yield f"watermark{seed}", base.mix(seed, faults=False), {"seed": seed, "options": {"watermark": 0.3}}
+
+
+def later_parts() -> Iterator[Made]:
+    """A part that is not the first fails, or its client goes; then the same prompt again, from the pool and otherwise."""
+    prompt = tokens("parts", 52)
+    others = [Plan(f"other{n}", tokens(f"other{n}", 24), hit=20 * BLOCK, arrives=8 + 4 * n) for n in range(4)]
+    again = Plan("again", prompt + tokens("more", 2), arrives=60)
+    for before in (0, 1, 2):
+        fails = Plan("fails", prompt, hit=48 * BLOCK, failing_loads=1, loads_before=before)
+        for recomputes in (True, False):
+            made = {"recomputes": recomputes}
+            yield f"part {before} fails, recomputes={recomputes}", [fails, *others, again], made
+    for after in range(2, 20):
+        gone = Plan("gone", prompt, hit=48 * BLOCK, aborted_after=after)
+        yield f"gone after {after}", [gone, *others, again], {"seed": after}
+    for step in (6, 12, 18, 30):
+        plans = [Plan("loads", prompt, hit=48 * BLOCK, arrives=4), Plan("runs", tokens("runs", 8), outputs=60), *others]
+        yield f"reset at {step}", [*plans, again], {"resets": (step,)}
+
+
+def play(world: World) -> dict[str, Any]:
+    """Run one world; return what it came to and its figures."""
+    try:
+        outcome = world.run()
+    except Exception as error:
+        traceback.print_exc()
+        outcome = f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+    return {
+        "outcome": outcome,
+        "steps": world.now,
+        "at_once": world.most_running,
+        "loaded": world.loaded,
+        "recomputed": world.recomputed,
+        "aborted_loads": world.aborted_loads,
+        "ended": world.ended_at,
+    }
+
+
+CASES: dict[str, Callable[[], Iterator[Made]]] = {
+    case.__name__: case for case in (hybrid, hybrid_mixes, shared, adapters, limits, watermark, later_parts)
+}
+
+
+def main() -> None:
+    """Play the cases asked for with both scheduler classes."""
+    real.quiet()
+    logging.getLogger("lmcache").setLevel(logging.CRITICAL)
+    if sys.argv[1] == "builtin":
+        base.hide_later_adapter()
+    module = {"builtin": base.BUILT_IN, "lmcache": base.SHIPPED}[sys.argv[1]]
+    played: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        connector = (module, base.class_name(module))
+        for case in sys.argv[2:]:
+            for mode in real.SCHEDULERS:
+                for name, plans, made in CASES[case]():
+                    world = World(mode, model_config, connector, plans, **made)
+                    played[f"{case} {name} {mode}"] = play(world)
+    result = {"vllm": vllm.__file__, "lmcache": lmcache.__file__, "worlds": played}
+    print(json.dumps(result), file=base.RESULT, flush=True)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

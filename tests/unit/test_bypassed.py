@@ -1,0 +1,100 @@
+"""A class that overrides a wrapped method without calling it is found, when the patch is applied and later."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+from tests.unit.support import STEP, Sandbox
+
+SAID = f"__main__.Own overrides {STEP} without calling it"
+
+CALLS = {
+    "super": "def step(self, number): return super().step(number)",
+    "super with arguments": "def step(self, number): return super(Own, self).step(number)",
+    "the class by name": "def step(self, number): return Scheduler.step(self, number)",
+    "the module's class": "def step(self, number): return module.Scheduler.step(self, number)",
+    "from a function inside": "def step(self, number): return [*(super(Own, self).step(n)[0] for n in [number])]",
+    "decorated": "@functools.lru_cache\n    def step(self, number): return super().step(number)",
+    "wraps it": "step = functools.wraps(Scheduler.step)(lambda *args: [])",
+    "the very same": "step = Scheduler.step",
+    "nothing of its own": "pass",
+    "another method": "def free(self): return 'nothing'",
+    "no function of Python": "step = len",
+}
+BYPASSES = {
+    "its own": "def step(self, number): return ['own', number]",
+    "calls itself": "def step(self, number): return ['own'] if not number else self.step(number - 1)",
+    "calls another of the base": "def step(self, number): return [super().free()]",
+    "decorated": "@functools.lru_cache\n    def step(self, number): return ['own', number]",
+    "the stock one, taken before": "step = Scheduler.step.__wrapped__",
+    "a static one": "@staticmethod\n    def step(number): return ['own', number]",
+}
+PROGRAM = """
+import functools, sys
+import fakeengine.scheduler as module
+from fakeengine.scheduler import Scheduler
+class Between(Scheduler): pass
+class Own(Between):
+    {body}
+print("the class is there", file=sys.stderr)
+import fakeengine.worker  # the next look
+print("after the look", file=sys.stderr)
+"""
+
+
+def run(sandbox: Sandbox, body: str, **environ: str) -> list[str]:
+    """The lines after the greeting; the second patch makes the second look."""
+    sandbox.patch()
+    sandbox.patch("other", ["fakeengine.worker:work"])
+    sandbox.generate()
+    done = sandbox.python(PROGRAM.format(body=body), **environ)
+    assert done.code == 0, done.err
+    return done.lines[1:]
+
+
+@pytest.mark.parametrize("body", list(CALLS.values()), ids=list(CALLS))
+def test_an_override_that_calls_it_is_fine(sandbox: Sandbox, body: str) -> None:
+    assert run(sandbox, body) == ["the class is there", "after the look"]
+    assert (sandbox.reported()["state"], sandbox.reported()["reason"]) == ("applied", None)
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+@pytest.mark.parametrize("body", list(BYPASSES.values()), ids=list(BYPASSES))
+def test_an_override_that_does_not_is_said_once(sandbox: Sandbox, body: str, mode: str) -> None:
+    said = f"vllm-livepatch: around is bypassed: {SAID}"
+    assert run(sandbox, body, LIVEPATCH=mode) == ["the class is there", said, "after the look"]
+    reported = sandbox.reported()
+    assert (reported["state"], reported["reason"], reported["detail"]) == ("applied", "bypassed", SAID)
+    assert sandbox.reported("other")["reason"] is None
+
+
+def test_a_class_that_is_there_when_the_patch_is_applied(sandbox: Sandbox) -> None:
+    source = (sandbox.site / "fakeengine/scheduler.py").read_text("utf-8")
+    own = "class Own(Scheduler):\n    def step(self, number):\n        return ['own']\n"
+    sandbox.write({"fakeengine/scheduler.py": f"{source}\n{own}"})
+    sandbox.patch()
+    sandbox.generate()
+    done = sandbox.python("import fakeengine.scheduler, sys; print('imported', file=sys.stderr)")
+    said = f"vllm-livepatch: around is bypassed: fakeengine.scheduler.Own overrides {STEP} without calling it"
+    assert done.lines[1:] == [said, "imported"]
+
+
+def test_an_override_that_is_a_target_itself(sandbox: Sandbox) -> None:
+    source = (sandbox.site / "fakeengine/scheduler.py").read_text("utf-8")
+    own = "class Own(Scheduler):\n    def step(self, number):\n        return ['own']\n"
+    sandbox.write({"fakeengine/scheduler.py": f"{source}\n{dedent(own)}"})
+    sandbox.patch(targets=[STEP, "fakeengine.scheduler:Own.step"])
+    sandbox.generate()
+    done = sandbox.python("from fakeengine.scheduler import Own; print(Own().step(7))")
+    assert (done.out, len(done.lines)) == ("['patched', 'own']\n", 1)
+
+
+def test_a_property_and_what_is_below_what_bypasses(sandbox: Sandbox) -> None:
+    """Of classes in a row, the one that bypasses is named; below it `super` is fine."""
+    sandbox.write({"fakeengine/scheduler.py": "class Scheduler:\n    @property\n    def step(self): return [7]\n"})
+    body = "@property\n    def step(self): return ['own']\n"
+    body += "class Below(Own):\n    @property\n    def step(self): return super().step"
+    said = f"vllm-livepatch: around is bypassed: {SAID}"
+    assert run(sandbox, body) == ["the class is there", said, "after the look"]

@@ -1,0 +1,479 @@
+"""An error of a wrapper's own: the release's own code answers, once, and the patch stands aside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm_livepatch.sitecustomize import guard
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+from tests.unit.support import PATCHED, STEP, STOCK, USE_STEP, WORK, Sandbox
+
+
+class Broken(Exception):
+    """A wrapper's own error."""
+
+
+class Refused(Exception):
+    """The release's own error."""
+
+
+class Release:
+    """What is patched: it notes each call, and answers with what it was given, or with an error."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def step(self, number: Any, *, also: Any = 0) -> Any:
+        self.calls.append((number, also))
+        if isinstance(number, Exception):
+            raise number
+        return [number]
+
+    def depth(self, left: int) -> int:
+        self.calls.append(left)
+        return 0 if not left else 1 + self.depth(left - 1)
+
+
+class Patched:
+    """A class of releases of its own, with one wrapper around `step`, and what the patch said when it stood aside."""
+
+    def __init__(self, wrapper: Callable[..., Any], attribute: str = "step", **members: Any) -> None:
+        self.said: list[str] = []
+        self.context = PatchContext("around", {}, {}, lambda: None, failed=self.said.append)
+        self.wrapper = wrapper
+        self.release: Any = type("Release", (Release,), {attribute: vars(Release).get(attribute), **members})
+        self.put(attribute, wrapper)
+
+    def put(self, attribute: str, wrapper: Callable[..., Any]) -> None:
+        original = vars(self.release)[attribute]
+        setattr(
+            self.release, attribute, guard.in_place_of(original, wrapper, self.context, f"engine:Release.{attribute}")
+        )
+
+
+def before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    raise Broken("before")
+
+
+def after(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    result = ["changed", result]
+    raise Broken("after")
+
+
+@pytest.mark.parametrize("wrapper", [before, after])
+def test_the_release_answers_once_and_from_then_on(wrapper: Any) -> None:
+    patched = Patched(wrapper)
+    release = patched.release()
+    assert release.step(7, also=1) == [7]
+    assert release.calls == [(7, 1)], "neither skipped nor called twice"
+    assert patched.context.aside
+    (said,) = patched.said
+    assert said.startswith(f"engine:Release.step: Broken: {wrapper.__name__} (test_own_errors.py, line ")
+    assert [release.step(number) for number in (8, 9)] == [[8], [9]]
+    assert release.calls[1:] == [(8, 0), (9, 0)]
+    assert len(patched.said) == 1
+
+
+def test_the_release_gets_the_arguments_of_the_caller() -> None:
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        kwargs["also"] = "changed"
+        raise Broken
+
+    release = Patched(wrapper).release()
+    assert release.step(7) == [7]
+    assert release.calls == [(7, 0)]
+
+
+def test_an_error_of_the_release_passes_as_it_is() -> None:
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return wrapped(*args, **kwargs)
+        except Refused as error:
+            raise error from KeyError("a cause of the wrapper's")
+
+    patched, error = Patched(wrapper), Refused()
+    for _ in range(2):
+        with pytest.raises(Refused) as caught:
+            patched.release().step(error)
+        assert caught.value is error
+    assert not patched.context.aside
+
+
+def in_finally(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        raise Broken
+
+
+def translated(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return wrapped(*args, **kwargs)
+    except Refused as error:
+        raise Broken from error
+
+
+def swallowed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return wrapped(*args, **kwargs)
+    except Refused:
+        pass
+    raise Broken
+
+
+@pytest.mark.parametrize("wrapper", [in_finally, translated, swallowed])
+def test_where_the_release_raised_its_error_is_the_answer(wrapper: Any) -> None:
+    patched, error = Patched(wrapper), Refused()
+    release = patched.release()
+    with pytest.raises(Refused) as caught:
+        release.step(error)
+    assert caught.value is error
+    assert error.__context__ is None, "the caller hears nothing of the wrapper's error"
+    assert len(release.calls) == 1
+    assert patched.context.aside
+
+
+def test_an_error_of_the_release_after_one_of_the_wrapper() -> None:
+    error = Refused()
+    with pytest.raises(Refused) as caught:
+        Patched(before).release().step(error)
+    assert caught.value is error
+    assert error.__context__ is None
+
+
+def test_a_deliberate_error_is_the_callers_also_through_other_wrappers() -> None:
+    def outer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return instance.step(*args)  # not by `wrapped`
+
+    patched: Patched
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return wrapped(*args, **kwargs)
+        except Refused as error:
+            raise patched.context.deliberate(Broken("meant")) from error
+
+    patched = Patched(wrapper)
+    patched.release.depth = guard.in_place_of(Release.depth, outer, patched.context, "engine:Release.depth")
+    for call in (patched.release().step, patched.release().depth):
+        with pytest.raises(Broken) as caught:
+            call(Refused())
+        assert isinstance(caught.value.__cause__, Refused)
+    assert not patched.context.aside
+    assert not patched.said
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_ends_the_process_or_a_generator_is_not_swallowed(error: type[BaseException]) -> None:
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        raise error
+
+    patched = Patched(wrapper)
+    release = patched.release()
+    with pytest.raises(error):
+        release.step(7)
+    assert (release.calls, patched.context.aside) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "answer"),
+    [([1, 2, 3], [3]), ([Refused(), 2], [2]), ([1, Refused("last")], "last")],
+    ids=["returned", "raised, then returned", "returned, then raised"],
+)
+def test_of_several_calls_the_last_is_the_answer(numbers: list[Any], answer: Any) -> None:
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        for number in numbers:
+            with contextlib.suppress(Refused):
+                wrapped(number)
+        raise Broken
+
+    release = Patched(wrapper).release()
+    if answer == "last":
+        with pytest.raises(Refused, match="last"):
+            release.step(0)
+    else:
+        assert release.step(0) == answer
+    assert len(release.calls) == len(numbers)
+
+
+def test_the_releases_code_in_another_form_counts_as_the_release() -> None:
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        assert wrapped.__name__ == "step"
+        wrapped.answered_by(wrapped.__func__, instance, *args, **kwargs)
+        raise Broken
+
+    patched = Patched(wrapper)
+    release = patched.release()
+    assert (release.step(7), release.calls) == ([7], [(7, 0)])
+    patched = Patched(wrapper)
+    with pytest.raises(Refused):
+        patched.release().step(Refused())
+    assert not patched.context.aside
+
+
+def test_a_recursive_function_whose_wrapper_breaks_at_the_bottom() -> None:
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        if args[0] == 1:
+            raise Broken
+        return result
+
+    patched = Patched(wrapper, "depth")
+    release = patched.release()
+    assert (release.depth(3), release.calls) == (3, [3, 2, 1, 0])
+    assert patched.context.aside
+
+
+def test_calls_in_several_threads_each_get_their_own_answer() -> None:
+    barrier = threading.Barrier(8)
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        wrapped(*args, **kwargs)
+        barrier.wait(20)  # all are in the midst of their call
+        raise Broken
+
+    patched = Patched(wrapper)
+    release, answers = patched.release(), {}
+
+    def call(number: int) -> None:
+        answers[number] = release.step(number)
+
+    threads = [threading.Thread(target=call, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert answers == {number: [number] for number in range(8)}
+    assert sorted(release.calls) == [(number, 0) for number in range(8)]
+    assert len(patched.said) == 1
+
+
+def kinds() -> dict[str, Any]:
+    """Of every kind one, and how it is called."""
+
+    async def later(self: Any, number: int) -> list[int]:
+        return [number]
+
+    def each(self: Any, number: int) -> Any:
+        yield number
+
+    return {
+        "property": (property(lambda self: [7]), lambda release: release.it),
+        "classmethod": (classmethod(lambda cls, number: [number, cls.__name__][:1]), lambda release: release.it(7)),
+        "staticmethod": (staticmethod(lambda number: [number]), lambda release: release.it(7)),
+        "coroutine": (later, lambda release: asyncio.run(release.it(7))),
+        "generator": (each, lambda release: list(release.it(7))),
+        "unbound": (lambda self, number: [number], lambda release: type(release).it(release, 7)),
+        "of None": (lambda self, number: [number, self][:1], lambda release: type(release).it(None, 7)),
+    }
+
+
+@pytest.mark.parametrize("wrapper", [before, after])
+@pytest.mark.parametrize("kind", list(kinds()))
+def test_every_kind_of_function(kind: str, wrapper: Any) -> None:
+    member, call = kinds()[kind]
+    patched = Patched(wrapper, "it", it=member)
+    assert call(patched.release()) == [7]
+    assert patched.context.aside is (kind != "of None")
+    assert call(patched.release()) == [7]
+
+
+def test_a_function_of_a_module_and_one_of_an_object() -> None:
+    context = PatchContext("around", {}, {}, lambda: None)
+    assert guard.in_place_of(abs_, before, context, "engine:abs_")(-7) == 7
+    assert context.aside
+    context, release = PatchContext("around", {}, {}, lambda: None), Release()
+    seen: list[Any] = []
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((instance, args))
+        raise Broken
+
+    release.step = context.around(release.step, wrapper)  # type: ignore[method-assign]
+    assert release.step(7) == [7]
+    assert (seen, release.calls) == ([(release, (7,))], [(7, 0)])
+    assert release.step.__name__ == "step"
+    assert context.aside
+
+
+def abs_(number: int) -> int:
+    return abs(number)
+
+
+def test_what_the_patch_held_is_given_back_before_the_release_answers() -> None:
+    order: list[Any] = []
+
+    def step(self: Any, number: int) -> int:
+        order.append(number)
+        return number
+
+    patched = Patched(before, "it", it=step)
+    patched.context.on_stand_aside(lambda: order.append(("first", patched.context.aside)))
+    patched.context.on_stand_aside(lambda: order.append(("second", patched.context.aside)))
+    release = patched.release()
+    assert [release.it(7), release.it(8)] == [7, 8]
+    assert order == [("second", True), ("first", True), 7, 8]
+
+
+def test_an_error_while_giving_back_keeps_nothing_else_from_it() -> None:
+    given: list[str] = []
+
+    class Unsayable(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def put_back() -> None:
+        raise Unsayable
+
+    patched = Patched(before)
+    patched.context.on_stand_aside(lambda: given.append("first"))
+    patched.context.on_stand_aside(put_back)
+    assert patched.release().step(7) == [7]
+    assert given == ["first"]
+    (said,) = patched.said
+    assert "not all that the patch held could be given back: Unsayable: its text cannot be made" in said
+
+
+def test_a_report_that_cannot_be_made_is_no_error_either() -> None:
+    patched = Patched(before)
+    patched.context._failed = lambda detail: 1 / 0  # type: ignore[assignment]
+    assert patched.release().step(7) == [7]
+    assert patched.context.aside
+
+
+def test_a_lasting_wrapper_goes_on_and_is_guarded_still() -> None:
+    seen: list[bool] = []
+
+    def lasting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(patched.context.aside)
+        result = wrapped(*args, **kwargs)
+        if args == (2,):
+            raise Broken
+        return ["lasting", result]
+
+    patched = Patched(before)
+    patched.context.lasting(lasting)
+    patched.put("step", lasting)
+    release = patched.release()
+    assert [release.step(1), release.step(2), release.step(3)] == [["lasting", [1]], [2], ["lasting", [3]]]
+    assert seen == [False, True, True]
+    assert release.calls == [(1, 0), (2, 0), (3, 0)]
+    assert len(patched.said) == 1
+
+
+def test_a_call_leaves_nothing_behind_for_the_garbage_collector() -> None:
+    """A wrapper that swallows the release's error: the error, its frames and the call do not keep each other."""
+    raised: list[weakref.ref[Refused]] = []
+
+    def step(self: Any) -> None:
+        error = Refused()
+        raised.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+        with contextlib.suppress(Refused):
+            wrapped()
+
+    release = Patched(wrapper, "it", it=step).release()
+    gc.disable()
+    try:
+        release.it()
+        assert raised[0]() is None
+    finally:
+        gc.enable()
+
+
+# In a process
+
+RAISES = """\
+    def wrappers(livepatch):
+        def around(wrapped, instance, args, kwargs):
+            livepatch.count("calls")
+            result = ["patched", *wrapped(*args, **kwargs)]
+            if args == (13,):
+                raise RuntimeError("it\\nbroke")
+            return result
+
+        return dict.fromkeys(TARGETS, around)
+    """
+STEPS = """
+    import sys
+    from fakeengine.scheduler import Scheduler
+    scheduler = Scheduler()
+    print(scheduler.step(7), scheduler.step(13), scheduler.step(7), scheduler.step(13))
+    """
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+def test_it_is_reported_and_said_once(sandbox: Sandbox, mode: str) -> None:
+    sandbox.patch(code=RAISES)
+    sandbox.patch("other")
+    sandbox.generate()
+    done = sandbox.python(STEPS, LIVEPATCH=mode)
+    assert (done.code, done.out) == (
+        0,
+        "['patched', 'patched', 7] ['patched', 13] ['patched', 7] ['patched', 13]\n",
+    ), "what serves already is not ended, and the other patch goes on"
+    reported = sandbox.reported()
+    assert (reported["state"], reported["reason"], reported["counters"]) == ("failed", "raised", {"calls": 2})
+    assert reported["detail"] == (
+        f"{STEP}: RuntimeError: it broke (wrappers.py, line 9); the release's own code answers from now on"
+    )
+    assert done.lines[1:] == [f"vllm-livepatch: around is applied no more (raised): {reported['detail']}"]
+    assert sandbox.reported("other")["state"] == "applied"
+
+
+def test_a_forked_child_stands_aside_as_well_and_says_nothing(sandbox: Sandbox) -> None:
+    sandbox.patch(code=RAISES)
+    sandbox.generate()
+    forks = """
+    import os
+    sys.stdout.flush()
+    pid = os.fork()
+    print(scheduler.step(13), flush=True)
+    pid and os.waitpid(pid, 0)
+    """
+    done = sandbox.python(STEPS.rstrip() + forks)
+    assert done.out.splitlines()[1:] == ["[13]", "[13]"]
+    assert [patch["reason"] for report in sandbox.reports() for patch in report["patches"]] == ["raised", "raised"]
+    assert len(done.lines) == 2
+
+
+def test_a_patch_that_is_taken_back_gives_back_what_it_held(sandbox: Sandbox) -> None:
+    """Its second target cannot be wrapped; who took the first one before still has our wrapper."""
+    sandbox.write({"fakeengine/worker.py": "def work(item):\n    return [item]\nstock = work\ndel work\n"})
+    code = """\
+        def wrappers(livepatch):
+            def around(wrapped, instance, args, kwargs):
+                return ["patched", *wrapped(*args, **kwargs)]
+            livepatch.on_stand_aside(lambda: print("given back"))
+            return dict.fromkeys(TARGETS, around)
+        """
+    sandbox.patch(targets=[STEP, WORK], code=code, apart=True)
+    sandbox.generate()
+    done = sandbox.python("""
+        import fakeengine.scheduler as scheduler
+        taken = scheduler.Scheduler.step
+        print(taken(None, 7) == [7], taken(scheduler.Scheduler(), 7))
+        import fakeengine.worker
+        print(taken(scheduler.Scheduler(), 7), scheduler.Scheduler().step(7))
+        """)
+    assert done.out == "True ['patched', 7]\ngiven back\n[7] [7]\n", done.err
+    assert (sandbox.reported()["state"], sandbox.reported()["reason"]) == ("failed", "missing")
+
+
+def test_without_an_error_nothing_changes(patched: Sandbox) -> None:
+    assert patched.python(USE_STEP).out == PATCHED != STOCK
+    assert patched.reported()["state"] == "applied"

@@ -1,0 +1,167 @@
+"""What stands at a target is taken for the function that it stands for; what it cannot stand for is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.support import AROUND, Sandbox
+
+SCHEDULER = "fakeengine.scheduler"
+ENGINE = """\
+    def plain(number): return [number]
+
+    class Scheduler:
+        @staticmethod
+        def static(number): return [number]
+        @classmethod
+        def of_class(cls, number): return [number]
+        def method(self, number=0, *, also=None): return [number]
+        async def later(self): return [1]
+        def each(self): yield 1
+    class Derived(Scheduler): pass
+    """
+AWAITED = """\
+    def wrappers(livepatch):
+        def each(wrapped, instance, args, kwargs):
+            yield "patched"
+            yield from wrapped(*args, **kwargs)
+        async def later(wrapped, instance, args, kwargs):
+            return ["patched", *await wrapped(*args, **kwargs)]
+        return {target: each if "each" in target else later for target in TARGETS}
+    """
+
+
+@pytest.fixture
+def engine(sandbox: Sandbox) -> Sandbox:
+    sandbox.write({"fakeengine/scheduler.py": ENGINE})
+    names = ["plain", *(f"Scheduler.{name}" for name in ("static", "of_class", "method"))]
+    sandbox.patch(targets=[f"{SCHEDULER}:{name}" for name in names])
+    sandbox.patch("awaited", [f"{SCHEDULER}:Scheduler.{name}" for name in ("later", "each")], AWAITED)
+    sandbox.generate()
+    return sandbox
+
+
+PICKLED = """
+    import copy, io, os, pickle, sys
+    import fakeengine.scheduler as module
+    one = module.Scheduler()
+    things = {
+        "function": module.plain, "static": module.Scheduler.static, "method": module.Scheduler.method,
+        "derived's": module.Derived.method, "bound": one.method, "of class": module.Derived.of_class,
+    }
+    for name, thing in things.items():
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            assert b"livepatch" not in pickle.dumps(thing, protocol), name
+        again = pickle.loads(pickle.dumps(thing))
+        same = again.__func__ is thing.__func__ if name in ("bound", "of class") else again is thing
+        print(name, same, (again(one, 7) if name in ("method", "derived's") else again(7)))
+    print(copy.copy(module.plain) is module.plain, copy.deepcopy(module.Scheduler.method) is module.Scheduler.method)
+    with open("pickled", "wb") as file:
+        pickle.dump(things, file)
+    """
+
+
+def test_pickled_by_reference(engine: Sandbox) -> None:
+    done = engine.python(PICKLED)
+    rows = [
+        f"{name} True ['patched', 7]" for name in ("function", "static", "method", "derived's", "bound", "of class")
+    ]
+    assert done.out.splitlines() == [*rows, "True True"], done.err
+    # What a patched process has pickled is a stock process's own function there.
+    load = (
+        "import pickle; things = pickle.load(open('pickled', 'rb')); print(things['function'](7), things['bound'](7))"
+    )
+    assert engine.bare(load).out == "[7] [7]\n"
+
+
+def test_pickles_are_those_of_stock(engine: Sandbox) -> None:
+    code = """
+        import pickle, fakeengine.scheduler as module
+        print(pickle.dumps([module.plain, module.Scheduler.method, module.Scheduler().method, module.Derived.of_class]))
+        """
+    assert engine.python(code).out == engine.bare(code).out != ""
+
+
+def test_a_spawned_process_runs_a_wrapped_function(engine: Sandbox) -> None:
+    script = engine.write(
+        {
+            "pool.py": """\
+                import multiprocessing, sys
+                import fakeengine.scheduler as module
+                if __name__ == "__main__":
+                    with multiprocessing.get_context("spawn").Pool(1) as pool:
+                        print(pool.map(module.plain, [7]), pool.map(module.Scheduler().method, [8]))
+                """
+        },
+        engine.root / "work",
+    )
+    done = engine.python(
+        "import runpy, sys; sys.argv = ['pool.py']; runpy.run_path('work/pool.py', run_name='__main__')"
+    )
+    assert script
+    assert done.out == "[['patched', 7]] [['patched', 8]]\n", done.err
+
+
+def test_inspect_sees_the_function_that_it_stands_for(engine: Sandbox) -> None:
+    code = """
+        import inspect
+        from fakeengine.scheduler import Scheduler, plain
+        asked = [
+            inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isfunction, inspect.signature,
+            inspect.getsource, lambda it: (it.__name__, it.__qualname__, it.__module__),
+        ]
+        members = [plain, Scheduler.static, Scheduler.of_class, Scheduler.method, Scheduler.later, Scheduler.each]
+        print([ask(member) for member in members for ask in asked])
+        print(inspect.signature(Scheduler().method), plain is plain, Scheduler.method is Scheduler.method)
+        """
+    assert engine.python(code).out == engine.bare(code).out != ""
+
+
+def test_what_is_awaited_and_what_yields(engine: Sandbox) -> None:
+    code = (
+        "import asyncio\nfrom fakeengine.scheduler import Derived as D\nprint(asyncio.run(D().later()), [*D().each()])"
+    )
+    assert engine.python(code).out == "['patched', 1] ['patched', 1]\n"
+
+
+REFUSED = {
+    "cached": ("functools.cached_property(lambda self: [7])", "functools.cached_property"),
+    "a slot": ("Slotted.kept", "builtins.member_descriptor"),
+    "C": ("len", "builtins.builtin_function_or_method"),
+    "of C, static": ("staticmethod(len)", "builtins.staticmethod"),
+    "lru_cache": ("functools.lru_cache(lambda self: [7])", "functools._lru_cache_wrapper"),
+    "partial": ("functools.partialmethod(lambda self, number: [number], 7)", "functools.partialmethod"),
+    "a property of its own kind": ("Property(lambda self: [7])", "fakeengine.scheduler.Property"),
+    "a property of C": ("property(len)", "builtins.property"),
+    "a class": ("Slotted", "builtins.type"),
+}
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_what_no_wrapper_can_stand_for_is_refused_and_nothing_applied(sandbox: Sandbox, kind: str) -> None:
+    value, name = REFUSED[kind]
+    source = f"""\
+        import functools
+
+        class Property(property): pass
+        class Slotted: __slots__ = ["kept"]
+
+        def made(function): return {value}
+
+        class Scheduler:
+            def step(self, number): return [number]
+            @made
+            def odd(self): return [7]
+        """
+    sandbox.write({"fakeengine/scheduler.py": source})
+    sandbox.patch(targets=[f"{SCHEDULER}:Scheduler.step", f"{SCHEDULER}:Scheduler.odd"], code=AROUND)
+    sandbox.generate()
+    done = sandbox.python("""
+        from fakeengine.scheduler import Scheduler
+        print(Scheduler().step(7), type(vars(Scheduler)["odd"]).__name__)
+        """)
+    assert done.out == f"[7] {name.rpartition('.')[2]}\n", done.err
+    reported = sandbox.reported()
+    assert (reported["state"], reported["reason"]) == ("failed", "unwrappable")
+    assert reported["detail"] == f"{SCHEDULER}:Scheduler.odd is a {name}, which no wrapper can stand for"
+    assert done.lines[1:] == [f"vllm-livepatch: around is not applied (unwrappable): {reported['detail']}"]
