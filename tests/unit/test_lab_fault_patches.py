@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -87,10 +88,65 @@ def test_a_slow_transfer_is_told_once_and_not_before_its_time(monkeypatch: pytes
     assert context.counters == {"delayed": 3}
 
 
+class Reader:
+    """A worker of NIXL's as far as reads are begun: those whose handshake has just ended wait in a queue of its own."""
+
+    def __init__(self, patch: Any, **options: Any) -> None:
+        self.context = PatchContext("fault", options, {}, lambda: None)
+        self._start, self._read = patch.wrappers(self.context).values()
+        self._ready_requests: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.begun: list[str] = []
+
+    def step(self, *asked: str) -> list[str]:
+        """A step in which these are asked for: what was begun in it."""
+        self.begun = []
+        self._start(self._original_start, self, (asked,), {})
+        return self.begun
+
+    def _original_start(self, asked: tuple[str, ...]) -> None:
+        for request_id in asked:
+            self._read(self._original_read, self, (request_id, SimpleNamespace()), {})
+        while not self._ready_requests.empty():
+            self._read(self._original_read, self, self._ready_requests.get_nowait(), {})
+
+    def _original_read(self, request_id: str, meta: Any) -> None:
+        self.begun.append(request_id)
+
+
+def test_a_late_read_is_begun_once_by_the_workers_own_queue_and_not_before_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patch, clock = module("late_reads"), SimpleNamespace(now=0.0)
+    monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    reader = Reader(patch, SECONDS=2.0, SHARE=1.0, SEED=1)
+    assert reader.step("a") == []
+    clock.now = 1.0
+    assert reader.step("b") == []
+    clock.now = 2.0
+    assert reader.step() == ["a"]
+    clock.now = 3.0
+    assert reader.step("c") == ["b"]
+    assert reader.step() == []
+    assert reader.context.counters == {"late": 3}
+
+
+def test_a_share_of_reads_is_late_and_the_same_ones_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = module("late_reads")
+    ids = [f"{number:03}" for number in range(200)]
+    begun = []
+    for _ in range(2):
+        reader = Reader(patch, SECONDS=60.0, SHARE=0.5, SEED=1)
+        begun.append(reader.step(*ids))
+        assert reader.context.counters == {"late": 200 - len(begun[-1])}
+    assert begun[0] == begun[1]
+    assert 70 < len(begun[0]) < 130
+
+
 def test_they_are_asked_for_by_name_with_a_number_or_without() -> None:
-    assert faults.injected(["disconnects", "lost-completions", "slow-transfer=1.5", "kill-decode"]) == {
+    assert faults.injected(["disconnects", "lost-completions", "slow-transfer=1.5", "kill-decode", "late-reads=3"]) == {
         "lost-completions": {"LIVEPATCH_LOST_COMPLETIONS": "on"},
         "slow-transfer": {"LIVEPATCH_SLOW_TRANSFER": "on", "LIVEPATCH_SLOW_TRANSFER_SECONDS": "1.5"},
+        "late-reads": {"LIVEPATCH_LATE_READS": "on", "LIVEPATCH_LATE_READS_SECONDS": "3"},
     }
     assert faults.parse(["lost-completions=0.5", "slow-transfer"], ["decode"]) == (False, [])
     with pytest.raises(UserError, match="write lost-completions=SHARE, a number"):

@@ -18,7 +18,7 @@ from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 from tests.unit.test_lab_demo import result
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("lab", "lab-prefill-decode")
+DOCUMENTS = ("lab", "lab-alive-and-right", "lab-prefill-decode")
 KEPT = sorted(file for name in DOCUMENTS for file in (ROOT / "docs" / name).glob("*.json"))
 
 
@@ -79,6 +79,8 @@ def test_a_curve_is_thinned_to_its_ends() -> None:
         ["--load", "bench:rate=0.5,num=9", "--patches", "kv-block-reaper", "--set", "LIVEPATCH_X=a b", "--seed", "3"],
         ["--fault", "kill-engine@5", "--fault", "lost-completions=0.5", "--fault", "slow-transfer"],
         ["--fault", "stop-engine@2.5+1", "--fault", "kill-engine@5", "--clients", "4"],
+        ["--fault", "late-reads=3", "--compare", "--arm", "0.1.0=26663bb"],
+        ["--arm", "before=HEAD~1", "--arm", "0.1.0=26663bb", "--seconds", "10"],
     ],
 )
 def test_the_command_is_told_from_the_result(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,15 @@ def test_another_load_is_one_line_that_says_what_there_is(text: str, message: st
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--load", "rain"], ["--load", "bench:rate=x"], ["--load", "bench", "--fault", "disconnects"], ["--rounds", "0"]],
+    [
+        ["--load", "rain"],
+        ["--load", "bench:rate=x"],
+        ["--load", "bench", "--fault", "disconnects"],
+        ["--rounds", "0"],
+        ["--arm", "0.1.0"],
+        ["--arm", "stock=HEAD"],
+        ["--arm", "a/b=HEAD"],
+    ],
 )
 def test_the_command_says_it_in_one_line_and_ends_with_2(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "lab", "lmcache", *arguments]

@@ -120,6 +120,23 @@ def test_arms_take_turns_and_a_part_that_was_brought_back_is_counted(
     ], "of three rounds, the second is begun by the other"
 
 
+def test_an_arm_may_have_the_bundle_of_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arms = ("stock", "earlier", "patched")
+    result = run(tmp_path, arms=arms, revisions={"earlier": "HEAD"}, disconnects=True)
+    assert tuple(result["arms"]) == arms
+    assert [arm["survived"] for arm in result["arms"].values()] == [False, True, True]
+    assert result["revisions"] == {"earlier": "HEAD"}
+    (used,) = (tmp_path / "cache").glob("vllm-livepatch/revisions/*/vllm_livepatch/tools/cli.py")
+    assert used.is_file()
+    for arm in ("earlier", "patched"):
+        assert (tmp_path / f"bundle-{arm}" / "manifest.json").is_file()
+        environment = record(tmp_path / arm, "engine")["environment"]
+        assert isinstance(environment, dict)
+        assert environment["LIVEPATCH_STATE_DIR"] == str(tmp_path / f"state-{arm}")
+        assert (tmp_path / arm / "status.json").is_file()
+
+
 def test_a_part_that_dies_while_it_waits_for_its_turn_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import yaml
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import printing, topology
 
-NAMES = ["lmcache", "pd-mooncake", "pd-mooncake-lmcache", "pd-nixl", "pd-nixl-lmcache"]
+NAMES = ["lmcache", "pd-mooncake", "pd-mooncake-lmcache", "pd-nixl", "pd-nixl-lmcache", "pd-nixl-multi"]
 KUBERNETES = "1.34"
 TOGGLES = {"LIVEPATCH_KV_BLOCK_REAPER": "on"}
 
@@ -102,6 +102,18 @@ def test_parts_find_each_other(tmp_path: Path) -> None:
     sides = {part.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for part in (prefill, decode)}
     assert len(sides) == 2
     assert "LMCache" not in option(decode.command, "--kv-transfer-config")
+
+
+def test_a_decode_engine_with_few_blocks_reads_by_nixl_first_and_keeps_its_kv_in_lmcache(tmp_path: Path) -> None:
+    described = topology.set_up(topology.load("pd-nixl-multi"), ["blocks=90"])
+    deployed = topology.local(described, tmp_path / "bin/python", tmp_path / "model", {})
+    lmcache, prefill, decode, _ = deployed.parts
+    children = json.loads(option(decode.command, "--kv-transfer-config"))["kv_connector_extra_config"]["connectors"]
+    assert [child["kv_connector"] for child in children] == ["NixlConnector", "LMCacheMPConnector"]
+    assert children[1]["kv_connector_extra_config"]["lmcache.mp.port"] == int(option(lmcache.command, "--port"))
+    assert option(decode.command, "--num-gpu-blocks-override") == "90"
+    assert "LMCache" not in option(prefill.command, "--kv-transfer-config")
+    assert "--num-gpu-blocks-override" not in prefill.command
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shlex
 import signal
 import subprocess
@@ -38,8 +39,8 @@ def command(
         list[str] | None,
         typer.Option(
             "--fault",
-            help="disconnects, lost-completions[=SHARE], slow-transfer[=SECONDS], or kill-PART or stop-PART "
-            "with @SECONDS and +SECONDS; repeatable.",
+            help="disconnects, late-reads[=SECONDS], lost-completions[=SHARE], slow-transfer[=SECONDS], or kill-PART "
+            "or stop-PART with @SECONDS and +SECONDS; repeatable.",
         ),
     ] = None,
     patches: Annotated[
@@ -55,6 +56,12 @@ def command(
         list[str] | None, typer.Option("--with", metavar="NAME=NUMBER", help="A setting of the topology; repeatable.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Stock beside patched, in one run.")] = False,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arm", metavar="NAME=REVISION", help="Also the bundle of that git revision of this checkout; repeatable."
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Cut the load into so many parts; the arms take turns.")] = 1,
     seconds: Annotated[float, typer.Option(min=5, help="How long the load lasts.")] = 60,
     clients: Annotated[int, typer.Option(min=1)] = 12,
@@ -76,6 +83,7 @@ def command(
     toggles = {variable(patch): "on" for patch in chosen} | _settings(setting or ())
     hang_up, planned = faults.parse(fault or (), [role.name for role in described.roles])
     inside = faults.injected(fault or ())
+    revisions = _revisions(arm or ())
     if hang_up and isinstance(asked, loads.Bench):
         raise UserError(f"--fault {faults.DISCONNECTS}: vllm bench serve hangs up on nobody; use another --load")
     if form is not None:
@@ -95,7 +103,8 @@ def command(
         faults=tuple(planned),
         disconnects=hang_up,
         injected=inside,
-        arms=("stock", "patched") if compare else ("patched",),
+        arms=(*(["stock"] if compare else []), *revisions, "patched"),
+        revisions=revisions,
         rounds=rounds,
         seconds=seconds,
         clients=clients,
@@ -164,6 +173,17 @@ def _settings(texts: Any) -> dict[str, str]:
         if not equals or not name.isidentifier():
             raise UserError(f"--set {text}: write VARIABLE=VALUE")
         found[name] = value
+    return found
+
+
+def _revisions(texts: Any) -> dict[str, str]:
+    """`NAME=REVISION` texts as a table. Raises UserError."""
+    found = {}
+    for text in texts:
+        name, _, revision = text.partition("=")
+        if not revision or not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or name in ("stock", "patched", "model"):
+            raise UserError(f"--arm {text}: write NAME=REVISION, with a name of small letters, digits, dots and dashes")
+        found[name] = revision
     return found
 
 

@@ -72,7 +72,9 @@ def command(result: dict[str, Any]) -> str:
     of_patches = {variable(patch): "on" for patch in chosen}
     for toggle, value in result.get("toggles", {}).items():
         words += ["--set", f"{toggle}={value}"] if of_patches.get(toggle) != value else []
-    words += ["--compare"] * (len(result["arms"]) == 2)
+    words += ["--compare"] * ("stock" in result["arms"])
+    for arm, revision in result.get("revisions", {}).items():
+        words += ["--arm", f"{arm}={revision}"]
     words += ["--rounds", str(result["rounds"])] if result["rounds"] > 1 else []
     words += ["--seconds", f"{seconds:g}"] if seconds != 60 else []
     words += ["--clients", str(clients)] if clients != 12 else []

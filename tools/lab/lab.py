@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -26,12 +25,10 @@ from vllm_livepatch.tools.lab.arm import Arm, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.faults import Fault
+from vllm_livepatch.tools.lab.revisions import checkout, command_line
 from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, together
 from vllm_livepatch.tools.lab.topology import Topology
-
-STATES = {"stock": "state-faults", "patched": "state-bundle"}
-"""Where the reports of an arm's processes are, in the output directory."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,9 @@ class Options:
     injected: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Faults inside the engines of every arm: names of patches, and the variables that turn them on."""
     arms: tuple[str, ...] = ("patched",)
-    """`stock` and `patched`."""
+    """`stock`, `patched`, and names of ``revisions``."""
+    revisions: Mapping[str, str] = field(default_factory=dict)
+    """Arms whose bundle is as a revision of this checkout makes it, by name."""
     rounds: int = 1
     """In so many parts the load is cut; in each the arms take turns, in the other order than before."""
     seconds: float = 60.0
@@ -67,15 +66,10 @@ async def run(options: Options) -> dict[str, Any]:
     """Run every arm; the result as it is written to ``result.json``.
 
     Raises ``PartFailed`` when a part does not come up, ``InstallationError`` when an environment cannot be built,
-    ``CalledProcessError`` when there is no bundle to be had.
+    ``CalledProcessError`` when there is no bundle to be had, ``UserError`` where a revision is not there.
     """
     begun = time.monotonic()
-    injected: dict[str, Mapping[str, str]] = {"stock": {}, "patched": {}}
-    hurting = {key: value for variables in options.injected.values() for key, value in variables.items()}
-    if "patched" in options.arms:
-        injected["patched"] = {**_bundle(options, "bundle"), **(options.toggles or {}), **hurting}
-    if options.injected:
-        injected["stock"] = {**_bundle(replace(options, patches=tuple(options.injected)), "faults"), **hurting}
+    injected = {name: _injected(options, name) for name in options.arms}
     python = await asyncio.to_thread(environments.engine, options.vllm, options.lmcache)
     kinds = {role.kind for role in options.topology.roles}
     router = await asyncio.to_thread(environments.router) if "router" in kinds else None
@@ -107,7 +101,7 @@ async def run(options: Options) -> dict[str, Any]:
                 await guarded(others, _round(arm, number, rounded, tiny, python))
                 if not arm.alive or number == options.rounds - 1:
                     found[arm.name] = arm.result(_planned(options))
-                    found[arm.name]["status"] = _status(options.out, arm.name) if injected[arm.name] else []
+                    found[arm.name]["status"] = _status(options, arm.name) if injected[arm.name] else []
                     await arm.parts.stop()
     return {
         **described(options),
@@ -130,6 +124,7 @@ def described(options: Options) -> dict[str, Any]:
         "disconnects": options.disconnects,
         "injected": {name: dict(variables) for name, variables in options.injected.items()},
         "settings": dict(options.topology.settings),
+        "revisions": dict(options.revisions),
         "patches": list(options.patches),
         "toggles": dict(options.toggles or {}),
     }
@@ -176,22 +171,32 @@ def _tell(begun: float, arm: str, line: str) -> None:
     print(f"[{time.monotonic() - begun:4.0f} s] {arm}: {line}", file=sys.stderr, flush=True)
 
 
-def _bundle(options: Options, name: str) -> dict[str, str]:
-    """Write a bundle; what puts it into a process. The faults inside the engines ride in it."""
-    place, state = options.out / name, options.out / f"state-{name}"
+def _injected(options: Options, arm: str) -> dict[str, str]:
+    """What puts an arm's bundle into a process. Faults inside the engines ride in it; of stock they are all of it."""
+    hurting = {key: value for variables in options.injected.values() for key, value in variables.items()}
+    if arm != "stock":
+        return {**_bundle(options, arm), **(options.toggles or {}), **hurting}
+    if not hurting:
+        return {}
+    return {**_bundle(replace(options, patches=tuple(options.injected)), arm), **hurting}
+
+
+def _bundle(options: Options, arm: str) -> dict[str, str]:
+    place, state = options.out / f"bundle-{arm}", _state(options, arm)
     state.mkdir(exist_ok=True)
     patches = [*options.patches, *(options.injected if options.patches else ())]
     chosen = [word for patch in dict.fromkeys(patches) for word in ("--patch", patch)]
     directories = [*options.patch_dirs, *([faults.PATCHES] if options.injected else [])]
     further = [word for directory in directories for word in ("--patch-dir", str(directory))]
-    _command_line("generate", "--out", str(place), *chosen, *further)
+    command_line("generate", "--out", str(place), *chosen, *further, path=_checkout(options, arm))
     return {"PYTHONPATH": str(place), "LIVEPATCH_STATE_DIR": str(state)}
 
 
-def _status(out: Path, arm: str) -> list[dict[str, Any]]:
+def _status(options: Options, arm: str) -> list[dict[str, Any]]:
     """What each live process says of its patches: name, state, counters. All that it says goes into a file."""
-    text = _command_line("status", "--json", "--state-dir", str(out / STATES[arm]))
-    (out / arm / "status.json").write_text(text, encoding="utf-8")
+    state = str(_state(options, arm))
+    text = command_line("status", "--json", "--state-dir", state, path=_checkout(options, arm))
+    (options.out / arm / "status.json").write_text(text, encoding="utf-8")
     kept = ("name", "state", "reason", "counters")
     return [
         {"pid": process["pid"], "patches": [{key: patch[key] for key in kept} for patch in process["patches"]]}
@@ -199,11 +204,10 @@ def _status(out: Path, arm: str) -> list[dict[str, Any]]:
     ]
 
 
-def _command_line(*arguments: str) -> str:
-    """What the project's own command prints. It is run as a user runs it; what it remarks is shown if it fails."""
-    command = [sys.executable, "-m", "vllm_livepatch.tools.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, check=False, text=True)
-    if done.returncode:
-        print(done.stderr, end="", file=sys.stderr)
-        done.check_returncode()
-    return done.stdout
+def _state(options: Options, arm: str) -> Path:
+    """Where the reports of an arm's processes are."""
+    return options.out / f"state-{arm}"
+
+
+def _checkout(options: Options, arm: str) -> Path | None:
+    return checkout(options.revisions[arm]) if arm in options.revisions else None

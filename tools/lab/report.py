@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate
+from collections.abc import Iterable
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # (the backend is chosen first: there may be no display)
 
 _COLOURS = {"stock": "#c0392b", "patched": "#1f6fb2"}
+_FURTHER = ("#d68910", "#7d3c98", "#717d7e")
+
+
+def colours(arms: Iterable[str]) -> dict[str, str]:
+    """A colour for each arm."""
+    further = cycle(_FURTHER)
+    return {arm: _COLOURS.get(arm) or next(further) for arm in arms}
 
 
 def completions(result: dict[str, Any], file: Path) -> None:
@@ -20,19 +28,20 @@ def completions(result: dict[str, Any], file: Path) -> None:
     arms: dict[str, dict[str, Any]] = result["arms"]
     figure, axes = pyplot.subplots(figsize=(9, 4.5), dpi=120)
     end = max(len(arm["per_second"]["completed"]) for arm in arms.values())
+    shown = colours(arms)
     for name, arm in arms.items():
         counts = [0, *accumulate(arm["per_second"]["completed"])]
-        axes.plot(range(len(counts)), counts, color=_COLOURS[name], label=name, linewidth=2, zorder=3)
+        axes.plot(range(len(counts)), counts, color=shown[name], label=name, linewidth=2, zorder=3)
         if not arm["survived"]:
             died = (arm["hang_ups_from"] or 0.0) + arm["died_after"]
-            axes.plot([died, end], [counts[-1]] * 2, color=_COLOURS[name], linestyle="--", linewidth=1, zorder=2)
-            axes.plot([died], [counts[-1]], "x", color=_COLOURS[name], markersize=11, markeredgewidth=3, zorder=4)
+            axes.plot([died, end], [counts[-1]] * 2, color=shown[name], linestyle="--", linewidth=1, zorder=2)
+            axes.plot([died], [counts[-1]], "x", color=shown[name], markersize=11, markeredgewidth=3, zorder=4)
             axes.annotate(
                 f"{name}: {arm['death'].split()[0]} dead, {counts[-1]} completions and no more",
                 (end, counts[-1]),
                 xytext=(-6, 5),
                 textcoords="offset points",
-                color=_COLOURS[name],
+                color=shown[name],
                 ha="right",
             )
     if result["disconnects"]:

@@ -9,12 +9,12 @@ from typing import Any
 import matplotlib
 from rich import box
 from rich.table import Table
+from vllm_livepatch.tools.lab.report import colours
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # (the backend is chosen first: there may be no display)
 
 Arm = dict[str, Any]
-_COLOURS = {"stock": "#c0392b", "patched": "#1f6fb2"}
 _STYLES = ("-", "--", ":")
 
 
@@ -62,12 +62,11 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 def picture(result: dict[str, Any], file: Path) -> None:
     """The share of KV blocks in use over time, a line an engine and arm, as a PNG."""
     figure, axes = pyplot.subplots(figsize=(9, 4.5), dpi=120)
+    shown = colours(result["arms"])
     for arm, values in result["arms"].items():
         for style, (engine, series) in zip(_STYLES, sorted(values["kv_usage"].items()), strict=False):
             times, shares = [when for when, _ in series], [100 * used for _, used in series]
-            axes.plot(
-                times, shares, _STYLES[0] if style == "-" else style, color=_COLOURS[arm], label=f"{arm}: {engine}"
-            )
+            axes.plot(times, shares, _STYLES[0] if style == "-" else style, color=shown[arm], label=f"{arm}: {engine}")
     for fault in result["faults"]:
         axes.axvline(fault["at"], color="#777777", linestyle=":", linewidth=1.2)
         axes.text(

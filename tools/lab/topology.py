@@ -249,6 +249,8 @@ def _local_part(role: Role, placement: Placement, python: Path, model: Path, inj
         words += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
         words += ["--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"]
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter: /reset_prefix_cache
+        # Else NIXL's UCX reads the other process's memory by itself (cma), also of one that is stopped.
+        variables["UCX_TLS"] = "tcp"
     elif role.kind == "lmcache":
         # Without "auto" the engine's CPU worker and the server have no way of transfer in common.
         words += ["--supported-transfer-mode", "auto", "--chunk-size", str(CHUNK_SIZE)]
