@@ -67,9 +67,6 @@ class Overlay(Tree):
     def source(self, module: str) -> str | None:
         return self._texts[module] if module in self._texts else self._below.source(module)
 
-    def has(self, package: str) -> bool:
-        return self._below.has(package)
-
     def origin(self, module: str) -> str | None:
         return self._below.origin(module)
 

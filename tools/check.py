@@ -77,10 +77,6 @@ class Several(installed.Tree):
         tree = self._tree(module)
         return None if tree is None else tree.origin(module)
 
-    def has(self, package: str) -> bool:
-        tree = self._tree(package)
-        return tree is not None and tree.has(package)
-
     def prefetch(self, modules: Iterable[str]) -> None:
         """Have those of the trees that can read several modules together do so."""
         wanted = list(modules)

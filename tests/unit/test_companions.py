@@ -109,18 +109,19 @@ def test_force_overrides_and_keeps_what_is_known_of_the_patched_package() -> Non
 
 
 @pytest.mark.parametrize(
-    ("toggle", "cache", "verdict", "applies", "reason"),
+    ("toggle", "cache", "release", "verdict", "applies", "reason"),
     [
-        ("auto", {HIT: "edit"}, "fixed-upstream", False, "fixed-upstream"),
-        ("on", {HIT: "edit"}, "drifted", False, "drifted"),
-        ("force", {HIT: "edit"}, "drifted", True, "forced"),
-        ("on", NEW, "fixed-upstream", True, "on"),
+        ("auto", {HIT: "edit"}, "0.6", "fixed-upstream", False, "fixed-upstream"),
+        ("on", {HIT: "edit"}, "0.6", "drifted", False, "drifted"),
+        ("force", {HIT: "edit"}, "0.6", "drifted", True, "forced"),
+        ("on", NEW, "0.6", "fixed-upstream", True, "on"),
+        ("on", NEW, "0.7", "fixed-upstream", True, "on"),
     ],
 )
 def test_asked_for_where_it_is_not_needed(
-    toggle: str, cache: dict[str, str], verdict: str, applies: bool, reason: str
+    toggle: str, cache: dict[str, str], release: str, verdict: str, applies: bool, reason: str
 ) -> None:
-    decision = decided(cache, "0.6", toggle, engine="fixed")
+    decision = decided(cache, release, toggle, engine="fixed")
     assert (decision.verdict, decision.apply, decision.reason) == (verdict, applies, reason)
 
 
@@ -370,6 +371,7 @@ def written(tracker: str | None, locks: str | None, version: str = "0.6") -> tup
     patch = to_patch("p", tomllib.loads(TEXT))
     found = Installed(None, {TARGET: None, HIT: tracker, LOCKS: locks}, companions={"cache": version})
     text, done = variants.added(TEXT, patch, "cache", found, version, "0.5")
+    assert text.count('"cache.locks:free" = "1') == 1  # what all have is said once
     return to_patch("p", tomllib.loads(text)), done
 
 

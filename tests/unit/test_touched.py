@@ -18,7 +18,21 @@ from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.tools import catalogue
 
 ENTRIES = {name: entry for name, entry in catalogue.load().items() if not entry.patch.diff}
-TYPES = (dict, list, set, frozenset, str, bytes, int, float, tuple, type, object, BaseException, collections.deque)
+TYPES: tuple[type, ...] = (
+    dict,
+    list,
+    set,
+    frozenset,
+    str,
+    bytes,
+    int,
+    float,
+    tuple,
+    type,
+    object,
+    BaseException,
+    collections.deque,
+)
 TYPES += (collections.OrderedDict, collections.Counter, threading.Event, threading.Thread, type(threading.Lock()))
 STANDARD = {name for kind in TYPES for name in dir(kind)} | set(dir(PatchContext)) | {"__name__", "__mro__"}
 STANDARD |= {"asked", "facts", "options", "patch_set"}  # of a patch's context
