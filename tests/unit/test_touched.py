@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.sitecustomize.guard import Wrapped
 from vllm_livepatch.tools import catalogue
 
 ENTRIES = {name: entry for name, entry in catalogue.load().items() if not entry.patch.diff}
@@ -35,11 +36,12 @@ TYPES: tuple[type, ...] = (
 )
 TYPES += (collections.OrderedDict, collections.Counter, threading.Event, threading.Thread, type(threading.Lock()))
 STANDARD = {name for kind in TYPES for name in dir(kind)} | set(dir(PatchContext)) | {"__name__", "__mro__"}
-STANDARD |= {"asked", "facts", "options", "patch_set"}  # of a patch's context
+STANDARD |= {"aside", "asked", "facts", "options", "patch_set"}  # of a patch's context
+STANDARD |= set(dir(Wrapped))
 
 TORCH = "torch's, and checked by what the release tests move"
 ALLOWED = {
-    "chunked-lmcache-load": {"parameters": "of an inspect.Signature"},
+    "chunked-lmcache-load": {"parameters": "of an inspect.Signature", "callback": "of a contextlib.ExitStack"},
     "mp-block-transfer": {
         **dict.fromkeys(("Event", "ExternalStream", "Tensor_out", "aten", "query", "record"), TORCH),
         **dict.fromkeys(("_construct_storage_from_data_pointer", "index_put_", "set_", "is_inference"), TORCH),
@@ -56,14 +58,14 @@ ALLOWED = {
     "rocm-pinned-allocator": {
         "itemsize": TORCH,
         **dict.fromkeys(
-            ("_cudart", "_curr_size", "_final_size", "_pin_record", "_stop_expand"),
+            ("_cudart", "_curr_size", "_expand_thread", "_final_size", "_pin_record", "_stop_expand"),
             "assigned by LazyMemoryAllocator.__init__, whose whole fingerprint is in the facts",
         ),
     },
 }
 """What the facts need not have, and why."""
 
-REWRITTEN = {"moriio-timeouts", "stale-finished-recving"}
+REWRITTEN = {"moriio-timeouts"}
 """Patches whose facts still name functions alone, not all the attributes that their code asks for."""
 
 
