@@ -68,7 +68,7 @@ def test_the_engines_steps_are_those_of_stock(
     release: str, raising: Path, warm: interpreter.Interpreter, tmp_path: Path
 ) -> None:
     (tmp_path / "stock").mkdir()
-    stock = warm.run("own_errors", {"vllm": release}, tmp_path / "stock")
+    stock = warm.run("own_errors", {"vllm": release}, tmp_path / "stock", arguments=METHODS)
     assert (stock["left"], stock["free again"]) == ([], True)
     assert sum(map(bool, stock["steps"])) > 5
     variables = [f"LIVEPATCH_{_name(method).upper().replace('-', '_')}" for method in METHODS]
@@ -76,7 +76,7 @@ def test_the_engines_steps_are_those_of_stock(
         work = tmp_path / when
         work.mkdir()
         environ = dict.fromkeys(variables, "on") | {f"{variable}_WHEN": when for variable in variables}
-        found = warm.run("own_errors", {"vllm": release}, work, bundle=raising, environ=environ)
+        found = warm.run("own_errors", {"vllm": release}, work, bundle=raising, environ=environ, arguments=METHODS)
         assert found == stock
         for method in METHODS:
             report = interpreter.reported(work, _name(method))
