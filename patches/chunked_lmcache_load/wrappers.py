@@ -103,8 +103,8 @@ class _Loads:
         """The connector's answer: bounded, or None (ask later) where the request would take what loads still need."""
         name = request.request_id
         self.loads.pop(name, None)
-        # Behind one that does not fit, nobody is asked, as where the scheduler itself finds no blocks. And where it found
-        # none for one that should have fitted, what has arrived comes first: that one would end each step before its turn.
+        # Behind one that does not fit, nobody is asked, as where the scheduler itself finds no blocks. And where it
+        # found none for one that should have fitted, what has arrived comes first: else no step got as far as that.
         if self.refused is not None or (self.in_vain and any(other.status.name != "RUNNING" for other in self.arrived)):
             return None, False
         answer, later = ask(request, num_computed_tokens)
@@ -215,7 +215,7 @@ class _Loads:
     def load_more(self, load: _Load) -> bool:
         """Begin a load's next part; False where there are no blocks for it now, or it is given up."""
         scheduler, request, manager = self.scheduler, load.request, self.scheduler.kv_cache_manager
-        at = self.part_end(load.at, load.end)
+        before, at = load.at, self.part_end(load.at, load.end)
         # Releases to 0.17 leave the computed tokens at 0 until the load has arrived, and then count its blocks.
         begun = request.num_computed_tokens
         try:
@@ -231,12 +231,11 @@ class _Loads:
             self.note(load.tracker, vllm_hit=load.at, lmcache_hit=at if at < load.end else load.locked)
             load.tracker.allocated_block_ids.clear()  # all are given again, and to 0.17 they are appended
             self.connector.update_state_after_alloc(request, manager.get_blocks(request.request_id), at - load.at)
+            self.under_way(load, at, waiting_for_load)
         except Exception:
             request.num_computed_tokens = load.at  # the blocks that follow are there, and have nothing in them
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
             raise
-        before = load.at
-        self.under_way(load, at, waiting_for_load)
         if hasattr(scheduler, "_set_kv_fetch_stage"):
             scheduler._set_kv_fetch_stage(request, "in_progress")
         self.tell_statistics(load, before)

@@ -119,6 +119,7 @@ def _environ(variables: Mapping[str, str], work: Path) -> dict[str, str]:
         "LMCACHE_TRACK_USAGE": "false",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",  # a run that is told by its seed goes the same way again
         "VLLM_CACHE_ROOT": str(work / "cache"),
         "VLLM_CONFIG_ROOT": str(work / "config"),
         "VLLM_NO_USAGE_STATS": "1",

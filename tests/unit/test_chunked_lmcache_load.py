@@ -75,8 +75,34 @@ def test_parts_are_whole_chunks_and_use_up_the_hit(chunk: int, max_tokens: int, 
 def test_an_answer_to_come_later_passes_through() -> None:
     connector = lmcache(64)
     loads = patch._Loads(scheduler(connector), context())
-    assert connector.get_num_new_matched_tokens == loads.matched
-    assert loads.matched(SimpleNamespace(request_id="one"), 0) == (None, True)
+    assert connector.get_num_new_matched_tokens is not loads.ask
+    assert connector.get_num_new_matched_tokens(SimpleNamespace(request_id="one"), 0) == (None, True)
+
+
+def test_an_error_of_its_own_is_answered_by_the_connector_asked_once() -> None:
+    asked = []
+
+    def ask(request: Any, computed: int) -> tuple[int, bool]:
+        asked.append(request.request_id)
+        return 640, True
+
+    connector = lmcache(64)
+    connector.get_num_new_matched_tokens = ask
+    livepatch = context()
+    patch._Loads(scheduler(connector), livepatch)
+    one = SimpleNamespace(request_id="one")  # the connector knows of no tracker of it
+    assert connector.get_num_new_matched_tokens(one, 0) == (640, True)
+    assert (asked, livepatch.aside) == (["one"], True)
+    assert connector.get_num_new_matched_tokens(one, 0) == (640, True)
+    assert asked == ["one", "one"]
+
+
+def test_a_field_that_the_tracker_lacks_is_not_made() -> None:
+    loads = patch._Loads(scheduler(lmcache(64)), context())
+    tracker = SimpleNamespace(num_lmcache_hit_tokens=128)
+    with pytest.raises(AttributeError):
+        loads.note(tracker, vllm_hit=64)
+    assert vars(tracker) == {"num_lmcache_hit_tokens": 128}
 
 
 def test_another_connector_is_left_alone() -> None:
@@ -118,3 +144,24 @@ def test_what_is_no_number_of_tokens_counts_as_the_default(value: str) -> None:
 def test_without_parts_all_is_loaded_at_once() -> None:
     loads = patch._Loads(scheduler(lmcache(64)), context(0))
     assert loads.part_end(0, 100_000) == 100_000
+
+
+def test_what_has_arrived_comes_first_where_somebody_was_let_in_in_vain() -> None:
+    """The step before ended at a request that should have fitted: the next one looks at what has arrived instead."""
+    connector = lmcache(64)
+    asked = []
+    connector.get_num_new_matched_tokens = lambda request, computed: asked.append(request) or (None, True)
+    loads = patch._Loads(scheduler(connector), context())
+    waiting = SimpleNamespace(name="WAITING")
+    tracker = SimpleNamespace(state=SimpleNamespace(name="READY"))
+    there = SimpleNamespace(request_id="there", status=waiting, num_computed_tokens=64, num_tokens=128)
+    new = SimpleNamespace(request_id="new", status=waiting, num_computed_tokens=0)
+    loads.loads["there"] = patch._Load(there, tracker, 0, 64, 64, 64)
+    loads.begin_step()
+    assert connector.get_num_new_matched_tokens(new, 0) == (None, True)
+    loads.let_in.append(new)
+    loads.begin_step()
+    assert connector.get_num_new_matched_tokens(new, 0) == (None, False)
+    loads.begin_step()
+    assert connector.get_num_new_matched_tokens(new, 0) == (None, True)
+    assert len(asked) == 2

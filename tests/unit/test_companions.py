@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ from vllm_livepatch.sitecustomize.decision import (
 )
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import matrix, variants
+from vllm_livepatch.tools import check as checking
+from vllm_livepatch.tools import matrix, registry, variants
 from vllm_livepatch.tools.drift import drift
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.matrix import Cell, Matrix
 
+from tests.unit.local_index import LocalIndex, make_wheel, serving
 from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, Cli, Sandbox
 
 if sys.version_info >= (3, 11):
@@ -286,6 +290,40 @@ def test_what_drifted_is_shown_beside_the_nearest_verified_release(sandbox: Sand
     assert change.name == TRACKER
     assert [line for line in change.diff[2:] if line[0] in "+-"] == ["-        self.hit = 0"]
     assert found.described()["package"] == "fakecache"
+
+
+def test_check_asks_an_interpreter_for_both(
+    sandbox: Sandbox, beside: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone knows where an editable install is."""
+
+    def interpreter_tree(python: str, packages: Iterable[str]) -> Tree:
+        places = {"fakeengine": [str(sandbox.site / "fakeengine")], "fakecache": [str(beside / "fakecache")]}
+        return Tree([], {name: place for name, place in places.items() if name in packages})
+
+    rename(beside)
+    monkeypatch.setattr(checking, "interpreter_tree", interpreter_tree)
+    found, code = checked(cli, sandbox, "--python", PYTHON)
+    assert (found["verdict"], code) == ("drifted", 1)
+
+
+def test_check_of_published_releases_of_both(
+    sandbox: Sandbox, beside: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(LocalIndex()) as index:
+        for package, version, place in (("fakeengine", "1.0", sandbox.site), ("fakecache", "0.6", beside)):
+            files = {file.relative_to(place).as_posix(): file.read_bytes() for file in place.rglob("*.py")}
+            index.add(package, f"{package}-{version}-py3-none-any.whl", make_wheel(package, version, files))
+        monkeypatch.setenv("PIP_INDEX_URL", index.url)
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(sandbox.root / "kept"))
+        monkeypatch.setattr(registry, "all_pins", lambda package: ())
+        asked = ("--release", "fakeengine==1.0")
+        found, code = checked(cli, sandbox, *asked, "--release", "fakecache==0.6")
+        assert (found["verdict"], code) == ("needed", 0)
+        assert found["packages"] == {"fakeengine": "1.0", "fakecache": "0.6"}
+        found, code = checked(cli, sandbox, *asked)  # the other counts as not installed
+        assert (found["verdict"], found["packages"], code) == ("needed", {"fakeengine": "1.0"}, 0)
 
 
 def test_check_of_one_of_the_two(sandbox: Sandbox, beside: Path, cli: Cli) -> None:

@@ -287,10 +287,21 @@ def test_every_kind_of_function(kind: str, wrapper: Any) -> None:
     assert call(patched.release()) == [7]
 
 
-def test_a_function_of_a_module_and_one_of_an_object() -> None:
+@pytest.mark.parametrize("wrapper", [before, after])
+def test_a_function_of_a_module(wrapper: Any) -> None:
+    calls: list[int] = []
+
+    def absolute(number: int) -> int:
+        calls.append(number)
+        return abs(number)
+
     context = PatchContext("around", {}, {}, lambda: None)
-    assert guard.in_place_of(abs_, before, context, "engine:abs_")(-7) == 7
-    assert context.aside
+    function = guard.in_place_of(absolute, wrapper, context, "engine:absolute")
+    assert (function(-7), calls, context.aside) == (7, [-7], True)
+    assert (function(-8), calls) == (8, [-7, -8])
+
+
+def test_a_method_of_one_object() -> None:
     context, release = PatchContext("around", {}, {}, lambda: None), Release()
     seen: list[Any] = []
 
@@ -303,10 +314,6 @@ def test_a_function_of_a_module_and_one_of_an_object() -> None:
     assert (seen, release.calls) == ([(release, (7,))], [(7, 0)])
     assert release.step.__name__ == "step"
     assert context.aside
-
-
-def abs_(number: int) -> int:
-    return abs(number)
 
 
 def test_what_the_patch_held_is_given_back_before_the_release_answers() -> None:

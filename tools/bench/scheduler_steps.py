@@ -1,4 +1,6 @@
-"""What the patch costs the real scheduler under healthy load: steps a second, patched over stock, in one process.
+"""What all patches that `auto` applies cost the real scheduler under healthy load, in one process.
+
+Steps a second, patched over stock.
 
     python -m vllm_livepatch.tools.bench.scheduler_steps [--release X] [--rounds N] [--running N]
 
@@ -24,11 +26,13 @@ def main() -> None:
     parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
     options = parser.parse_args()
     python = options.engine_python or environments.engine()
-    times = drivers.run("steps_per_second", options.release, [options.rounds, options.running], python)["times"]
+    found = drivers.run("steps_per_second", options.release, [options.rounds, options.running], python)
+    times = found["times"]
     stock, patched = (statistics.median(times[name]) for name in ("stock", "patched"))
     ratio = statistics.median(one / other for one, other in zip(times["stock"], times["patched"], strict=True))
     console = Console(soft_wrap=True)
     console.print(f"vllm {options.release}, {options.rounds} rounds, {options.running} requests in every step:")
+    console.print(f"  wrapped: {', '.join(found['wrapped'])}")
     console.print(f"  stock {1 / stock:,.0f} steps/s, patched {1 / patched:,.0f}; round by round {ratio:.3f}")
 
 

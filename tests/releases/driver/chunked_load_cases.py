@@ -20,7 +20,6 @@ from typing import Any
 
 import chunked_lmcache_load as base
 import lmcache
-import paged_world
 import real_scheduler as real
 import vllm
 from chunked_lmcache_load import tokens
@@ -29,7 +28,7 @@ from paged_world import BLOCK, CHUNK, STEP_TOKENS, Plan, World
 Made = tuple[str, list[Plan], dict[str, Any]]
 """A world's name, its requests, and what else World is made with."""
 
-MIXES = 6
+MIXES = 4
 SMALL_STEPS = {"max_num_batched_tokens": STEP_TOKENS}
 """What a sliding-window group holds at most is the window and one step's tokens."""
 
@@ -38,6 +37,8 @@ def hybrid() -> Iterator[Made]:
     """One group of full attention and three with a sliding window; four requests with hits."""
     plans = [Plan(f"hybrid{n}", tokens(f"hybrid{n}", 24), hit=20 * BLOCK, outputs=20) for n in range(4)]
     yield "four requests", plans, {"windows": (32, 32, 32)}
+    plans = [Plan(f"long{n}", tokens(f"long{n}", 36), hit=4 * BLOCK, outputs=20) for n in range(4)]
+    yield "much to compute", plans, {"windows": (32,), "options": {"max_num_batched_tokens": 4 * BLOCK}}
 
 
 def hybrid_mixes() -> Iterator[Made]:

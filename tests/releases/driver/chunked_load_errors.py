@@ -1,10 +1,10 @@
 # mypy: disable-error-code="import-not-found"
 """Let an error come at each line of `chunked-lmcache-load`, in a world of its own each; print what they came to.
 
-    chunked_load_errors.py CONNECTOR TIMES
+    chunked_load_errors.py CONNECTOR TIMES BUNDLE
 
-The patch is applied here by hand, through the runtime's own guard, as often as there are worlds; so this is run with the
-bundle on the path and LIVEPATCH=off. TIMES is at how many of a line's runs, at most, the error comes.
+The patch is applied here by hand, through the runtime's own guard, as often as there are worlds; so this is run without
+the bundle, and takes from it what it needs. TIMES is at how many of a line's runs, at most, the error comes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ import chunked_lmcache_load as base
 import lmcache
 import real_scheduler as real
 import vllm
-from _vllm_livepatch.patches.chunked_lmcache_load import wrappers
-from _vllm_livepatch.sitecustomize import guard
-from _vllm_livepatch.sitecustomize.context import PatchContext
 from chunked_lmcache_load import tokens
 from paged_world import BLOCK, CHUNK, Plan, World
 from vllm.v1.core.sched.scheduler import Scheduler
+
+sys.path.append(sys.argv[3])
+from _vllm_livepatch.patches.chunked_lmcache_load import wrappers
+from _vllm_livepatch.sitecustomize import guard
+from _vllm_livepatch.sitecustomize.context import PatchContext
 
 CANNOT_FAIL = {"under_way"}
 """A few assignments that belong together: no error can come between them."""
@@ -43,8 +45,8 @@ def plans() -> list[Plan]:
     return [
         Plan("grows", tokens("grows", 40), outputs=120),
         Plan("short", tokens("short", 57), hit=56 * BLOCK, arrives=1),
-        Plan("held", tokens("held", 60), hit=8 * BLOCK, arrives=4),
-        Plan("unanswered", tokens("unanswered", 30), hit=28 * BLOCK, arrives=5, answered_after=4, aborted_after=2),
+        Plan("held", tokens("held", 60), hit=8 * BLOCK, arrives=12),
+        Plan("unanswered", tokens("unanswered", 30), hit=28 * BLOCK, arrives=13, answered_after=4, aborted_after=2),
         Plan("gone", tokens("gone", 30), hit=28 * BLOCK, arrives=250, aborted_after=8),
         Plan("fails", tokens("fails", 20), hit=16 * BLOCK, arrives=280, failing_loads=1, loads_before=1),
         Plan("late", tokens("late", 20), hit=16 * BLOCK, arrives=281, answered_after=2),

@@ -152,6 +152,14 @@ class World:
         self.scheduler.add_request(request)
         return named
 
+    def send(self, peer: Peer, prompt: list[int], remote: list[int], stop: Iterable[int] = ()) -> str:
+        """A request whose KV is to be written to the peer, which has said that it has the blocks `remote` for it."""
+        sent = Sent(peer, [], remote)
+        worker: Any = SimpleNamespace(notify_port=self.notify_port, real=self.connector.connector_worker)
+        sent.allocate(worker)
+        parameters = {**sent.parameters, "do_remote_decode": True, "do_remote_prefill": False}
+        return self.submit(sent.request_id, prompt, parameters, 1, stop)
+
     def step(self) -> None:
         """One step of the engine core; with async scheduling the next step is scheduled before this one's output."""
         try:
@@ -183,7 +191,7 @@ class World:
         with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as transferred:
             for name, number in scheduled.num_scheduled_tokens.items():
                 sampled[name] = self.compute(name, placed[name], starts[name], number)
-            for name, cache in self.caches.items():
+            for name, cache in self.caches.items() if sampled else ():
                 self.connector.save_kv_layer(name, cache, None)
         output = engine.run_model(scheduled)
         output.sampled_token_ids = [sampled[name] for name in output.req_ids]
@@ -368,6 +376,19 @@ def never_ends(world: World) -> str:
     return ended(world, seen)
 
 
+def shares_a_block(world: World) -> str:
+    """A read fails of a request whose first block is here already, and in use by another one."""
+    peer = world.peer()
+    tokens = prompt(8)
+    first = world.add(peer, tokens, [5, 3], tokens=8)
+    while not world.tokens[first]:
+        world.step()
+    orders.let(orders.FAILED)
+    second = world.add(peer, [*tokens[:BLOCK_SIZE], *prompt(4)], [4, 6])
+    world.run([first, second])
+    return ended(world, [f"{world.outcome(first)}, next {world.outcome(second)}"])
+
+
 def preempted(world: World) -> str:
     """Preempted after its first token; the KV is not read again."""
     name = world.add(world.peer(), prompt(11), [1, 2, 3], tokens=4)
@@ -404,25 +425,22 @@ def stopped(world: World) -> str:
     """A prefill's request ends by a stop token while it is written to its peer; the next one needs its blocks."""
     orders.let(orders.LATE)
     peer = world.peer()
-    tokens = prompt(11)
-    sent = Sent(peer, [], [1, 2, 3])
-    worker = world.connector.connector_worker
-    sent.allocate(SimpleNamespace(notify_port=world.notify_port, real=worker))
-    parameters = {**sent.parameters, "do_remote_decode": True, "do_remote_prefill": False}
-    first = world.submit(sent.request_id, tokens, parameters, 1, stop=[STOP])
+    tokens, remote = prompt(11), [1, 2, 3]
+    first = world.send(peer, tokens, remote, stop=[STOP])
     world.sampled = STOP
     world.run([first])
     until(lambda: orders.begun() == len(LAYERS), 10)
-    world.sampled = RIGHT
-    second = world.add(None, prompt(15), [], tokens=1)
+    second = world.send(peer, prompt(15), [4, 5, 6, 7])
     world.steps(3)
     orders.release()
-    until(lambda: worker.moriio_wrapper.done_req_ids or sent.key in peer.notified, 10)
-    world.run([second])
+    orders.let(orders.AT_ONCE)
+    until(lambda: world.connector.connector_worker.moriio_wrapper.done_req_ids, 10)
     for layer, cache in enumerate(peer.caches.values()):
         for at, token in enumerate(tokens):
-            if not (cache[:, sent.remote_blocks[at // BLOCK_SIZE], at % BLOCK_SIZE] == content(layer, token, at)).all():
+            if not (cache[:, remote[at // BLOCK_SIZE], at % BLOCK_SIZE] == content(layer, token, at)).all():
                 return "KV of another request sent"
+    world.run([second])
+    until(lambda: world.connector.connector_worker.moriio_wrapper.done_req_ids, 10)
     return ended(world, [world.outcome(second)])
 
 
@@ -466,6 +484,7 @@ CASES: dict[str, tuple[Callable[[World], str], dict[str, Any]]] = {
     "silent": (silent, {}),
     "aborted": (aborted, {"blocks": 7}),
     "never_ends": (never_ends, {}),
+    "shares_a_block": (shares_a_block, {}),
     "preempted": (preempted, {}),
     "local": (local, {}),
     "aborted_before": (aborted_before, {}),

@@ -201,7 +201,7 @@ class World:
         finally:
             for name, original in originals.items():
                 setattr(module, name, original)
-        scheduler.max_num_scheduled_tokens = STEP_TOKENS
+        scheduler.max_num_scheduled_tokens = min(STEP_TOKENS, scheduler.max_num_scheduled_tokens)
         scheduler.recompute_kv_load_failures = self.recomputes
         return scheduler
 

@@ -1,12 +1,14 @@
 """Time the real scheduler under healthy load, patched and stock in turn in one process; print CPU seconds per step.
 
-Run with the bundle and a release's sources on PYTHONPATH: the stock method is the one that the wrapper wraps. Every
-request's life has both kinds of completion, each valid, as a deployment without a fault has them.
+Run with the bundle and a release's sources on PYTHONPATH. All methods that a patch wraps change places with those of
+stock, which are what is wrapped; each kind drives a scheduler of its own, so that neither meets what the other left.
+Every request's life has both kinds of completion, each valid, as a deployment without a fault has them.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import sys
@@ -19,6 +21,7 @@ RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
 import real_scheduler as real
+from _vllm_livepatch.sitecustomize import guard
 
 TOKENS = 40
 STEPS = 100
@@ -47,26 +50,35 @@ class Load:
         self.scheduler.update_from_output(scheduled, output)
 
 
+def is_stock(function: Any) -> bool:
+    return bool(function.__code__.co_filename != guard.__file__)
+
+
 def main() -> None:
     rounds = int(sys.argv[1])
     real.quiet()
-    method = "_update_from_kv_xfer_finished"
-    patched = vars(real.Scheduler)[method]
-    stock = patched.__wrapped__
+    functions = {name: value for name, value in vars(real.Scheduler).items() if inspect.isfunction(value)}
+    patched = {name: function for name, function in functions.items() if not is_stock(function)}
+    stock = {name: inspect.unwrap(function, stop=is_stock) for name, function in patched.items()}
+    methods = {"stock": stock, "patched": patched}
     with tempfile.TemporaryDirectory() as directory:
-        load = Load(real.make_model_config(Path(directory)), running=int(sys.argv[2]))
+        model_config = real.make_model_config(Path(directory))
+        loads = {name: Load(model_config, running=int(sys.argv[2])) for name in methods}
     times: dict[str, list[float]] = {"stock": [], "patched": []}
     gc.disable()
     for turn in range(rounds + 1):
         for name in ("stock", "patched") if turn % 2 else ("patched", "stock"):
-            setattr(real.Scheduler, method, stock if name == "stock" else patched)
+            for method, function in methods[name].items():
+                setattr(real.Scheduler, method, function)
+            load = loads[name]
             gc.collect()
             begin = time.process_time()
             for _ in range(STEPS):
                 load.step()
             if turn:  # the first round warms up
                 times[name].append((time.process_time() - begin) / STEPS)
-    print(json.dumps({"times": times, "requests": load.begun}), file=RESULT, flush=True)
+    begun = sum(load.begun for load in loads.values())
+    print(json.dumps({"times": times, "requests": begun, "wrapped": sorted(patched)}), file=RESULT, flush=True)
 
 
 if __name__ == "__main__":

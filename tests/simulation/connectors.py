@@ -1,0 +1,104 @@
+"""How connectors behave, as far as a scheduler can see: which completions they announce, and which they report.
+
+Each class stands for what the sources named in it do. None of them moves anything: that is the world's part.
+"""
+
+from __future__ import annotations
+
+from plan import RequestPlan
+from transfers import Client
+
+
+class Behaviour:
+    """A connector whose load is reported when it ended, and which sends nothing."""
+
+    class_name = ""
+    """The class that vLLM and LMCache call it."""
+    class_names: tuple[str, ...] = ()
+    """Those of its children, if it has any."""
+    loads_in_step = False
+    """Whether a load is done, or has failed, when the step that asks for it computes."""
+    loads_again = True
+    """Whether a request that was preempted is loaded again."""
+
+    def hit(self, client: Client, tokens: int) -> int:
+        """How many leading tokens the connector has of a request that has `tokens` now."""
+        if client.loaded_before and not self.loads_again:
+            return 0
+        return min(client.plan.hit, tokens - 1 if self.loads_in_step else tokens)
+
+    def announces(self, plan: RequestPlan, finished: str) -> list[str]:
+        """The sends that `request_finished` announces, by what becomes of them: see World.begin_sends."""
+        return []
+
+
+class LMCache(Behaviour):
+    """LMCache's MP connector (0.4.5 to 0.5.6, and vLLM's copy).
+
+    Every finished request's free is delayed until `finished_sending`. For one that was loading, the worker reports that
+    in the step that tells it of the end, without a look at the load (`_process_finished_stores`); the load's own
+    completion is reported when it ended. Where its server was lost, the send is announced and never reported.
+    """
+
+    class_name = "LMCacheMPConnector"
+
+    def announces(self, plan: RequestPlan, finished: str) -> list[str]:
+        return ["store"]
+
+
+class Nixl(Behaviour):
+    """NIXL, both roles: a prompt's KV is read from the other side once, and announced to be read by a decode engine.
+
+    A read is reported when it ended, aborted or not. What is announced is read some time later, or its lease ends.
+    """
+
+    class_name = "NixlConnector"
+
+    loads_again = False
+
+    def announces(self, plan: RequestPlan, finished: str) -> list[str]:
+        return ["read"] if plan.sends and finished == "FINISHED_LENGTH_CAPPED" else []
+
+
+class MoRIIOWrite(Behaviour):
+    """MoRI-IO's write mode: the other side writes, and this side hears when all was written."""
+
+    class_name = "MoRIIOConnector"
+
+    loads_again = False
+
+    def announces(self, plan: RequestPlan, finished: str) -> list[str]:
+        return ["read"] if plan.sends and finished == "FINISHED_LENGTH_CAPPED" else []
+
+
+class MoRIIORead(MoRIIOWrite):
+    """MoRI-IO's read mode to 0.22.1: the answer is `(n, False)`, and the load is done in the step that computes."""
+
+    loads_in_step = True
+
+
+class Multi(Behaviour):
+    """MultiConnector of NIXL, which loads, and LMCache: a send is reported when all that were announced have ended.
+
+    (`_extra_async_saves` counts them; a receive is passed on as it comes.)
+    """
+
+    class_name = "MultiConnector"
+    class_names = ("NixlConnector", "LMCacheMPConnector")
+
+    loads_again = False
+
+    def __init__(self) -> None:
+        self.children: list[Behaviour] = [Nixl(), LMCache()]
+
+    def announces(self, plan: RequestPlan, finished: str) -> list[str]:
+        return [each for child in self.children for each in child.announces(plan, finished)]
+
+
+BEHAVIOURS: dict[str, type[Behaviour]] = {
+    "lmcache": LMCache,
+    "nixl": Nixl,
+    "moriio-write": MoRIIOWrite,
+    "moriio-read": MoRIIORead,
+    "multi": Multi,
+}

@@ -1,0 +1,99 @@
+"""Run worlds on one release's schedulers; print what they came to as one JSON object.
+
+Run by a fresh interpreter with the release's sources, and a bundle or none, on PYTHONPATH. The job is a file of JSON:
+`plans` or `seeds`, `modes`, `policy` (of reference.py, or null), `tell`.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+
+STARTED = time.perf_counter()
+gc.disable()
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import json
+import tempfile
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import plan as plans
+import real_scheduler as real
+import reference
+import vllm
+from world import World
+
+gc.enable()
+
+BATCH = 100
+"""Worlds that one forked process runs: what a bundle or a release keeps of them goes with it."""
+
+
+def play(plan: plans.Plan, mode: str, directory: str, policy: str | None, tell: bool) -> dict[str, Any]:
+    """Run one world; what it came to."""
+    world = World(plan, mode, directory, reference.POLICIES[policy] if policy else None, tell).run()
+    result: dict[str, Any] = {"seed": plan.seed, "mode": mode, "faults": [asdict(fault) for fault in world.faults]}
+    result |= {"notes": sorted(world.notes), "steps": world.now}
+    if tell:
+        result["story"] = world.story
+    return result
+
+
+def batch(jobs: list[tuple[plans.Plan, str]], directory: str, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run worlds in a child of this process."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            found = [play(plan, mode, directory, job.get("policy"), job.get("tell", False)) for plan, mode in jobs]
+            with os.fdopen(writer, "w") as pipe:
+                json.dump(found, pipe)
+            sys.stderr.flush()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise RuntimeError(f"a batch of worlds ended with {status}")
+    found: list[dict[str, Any]] = json.loads(said)
+    return found
+
+
+def main() -> None:
+    """Read the job, run its worlds."""
+    real.quiet()
+    imported = time.perf_counter()
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    given = [plans.Plan.from_json(each) for each in job.get("plans", ())]
+    given += [plans.draw(seed, job.get("tame", False)) for seed in job.get("seeds", ())]
+    work = [(plan, mode) for plan in given for mode in job["modes"]]
+    with tempfile.TemporaryDirectory() as directory:
+        for mode in job["modes"]:  # made once, before the forks
+            World(plans.draw(0, tame=True), mode, directory)
+        gc.collect()
+        gc.freeze()
+        worlds: list[dict[str, Any]] = []
+        for first in range(0, len(work), BATCH):
+            worlds += batch(work[first : first + BATCH], directory, job)
+    seconds = {"import": imported - STARTED, "worlds": time.perf_counter() - imported}
+    print(json.dumps({"vllm": vllm.__file__, "worlds": worlds, "seconds": seconds}), file=RESULT, flush=True)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,479 @@
+# mypy: disable-error-code="import-not-found"
+"""One world: the release's scheduler, a model that reads and writes slots, and transfers that run beside it."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import build
+import invariants
+import real_scheduler as real
+import scheduler_side
+from connectors import BEHAVIOURS
+from plan import Lie, Plan, RequestPlan
+from transfers import OUTPUT, Client, Memory, Transfer, places
+
+QUIET = 8
+"""Steps in which nothing can happen any more before a world counts as stalled."""
+LONGEST = 1500
+"""Steps after which the clients of a world give up."""
+MOST_FAULTS = 20
+
+
+@dataclass
+class Fault:
+    """One broken invariant."""
+
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass(eq=False)
+class Step:
+    """What was scheduled, with the block tables as they were then, and what the worker made of it."""
+
+    scheduled: Any
+    work: list[tuple[Client, tuple[list[int], ...], int, int, bool]]
+    output: Any
+    in_step: list[Transfer]
+    executed: bool = False
+    reported: list[Transfer] = field(default_factory=list)
+
+
+class World:
+    """Runs a plan to its end. `policy` may stand between the scheduler and its completions (reference.py)."""
+
+    def __init__(
+        self, plan: Plan, mode: str, directory: str, policy: Callable[[World], object] | None = None, tell: bool = False
+    ) -> None:
+        if plan.groups != "full" and not build.serves_several_groups():
+            plan = replace(plan, groups="full")
+        self.plan = plan
+        self.mode = mode
+        self.tell = tell
+        self.now = 0
+        self.story: list[str] = []
+        self.faults: list[Fault] = []
+        self.seen: set[tuple[str, str]] = set()
+        self.notes: set[str] = set()
+        self.behaviour = BEHAVIOURS[plan.connector]()
+        self.clients: list[Client] = []
+        self.by_request: dict[int, Client] = {}
+        self.asked: list[Transfer] = []
+        self.transfers: list[Transfer] = []
+        scheduler_side.CURRENT.append(self)
+        self.scheduler = build.make_scheduler(mode, plan, directory)
+        scheduler_side.CURRENT.clear()
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.all_free = real.free_blocks(self.scheduler)
+        self.groups = 3 if plan.groups == "hybrid" else 1
+        self.memory = Memory(len(self.pool.blocks))
+        self.ahead = 1 if mode == "AsyncScheduler" else 0
+        self.late = plan.late and self.ahead > 0 and getattr(self.scheduler, "defer_block_free", False)
+        self.steps: deque[Step] = deque()
+        self.coming = deque(sorted(plan.requests, key=lambda each: each.arrives))
+        if policy is not None:
+            policy(self)
+
+    # What is seen.
+
+    def say(self, text: str) -> None:
+        """Tell the story, where somebody listens."""
+        if self.tell:
+            self.story.append(f"{self.now:4} {text}")
+
+    def wrong(self, kind: str, text: str) -> None:
+        """Note a broken invariant, once for each text."""
+        if (kind, text) not in self.seen and len(self.faults) < MOST_FAULTS:
+            self.seen.add((kind, text))
+            self.faults.append(Fault(self.now, kind, text))
+            self.say(f"WRONG: {kind}: {text}")
+
+    def tables(self, name: str) -> tuple[list[int], ...]:
+        """The block table of a request, one for each KV group."""
+        return tuple(self.scheduler.kv_cache_manager.get_block_ids(name))
+
+    def lost_names(self) -> set[str]:
+        """Names of requests of which a completion was lost: what they hold cannot come back by itself."""
+        return {each.owner.plan.name for each in self.transfers if each.lost and each.ended}
+
+    # The run.
+
+    def run(self) -> World:
+        """Run to the end, or to the first exception."""
+        try:
+            self._run()
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            self.wrong("engine died", f"{type(error).__name__} in {place.name}: {error}"[:200])
+            self.say("".join(traceback.format_exception(error)[-6:]))
+        return self
+
+    def _run(self) -> None:
+        quiet = 0
+        while self.coming or any(not client.ended for client in self.clients) or self.under_way() or self.steps:
+            something = self.step()
+            quiet = 0 if something or self.coming or self.under_way() else quiet + 1
+            if quiet > QUIET:
+                if not self.give_up("load deadlock"):
+                    return
+                quiet = 0
+            if self.now > LONGEST:
+                self.notes.add("livelock")
+                for client in self.clients:
+                    if not client.ended:
+                        self.abort(client)
+                break
+        for _ in range(5):
+            self.step()
+        invariants.check_end(self)
+
+    def under_way(self) -> bool:
+        """Whether a transfer has yet to end or to be reported."""
+        return any(each.outstanding for each in self.transfers)
+
+    def give_up(self, why: str) -> bool:
+        """Nothing moves and no transfer is under way: a client hangs up; False where the stall is a fault."""
+        stuck = [client for client in self.clients if not client.ended]
+        lost = [client for client in stuck if any(each.lost for each in client.transfers)]
+        if lost:
+            self.abort(lost[0])
+            return True
+        for client in stuck:
+            known = self.scheduler.requests.get(client.plan.name)
+            if known is not client.request and client.plan.name not in self.lost_names():
+                self.wrong("never ends", f"{client} is not in the scheduler")
+            elif known is client.request and real.status_name(client.request) == "WAITING_FOR_REMOTE_KVS":
+                # It may have heard, and stand behind one that finds no blocks: the loads' own deadlock, to 0.30.
+                if client.plan.name not in self.scheduler.finished_recving_kv_req_ids:
+                    self.wrong("never ends", f"{client} waits for a load that has ended")
+        excused = self.lost_names()
+        for name, request in self.scheduler.requests.items():
+            if request.is_finished() and name not in excused:
+                self.wrong("never ends", f"{name} has ended and all its transfers, and its blocks are held")
+        if self.faults and self.faults[-1].kind == "never ends":
+            return False
+        self.notes.add(why)
+        self.abort(stuck[-1])
+        return True
+
+    def step(self) -> bool:
+        """One step of the engine; whether anything ran."""
+        self.now += 1
+        self.arrive()
+        self.aborts(in_step=False)
+        for reset in self.plan.resets:
+            if reset.step == self.now:
+                self.reset(reset.running)
+        step = self.schedule()
+        self.steps.append(step)
+        if not self.late:
+            self.execute(step)
+        if len(self.steps) > self.ahead or not step.scheduled.total_num_scheduled_tokens:
+            while self.steps:
+                self.answer(self.steps.popleft())
+                if len(self.steps) <= self.ahead and step.scheduled.total_num_scheduled_tokens:
+                    break
+        self.move()
+        invariants.check_counts(self)
+        for transfer in self.transfers:
+            if not transfer.ended:
+                invariants.check_transfer(self, transfer)
+        return bool(step.scheduled.total_num_scheduled_tokens)
+
+    # Clients.
+
+    def arrive(self) -> None:
+        """Hand over the requests whose time has come; one of a name that is still served waits for its end."""
+        for plan in list(self.coming):
+            before = [client for client in self.clients if client.plan.name == plan.name]
+            if plan.arrives > self.now or any(not client.ended for client in before):
+                continue
+            if before and any(each[0] is before[-1] for step in self.steps for each in step.work):
+                continue  # releases give the token of a step in flight to whoever has the id by then
+            self.coming.remove(plan)
+            client = Client(plan, len(before), prompt(plan, len(before)), arrived_at=self.now)
+            client.request = build.make_request(plan.name, client.tokens, plan.outputs, plan.stops)
+            self.clients.append(client)
+            self.by_request[id(client.request)] = client
+            self.say(f"{client} arrives: {plan.prompt} tokens, {plan.outputs} to answer, {plan.hit} elsewhere")
+            self.scheduler.add_request(client.request)
+
+    def aborts(self, in_step: bool) -> None:
+        """Clients whose time has come hang up."""
+        for client in self.clients:
+            after = client.plan.aborted_after
+            if after is None or client.ended or client.plan.aborted_in_step != in_step:
+                continue
+            if self.now >= client.arrived_at + after:
+                self.abort(client)
+
+    def abort(self, client: Client) -> None:
+        """A client hangs up."""
+        client.ended = "aborted"
+        self.say(f"{client} is aborted ({real.status_name(client.request)})")
+        real.abort(self.scheduler, client.plan.name)
+
+    def reset(self, running: bool) -> None:
+        """The prefix cache is emptied; the release refuses by an error of its own where loads hold blocks."""
+        self.say(f"the prefix cache is reset{', running requests too' * running}")
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=running)
+        except RuntimeError as error:
+            if "Failed to reset KV cache" not in str(error):
+                raise
+            self.say("  refused: loads hold blocks")
+
+    # The scheduler's connector.
+
+    def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond those computed the connector has, None where it cannot tell yet."""
+        client = self.by_request[id(request)]
+        client.asked += 1
+        if client.asked <= client.plan.looked_up_after:
+            return None, False
+        client.local = computed
+        most = request.num_tokens
+        if self.groups > 1:
+            # Of a prompt that was loaded whole, the last token is computed again; its window may begin in a block that
+            # the load was not given. That is the releases' own fault (all that have sliding windows), and not ours.
+            most -= 1
+        hit = self.behaviour.hit(client, most)
+        if not build.serves_several_groups() and hit < request.num_tokens:
+            hit -= hit % build.BLOCK  # to 0.17 every token of a loaded block counts as computed
+        more = max(0, hit - computed)
+        return more, bool(more) and not self.behaviour.loads_in_step
+
+    def ask_for_load(self, request: Any, tables: tuple[list[int], ...], tokens: int) -> None:
+        """The scheduler has blocks for what was matched."""
+        client = self.by_request[id(request)]
+        plan = client.plan
+        touches = places(client, tuple(list(table) for table in tables), client.local, client.local + tokens)
+        can_fail = self.groups == 1 or build.failures_by_request()
+        if self.behaviour.loads_in_step:
+            # What was scheduled ahead of the word of the failure runs on it, and several groups have no such word: the
+            # releases' own limits.
+            can_fail = self.groups == 1 and not self.ahead
+        fails = can_fail and client.failures < plan.failing_loads
+        client.failures += fails
+        client.loaded_before = True
+        lost = plan.load_lost and not self.behaviour.loads_in_step
+        transfer = self.begin("load", client, touches, plan.load_delay, plan.load_steps, lost)
+        transfer.fails = fails
+        self.asked.append(transfer)
+        self.say(f"{client} loads [{client.local}, {client.local + tokens}) into {sorted(transfer.blocks)}")
+
+    def take_asked(self) -> list[Transfer]:
+        """The loads that the worker is told of with the next step."""
+        asked, self.asked = self.asked, []
+        return asked
+
+    def begin_sends(self, request: Any, tables: tuple[list[int], ...]) -> bool:
+        """A request has ended; whether its connector announces a send of it.
+
+        `store`: ends when all was read, of an aborted load at once. `read`: somebody reads it all, or the lease ends.
+        """
+        client = self.by_request[id(request)]
+        announced = self.behaviour.announces(client.plan, real.status_name(request))
+        loading = client.outstanding("load")
+        if loading and client.plan.empty_send_silent:
+            announced_and_reported = [kind for kind in announced if kind != "store"]
+        else:
+            announced_and_reported = announced
+        for number, kind in enumerate(announced_and_reported):
+            kept = tuple(list(table) for table in tables)
+            there = 0 if loading else self._computed(client, request, kept)
+            unread = kind == "read" and client.plan.send_unread
+            unread = unread or (kind == "store" and not client.ran)  # stored is what the model computed
+            touches = [] if unread or loading else places(client, kept, 0, there)
+            # A store is under way already, a read comes when the other side is ready.
+            delay, steps = client.plan.send_delay, client.plan.send_steps
+            if kind == "store":
+                delay, steps = (0, 1) if loading else (0, client.plan.load_steps)
+            transfer = self.begin("send", client, touches, delay, steps, client.plan.send_lost and not number)
+            transfer.unheard = kind == "store"
+        state = f"announces {len(announced)} send(s)" if announced else "announces nothing"
+        self.say(f"{client} has ended in the scheduler ({real.status_name(request)}): the connector {state}")
+        return bool(announced)
+
+    def _computed(self, client: Client, request: Any, tables: tuple[list[int], ...]) -> int:
+        """How many leading tokens have their KV in the request's blocks, in all groups."""
+        end = min(request.num_computed_tokens, len(client.tokens))
+        for group, table in enumerate(tables):
+            start = next((index for index, block in enumerate(table) if block), len(table)) * build.BLOCK
+            place = self.memory.holds(client, group, table, min(start, end), end)
+            end = end if place is None else place
+        return end
+
+    def begin(self, kind: str, client: Client, touches: list[Any], delay: int, steps: int, lost: bool) -> Transfer:
+        """A transfer is under way from here on, whenever it touches its first slot."""
+        begins = self.now + delay
+        transfer = Transfer(kind, client, touches, begins, -(-len(touches) // steps) or 1, begins + steps, lost=lost)
+        client.transfers.append(transfer)
+        self.transfers.append(transfer)
+        return transfer
+
+    # The worker.
+
+    def schedule(self) -> Step:
+        """Schedule a step, and note the block tables that the worker would be given."""
+        scheduled = self.scheduler.schedule()
+        cached = scheduled.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        work = []
+        output = real.run_model(scheduled)
+        for index, name in enumerate(output.req_ids):
+            request = self.scheduler.requests[name]
+            client = self.by_request[id(request)]
+            end = starts[name] + scheduled.num_scheduled_tokens[name]
+            tables = tuple(list(table) for table in self.tables(name))
+            work.append((client, tables, starts[name], end, end >= request.num_tokens))
+            output.sampled_token_ids[index] = self._sampled(client, request, end)
+        if work:
+            self.say("runs " + ", ".join(f"{each[0]} [{each[2]}, {each[3]})" for each in work))
+        in_step = []
+        for load in scheduled.kv_connector_metadata.loads if scheduled.kv_connector_metadata else ():
+            if self.behaviour.loads_in_step:
+                in_step.append(load)
+        return Step(scheduled, work, output, in_step)
+
+    def _sampled(self, client: Client, request: Any, end: int) -> list[int]:
+        if end < request.num_tokens:
+            return []
+        last = client.plan.stops and end - len(client.tokens) + 1 >= client.plan.outputs
+        return [build.END_TOKEN if last else OUTPUT]
+
+    def execute(self, step: Step) -> None:
+        """The worker does a step: loads of this step, the model, and a look at which transfers have ended."""
+        step.executed = True
+        failed: set[int] = set()
+        for load in step.in_step:
+            failed |= self._load_now(load)
+        for client, tables, start, end, _ in step.work:
+            self._compute(client, tables, start, end, failed)
+        for transfer in self.transfers:
+            if transfer.unheard and transfer.owner.plan.name in step.scheduled.finished_req_ids:
+                transfer.unheard = False
+                if not transfer.touches:
+                    transfer.ended = True  # a request that ended as it loaded: there is nothing to store
+        names: dict[str, set[str]] = {"load": set(), "send": set()}
+        failed_names: set[str] = set()
+        for transfer in [each for each in self.transfers if each.ended and not each.reported]:
+            client = transfer.owner
+            siblings = [each for each in client.transfers if each.kind == transfer.kind]
+            if transfer.kind == "send" and not all(each.ended for each in siblings):
+                continue  # MultiConnector waits for the last
+            if transfer in step.reported or any(transfer in other.reported for other in self.steps):
+                continue
+            if any(each.lost for each in siblings):
+                continue
+            step.reported.append(transfer)
+            names[transfer.kind].add(client.plan.name)
+            if transfer.fails:
+                failed_names.add(client.plan.name)
+                failed |= {block for block, _, _ in transfer.touches[len(transfer.touches) // 2 :]}
+        step.output.kv_connector_output = real.transfers(names["load"], names["send"])
+        if failed and self.groups == 1:
+            step.output.kv_connector_output.invalid_block_ids = failed
+        if failed_names and self.groups > 1:
+            step.output.kv_connector_output.failed_recving = failed_names
+
+    def _load_now(self, load: Transfer) -> set[int]:
+        """A load of the step that computes: all at once, or half of it and an error. Returns the blocks that failed."""
+        reach = len(load.touches) // 2 if load.fails else len(load.touches)
+        for block, place, content in load.touches[:reach]:
+            self.memory.slots[block][place] = content
+        load.done, load.ended, load.reported = len(load.touches), True, True
+        return {block for block, _, _ in load.touches[reach:]} if load.fails else set()
+
+    def _compute(
+        self, client: Client, tables: tuple[list[int], ...], start: int, end: int, failed: set[int]
+    ) -> None:
+        """Every slot that is attended to must hold the request's own KV; then the new ones are written."""
+        for group, table in enumerate(tables):
+            first = max(0, start - build.WINDOW + 1) if group else 0
+            if not failed.intersection(table):  # told of in this step: the scheduler drops what comes of it
+                place = self.memory.holds(client, group, table, first, start)
+                if place is not None:
+                    self.wrong("computed on wrong KV", f"{client} at token {place} of {start}, KV group {group}")
+            self.memory.write(client, group, table, start, end)
+        client.ran = True
+
+    def answer(self, step: Step) -> None:
+        """The scheduler hears what the worker made of a step."""
+        if not step.executed:
+            self.execute(step)
+        self.aborts(in_step=True)
+        output = step.output.kv_connector_output
+        lies = [lie for lie in self.plan.lies if lie.step == self.now and self.survivable(lie)]
+        for lie in lies:
+            ids = set(getattr(output, f"finished_{lie.kind}") or ()) | {lie.about}
+            setattr(output, f"finished_{lie.kind}", ids)
+        if output.finished_recving or output.finished_sending or output.invalid_block_ids:
+            told = [f"{kind} {sorted(ids)}" for kind, ids in vars(output).items() if ids and kind != "kv_connector_stats"]
+            self.say("told: " + ", ".join(told) + f"  (lies: {[lie.about for lie in lies]})" * bool(lies))
+        for transfer in step.reported:
+            transfer.reported = True
+        answered = self.scheduler.update_from_output(step.scheduled, step.output)
+        self.hear(answered)
+
+    def hear(self, answered: dict[int, Any]) -> None:
+        """Clients get tokens, and learn that their requests have ended."""
+        for outputs in answered.values():
+            for each in outputs.outputs:
+                client = next(c for c in reversed(self.clients) if c.plan.name == each.request_id)
+                client.delivered += len(each.new_token_ids)
+                if each.finish_reason is None or client.ended:
+                    continue
+                client.ended = str(each.finish_reason).rpartition(".")[2].lower()
+                self.say(f"{client} has its answer ({client.ended})")
+                if client.ended != "error" and client.delivered != client.plan.outputs:
+                    self.wrong("wrong answer", f"{client} has {client.delivered} of {client.plan.outputs} tokens")
+
+    def survivable(self, lie: Lie) -> bool:
+        """Whether a protocol of ids alone can tell the lie from the truth.
+
+        It cannot where a transfer of the same kind and id is under way: then the word might be its own. So a second
+        word of a receive comes only when no load of that id is, and of a send only when none is announced.
+        """
+        kind = "load" if lie.kind == "recving" else "send"
+        return not any(
+            each.kind == kind and each.owner.plan.name == lie.about and (each.outstanding or each.lost)
+            for each in self.transfers
+        )
+
+    def move(self) -> None:
+        """Every transfer does a step's share of its touches."""
+        for transfer in self.transfers:
+            if transfer.ended or self.now < transfer.begins or transfer.unheard:
+                continue
+            if transfer.kind == "load" and self.behaviour.loads_in_step:
+                continue
+            last = len(transfer.touches) // 2 if transfer.fails else len(transfer.touches)
+            share = transfer.touches[transfer.done : min(transfer.done + transfer.a_step, last)]
+            for block, place, content in share:
+                if transfer.kind == "load":
+                    invariants.check_write(self, transfer, block)
+                    self.memory.slots[block][place] = content
+                elif self.memory.slots[block][place] != content:
+                    self.wrong("sent another's contents", f"{transfer.owner}'s send reads block {block}")
+            transfer.done += len(share)
+            if transfer.done >= last and self.now >= transfer.until:
+                transfer.done = len(transfer.touches)
+                transfer.ended = True
+                self.say(f"{transfer.owner}'s {transfer.kind} ended" + " (its word is lost)" * transfer.lost)
+
+
+def prompt(plan: RequestPlan, generation: int) -> list[int]:
+    """The tokens of a request: the family's first, then its own."""
+    family = random.Random(plan.family)
+    own = random.Random(f"{plan.name} {generation}")
+    shared = [family.randrange(10, 200) for _ in range(plan.shared)]
+    return shared + [own.randrange(10, 200) for _ in range(plan.prompt - plan.shared)]

@@ -1,0 +1,113 @@
+"""Every attribute that a patch's code asks something of upstream for is in the patch's facts, or is said here to be none.
+
+Told by name alone, from the syntax: an attribute of ours or of the standard library that has the name of one of
+upstream's hides that one, and what is asked for by a computed name is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import pytest
+from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.tools import catalogue
+
+ENTRIES = {name: entry for name, entry in catalogue.load().items() if not entry.patch.diff}
+TYPES = (dict, list, set, frozenset, str, bytes, int, float, tuple, type, object, BaseException, collections.deque)
+TYPES += (collections.OrderedDict, collections.Counter, threading.Event, threading.Thread, type(threading.Lock()))
+STANDARD = {name for kind in TYPES for name in dir(kind)} | set(dir(PatchContext)) | {"__name__", "__mro__"}
+STANDARD |= {"asked", "facts", "options", "patch_set"}  # of a patch's context
+
+TORCH = "torch's, and checked by what the release tests move"
+ALLOWED = {
+    "chunked-lmcache-load": {"parameters": "of an inspect.Signature"},
+    "mp-block-transfer": {
+        **dict.fromkeys(("Event", "ExternalStream", "Tensor_out", "aten", "query", "record"), TORCH),
+        **dict.fromkeys(("_construct_storage_from_data_pointer", "index_put_", "set_", "is_inference"), TORCH),
+        **dict.fromkeys(("is_contiguous", "reshape", "shape", "tolist", "view"), TORCH),
+        "_replace": "of a named tuple of ours",
+    },
+    "nixl-ucx-error-handling": {
+        **dict.fromkeys(
+            ("nixl_agent", "get_backend_params", "get_plugin_params"),
+            "NIXL's, of which no release is pinned; the release tests drive the one that is installed",
+        ),
+        "livepatch": "the mark on our own create_backend",
+    },
+    "rocm-pinned-allocator": {
+        "itemsize": TORCH,
+        **dict.fromkeys(
+            ("_cudart", "_curr_size", "_final_size", "_pin_record", "_stop_expand"),
+            "assigned by LazyMemoryAllocator.__init__, whose whole fingerprint is in the facts",
+        ),
+    },
+}
+"""What the facts need not have, and why."""
+
+REWRITTEN = {"moriio-timeouts", "stale-finished-recving"}
+"""Patches whose facts still name functions alone, not all the attributes that their code asks for."""
+
+
+def modules(name: str) -> Iterator[ast.Module]:
+    for file in sorted(ENTRIES[name].folder.glob("*.py")):
+        yield ast.parse(file.read_text("utf-8"))
+
+
+def asked_for(tree: ast.Module) -> Iterator[str]:
+    """Attributes by name: of `x.name`, and of getattr, hasattr and setattr with a constant."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    imported = {alias.asname or alias.name for node in imports for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in imported):
+            yield node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            if node.func.id in ("getattr", "hasattr", "setattr") and isinstance(node.args[1], ast.Constant):
+                yield str(node.args[1].value)
+
+
+def own(tree: ast.Module) -> Iterator[str]:
+    """What the patch's own classes and functions are called and have."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.ClassDef):
+            for inner in ast.walk(node):
+                targets = [inner.target] if isinstance(inner, ast.AnnAssign) else getattr(inner, "targets", [])
+                stored = [target for target in targets if ast.unparse(target).partition(".")[0] in ("self", "cls")]
+                yield from (ast.unparse(target).partition(".")[2] for target in stored)
+            yield from (name for child in node.body for name in declared(child))
+
+
+def declared(child: ast.stmt) -> Iterator[str]:
+    """Fields, constants and slots in a class body."""
+    if isinstance(child, ast.AnnAssign):
+        yield ast.unparse(child.target)
+    elif isinstance(child, ast.Assign):
+        yield from map(ast.unparse, child.targets)
+        if ast.unparse(child.targets[0]) == "__slots__":
+            yield from ast.literal_eval(child.value)
+
+
+def uncovered(name: str) -> set[str]:
+    known = {part for path in ENTRIES[name].patch.names for part in path.partition(":")[2].split(".")}
+    trees = list(modules(name))
+    ours = {one for tree in trees for one in own(tree)}
+    return {one for tree in trees for one in asked_for(tree)} - known - ours - STANDARD - set(dir(builtins))
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES.keys() - REWRITTEN))
+def test_what_a_patch_touches_is_in_its_facts(name: str) -> None:
+    assert uncovered(name) == set(ALLOWED.get(name, {}))
+
+
+def test_a_name_taken_out_of_the_facts_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = ENTRIES["kv-block-reaper"]
+    (path,) = [call for call in entry.patch.calls if call.endswith(":MultiConnector._connectors")]
+    less = dataclasses.replace(entry.patch, calls=tuple(call for call in entry.patch.calls if call != path))
+    monkeypatch.setitem(ENTRIES, "kv-block-reaper", dataclasses.replace(entry, patch=less))
+    assert uncovered("kv-block-reaper") == {"_connectors"}
