@@ -22,21 +22,40 @@ def directory(environ: Mapping[str, str]) -> str | None:
         try:
             os.makedirs(place, mode=0o700, exist_ok=True)
             status = look(place)
+            safe = _above_is_safe(os.path.realpath(place))
         except OSError:
             continue
         # What is read from here is executed, so it must be ours, and under a shared directory no link to elsewhere.
-        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & stat.S_IWOTH
-        if ours and os.access(place, os.W_OK | os.X_OK):
+        if safe and stat.S_ISDIR(status.st_mode) and _only_ours(status) and os.access(place, os.W_OK | os.X_OK):
             return place
     return None
 
 
+def _only_ours(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _above_is_safe(place: str) -> bool:
+    """Whether nobody but us and root can put something else in the place of this directory.
+
+    As sshd asks it: each directory above is ours or root's, and others may not write there, or it is sticky.
+    """
+    while place != os.path.dirname(place):
+        place = os.path.dirname(place)
+        status = os.stat(place)
+        writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+        if writable or status.st_uid not in (0, os.getuid()):
+            return False
+    return True
+
+
 def replace(path: str, data: bytes) -> bool:
     """Write a file whole or not at all; whether it is there now."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        with open(temporary, "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(data)
         os.replace(temporary, path)
         return True
@@ -47,9 +66,15 @@ def replace(path: str, data: bytes) -> bool:
 
 
 def read(path: str) -> bytes | None:
+    """The file's bytes, None where it is not ours alone: what is read here is executed."""
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        if not _only_ours(os.lstat(os.path.dirname(path))):
+            return None
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            # A second name may have been given to a file of ours by somebody else.
+            whole = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and _only_ours(status)
+            return file.read() if whole else None
     except OSError:
         return None
 

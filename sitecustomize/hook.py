@@ -1,6 +1,7 @@
-"""The import hook: finds a target module as it would be found anyway, and tells the runtime of it.
+"""What the entry calls when a target is loaded, each time with only that module's own lock held.
 
-Imported by the bundle's entry when the first target module is looked for, and not before.
+Imported by the bundle's entry when the first target is executed, and not before. No lock of ours is held while anything
+is imported, and everything that a decision needs is imported with this module.
 """
 
 from __future__ import annotations
@@ -9,62 +10,71 @@ import copy
 import json
 import os
 import sys
-import threading
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
-from .changed_module import part_of_import
+from .changed_module import ChangedModule, part_of_import
 from .context import to_stderr
 from .runtime import Runtime, end_process, guarded
 
 
-def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    """The module's spec as the finders behind ours give it, its loader made to tell us when the module has executed.
+def before(name: str, loader: Any, module: ModuleType | None) -> Any:
+    """A target is about to be executed: what executes it, None where its loader does.
 
-    The loader keeps its type and is a copy of its own, since a zip file's loader serves many modules; the only thing
-    changed on it is undone before the module's code runs.
+    `loader` is what would load the module without us, and what the module shows from now on; `module` is None where the
+    loader makes it itself.
     """
-    if name in _finding.names:
-        return None  # a finder behind us asks all finders again
-    _finding.names.add(name)
-    try:
-        spec = _next_spec(name, path, target)
-    finally:
-        _finding.names.discard(name)
     runtime = _the_runtime()
+    if runtime is not None:
+        runtime.arrives(name)
+    if module is not None:
+        _show(module, loader)
     if runtime is None:
-        return spec
-    if spec is None:
-        spec = runtime.added(name)
-    if spec is None or spec.loader is None:
-        return spec
+        return None
     guarded(runtime.meet, name)
     changed = runtime.changed(name)
-    loader: Any = None
+    if changed is None:
+        return None
+    try:
+        dressed = copy.copy(loader)
+        if module is None or dressed is loader:
+            raise TypeError("it cannot be copied")
+        changed.dress(dressed)
+    except Exception as error:  # somebody's own loader: it loads as it does
+        guarded(runtime.out_of_reach, name, f"its loader cannot be made to load a changed source: {error}")
+        return None
+    _show(module, dressed)
+    return _Changed(runtime, changed, dressed)
 
-    @part_of_import
-    def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
-        if changed is None:
-            loader.exec_module(module)
-        else:
-            runtime.execute(module, loader, changed)
+
+def after(module: ModuleType) -> None:
+    """A target has been executed."""
+    runtime = _the_runtime()
+    if runtime is not None:
         guarded(runtime.loaded, module)
 
-    try:
-        loader = copy.copy(spec.loader)
-        if loader is spec.loader or not hasattr(loader, "exec_module"):
-            raise TypeError("one for many modules, or of a kind that Python has given up")
-        if changed is not None:
-            changed.dress(loader)
-        loader.exec_module = exec_module
-    except Exception as error:  # somebody's own loader: it loads as it does
-        guarded(runtime.out_of_reach, name, f"its loader cannot tell when it has run: {error}")
-        return spec
-    spec.loader = loader
-    return spec
+
+def changed(name: str, loader: Any) -> Any:
+    """What has the source and the code of a module before it is executed, None where that is its loader."""
+    runtime = _the_runtime()
+    if runtime is None:
+        return None
+    guarded(runtime.meet, name)
+    found = runtime.changed(name)
+    return None if found is None else _Changed(runtime, found, loader)
+
+
+def added(name: str) -> ModuleSpec | None:
+    """The spec of a module that only a diff has, None where that diff does not apply."""
+    runtime = _the_runtime()
+    return None if runtime is None else runtime.added(name)
+
+
+def is_gone(name: str) -> bool:
+    """Whether it is decided that a module which a diff would add is not there. Waits for nothing."""
+    runtime = _made["runtime"][0] if _made else None
+    return bool(_made) and (runtime is None or runtime.is_gone(name))
 
 
 def imported_before(name: str) -> None:
@@ -75,29 +85,59 @@ def imported_before(name: str) -> None:
         guarded(runtime.loaded, sys.modules[name])
 
 
-class _Finding(threading.local):
-    def __init__(self) -> None:
-        self.names: set[str] = set()
+class _Changed:
+    """Executes the changed source of one module, and has it."""
+
+    def __init__(self, runtime: Runtime, changed: ChangedModule, loader: Any) -> None:
+        self._runtime = runtime
+        self._changed = changed
+        self._loader = loader
+
+    @part_of_import
+    def exec_module(self, module: ModuleType) -> None:
+        self._runtime.execute(module, self._loader, self._changed)
+
+    def get_source(self, name: str) -> str:
+        return self._changed.text
+
+    def get_code(self, name: str) -> CodeType:
+        return self._changed.code()
 
 
-_finding = _Finding()
-_made_lock = threading.Lock()
-_made: list[Runtime | None] = []
+def _show(module: ModuleType, loader: Any) -> None:
+    """Name the loader where a reader of the module finds it."""
+    if getattr(module, "__spec__", None) is not None:
+        module.__spec__.loader = loader  # type: ignore[union-attr]
+    if getattr(module, "__loader__", None) is not None:
+        module.__loader__ = loader
+
+
+_made: dict[str, tuple[Runtime | None, str]] = {}
 
 
 def _the_runtime() -> Runtime | None:
-    """This process's runtime; None where the bundle itself is broken, which is said once."""
-    with _made_lock:
-        if not _made:
-            try:
-                _made.append(_from_bundle())
-            except Exception as error:
-                why = f"the bundle cannot be used, nothing is patched: {type(error).__name__}: {error}"
-                if os.environ.get("LIVEPATCH") == "strict":
-                    end_process(why)
+    """This process's runtime; None where the bundle itself is broken, which is said once.
+
+    Two threads may each make one, so that neither waits for the other; the one that is kept serves.
+    """
+    if not _made:
+        runtime, why = made = _attempt()
+        if _made.setdefault("runtime", made) is made:
+            if runtime is not None:
+                runtime.begin()
+            elif os.environ.get("LIVEPATCH") == "strict":
+                end_process(why)
+            else:
                 to_stderr(why)
-                _made.append(None)
-        return _made[0]
+    return _made["runtime"][0]
+
+
+def _attempt() -> tuple[Runtime | None, str]:
+    """The runtime, or why there is none."""
+    try:
+        return _from_bundle(), ""
+    except Exception as error:
+        return None, f"the bundle cannot be used, nothing is patched: {type(error).__name__}: {error}"
 
 
 def _from_bundle() -> Runtime:
@@ -106,17 +146,3 @@ def _from_bundle() -> Runtime:
     where = os.path.dirname(str(package.__file__))
     data = package.__spec__.loader.get_data(os.path.join(where, "catalogue.json"))  # type: ignore[union-attr]
     return Runtime(json.loads(data.decode("utf-8")), root, os.path.dirname(where))
-
-
-def _next_spec(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    finders: list[Any] = list(sys.meta_path)
-    own = [
-        place for place, finder in enumerate(finders) if type(finder) is type and finder.__name__ == "LivepatchFinder"
-    ]
-    # Where somebody put something around every finder, all are asked: around ours, too, which passes while it asks.
-    for finder in finders[own[0] + 1 if own else 0 :]:
-        find = getattr(finder, "find_spec", None)
-        spec = None if find is None else find(name, path, target)
-        if spec is not None:
-            return spec  # type: ignore[no-any-return]
-    return None

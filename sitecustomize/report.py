@@ -1,4 +1,7 @@
-"""The report that a patched process leaves for `status`: one JSON file a process, replaced as a whole."""
+"""The report that a patched process leaves for `status`: one JSON file a process, replaced as a whole.
+
+Others may be able to write to the directory: names cannot be foreseen, links are not followed, the file is its owner's.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,15 @@ import os
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
+
+from .redaction import without_secrets
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_PATH = getattr(os, "O_PATH", os.O_RDONLY)  # it need not be readable to be written to
 
 
 def directory(environ: Mapping[str, str]) -> str:
@@ -35,12 +44,46 @@ def start_ticks(pid: int) -> int | None:
         return None
 
 
+def pid_namespace() -> str | None:
+    """Where this process's pid means what it says: the namespace, and the boot of the machine that it is on.
+
+    The first namespace has the same number on every machine. None where there is no /proc.
+    """
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return f"{namespace} {file.read().strip().decode('ascii', 'replace')}"
+    except OSError:
+        return None
+
+
+def opened(environ: Mapping[str, str]) -> int:
+    """A descriptor of the directory. Raises OSError.
+
+    One that nobody named is used only if it is ours alone: its name is under a directory that anybody can write to.
+    """
+    where = directory(environ)
+    named = bool(environ.get("LIVEPATCH_STATE_DIR"))
+    found = os.open(where, _PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if named else os.O_NOFOLLOW))
+    status = os.fstat(found)
+    refused = ""
+    if not named and status.st_uid != os.getuid():
+        refused = "it belongs to somebody else"
+    elif not named and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        refused = "others may write to it"
+    if refused:
+        os.close(found)
+        raise PermissionError(1, refused, where)
+    return found
+
+
 class ProcessReport:
     """This process's file. `write` never raises: a report that cannot be left must not hurt the process."""
 
-    def __init__(self, environ: Mapping[str, str], bundle: str) -> None:
+    def __init__(self, environ: Mapping[str, str], about: Mapping[str, Any]) -> None:
+        """`about` is what the report says of the bundle and its settings."""
         self._environ = environ
-        self._bundle = bundle
+        self._about = dict(about)
         self.error: str | None = None
         self.begin()
 
@@ -48,43 +91,58 @@ class ProcessReport:
         """Take this process's identity; once more in a forked child."""
         self._pid = os.getpid()
         self._ticks = start_ticks(self._pid)
+        self._namespace = pid_namespace()
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._token = os.urandom(8).hex()
+
+    def late(self) -> None:
+        """A write was waited for, and has not come back."""
+        self.error = self.error or f"no report yet in {self._where()}, which is slow to answer"
 
     def write(self, packages: Mapping[str, str | None], patches: list[dict[str, Any]]) -> None:
         host = os.uname().nodename
         content = {
             "pid": self._pid,
             "host": host,
-            "argv": list(sys.orig_argv),
+            "argv": without_secrets(sys.orig_argv),
             "python": sys.executable,
             "started": self._started,
-            "bundle": self._bundle,
+            **self._about,
+            "heartbeat": round(time.time(), 3),
+            "pid_namespace": self._namespace,
             "packages": dict(packages),
             "patches": patches,
             "start_ticks": self._ticks,
         }
-        where = "the state directory"
         try:
-            where = directory(self._environ)
-            self._make_usable(where)
-            name = f"{host.replace(os.sep, '_')}-{self._pid}-{self._ticks}"
-            temporary = os.path.join(where, f".{name}.tmp")
+            os.makedirs(directory(self._environ), mode=0o700, exist_ok=True)
+            place = opened(self._environ)
             try:
-                with open(temporary, "w", encoding="ascii") as file:
-                    json.dump(content, file)
-                os.replace(temporary, os.path.join(where, f"{name}.json"))
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+                self._replace(place, f"{host.replace(os.sep, '_')}-{self._pid}-{self._token}.json", content)
+            finally:
+                os.close(place)
             self.error = None
         except OSError as error:
-            self.error = f"no report in {where}: {error.strerror or error}"
+            self.error = f"no report in {self._where()}: {error.strerror or error}"
 
-    def _make_usable(self, where: str) -> None:
-        os.makedirs(where, mode=0o700, exist_ok=True)
-        if not self._environ.get("LIVEPATCH_STATE_DIR"):
-            # A name under a shared temporary directory can be taken by anybody: it must be a directory, and ours.
-            status = os.lstat(where)
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                raise PermissionError(1, "it belongs to somebody else", where)
+    def _replace(self, place: int, name: str, content: dict[str, Any]) -> None:
+        temporary = f".{os.urandom(8).hex()}.tmp"
+        file = os.open(temporary, _NEW_FILE, 0o600, dir_fd=place)
+        try:
+            try:
+                data = json.dumps(content).encode("ascii")
+                while data:
+                    data = data[os.write(file, data) :]
+            finally:
+                os.close(file)
+            os.replace(temporary, name, src_dir_fd=place, dst_dir_fd=place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=place)
+            raise
+
+    def _where(self) -> str:
+        try:
+            return directory(self._environ)
+        except OSError:
+            return "the state directory"

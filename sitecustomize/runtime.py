@@ -22,11 +22,14 @@ from .context import PatchContext, to_stderr
 from .decision import Decision, Patch, decide, module_of
 from .facts import to_patch
 from .report import ProcessReport
+from .reporting import Reporter
 from .source_changes import SourceChanges, TooLate, no_place
 
 EXIT_STRICT = 78  # EX_CONFIG
 _RECHECK_SECONDS = 15.0
 _FLUSH_SECONDS = 1.0
+_FIRST_SECONDS = 1.0
+"""What the import of the first target waits for the first report, at most: its one line says what is wrong with it."""
 
 
 class _PatchState:
@@ -76,22 +79,37 @@ class Runtime:
         self.environment = settings.read(patches, os.environ)
         self.states = [_PatchState(patch) for patch in patches]
         self.packages: dict[str, str | None] = {}
-        self.report = ProcessReport(os.environ, bundle)
+        about = {
+            "bundle": bundle,
+            "version": self.version,
+            "digest": catalogue.get("digest"),
+            "settings": settings.asked(patches, self.environment),
+        }
+        self.report = ProcessReport(os.environ, about)
         self._trees: dict[tuple[str, ...], installed.Tree] = {}
         place = cache.directory(os.environ)
         self._fingerprints = cache.Fingerprints(place)
         self._sources = SourceChanges(place)
         self._lock = threading.RLock()  # over our records: never held while a target's or a patch's code runs
-        self._writing = threading.Lock()
+        self._decided: set[str] = set()  # patches
+        self._unsaid: list[_PatchState] = []  # decided on
+        self._deciding = False  # by who holds the lock
         self._greeted = False
-        self._flush: threading.Timer | None = None
-        os.register_at_fork(before=self._about_to_fork, after_in_child=self._forked)
-        atexit.register(self._checked_and_written)
+        self._reporter = Reporter(self._look_over, lambda patches: self.report.write(self.packages, patches))
+
+    def begin(self) -> None:
+        """Serve: this is the process's one runtime."""
+        os.register_at_fork(before=self._reporter.about_to_fork, after_in_child=self._forked)
+        atexit.register(self._reporter.close)
 
     # The course of one target's import
 
+    def arrives(self, module: str) -> None:
+        """A target module will be executed by way of us, and not before `meet` has come back."""
+        self._sources.arriving.add(module)
+
     def meet(self, module: str) -> None:
-        """A target module is about to be loaded: decide about every patch that names it."""
+        """A target module is about to be executed, or was before us: decide about every patch that names it."""
         self._decide_about(self._of(module))
         self._checked_and_written()
 
@@ -101,11 +119,16 @@ class Runtime:
         changes = [state for state in self.states if state.patch.diff and state.patch.package in packages]
         for state in [*changes, *(state for state in states if not state.patch.diff)]:
             with self._lock:
-                first = state.decision is None
-                if first:
-                    self._decide(state)
-            if first:
-                self._said_of(state)
+                outer, self._deciding = self._deciding, True
+                try:
+                    if state.decision is None:
+                        self._decide(state)
+                        self._decided.add(state.patch.name)
+                        self._unsaid.append(state)
+                finally:
+                    self._deciding = outer
+            if not outer:  # what is said waits for the reporter, which may wait for the lock
+                self._say_decisions()
 
     def loaded(self, module: ModuleType) -> None:
         """A target module has been executed: apply every patch whose target modules are now all there."""
@@ -162,6 +185,13 @@ class Runtime:
         elif decision.reason != "needed":
             state.settle("armed", decision.reason, decision.detail)
 
+    def _say_decisions(self) -> None:
+        while self._unsaid:
+            with self._lock:
+                state = self._unsaid.pop(0) if self._unsaid else None
+            if state is not None:
+                self._said_of(state)
+
     def _said_of(self, state: _PatchState) -> None:
         decision = state.decision
         assert decision is not None
@@ -175,7 +205,8 @@ class Runtime:
             self._not_applied(state)
 
     def _greet(self, patch: Patch) -> None:
-        self._checked_and_written()
+        if not self._reporter.flush(_FIRST_SECONDS):
+            self.report.late()
         release = self.packages.get(patch.package) or "of unknown release"
         trouble = f"; {self.report.error}" if self.report.error else ""
         to_stderr(f"{self.version}, pid {os.getpid()}, {patch.package} {release}; LIVEPATCH=off turns it off{trouble}")
@@ -259,6 +290,11 @@ class Runtime:
             guarded(self.meet, module)
         return self._sources.added(module)
 
+    def is_gone(self, module: str) -> bool:
+        """Whether it was decided that this module, which diffs would add, is not there. Waits for nothing."""
+        of = [state.patch.name for state in self.states if module in state.patch.added]
+        return self._decided.issuperset(of) and self._sources.module(module) is None
+
     @part_of_import
     def execute(self, module: ModuleType, loader: Any, changed: ChangedModule) -> None:
         """Execute the changed source as the module. Where it raises, the module works as it came, and it is said."""
@@ -307,8 +343,8 @@ class Runtime:
 
     # The report
 
-    def _checked_and_written(self) -> None:
-        """Look every applied target up again, and leave the report."""
+    def _look_over(self) -> list[dict[str, Any]] | None:
+        """Look every applied target up again: what the report says of the patches, None where there is none yet."""
         lost: list[_PatchState] = []
         bypassed: list[str] = []
         with self._lock:
@@ -322,14 +358,13 @@ class Runtime:
                         lost.append(state)
                         break
             if all(state.decision is None for state in self.states):
-                return  # a target was looked for, and is not there
+                return None
             content = [state.described() for state in self.states]
-        with self._writing:  # a lock of its own: who counts must not wait for a disk
-            self.report.write(self.packages, content)
         for state in lost:  # said, and no more: what serves already is not ended, not even under strict
             to_stderr(f"{state.patch.name} is applied no more ({state.reason}): {state.detail}")
         for said in bypassed:
             to_stderr(said)
+        return content
 
     @staticmethod
     def _bypassed(state: _PatchState) -> list[str]:
@@ -341,46 +376,20 @@ class Runtime:
             state.settle("applied", "bypassed", "; ".join(found))
         return [f"{state.patch.name} is bypassed: {said}" for said in new]
 
+    def _checked_and_written(self) -> None:
+        self._later(0.0)
+
     def _later(self, seconds: float) -> None:
-        """Write the report soon, by a thread that lives no longer than that: once however often it is asked for."""
-        with self._lock:
-            if self._flush is not None and (self._flush.interval <= seconds):
-                return
-            if self._flush is not None:
-                self._flush.cancel()
-            self._flush = threading.Timer(seconds, self._flushed)
-            self._flush.daemon = True
-            try:
-                self._flush.start()
-            except RuntimeError:  # the interpreter is ending, or has no thread left: atexit writes
-                self._flush = None
-
-    def _flushed(self) -> None:
-        with self._lock:
-            self._flush = None
-        self._checked_and_written()
-
-    def _about_to_fork(self) -> None:
-        """Do our thread's work now: the child would inherit its locks, and 3.12 warns of a fork with threads."""
-        flush = self._flush
-        if flush is None or flush is threading.current_thread():
-            return
-        flush.cancel()
-        flush.join(1.0)
-        for _ in range(1000):  # Python counts the system's threads, where one that was joined may stay for a moment
-            if not os.path.exists(f"/proc/self/task/{flush.native_id}"):
-                break
-            os.sched_yield()
-        self._flushed()
+        """Have the report written in so many seconds at the latest, and wait for nothing."""
+        self._reporter.soon(seconds)
 
     def _forked(self) -> None:
-        self._lock, self._writing = threading.RLock(), threading.Lock()
-        self._flush = None
+        self._lock = threading.RLock()
         for state in self.states:
             if state.context is not None:
                 state.context.forget()
         self.report.begin()
-        self._checked_and_written()
+        self._reporter.forked_child()
 
 
 def end_process(why: str) -> None:

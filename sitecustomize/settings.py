@@ -35,6 +35,18 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
     return Environment(mode, toggles, options, tuple(errors), notes)
 
 
+def asked(patches: Sequence[Patch], environment: Environment) -> dict[str, Any]:
+    """What differs from the defaults, as a report shows it."""
+    options: dict[str, dict[str, Any]] = {}
+    for patch in patches:
+        values = environment.options[patch.name]
+        differ = {option.name for option in patch.options if values[option.name] != option.default}
+        if differ:
+            options[patch.name] = {name: value for name, value in values.items() if name in differ}
+    toggles = {name: toggle for name, toggle in environment.toggles.items() if toggle != "auto"}
+    return {"mode": environment.mode, "toggles": toggles, "options": options}
+
+
 def _one_of(name: str, value: str, values: Sequence[str], errors: list[str]) -> str:
     if value in values:
         return value

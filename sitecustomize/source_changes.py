@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -9,11 +10,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from .application import is_loaded
 from .changed_module import ChangedModule, part_of_import
 from .changes import Change, HunkError, changed
 from .decision import Decision
 from .installed import Overlay, Tree
 
+_LAZY = getattr(importlib.util, "_LazyModule", None)  # LazyLoader's: executed when it is first used
 GiveUp = Callable[[list[str], str, set[str]], None]
 """Told of the patches that are dropped, why, and their modules that stay changed, having been loaded long before."""
 
@@ -62,6 +65,7 @@ class SourceChanges:
     def __init__(self, cache: str | None) -> None:
         """`cache` is the cache directory, None where there is none."""
         self.texts: dict[str, str] = {}  # of the changed modules
+        self.arriving: set[str] = set()  # modules that are executed by way of us, once it is decided how
         self._cache = cache
         self._modules: dict[str, ChangedModule] = {}
         self._patches: dict[str, tuple[Change, ...]] = {}
@@ -72,7 +76,7 @@ class SourceChanges:
 
         Raises HunkError, TooLate, and SyntaxError where the outcome is no Python.
         """
-        early = [change.module for change in changes if change.module in sys.modules]
+        early = [change.module for change in changes if self._has_run(change.module)]
         if early:
             raise TooLate(f"{', '.join(early)} had been imported before the bundle was in place")
         texts = placed(changes, Overlay(tree, self.texts))
@@ -82,6 +86,15 @@ class SourceChanges:
         self._modules.update(made)
         self.texts.update(texts)
         self._patches[patch] = tuple(changes)
+
+    def _has_run(self, name: str) -> bool:
+        """Whether the module is there and was, or is being, executed as it came."""
+        module = sys.modules.get(name)
+        if module is None or name in self.arriving or type(module) is _LAZY:
+            return False
+        loader = getattr(module.__spec__, "loader", None)
+        # Ours stands there as long as it has not run: another thread is on the way here with it.
+        return isinstance(loader, type) or "exec_module" not in getattr(loader, "__dict__", ())
 
     def module(self, name: str) -> ChangedModule | None:
         """What the module is to be made of, None where its own source stands."""
@@ -100,7 +113,8 @@ class SourceChanges:
     def loaded(self, patch: str) -> tuple[int, int, str | None]:
         """How many of the patch's modules are loaded, of how many; and one that was not made of the changed text."""
         names = [change.module for change in self._patches.get(patch, ())]
-        there = [name for name in names if name in sys.modules]
+        lazy = {name for name in names if type(sys.modules.get(name)) is _LAZY}
+        there = [name for name in names if name not in lazy and is_loaded(name)]
         wrong = (name for name in there if not self._modules[name].in_place(sys.modules[name]))
         return len(there), len(names), next(wrong, None)
 

@@ -19,7 +19,7 @@ from vllm_livepatch.tools.errors import UserError
 
 PACKAGE = "_vllm_livepatch"
 MANIFEST = "manifest.json"
-_TARGETS = "TARGETS = frozenset([])"
+_TARGETS = "TARGETS = {}"
 
 
 def version() -> str:
@@ -31,10 +31,10 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
     runtime = Path(next(iter(sitecustomize.__path__)))
     files: dict[str, bytes] = {}
     entry = (runtime / "entry.py").read_text("utf-8")
-    modules = sorted({name for item in entries.values() for name in (*item.patch.modules, *item.patch.added)})
-    if entry.count(_TARGETS) != 1:
+    if entry.count(f"\n{_TARGETS}  #") != 1:
         raise AssertionError("entry.py has no place for the targets")
-    files["sitecustomize.py"] = entry.replace(_TARGETS, f"TARGETS = frozenset({json.dumps(modules)})").encode()
+    targets = json.dumps(_targets(entries), sort_keys=True)
+    files["sitecustomize.py"] = entry.replace(f"\n{_TARGETS}  #", f"\nTARGETS = {targets}  #").encode()
     for source in sorted(runtime.glob("*.py")):
         if source.name != "entry.py":
             files[f"{PACKAGE}/sitecustomize/{source.name}"] = source.read_bytes()
@@ -74,6 +74,16 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
         }
     )
     return files
+
+
+def _targets(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Each module that a patch names, and what is done to it, in the entry's words."""
+    targets = {name: "wrapped" for item in entries.values() for name in item.patch.modules}
+    for item in entries.values():
+        for change in item.changes() if item.patch.diff else ():
+            added = "added package" if change.package else "added"
+            targets[change.module] = added if change.added else "changed"
+    return targets
 
 
 def write_directory(files: Mapping[str, bytes], out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,8 @@ def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableT
     for process in processes:
         packages = ", ".join(f"{name} {release}" for name, release in process["packages"].items())
         head = f"pid {process['pid']} on {process['host']} since {process['started']}: {packages or 'no package yet'}"
+        if process["heartbeat"]:
+            head += f", last heard of {max(0.0, time.time() - process['heartbeat']):.0f} s ago"
         parts += [Text(head, style="bold"), Text("  " + " ".join(process["argv"])[:200], style="dim")]
         table = _table("  patch", "state", "verdict", "counters", "why")
         for patch in process["patches"]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import importlib.util
+import marshal
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -632,6 +635,40 @@ def test_a_cache_that_is_somebody_elses_is_not_used(changed: Sandbox) -> None:
     assert changed.python(USE, TMPDIR=str(changed.root)).out == CHANGED
     assert cached(changed, ".code") == []
     assert list((changed.root / f"vllm-livepatch-{os.getuid()}-cache").rglob("*.code"))
+
+
+FORGED = "print('forged')"
+
+
+def forge(code: Path) -> None:
+    """Put another program in the place of the compiled module, with the digest that it needs."""
+    data = marshal.dumps(
+        compile(FORGED, str(code).removesuffix(code.name[code.name.index(".changed.py") + 11 :]), "exec")
+    )
+    code.write_bytes(importlib.util.MAGIC_NUMBER + hashlib.sha256(data).digest() + data)
+
+
+@pytest.mark.parametrize(
+    "what", ["the file", "its directory", "the cache", "above the cache", "a link", "a second name"]
+)
+def test_what_others_may_write_is_not_executed(changed: Sandbox, what: str) -> None:
+    """Neither as root. Where nothing is wrong, the forged code does run: that is what the others are to be seen by."""
+    assert changed.python(USE, TMPDIR=str(changed.root)).out == CHANGED
+    (code,) = cached(changed, ".code")
+    forge(code)
+    assert changed.python("import fakeengine.scheduler", TMPDIR=str(changed.root)).out == "forged\n"
+    cache = changed.home / ".cache" / "vllm-livepatch"
+    if what == "a link":
+        code.rename(code.with_suffix(".real"))
+        code.symlink_to(code.with_suffix(".real"))
+    elif what == "a second name":
+        os.link(code, code.with_suffix(".second"))
+    else:
+        place = {"the file": code, "its directory": code.parent, "the cache": cache, "above the cache": cache.parent}[
+            what
+        ]
+        place.chmod(place.stat().st_mode | 0o020)
+    assert changed.python(USE, TMPDIR=str(changed.root)).out == CHANGED
 
 
 def test_a_link_in_the_temporary_directory_is_not_followed(changed: Sandbox) -> None:

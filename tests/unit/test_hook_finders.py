@@ -7,7 +7,8 @@ import zipfile
 
 import pytest
 
-from tests.unit.support import PATCHED, STOCK, USE_STEP, Sandbox
+from tests.unit import interpreters
+from tests.unit.support import PATCHED, USE_STEP, Sandbox
 
 SHOW = "import fakeengine.scheduler as module; loader = module.__loader__; print(type(loader).__name__, vars(module)['__spec__'].origin)\n"
 
@@ -139,7 +140,7 @@ class Loader:
         return None
     @staticmethod
     def exec_module(module):
-        exec(SOURCE, vars(module))
+        exec(CODE, vars(module))
 loader = Loader
 """,
     "slots": """
@@ -148,7 +149,7 @@ class Loader:
     def create_module(self, spec):
         return None
     def exec_module(self, module):
-        exec(SOURCE, vars(module))
+        exec(CODE, vars(module))
 loader = Loader()
 """,
     "not to be copied": """
@@ -158,29 +159,70 @@ class Loader:
     def create_module(self, spec):
         return None
     def exec_module(self, module):
-        exec(SOURCE, vars(module))
+        exec(CODE, vars(module))
+loader = Loader()
+""",
+    "one for many modules": """
+class Loader:
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        exec(CODE, vars(module))
 loader = Loader()
 """,
 }
 OWN_LOADER = """
 import sys
 from importlib.machinery import ModuleSpec
+CODE = compile(open(FILE).read(), FILE, "exec")
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return ModuleSpec(name, loader) if name == "fakeengine.scheduler" else None
+        if name == "fakeengine.scheduler":
+            spec = ModuleSpec(name, loader, origin=FILE)
+            spec.has_location = True
+            return spec
 sys.meta_path.insert(1, Finder)
+import importlib.util, fakeengine
+found = importlib.util.find_spec("fakeengine.scheduler").loader
+assert found is not loader and hasattr(found, "exec_module")
+import fakeengine.scheduler
+assert fakeengine.scheduler.__loader__ is fakeengine.scheduler.__spec__.loader is loader
+assert "exec_module" not in getattr(loader, "__dict__", {}) or type(loader) is type
 """
 
 
 @pytest.mark.parametrize("kind", list(LOADERS))
-def test_loaders_that_cannot_be_told_to_tell(patched: Sandbox, kind: str) -> None:
-    """The target works as it came, and the report says why it is not patched."""
-    source = f"SOURCE = open({str(patched.site / 'fakeengine/scheduler.py')!r}).read()"
-    code = f"{source}{LOADERS[kind]}{OWN_LOADER}{USE_STEP}\ndel sys.modules['fakeengine.scheduler']\n{USE_STEP}"
-    done = patched.python(code)
-    assert (done.code, done.out) == (0, STOCK * 2), done.err
-    reported = patched.reported()
-    assert (reported["state"], reported["reason"]) == ("failed", "loader")
-    assert done.lines[1:] == [f"vllm-livepatch: around is not applied (loader): {reported['detail']}"]
-    assert patched.python(code, LIVEPATCH="strict").code == 78
+def test_loaders_of_every_kind(patched: Sandbox, kind: str) -> None:
+    """Also those that cannot be copied; the module shows the loader itself."""
+    before = f"FILE = {str(patched.site / 'fakeengine/scheduler.py')!r}\n"
+    code = f"{before}{LOADERS[kind]}{OWN_LOADER}{USE_STEP}\ndel sys.modules['fakeengine.scheduler']\n{USE_STEP}"
+    done = patched.python(code, LIVEPATCH="strict")
+    assert (done.code, done.out, len(done.lines)) == (0, PATCHED * 2, 1), done.err
+    assert patched.reported()["state"] == "applied"
+
+
+LEGACY = """
+import sys, types, warnings
+warnings.simplefilter("ignore")
+from importlib.machinery import ModuleSpec
+class Loader:
+    def load_module(self, name):
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__file__ = FILE
+        exec(compile(open(FILE).read(), FILE, "exec"), vars(module))
+        return module
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return ModuleSpec(name, Loader()) if name == "fakeengine.scheduler" else None
+sys.meta_path.insert(1, Finder)
+"""
+
+
+@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+def test_a_loader_of_the_kind_that_python_has_given_up(patched: Sandbox, version: str) -> None:
+    code = f"FILE = {str(patched.site / 'fakeengine/scheduler.py')!r}\n{LEGACY}{USE_STEP}"
+    python = str(interpreters.find(version))
+    bare, done = patched.bare(code, python=python), patched.python(code, python=python)
+    assert (done.code, done.out) == (bare.code, PATCHED if bare.code == 0 else bare.out), done.err

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize import report
+from vllm_livepatch.tools import bundle as tools_bundle
 from vllm_livepatch.tools import status
 
 from tests.unit import interpreters
@@ -97,9 +99,17 @@ def test_the_form_of_a_process_in_status(sandbox: Sandbox) -> None:
     sandbox.patch("other", [WORK])
     sandbox.generate()
     process = waiting(sandbox, "from fakeengine.scheduler import Scheduler")
-    (one,) = live(sandbox)
+    (one,) = until(lambda: [one for one in live(sandbox) if one["patches"][0]["state"] == "applied"])
     process.communicate("")
-    assert list(one) == ["pid", "host", "argv", "python", "started", "bundle", "packages", "patches"]
+    keys = ["pid", "host", "argv", "python", "started", "bundle", "packages", "patches"]
+    assert list(one) == [*keys, "version", "digest", "settings", "heartbeat", "pid_namespace"]
+    assert (one["version"], one["digest"], one["pid_namespace"]) == (
+        tools_bundle.version(),
+        None,
+        report.pid_namespace(),
+    )
+    assert one["settings"] == {"mode": "auto", "toggles": {}, "options": {}}
+    assert abs(one["heartbeat"] - time.time()) < 3600
     assert (one["pid"], one["host"], one["python"]) == (process.pid, os.uname().nodename, PYTHON)
     assert one["argv"][:2] == [PYTHON, "-c"]
     assert one["bundle"] == str(sandbox.bundle)

@@ -1,0 +1,120 @@
+"""A command line without its secrets. Pure. What might be one is hidden: a report that shows less hurts nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+HIDDEN = "***"
+
+_WORDS = frozenset(
+    ("auth", "authorization", "bearer", "cookie", "credential", "credentials", "pass", "pat", "pwd", "sas")
+)
+_ENDS = (
+    "token",
+    "sig",
+    "signature",
+    "tokens",
+    "secret",
+    "secrets",
+    "password",
+    "passwords",
+    "passwd",
+    "passphrase",
+    "key",
+    "keys",
+)
+_NUMBER = re.compile(r"[\d.,_]+[kKmMgG]?(i?[bB])?")
+_FLAG = re.compile(r"--?[a-z][a-z0-9_.-]*(=.*)?", re.DOTALL)  # a value that begins with - seldom is all small letters
+_WHOLE = re.compile(r"(-*[A-Za-z_][\w.-]*\s*[:=]\s*)(.+)", re.DOTALL)  # NAME=value, --name=value, Header: value
+_PAIR = re.compile(
+    r"""((?P<quote>["']?)(?P<name>[A-Za-z_][\w.-]*)(?P=quote)\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,;&}\])"']+)"""
+)
+_USER = re.compile(r"(://)[^/\s@]+(@)")
+_SCHEME = re.compile(r"\b(bearer|basic)(\s+)[^\s\"']+", re.IGNORECASE)
+# Hugging Face, OpenAI and the like, GitHub, GitLab, Slack, AWS, JSON web tokens.
+_KNOWN = re.compile(r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|eyJ[\w-]{8,}\.)[\w./+=-]{12,}", re.ASCII)
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """The arguments, each in its place, with `***` for what a name says is secret, or a form that is known."""
+    shown: list[str] = []
+    flag = ""  # the secret one whose values these are: vLLM's --api-key takes several
+    first = False
+    for argument in arguments:
+        is_flag = argument.startswith("-") and (not first or _FLAG.fullmatch(argument) is not None)
+        if flag and not is_flag:
+            shown.append(argument if _harmless(flag, argument) else HIDDEN)
+            first = False
+            continue
+        flag = argument if is_flag and "=" not in argument and is_secret(argument) else ""
+        first = bool(flag)
+        shown.append(_text(argument))
+    return shown
+
+
+def is_secret(name: str) -> bool:
+    """Whether what has this name (of a flag, a variable, a key) may be a secret."""
+    return bool(_secret_words(name))
+
+
+def _secret_words(name: str) -> list[str]:
+    parts = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    return [part for part in parts if part in _WORDS or part.endswith(_ENDS)]
+
+
+def _harmless(name: str, value: str) -> bool:
+    """A number of tokens, as in --max-num-batched-tokens 8k; a word that holds nothing."""
+    counts = all(word in ("token", "tokens") for word in _secret_words(name))
+    return not value or (counts and _NUMBER.fullmatch(value) is not None)
+
+
+def _text(text: str) -> str:
+    """One argument, or a string inside of one."""
+    value = _json(text)
+    if value is not None:
+        hidden = _inside(value)
+        return text if hidden == value else json.dumps(hidden)
+    whole = _WHOLE.fullmatch(text)
+    if whole is not None:
+        name, rest = whole.groups()
+        if is_secret(name):
+            return text if _harmless(name, rest) else f"{name}{HIDDEN}"
+        if rest.startswith(("{", "[")) or _WHOLE.fullmatch(rest) is not None:
+            return f"{name}{_text(rest)}"
+    text = _USER.sub(rf"\1{HIDDEN}\2", text)
+    text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
+    text = _KNOWN.sub(rf"\1{HIDDEN}", text)
+    return _PAIR.sub(_pair, text)
+
+
+def _pair(found: re.Match[str]) -> str:
+    name, value = found["name"], found[4]
+    if not is_secret(name):
+        return found[1] + _PAIR.sub(_pair, value)
+    return found[0] if _harmless(name, value.strip("\"'")) else f"{found[1]}{HIDDEN}"
+
+
+def _json(text: str) -> Any:
+    """An object or a list, None for any other text."""
+    if not text.lstrip().startswith(("{", "[")):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _inside(value: Any, secret: str = "") -> Any:
+    """`secret` is the name that makes it one."""
+    if isinstance(value, dict):
+        return {key: _inside(part, key if is_secret(key) else secret) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_inside(part, secret) for part in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if secret:
+        return value if _harmless(secret, str(value)) else HIDDEN
+    return _text(value) if isinstance(value, str) else value

@@ -1,0 +1,101 @@
+"""Secrets of a command line never reach a report; what is none stays readable."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm_livepatch.sitecustomize.redaction import HIDDEN, is_secret, without_secrets
+
+SECRET = "s3cr3tValue"
+URL = f"postgres://user:{SECRET}@db:5432/name"
+
+# The command line, and what is to be read of it.
+LINES: dict[str, tuple[list[str], list[str]]] = {
+    "the next word": (["--api-key", SECRET, "--port", "80"], ["--api-key", HIDDEN, "--port", "80"]),
+    "after =": ([f"--api-key={SECRET}", "--port=80"], [f"--api-key={HIDDEN}", "--port=80"]),
+    "with underscores": (["--api_key", SECRET], ["--api_key", HIDDEN]),
+    "of the hub": (["serve", "model", "--hf-token", SECRET], ["serve", "model", "--hf-token", HIDDEN]),
+    "several": (["--api-key", SECRET, SECRET + "2", "--port", "80"], ["--api-key", HIDDEN, HIDDEN, "--port", "80"]),
+    "one that begins with a dash": (["--password", f"-{SECRET}"], ["--password", HIDDEN]),
+    "one that begins with two": (["--token", f"--{SECRET}", "-v"], ["--token", HIDDEN, "-v"]),
+    "a flag without one": (["--api-key", "--port", "80"], ["--api-key", "--port", "80"]),
+    "one dash": (["-api-key", SECRET], ["-api-key", HIDDEN]),
+    "a dotted flag": (["--config.extra.secretKey", SECRET], ["--config.extra.secretKey", HIDDEN]),
+    "a variable": (["env", f"FOO_TOKEN={SECRET}", "A=b"], ["env", f"FOO_TOKEN={HIDDEN}", "A=b"]),
+    "a variable of a flag": ([f"--env=FOO_TOKEN={SECRET}"], [f"--env=FOO_TOKEN={HIDDEN}"]),
+    "a value with spaces": ([f"DB_PASSWORD=correct {SECRET}"], [f"DB_PASSWORD={HIDDEN}"]),
+    "a header": (["-H", f"Authorization: Bearer {SECRET}"], ["-H", f"Authorization: {HIDDEN}"]),
+    "a header in a text": ([f"curl -H 'A: Bearer {SECRET}'"], [f"curl -H 'A: Bearer {HIDDEN}'"]),
+    "a URL": (["--db", URL], ["--db", f"postgres://{HIDDEN}@db:5432/name"]),
+    "a URL after =": ([f"--db={URL}"], [f"--db=postgres://{HIDDEN}@db:5432/name"]),
+    "a query": ([f"http://h/p?a=1&sig={SECRET}&b=2"], [f"http://h/p?a=1&sig={HIDDEN}&b=2"]),
+    "a pair in a pair": ([f"x a:b=token={SECRET}"], [f"x a:b=token={HIDDEN}"]),
+    "JSON": (
+        ["--kv-transfer-config", json.dumps({"kv_role": "both", "extra": {"hub_token": SECRET, "n": 1}})],
+        ["--kv-transfer-config", json.dumps({"kv_role": "both", "extra": {"hub_token": HIDDEN, "n": 1}})],
+    ),
+    "JSON after =": ([f'--kv-transfer-config={{"key": "{SECRET}"}}'], [f'--kv-transfer-config={{"key": "{HIDDEN}"}}']),
+    "JSON with a list": ([json.dumps({"keys": [SECRET, {"a": SECRET}]})], [json.dumps({"keys": [HIDDEN, {"a": HIDDEN}]})]),
+    "JSON with a number": (['{"password": 1234}'], [f'{{"password": "{HIDDEN}"}}']),
+    "JSON with a URL": ([json.dumps({"where": URL})], [json.dumps({"where": f"postgres://{HIDDEN}@db:5432/name"})]),
+    "not quite JSON": ([f"{{'api_key': '{SECRET}', 'n': 1}}"], [f"{{'api_key': {HIDDEN}, 'n': 1}}"]),
+    "a program": (["-c", f"import x; x.token = '{SECRET}'; y()"], ["-c", f"import x; x.token = {HIDDEN}; y()"]),
+    "known by its form": (["login", f"hf_{SECRET * 2}"], ["login", f"hf_{HIDDEN}"]),
+}  # fmt: skip
+PLAIN = [
+    ["vllm", "serve", "org/model", "--max-num-batched-tokens", "8k", "--tokenizer", "org/tokenizer", "--port", "8000"],
+    ["--max-tokens=4096", "--long-prefill-token-threshold", "1_024", "--tokenizer-mode", "auto"],
+    ["--kv-transfer-config", '{"kv_connector":"LMCacheMPConnector", "max_tokens": 5}'],
+    ["python", "-c", "from x import y; print(y(7))"],
+    ["--ssl-keyfile", "/etc/k.pem", "http://127.0.0.1:8000/v1?x=1", "-tp", "2", "", "-", "--"],
+]
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_what_is_shown(case: str) -> None:
+    given, shown = LINES[case]
+    assert SECRET in " ".join(given) or case in ("a flag without one", "JSON with a number")
+    assert without_secrets(given) == shown
+
+
+@pytest.mark.parametrize("line", PLAIN, ids=lambda line: line[0])
+def test_what_is_no_secret_is_shown_as_it_is(line: list[str]) -> None:
+    assert without_secrets(line) == line
+
+
+NAMES = st.sampled_from(
+    ["api-key", "API_KEY", "apiKey", "hf-token", "HF_TOKEN", "secret", "client_secret", "db-password", "awsSecretAccessKey"]
+)  # fmt: skip
+# As `secrets` and password stores make them.
+VALUES = st.text("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", min_size=20, max_size=40).map(
+    "Z".__add__
+)
+WAYS = [
+    lambda name, value: [f"--{name}", value],
+    lambda name, value: [f"--{name}", value, value],
+    lambda name, value: [f"--{name}={value}"],
+    lambda name, value: [f"{name}={value}"],
+    lambda name, value: ["--x", json.dumps({"a": [{name: value}]})],
+    lambda name, value: ["--x=" + json.dumps({name: {"b": value}})],
+    lambda name, value: ["-c", f"f({name.replace('-', '_')}='{value}')"],
+    lambda name, value: [f"http://host/?{name}={value}"],
+    lambda name, value: [f"http://{name}:{value}@host/"],
+]  # fmt: skip
+
+
+@given(NAMES, VALUES, st.sampled_from(WAYS), st.lists(st.sampled_from(["--port", "80", "a=b", "--flag"]), max_size=3))
+def test_no_secret_gets_through_in_any_of_these_ways(name, value, way, around) -> None:  # type: ignore[no-untyped-def]
+    assert value not in " ".join(without_secrets([*around, *way(name, value), *around]))
+
+
+@given(st.lists(st.text(max_size=40), max_size=6))
+def test_any_command_line_is_shown_with_as_many_words(line: list[str]) -> None:
+    assert len(without_secrets(line)) == len(line)
+
+
+@pytest.mark.parametrize("name", ["--tokenizer", "model", "--kv-transfer-config", "PATH", "--ssl-keyfile", "KEYBOARD"])
+def test_names_that_are_none(name: str) -> None:
+    assert not is_secret(name)
