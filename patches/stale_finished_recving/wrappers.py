@@ -306,7 +306,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         held = None if ledger is None else ledger.held.get(request.request_id)
         if ledger is not None and held is not None and held.request is request:
             del ledger.held[request.request_id]
-            if held.send:
+            # An empty one is reported in the next step if at all, before a later request of the id could have run.
+            if held.send and not held.empty_send:
                 ledger.give_up_send(request.request_id)
         if ledger is not None and request.request_id in ledger.parked:
             first, *rest = ledger.parked.pop(request.request_id)

@@ -141,6 +141,11 @@ def test_what_lmcache_announces_of_a_request_that_never_ran_is_not_waited_for(co
     request = aborted_while_loading(scheduler)
     told(scheduler, received=["a"])
     assert scheduler.freed[1:] == [request], "a server that is lost reports no send"
+    request = Request("a")
+    scheduler.add_request(request)
+    scheduler.finish_requests(["a"], FINISHED)
+    told(scheduler, sent=["a"])
+    assert scheduler.freed[2:] == [request], "its own send, not the one that was never reported"
 
 
 @pytest.mark.parametrize(
