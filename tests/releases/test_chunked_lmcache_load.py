@@ -209,7 +209,7 @@ def test_as_many_at_once_as_stock(release: str, warm: interpreter.Interpreter, b
     assert {name: world["outcome"] for name, world in patched.items()} == dict.fromkeys(stock, "finishes")
     for name, world in patched.items():
         assert world["at_once"] == stock[name]["at_once"] > 1, name
-        assert world["steps"] <= 1.1 * stock[name]["steps"], name
+        assert world["steps"] <= 1.15 * stock[name]["steps"], name  # to 0.22 stock reserves nothing for prefills
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm import ModelRegistry, SamplingParams
@@ -51,6 +51,10 @@ class TinyForCausalLM(torch.nn.Module):  # type: ignore[misc]
     A registered class is inspected in this process. Naming a model of vLLM's own would cost a second
     interpreter, which imports all of vLLM again.
     """
+
+    supports_lora = True
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+    embedding_modules: ClassVar[dict[str, str]] = {}
 
     def __init__(self, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
