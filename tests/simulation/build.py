@@ -11,8 +11,6 @@ from typing import Any
 
 import real_scheduler as real
 import torch
-from connectors import BEHAVIOURS
-from plan import BLOCK, Plan
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
@@ -21,6 +19,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.simulation.connectors import BEHAVIOURS
+from tests.simulation.plan import BLOCK, Plan
 
 WINDOW = 2 * BLOCK
 """Tokens that a sliding-window group attends to."""
@@ -50,7 +51,7 @@ def _model_config(directory: str) -> Any:
 def _vllm_config(mode: str, connector: str, policy: str, directory: str) -> Any:
     transfer: dict[str, Any] = {
         "kv_connector": f"Simulated{connector}",
-        "kv_connector_module_path": "scheduler_side",
+        "kv_connector_module_path": "tests.simulation.scheduler_side",
         "kv_role": "kv_both",
     }
     if "kv_load_failure_policy" in inspect.signature(KVTransferConfig).parameters:

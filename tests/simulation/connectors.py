@@ -5,8 +5,8 @@ Each class stands for what the sources named in it do. None of them moves anythi
 
 from __future__ import annotations
 
-from plan import RequestPlan
-from transfers import Client
+from tests.simulation.plan import RequestPlan
+from tests.simulation.transfers import Client
 
 
 class Behaviour:

@@ -25,11 +25,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import plan as plans
 import real_scheduler as real
-import reference
 import vllm
-from world import World
+
+from tests.simulation import plan as plans
+from tests.simulation import reference
+from tests.simulation.world import World
 
 gc.enable()
 
@@ -54,9 +55,9 @@ def batch(jobs: list[tuple[plans.Plan, str]], directory: str, job: dict[str, Any
     if child == 0:
         status = 1
         try:
-            found = [play(plan, mode, directory, job.get("policy"), job.get("tell", False)) for plan, mode in jobs]
+            played = [play(plan, mode, directory, job.get("policy"), job.get("tell", False)) for plan, mode in jobs]
             with os.fdopen(writer, "w") as pipe:
-                json.dump(found, pipe)
+                json.dump(played, pipe)
             sys.stderr.flush()
             status = 0
         except BaseException:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import real_scheduler as real
 
 if TYPE_CHECKING:
-    from transfers import Transfer
-    from world import World
+    from tests.simulation.transfers import Transfer
+    from tests.simulation.world import World
 
 KINDS = {
     "engine died": "an exception left the scheduler",
@@ -43,8 +43,8 @@ SCHEDULER_STATE = (
 )
 """What a scheduler of some release keeps of requests, and what must be empty at the end."""
 
-KEPT_ON_PURPOSE = {"reaped"}
-"""Fields of our patches' state that remember requests after their end: the reaper's, so that late words are known."""
+KEPT_ON_PURPOSE = {"reaped", "given_up"}
+"""Fields of our patches' state that remember a bounded number of ids after their end, so that late words are known."""
 
 
 def owner_of(world: World, block: int) -> str | None:

@@ -174,14 +174,17 @@ def smaller(plan: Plan) -> list[Plan]:
     for field in ("resets", "lies"):
         events = getattr(plan, field)
         if events:
-            found.append(replace(plan, **{field: ()}))
+            nothing: dict[str, Any] = {field: ()}
+            found.append(replace(plan, **nothing))
         if len(events) > 1:
             for index in range(len(events)):
-                found.append(replace(plan, **{field: events[:index] + events[index + 1 :]}))
-    plain = {"groups": "full", "late": False, "budget": 256}
+                fewer: dict[str, Any] = {field: events[:index] + events[index + 1 :]}
+                found.append(replace(plan, **fewer))
+    plain: dict[str, Any] = {"groups": "full", "late": False, "budget": 256}
     for name, simple in plain.items():
         if getattr(plan, name) != simple:
-            found.append(replace(plan, **{name: simple}))
+            simpler_world: dict[str, Any] = {name: simple}
+            found.append(replace(plan, **simpler_world))
     blank = RequestPlan("", 0, 0)
     simpler = ("shared", "family", "stops", "hit", "looked_up_after", "failing_loads", "load_lost", "send_lost", "sends",
                "send_unread", "empty_send_silent", "aborted_after", "aborted_in_step", "load_delay", "send_delay")  # fmt: skip

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import real_scheduler as real
 
 if TYPE_CHECKING:
-    from transfers import Client
-    from world import World
+    from tests.simulation.transfers import Client
+    from tests.simulation.world import World
 
 
 class Reference:

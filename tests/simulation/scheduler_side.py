@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from connectors import BEHAVIOURS, Multi
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
+from tests.simulation.connectors import BEHAVIOURS, Multi
+
 if TYPE_CHECKING:
-    from world import World
+    from tests.simulation.world import World
 
 CURRENT: list[World] = []
 """The world whose scheduler is being made; a scheduler makes its connector itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from plan import BLOCK, RequestPlan
+from tests.simulation.plan import BLOCK, RequestPlan
 
 OUTPUT = 7
 """The token that the model answers with, always."""

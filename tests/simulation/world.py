@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import build
-import invariants
 import real_scheduler as real
-import scheduler_side
-from connectors import BEHAVIOURS
-from plan import Lie, Plan, RequestPlan
-from transfers import OUTPUT, Client, Memory, Transfer, places
+
+from tests.simulation import build, invariants, scheduler_side
+from tests.simulation.connectors import BEHAVIOURS
+from tests.simulation.plan import Lie, Plan, RequestPlan
+from tests.simulation.transfers import OUTPUT, Client, Memory, Transfer, places
 
 QUIET = 8
 """Steps in which nothing can happen any more before a world counts as stalled."""
@@ -393,9 +392,7 @@ class World:
         load.done, load.ended, load.reported = len(load.touches), True, True
         return {block for block, _, _ in load.touches[reach:]} if load.fails else set()
 
-    def _compute(
-        self, client: Client, tables: tuple[list[int], ...], start: int, end: int, failed: set[int]
-    ) -> None:
+    def _compute(self, client: Client, tables: tuple[list[int], ...], start: int, end: int, failed: set[int]) -> None:
         """Every slot that is attended to must hold the request's own KV; then the new ones are written."""
         for group, table in enumerate(tables):
             first = max(0, start - build.WINDOW + 1) if group else 0
@@ -412,12 +409,14 @@ class World:
             self.execute(step)
         self.aborts(in_step=True)
         output = step.output.kv_connector_output
-        lies = [lie for lie in self.plan.lies if lie.step == self.now and self.survivable(lie)]
+        lies = [lie for lie in self.plan.lies if lie.step == self.now and self.survivable(lie, step)]
         for lie in lies:
             ids = set(getattr(output, f"finished_{lie.kind}") or ()) | {lie.about}
             setattr(output, f"finished_{lie.kind}", ids)
         if output.finished_recving or output.finished_sending or output.invalid_block_ids:
-            told = [f"{kind} {sorted(ids)}" for kind, ids in vars(output).items() if ids and kind != "kv_connector_stats"]
+            told = [
+                f"{kind} {sorted(ids)}" for kind, ids in vars(output).items() if ids and kind != "kv_connector_stats"
+            ]
             self.say("told: " + ", ".join(told) + f"  (lies: {[lie.about for lie in lies]})" * bool(lies))
         for transfer in step.reported:
             transfer.reported = True
@@ -437,12 +436,18 @@ class World:
                 if client.ended != "error" and client.delivered != client.plan.outputs:
                     self.wrong("wrong answer", f"{client} has {client.delivered} of {client.plan.outputs} tokens")
 
-    def survivable(self, lie: Lie) -> bool:
+    def survivable(self, lie: Lie, step: Step) -> bool:
         """Whether a protocol of ids alone can tell the lie from the truth.
 
         It cannot where a transfer of the same kind and id is under way: then the word might be its own. So a second
-        word of a receive comes only when no load of that id is, and of a send only when none is announced.
+        word of a receive comes only when no load of that id is, and of a send only when none is announced, not even in
+        the step that hears of it.
         """
+        if any(
+            client.plan.name == lie.about and sampled and client.delivered + 1 >= client.plan.outputs
+            for client, _, _, _, sampled in step.work
+        ) or any(each.fails and each.owner.plan.name == lie.about for each in step.reported):
+            return False
         kind = "load" if lie.kind == "recving" else "send"
         return not any(
             each.kind == kind and each.owner.plan.name == lie.about and (each.outstanding or each.lost)

@@ -1,0 +1,137 @@
+"""The command line: any number of worlds on any releases, or one seed, shrunk and told step by step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from vllm_livepatch.tools import environments, registry
+
+from tests.simulation import arms, shrink
+
+REFERENCES = "reference, or the name of a wrong one in reference.py"
+
+
+def parser() -> argparse.ArgumentParser:
+    """What can be asked for."""
+    parsed = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parsed.add_argument("--release", action="append", help="a pinned vLLM release; may be given again (default: all)")
+    parsed.add_argument("--mode", action="append", choices=arms.MODES, help="the scheduler class (default: both)")
+    parsed.add_argument("--seed", type=int, help="one world: shrink it where it fails, and tell its story")
+    parsed.add_argument("--plan", type=Path, help="the same of a plan in a file of JSON")
+    parsed.add_argument("--seeds", type=int, default=200, help="how many worlds a release and mode (default: 200)")
+    parsed.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parsed.add_argument("--bundle", type=Path, help="a bundle's directory (default: the stock release)")
+    parsed.add_argument("--policy", help=REFERENCES)
+    parsed.add_argument("--tame", action="store_true", help="nobody aborts or lies, nothing is lost or fails")
+    parsed.add_argument("--whole", action="store_true", help="with --seed or --plan: do not shrink")
+    parsed.add_argument("--processes", type=int, default=2, help="warm interpreters (default: 2)")
+    parsed.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parsed.add_argument("--arm", default="", help="what the figures' arm is called (default: stock, or the bundle)")
+    return parsed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 1 where an invariant was broken."""
+    asked = parser().parse_args(arguments)
+    releases = asked.release or [pin.version for pin in registry.pins("vllm")]
+    if asked.bundle is not None and not asked.bundle.is_dir():
+        print(f"there is no bundle in {asked.bundle}", file=sys.stderr)
+        return 2
+    given = [
+        arms.Arm(release, asked.bundle and asked.bundle.resolve(), asked.policy, asked.mode or arms.MODES, asked.tame)
+        for release in releases
+    ]
+    if asked.seed is not None or asked.plan is not None:
+        with arms.interpreters(1, environments.engine()) as (warm,):
+            return tell(warm, given[0], asked)
+    return many(given, asked)
+
+
+def tell(warm: Any, arm: arms.Arm, asked: argparse.Namespace) -> int:
+    """One world's story, and its plan, shrunk where it fails."""
+    arm.modes = arm.modes[:1]
+    plan = (
+        shrink.Plan.from_json(json.loads(asked.plan.read_text(encoding="utf-8")))
+        if asked.plan
+        else shrink.draw(asked.seed, asked.tame)
+    )
+    broken = shrink.kinds(arms.run(warm, arm, plans=[plan.to_json()])[0])
+    if broken and not asked.whole:
+        print(f"broken: {', '.join(sorted(broken))}; shrinking", file=sys.stderr)
+
+        def fails(plans: Sequence[Any]) -> list[bool]:
+            found = arms.run(warm, arm, plans=[each.to_json() for each in plans])
+            return [bool(broken & shrink.kinds(world)) for world in found]
+
+        plan = shrink.shrink(plan, fails)
+    arm.tell = True
+    (world,) = arms.run(warm, arm, plans=[plan.to_json()])
+    if asked.json:
+        print(json.dumps({"plan": plan.to_json(), **world}))
+    else:
+        print(f"vLLM {arm.release}, {arm.modes[0]}, connector {plan.connector}, {plan.groups}, {plan.blocks} blocks")
+        print("\n".join(world["story"]))
+        print(json.dumps(plan.to_json()))
+    return 1 if world["faults"] else 0
+
+
+def many(given: Sequence[arms.Arm], asked: argparse.Namespace) -> int:
+    """Figures of many worlds: for each release, in how many each invariant was broken."""
+    began, found = time.monotonic(), {arm.release: figures() for arm in given}
+    ranges = range(asked.first, asked.first + asked.seeds, arms.AT_ONCE)
+    jobs = [
+        (arm, range(first, min(first + arms.AT_ONCE, asked.first + asked.seeds))) for first in ranges for arm in given
+    ]
+    with arms.interpreters(asked.processes, environments.engine()) as warm:
+        free: Queue[Any] = Queue()
+        for each in warm:
+            free.put(each)
+
+        def one(job: tuple[arms.Arm, range]) -> tuple[str, list[Any]]:
+            interpreter = free.get()
+            try:
+                return job[0].release, arms.run(interpreter, job[0], job[1])
+            finally:
+                free.put(interpreter)
+
+        with ThreadPoolExecutor(asked.processes) as pool:
+            for done, (release, worlds) in enumerate(pool.map(one, jobs), 1):
+                add(found[release], worlds)
+                seconds = time.monotonic() - began
+                print(f"\r{done} of {len(jobs)} jobs, {seconds:.0f} s, now {release} ", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    name = asked.arm or (asked.policy or (asked.bundle.name if asked.bundle else "stock"))
+    result = {"arm": name, "seeds": [asked.first, asked.seeds], "tame": asked.tame, "releases": found}
+    if asked.json:
+        print(json.dumps(result))
+    else:
+        for release, each in found.items():
+            broken = ", ".join(f"{kind} {count}" for kind, count in each["broken"].items()) or "nothing"
+            print(f"{release:8} {each['failed']:6} of {each['worlds']} worlds: {broken}; first: {each['first']}")
+    return 1 if any(each["failed"] for each in found.values()) else 0
+
+
+def figures() -> dict[str, Any]:
+    """An empty row."""
+    return {"worlds": 0, "failed": 0, "steps": 0, "broken": Counter(), "notes": Counter(), "first": {}}
+
+
+def add(row: dict[str, Any], worlds: Sequence[Any]) -> None:
+    """Add worlds to a release's row; `first` is a seed of each invariant, to replay."""
+    for world in worlds:
+        row["worlds"] += 1
+        row["steps"] += world["steps"]
+        row["failed"] += bool(world["faults"])
+        row["notes"].update(world["notes"])
+        for kind in sorted(shrink.kinds(world)):
+            row["broken"][kind] += 1
+            row["first"].setdefault(kind, f"--seed {world['seed']} --mode {world['mode']}")

@@ -1,0 +1,56 @@
+"""Faults that somebody might build into our patches: each is a text of a bundle and what stands there instead.
+
+A set of worlds that lets one of them pass looks at too little.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+STALE = "_vllm_livepatch/patches/stale_finished_recving/wrappers.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One substitution in one file of a bundle."""
+
+    name: str
+    old: str
+    new: str
+    file: str = STALE
+
+    def make(self, bundle: Path, directory: Path) -> Path:
+        """A copy of the bundle with the fault in it."""
+        made = directory / self.name
+        shutil.copytree(bundle, made, ignore=shutil.ignore_patterns("__pycache__"))
+        file = made / self.file
+        text = file.read_text(encoding="utf-8")
+        assert text.count(self.old) == 1, f"{self.name}: the text to be replaced is there {text.count(self.old)} times"
+        file.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return made
+
+
+MUTANTS = (
+    Mutant("frees-at-receive", "if not one.receive and (one.empty_send or not one.send)}", "if not one.receive}"),
+    Mutant("frees-at-send", "if not one.receive and (one.empty_send or not one.send)}", "if not one.send}"),
+    Mutant("frees-at-either", "if not one.receive and (one.empty_send or not one.send)}", "}"),
+    Mutant("never-hears-receives", "one.receive = False", "pass"),
+    Mutant("never-hears-sends", "one.send = False", "pass"),
+    Mutant("no-receive-noted", "ledger.receiving.add(request_id)", "pass"),
+    Mutant(
+        "no-send-noted", "_Held(request, receives, bool(announced), empty)", "_Held(request, receives, False, empty)"
+    ),
+    Mutant("release-decides", "return True, params", "return announced, params"),
+    Mutant("believes-any-receive", "elif held is not None and held.receive:", "elif held is not None:"),
+    Mutant("every-send-empty", "empty = receives and ledger", "empty = ledger"),
+    Mutant("drops-ready", "found.ready.add(request_id)\n            elif held", "pass\n            elif held"),
+    Mutant(
+        "no-parking",
+        "ledger.parked.setdefault(request.request_id, []).append(request)",
+        "return wrapped(*args, **kwargs)",
+    ),
+    Mutant("parked-not-aborted", "for request in ledger.parked.pop(request_id, ()):", "for request in ():"),
+    Mutant("never-forgets", "del ledger.held[request.request_id]", "pass"),
+)
