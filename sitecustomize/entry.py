@@ -184,6 +184,12 @@ def after_fork_in_child():
     forking.clear()
     inside.intersection_update({me})
     finding.intersection_update({asked for asked in finding if asked[1] == me})
+    # What another thread was importing nobody ends in here, and the runtime may need it: it is imported anew.
+    locks = getattr(sys.modules["_frozen_importlib"], "_module_locks", {})
+    for name, lock in [(name, found()) for name, found in list(locks.items())]:
+        if getattr(lock, "owner", None) not in (None, me):
+            locks.pop(name, None)
+            sys.modules.pop(name, None)
 
 
 def load_hook():
