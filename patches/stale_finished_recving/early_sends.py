@@ -83,7 +83,7 @@ class ChildSends:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    """The wrappers of the two methods by which a worker asks its MultiConnector: to 0.29 the one, from 0.30 the other."""
+    """The wrappers of the methods by which a worker asks its MultiConnector: to 0.29 the one, from 0.30 the other."""
 
     def see_to(multi: Any, method: str) -> None:
         if _SEEN not in vars(multi):

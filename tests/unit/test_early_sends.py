@@ -16,7 +16,8 @@ class Child:
     """Says what it is told to say."""
 
     def __init__(self) -> None:
-        self.sent: set[str] | None = None
+        self.made: Any = None  # from 0.30: what it answered last
+        self.sent: Any = None
         self.received: set[str] | None = None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -43,7 +44,8 @@ class Results:
 
 class NewChild(Child):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Results:
-        return Results(self.get_finished(finished_req_ids)[0] or set(), {"failed"})
+        self.made = Results(self.get_finished(finished_req_ids)[0] or set(), {"failed"})
+        return self.made
 
 
 class NewMulti(Multi):
@@ -98,8 +100,11 @@ def test_from_0_30_the_other_results_stay() -> None:
     world = World(new=True)
     world.child.sent = {"a"}
     assert world.multi.get_finished(set())[0] == Results(set(), {"failed"})
+    assert world.child.made == Results({"a"}, {"failed"}), "the child's own is left as it was"
     world.child.sent = None
     assert world.multi.get_transfer_results({"a"})[0] == Results({"a"}, {"failed"})
+    world.child.sent = {"b"}
+    assert world.multi.get_transfer_results({"b"})[0] is world.child.made, "passed on as it is"
     assert "get_finished" not in vars(world.child), "one of the two ways is enough"
 
 
@@ -133,6 +138,18 @@ def test_a_send_that_is_reported_twice_is_given_out_once() -> None:
     world.step(sent=["a"])
     assert world.step(finished=["a"], sent=["a"]) == {"a"}
     assert [world.step() for _ in range(early_sends.PATIENCE)] == [set()] * early_sends.PATIENCE
+    assert world.context.counters == {"send_early": 1}
+    world.step(sent=["b"])
+    world.step(sent=["b"])
+    waited = [world.step() for _ in range(early_sends.PATIENCE - 1)]
+    assert waited[-1] == {"b"}, "it waits from the first time on"
+
+
+def test_an_answer_that_the_patch_cannot_read_is_passed_on() -> None:
+    world = World()
+    world.child.sent = [["not", "an", "id"]]
+    assert world.multi.get_finished(set())[0] == ([["not", "an", "id"]], None)
+    assert world.context.aside
 
 
 def test_what_is_remembered_is_bounded_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
