@@ -44,8 +44,8 @@ class Results:
 
 class NewChild(Child):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Results:
-        self.made = Results(self.get_finished(finished_req_ids)[0] or set(), {"failed"})
-        return self.made
+        self.made = made = Results(self.get_finished(finished_req_ids)[0] or set(), {"failed"})
+        return made
 
 
 class NewMulti(Multi):
