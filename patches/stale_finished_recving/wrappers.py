@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import early_sends
+
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -348,4 +350,5 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         "add_request": add_request,
     }
     # Should the patch stand aside, what it holds must still not be freed before its transfers have ended.
-    return {f"{SCHEDULER}.{name}": livepatch.lasting(wrapper) for name, wrapper in made.items()}
+    lasting = {f"{SCHEDULER}.{name}": livepatch.lasting(wrapper) for name, wrapper in made.items()}
+    return {**lasting, **early_sends.wrappers(livepatch)}

@@ -111,6 +111,8 @@ def patched(connector: Any, context: PatchContext | None = None) -> Any:
     context = context or PatchContext("stale-finished-recving", {}, {}, lambda: None)
     members: dict[str, Any] = {}
     for target, wrapper in stale.wrappers(context).items():
+        if not target.startswith(stale.SCHEDULER):
+            continue
         name = target.rpartition(".")[2]
         members[name] = guard.in_place_of(vars(Scheduler)[name], wrapper, context, target)
     return type("PatchedScheduler", (Scheduler,), members)(connector)

@@ -1,0 +1,105 @@
+"""A MultiConnector passes a send on when the last of the children that announced it has said that it has ended.
+
+Its worker learns how many announced one with the metadata of the step that tells of the request's end. A child may say
+so earlier, while a step is running that was scheduled before the request ended: NIXL's reader is told to read when the
+request ends, and may be fast. Stock passes that on at once, and the blocks are freed while the other children still
+read them. So what a child says is kept back until the worker has been told that the request has ended.
+
+Source: docs/connector-completions.md, "MultiConnector".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
+
+REMEMBERED = 65536
+"""How many ids of ended requests are remembered for each child, of which it has not said that their send has ended."""
+
+PATIENCE = 64
+"""How many calls the send of a request is kept back of whose end the worker is not told.
+
+As many as steps may be under way at once, and more: one a pipeline stage. Who has not been named by then was named
+before, and is remembered no more, or has said so twice.
+"""
+
+_SEEN = "_livepatch_early_sends"
+"""Attribute of a MultiConnector whose children were seen to."""
+
+
+class ChildSends:
+    """The wrapper of the method by which one child reports: (sent, received), or from 0.30 an object with both."""
+
+    __slots__ = ("calls", "ended", "held", "livepatch")
+
+    def __init__(self, livepatch: PatchContext) -> None:
+        self.livepatch = livepatch
+        self.calls = 0
+        self.ended: dict[str, None] = {}  # requests that the worker was told of, oldest first, until the child's send
+        self.held: dict[str, int] = {}  # request id: the call in which the child reported its send, too early
+
+    def __call__(self, wrapped: Call, child: Any, args: Any, kwargs: Any) -> Any:
+        self.calls += 1
+        for request_id in args[0] if args else kwargs["finished_req_ids"]:
+            self.ended.pop(request_id, None)
+            self.ended[request_id] = None
+        while len(self.ended) > REMEMBERED:
+            del self.ended[next(iter(self.ended))]
+        result = wrapped(*args, **kwargs)
+        sent: set[str] = set((result[0] if isinstance(result, tuple) else result.finished_sending) or ())
+        early = set() if self.livepatch.aside else sent.difference(self.ended)
+        due = {name for name, call in self.held.items() if name in self.ended or self.calls - call >= PATIENCE}
+        new = early.difference(self.held)
+        for request_id in early:
+            self.held.setdefault(request_id, self.calls)
+        for request_id in due:
+            del self.held[request_id]
+        given = sent - early | due
+        for request_id in given:  # its next life, if there is one, has not ended
+            self.ended.pop(request_id, None)
+        try:
+            self.report(new)
+        except Exception as error:
+            self.livepatch.stand_aside("reporting sends that came early", error)
+        if given == sent:
+            return result
+        if isinstance(result, tuple):
+            return given or None, *result[1:]
+        return dataclasses.replace(result, finished_sending=given)
+
+    def report(self, early: set[str]) -> None:
+        for request_id in early:
+            self.livepatch.count("send_early")
+            said = f"request {request_id}: one of several connectors has sent it before its end was told; that waits"
+            self.livepatch.say("send_early", said)
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+    """The wrappers of the methods by which a worker asks its MultiConnector: to 0.29 the one, from 0.30 the other."""
+
+    def see_to(multi: Any, method: str) -> None:
+        if _SEEN not in vars(multi):
+            setattr(multi, _SEEN, True)
+            for child in multi._connectors:
+                # Should the patch stand aside, what is kept back is still to be given out.
+                sends = livepatch.lasting(ChildSends(livepatch))
+                setattr(child, method, livepatch.around(getattr(child, method), sends))
+
+    def get_finished(wrapped: Call, multi: Any, args: Any, kwargs: Any) -> Any:
+        if not hasattr(multi, "get_transfer_results"):  # which it asks, where there is one
+            see_to(multi, "get_finished")
+        return wrapped(*args, **kwargs)
+
+    def get_transfer_results(wrapped: Call, multi: Any, args: Any, kwargs: Any) -> Any:
+        see_to(multi, "get_transfer_results")
+        return wrapped(*args, **kwargs)
+
+    return {f"{MULTI}.get_finished": get_finished, f"{MULTI}.get_transfer_results": get_transfer_results}
