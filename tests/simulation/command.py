@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -50,13 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arms.Arm(release, asked.bundle and asked.bundle.resolve(), asked.policy, asked.mode or arms.MODES, asked.tame)
         for release in releases
     ]
-    if asked.seed is not None or asked.plan is not None:
-        with arms.interpreters(1, environments.engine()) as (warm,):
-            return tell(warm, given[0], asked)
-    return many(given, asked)
+    # What drivers say is printed as they end, for pytest; here stdout is the result's.
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        if asked.seed is None and asked.plan is None:
+            status, said = many(given, asked)
+        else:
+            with arms.interpreters(1, environments.engine()) as (warm,):
+                status, said = tell(warm, given[0], asked)
+    print(said)
+    return status
 
 
-def tell(warm: Any, arm: arms.Arm, asked: argparse.Namespace) -> int:
+def tell(warm: Any, arm: arms.Arm, asked: argparse.Namespace) -> tuple[int, str]:
     """One world's story, and its plan, shrunk where it fails."""
     arm.modes = arm.modes[:1]
     plan = (
@@ -75,16 +82,14 @@ def tell(warm: Any, arm: arms.Arm, asked: argparse.Namespace) -> int:
         plan = shrink.shrink(plan, fails)
     arm.tell = True
     (world,) = arms.run(warm, arm, plans=[plan.to_json()])
+    status = 1 if world["faults"] else 0
     if asked.json:
-        print(json.dumps({"plan": plan.to_json(), **world}))
-    else:
-        print(f"vLLM {arm.release}, {arm.modes[0]}, connector {plan.connector}, {plan.groups}, {plan.blocks} blocks")
-        print("\n".join(world["story"]))
-        print(json.dumps(plan.to_json()))
-    return 1 if world["faults"] else 0
+        return status, json.dumps({"plan": plan.to_json(), **world})
+    title = f"vLLM {arm.release}, {arm.modes[0]}, connector {plan.connector}, {plan.groups}, {plan.blocks} blocks"
+    return status, "\n".join([title, *world["story"], json.dumps(plan.to_json())])
 
 
-def many(given: Sequence[arms.Arm], asked: argparse.Namespace) -> int:
+def many(given: Sequence[arms.Arm], asked: argparse.Namespace) -> tuple[int, str]:
     """Figures of many worlds: for each release, in how many each invariant was broken."""
     began, found = time.monotonic(), {arm.release: figures() for arm in given}
     ranges = range(asked.first, asked.first + asked.seeds, arms.AT_ONCE)
@@ -111,13 +116,14 @@ def many(given: Sequence[arms.Arm], asked: argparse.Namespace) -> int:
     print(file=sys.stderr)
     name = asked.arm or (asked.policy or (asked.bundle.name if asked.bundle else "stock"))
     result = {"arm": name, "seeds": [asked.first, asked.seeds], "tame": asked.tame, "releases": found}
+    status = 1 if any(each["failed"] for each in found.values()) else 0
     if asked.json:
-        print(json.dumps(result))
-    else:
-        for release, each in found.items():
-            broken = ", ".join(f"{kind} {count}" for kind, count in each["broken"].items()) or "nothing"
-            print(f"{release:8} {each['failed']:6} of {each['worlds']} worlds: {broken}; first: {each['first']}")
-    return 1 if any(each["failed"] for each in found.values()) else 0
+        return status, json.dumps(result)
+    lines = []
+    for release, each in found.items():
+        broken = ", ".join(f"{kind} {count}" for kind, count in each["broken"].items()) or "nothing"
+        lines.append(f"{release:8} {each['failed']:6} of {each['worlds']} worlds: {broken}; first: {each['first']}")
+    return status, "\n".join(lines)
 
 
 def figures() -> dict[str, Any]:

@@ -123,7 +123,7 @@ class PromotesAtSend(Reference):
         super().transfers_ended(output)
 
     def received(self, request: Any) -> bool:
-        return real.status_name(request) == "WAITING_FOR_REMOTE_KVS"
+        return bool(real.status_name(request) == "WAITING_FOR_REMOTE_KVS")
 
 
 class BelievesDuplicates(Reference):

@@ -303,7 +303,7 @@ class World:
 
     def _computed(self, client: Client, request: Any, tables: tuple[list[int], ...]) -> int:
         """How many leading tokens have their KV in the request's blocks, in all groups."""
-        end = min(request.num_computed_tokens, len(client.tokens))
+        end: int = min(request.num_computed_tokens, len(client.tokens))
         for group, table in enumerate(tables):
             start = next((index for index, block in enumerate(table) if block), len(table)) * build.BLOCK
             place = self.memory.holds(client, group, table, min(start, end), end)
