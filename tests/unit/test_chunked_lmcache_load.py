@@ -149,8 +149,13 @@ def test_without_parts_all_is_loaded_at_once() -> None:
 def test_what_has_arrived_comes_first_where_somebody_was_let_in_in_vain() -> None:
     """The step before ended at a request that should have fitted: the next one looks at what has arrived instead."""
     connector = lmcache(64)
-    asked = []
-    connector.get_num_new_matched_tokens = lambda request, computed: asked.append(request) or (None, True)
+    asked: list[Any] = []
+
+    def matched(request: Any, computed: int) -> tuple[None, bool]:
+        asked.append(request)
+        return None, True
+
+    connector.get_num_new_matched_tokens = matched
     loads = patch._Loads(scheduler(connector), context())
     waiting = SimpleNamespace(name="WAITING")
     tracker = SimpleNamespace(state=SimpleNamespace(name="READY"))
