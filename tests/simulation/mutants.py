@@ -33,7 +33,6 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("frees-at-receive", "if not one.receive and (one.empty_send or not one.send)}", "if not one.receive}"),
     Mutant("frees-at-send", "if not one.receive and (one.empty_send or not one.send)}", "if not one.send}"),
     Mutant("frees-at-either", "if not one.receive and (one.empty_send or not one.send)}", "}"),
     Mutant("never-hears-receives", "one.receive = False", "pass"),
@@ -42,9 +41,6 @@ MUTANTS = (
     Mutant(
         "no-send-noted", "_Held(request, receives, bool(announced), empty)", "_Held(request, receives, False, empty)"
     ),
-    Mutant("release-decides", "return True, params", "return announced, params"),
-    Mutant("believes-any-receive", "elif held is not None and held.receive:", "elif held is not None:"),
-    Mutant("every-send-empty", "empty = receives and ledger", "empty = ledger"),
     Mutant("drops-ready", "found.ready.add(request_id)\n            elif held", "pass\n            elif held"),
     Mutant(
         "no-parking",
