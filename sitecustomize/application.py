@@ -98,20 +98,27 @@ def is_loaded(name: str) -> bool:
     """Whether the module is there with all that is in it.
 
     A module is in sys.modules from the beginning of its import. Its spec says that it is being imported, but a moment
-    longer than it is: of two threads that end their imports together, each would leave a patch to the other.
+    longer than it is: of two threads that end their imports together, each would leave a patch to the other. Of a
+    LazyLoader's module the spec says nothing, and to ask the module itself would load it.
     """
     module = _module(name)
     if module is None:
         return False
-    return module is _run.get(name) or not getattr(module.__spec__, "_initializing", False)
+    spec = _spec(module)
+    lazy = "__class__" in (getattr(spec, "loader_state", None) or ())
+    return module is _run.get(name) or not (lazy or getattr(spec, "_initializing", False))
 
 
 def _module(name: str) -> types.ModuleType | None:
     """The module as importers find it, also at the moment for which the import of one that has run takes it away."""
     found, run = sys.modules.get(name), _run.get(name)
     if found is None and run is not None:
-        return run if getattr(run.__spec__, "_initializing", False) else sys.modules.get(name)
+        return run if getattr(_spec(run), "_initializing", False) else sys.modules.get(name)
     return found
+
+
+def _spec(module: types.ModuleType) -> Any:
+    return object.__getattribute__(module, "__dict__").get("__spec__")
 
 
 def in_place(step: Applied) -> bool:

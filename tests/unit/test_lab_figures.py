@@ -131,3 +131,21 @@ def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "| failures by kind | HTTP 500: 3<br>ClientOSError: 2 | - |" in text
     assert "parts brought back" not in text, "no arm has any"
     assert text.endswith("\nb\n")
+
+
+def test_the_readme_says_of_late_reads_what_is_kept() -> None:
+    arms = json.loads((ROOT / "docs/lab-alive-and-right/late-reads-0.29.0.json").read_text("utf-8"))["arms"]
+    begin = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
+    rows = {cells[0]: cells[1:] for line in begin.splitlines() if len(cells := line.strip("| ").split(" | ")) == 4}
+    stock, before, now = arms["stock"], arms["0.1.0"], arms["patched"]
+    assert rows["the decode engine"] == [
+        f"dead after {stock['died_after']:.1f} s, on the late receive",
+        "lives",
+        "lives",
+    ]
+    assert (before["survived"], now["survived"], now["failed"]) == (True, True, 0)
+    wrong = [f"{arm['mismatches']} of {arm['completed']}" for arm in (before, now)]
+    assert rows["wrong answers, with HTTP 200"] == ["-", *wrong]
+    held = sum(patch["counters"].get("held_for_receive", 0) for entry in now["status"] for patch in entry["patches"])
+    (row,) = [line for line in begin.splitlines() if line.startswith("| requests whose blocks were held")]
+    assert row.endswith(f"| {held} |")
