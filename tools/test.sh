@@ -28,6 +28,9 @@ tail -n 3 "$log"
 step "release tests"
 "$python" -m pytest tests/releases -n 2 -q "$@"
 
+step "the real schedulers in worlds drawn from a seed"
+"$python" -m pytest tests/simulation -n 2 -q "$@"
+
 step "the engine"
 "$python" -m pytest tests/e2e -q --durations 6 "$@"
 step "done"
