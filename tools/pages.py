@@ -33,6 +33,18 @@ BY_DEFAULT = {
 }
 """What to say of a patch that `auto` does not apply wherever it is needed."""
 
+MEANINGS = {
+    "partly": "the other targets' modules are not imported in this process. Where they never are, nothing is amiss",
+    "bypassed": "the class named overrides the patched method without calling it: its objects run without the patch",
+    "raised": "an error of the patch's own. The release's own code answers now; report the error",
+    "overwritten": "somebody else replaced the patched code later: this process may run without the patch",
+    "foreign": "somebody else had replaced the code before: this process runs without the patch",
+    "imported": "the module was imported before the patch could change it: this process runs without the patch",
+    "drifted": "the code is none that was verified. `vllm-livepatch check` shows what differs",
+    "optional": "not applied by itself here; its variable set to `on` asks for it",
+}
+"""What a reason asks of an operator. Said below a process' patches, where one of them has it."""
+
 
 def coloured(word: str) -> Text:
     return Text(word, style=COLOURS.get(word, ""))
@@ -102,6 +114,12 @@ def print_page(console: Console, patch: Patch) -> None:
         for option in patch.options:
             names = ", ".join((variable(patch.name, option.name), *option.aliases))
             table.add_row(names, str(option.default), option.help)
+        console.print(table)
+    if "counters" in about:
+        console.print(Text("\nWhat `status` counts", style="bold"))
+        table = _table("counter", "meaning")
+        for kind, meaning in about["counters"].items():
+            table.add_row(kind, meaning)
         console.print(table)
     console.print(Text("\nWhere it comes from", style="bold"))
     for entry in ("origin", "upstream", "last_update"):
@@ -178,4 +196,8 @@ def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableT
                 f"  {patch['name']}", coloured(patch["state"]), patch["verdict"] or "", counters or "-", Text(why)
             )
         parts.append(table)
+        reasons = {patch["reason"] for patch in process["patches"]}
+        parts += [Text(f"  {reason}: {said}", style="dim") for reason, said in MEANINGS.items() if reason in reasons]
+    if any(patch["counters"] for process in processes for patch in process["patches"]):
+        parts.append(Text("vllm-livepatch show PATCH says what its counters count", style="dim"))
     return Group(*parts)

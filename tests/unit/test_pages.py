@@ -1,0 +1,64 @@
+"""What a person reads: every counter and every reason that asks for something is explained where it is shown."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from vllm_livepatch.tools import catalogue, pages
+
+PATCHES = Path(__file__).resolve().parents[2] / "patches"
+
+
+def printed(*patches: dict[str, Any]) -> str:
+    process = {"pid": 1, "host": "here", "argv": ["vllm"], "started": "now", "packages": {}, "heartbeat": None}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(pages.status_view([{**process, "patches": list(patches)}], Path("somewhere")))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def entry(reason: str | None = None, **counters: int) -> dict[str, Any]:
+    detail = reason and "said of it"
+    return {
+        "name": "one",
+        "state": "applied",
+        "verdict": "needed",
+        "reason": reason,
+        "detail": detail,
+        "counters": counters,
+    }
+
+
+@pytest.mark.parametrize("name", list(catalogue.load()))
+def test_each_counter_of_a_patch_is_explained(name: str) -> None:
+    code = "\n".join(file.read_text() for file in (PATCHES / name.replace("-", "_")).glob("*.py"))
+    explained = catalogue.load()[name].patch.about["counters"]
+    assert set(re.findall(r"\bcount\(\s*\"(\w+)\"", code)) <= explained.keys()
+    literals = set(re.findall(r"\"(\w+)\"", code))
+    for kind in explained:
+        assert kind in literals or (kind.startswith("mode_") and 'f"mode_' in code), kind
+
+
+def test_show_says_what_is_counted() -> None:
+    console = Console(file=io.StringIO(), width=400)
+    patch = catalogue.load()["stale-finished-recving"].patch
+    pages.print_page(console, patch)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for kind, meaning in patch.about["counters"].items():
+        assert re.search(rf"^{kind} +{re.escape(meaning)}", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("reason", pages.MEANINGS)
+def test_status_explains_a_reason_that_is_there(reason: str) -> None:
+    said = f"  {reason}: {pages.MEANINGS[reason]}\n"
+    assert printed(entry(reason), entry(reason)).count(said) == 1
+    assert pages.MEANINGS[reason] not in printed(entry())
+
+
+def test_status_says_where_counters_are_explained() -> None:
+    assert "vllm-livepatch show PATCH" in printed(entry(parked=1))
+    assert "vllm-livepatch show PATCH" not in printed(entry())
