@@ -41,7 +41,6 @@ MEANINGS = {
     "foreign": "somebody else had replaced the code before: this process runs without the patch",
     "imported": "the module was imported before the patch could change it: this process runs without the patch",
     "drifted": "the code is none that was verified. `vllm-livepatch check` shows what differs",
-    "optional": "not applied by itself here; its variable set to `on` asks for it",
 }
 """What a reason asks of an operator. Said below a process' patches, where one of them has it."""
 
@@ -53,7 +52,8 @@ def coloured(word: str) -> Text:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        # Names stay whole, so that they can be searched for and copied.
+        table.add_column(column, overflow="fold", no_wrap=column.strip() in ("patch", "variable", "counter"))
     return table
 
 
@@ -112,7 +112,7 @@ def print_page(console: Console, patch: Patch) -> None:
         console.print(Text("\nOptions", style="bold"))
         table = _table("variable", "default", "meaning")
         for option in patch.options:
-            names = ", ".join((variable(patch.name, option.name), *option.aliases))
+            names = "\n".join((variable(patch.name, option.name), *option.aliases))
             table.add_row(names, str(option.default), option.help)
         console.print(table)
     if "counters" in about:
@@ -187,7 +187,7 @@ def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableT
         head = f"pid {process['pid']} on {process['host']} since {process['started']}: {packages or 'no package yet'}"
         if process["heartbeat"]:
             head += f", last heard of {max(0.0, time.time() - process['heartbeat']):.0f} s ago"
-        parts += [Text(head, style="bold"), Text("  " + " ".join(process["argv"])[:200], style="dim")]
+        parts += [Text(head, style="bold"), Text("  " + " ".join(" ".join(process["argv"]).split())[:200], style="dim")]
         table = _table("  patch", "state", "verdict", "counters", "why")
         for patch in process["patches"]:
             counters = ", ".join(f"{kind} {number}" for kind, number in sorted(patch["counters"].items()))

@@ -14,9 +14,10 @@ from vllm_livepatch.tools import catalogue, pages
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 
 
-def printed(*patches: dict[str, Any]) -> str:
-    process = {"pid": 1, "host": "here", "argv": ["vllm"], "started": "now", "packages": {}, "heartbeat": None}
-    console = Console(file=io.StringIO(), width=200)
+def printed(*patches: dict[str, Any], width: int = 200) -> str:
+    argv = ["vllm", "-c", "import one\nimport two"]
+    process = {"pid": 1, "host": "here", "argv": argv, "started": "now", "packages": {}, "heartbeat": None}
+    console = Console(file=io.StringIO(), width=width)
     console.print(pages.status_view([{**process, "patches": list(patches)}], Path("somewhere")))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
@@ -62,3 +63,17 @@ def test_status_explains_a_reason_that_is_there(reason: str) -> None:
 def test_status_says_where_counters_are_explained() -> None:
     assert "vllm-livepatch show PATCH" in printed(entry(parked=1))
     assert "vllm-livepatch show PATCH" not in printed(entry())
+
+
+def test_names_and_commands_stay_on_a_line() -> None:
+    shown = printed({**entry("partly", held_for_receive=1), "name": "nixl-ucx-error-handling"}, width=80)
+    assert "nixl-ucx-error-handling" in shown
+    assert "  vllm -c import one import two\n" in shown
+    for name, one in catalogue.load().items():
+        console = Console(file=io.StringIO(), width=80)
+        pages.print_page(console, one.patch)
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        for option in one.patch.options:
+            for known in (pages.variable(name, option.name), *option.aliases):
+                assert re.search(rf"^{known} ", shown, re.MULTILINE), known
+        assert all(re.search(rf"^{kind} ", shown, re.MULTILINE) for kind in one.patch.about["counters"])
