@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import catalogue, pages
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
@@ -74,6 +75,6 @@ def test_names_and_commands_stay_on_a_line() -> None:
         pages.print_page(console, one.patch)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         for option in one.patch.options:
-            for known in (pages.variable(name, option.name), *option.aliases):
+            for known in (variable(name, option.name), *option.aliases):
                 assert re.search(rf"^{known} ", shown, re.MULTILINE), known
         assert all(re.search(rf"^{kind} ", shown, re.MULTILINE) for kind in one.patch.about["counters"])
