@@ -278,7 +278,7 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         given_back = {name for name in left(worker) if name not in reads.under_way}
         left(worker).difference_update(given_back)
         reads.finishing.difference_update(given_back)
-        return {*sending, *given_back}, ended - given_back
+        return {*sending, *given_back}, ended
 
     def left(worker: Any) -> set[str]:
         """Requests that have finished, and whose read is still under way."""
