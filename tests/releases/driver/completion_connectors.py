@@ -229,6 +229,7 @@ def simple_cpu_offload() -> dict[str, Any] | None:
             _load_hwm=-1,
             _store_hwm=-1,
             _completed_store_events={},
+            _backend=MagicMock(),
         )
         state = SimpleNamespace(load_event=0, finished=False, transfer_meta=None)
         given: dict[str, Any] = {"_reqs_to_load": {ID: state}, "_pending_cpu_hits": {}, "_reqs_to_store": {}}
