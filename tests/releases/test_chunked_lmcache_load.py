@@ -133,9 +133,7 @@ def renamed(tmp_path: Path, field: str, name: str) -> Path:
 def test_a_renamed_field_of_lmcaches_tracker(
     toggle: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The patch is refused, and the release's scheduler runs as it came; forced onto it, the patch meets what is not
-    there.
-    """
+    """The patch is refused; forced onto it, it meets what is not there and stands aside: the release runs as it came."""
     copy = renamed(tmp_path, "num_lmcache_hit_tokens", "num_lmcache_found_tokens")
     stock = sources.site_packages
     monkeypatch.setattr(sources, "site_packages", lambda package, version: copy if package == "lmcache" else stock(package, version))  # fmt: skip
@@ -143,14 +141,15 @@ def test_a_renamed_field_of_lmcaches_tracker(
     patch = interpreter.reported(tmp_path, PATCH)
     outcomes = {name: world["outcome"] for played in worlds.values() for name, world in played.items()}
     assert patch["verdict"] == "drifted"
-    assert f"lmcache {LMCACHE}" in patch["detail"]
-    assert "LMCacheMPRequestTracker.num_lmcache_hit_tokens" in patch["detail"]
+    if toggle != "force":
+        assert f"lmcache {LMCACHE}" in patch["detail"]
+        assert "LMCacheMPRequestTracker.num_lmcache_hit_tokens" in patch["detail"]
     if toggle == "force":
-        assert (patch["state"], patch["reason"]) == ("applied", "forced")
-        assert {outcome.partition(" ")[0] for outcome in outcomes.values()} == {"AttributeError"}, outcomes
+        assert (patch["state"], patch["reason"]) == ("failed", "raised")
+        assert "num_lmcache_hit_tokens" in patch["detail"] or "num_lmcache_hit_blocks" in patch["detail"]
     else:
         assert (patch["state"], patch["reason"]) == ("skipped", "drifted")
-        assert outcomes == stock_outcomes(warm, tmp_path / "stock", "0.30.0", "lmcache")
+    assert outcomes == stock_outcomes(warm, tmp_path / "stock", "0.30.0", "lmcache")
 
 
 def stock_outcomes(warm: interpreter.Interpreter, work: Path, vllm: str, which: str) -> dict[str, str]:
