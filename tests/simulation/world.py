@@ -106,13 +106,16 @@ class World:
         quiet = 0
         while self.coming or any(not client.ended for client in self.clients) or self.under_way() or self.steps:
             something = self.step()
-            quiet = 0 if something or self.coming or self.under_way() else quiet + 1
+            # One whose time has come, and whose id is still served, comes when that request ends: nothing by itself.
+            awaited = any(each.arrives >= self.now for each in self.coming)
+            quiet = 0 if something or awaited or self.under_way() else quiet + 1
             if quiet > QUIET:
                 if not self.give_up("load deadlock"):
                     return
                 quiet = 0
             if self.now > LONGEST:
                 self.notes.add("livelock")
+                self.coming.clear()
                 for client in self.clients:
                     if not client.ended:
                         self.abort(client)
