@@ -46,9 +46,6 @@ SCHEDULER_STATE = (
 )
 """What a scheduler of some release keeps of requests, and what must be empty at the end."""
 
-KEPT_ON_PURPOSE = {"reaped", "given_up"}
-"""Fields of our patches' state that remember a bounded number of ids after their end, so that late words are known."""
-
 
 def owner_of(world: World, block: int) -> str | None:
     """The request that holds a block, None where nobody does (it is free, or fenced)."""
@@ -168,5 +165,5 @@ def _containers(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         return
     fields = [*getattr(type(value), "__slots__", ()), *getattr(value, "__dict__", {})]
     for name in fields:
-        if name not in KEPT_ON_PURPOSE and not name.startswith("__") and name not in ("scheduler", "connector"):
+        if not name.startswith("__") and name not in ("scheduler", "connector"):
             yield from _containers(f"{path}.{name}", getattr(value, name, None), depth + 1)
