@@ -10,15 +10,23 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.tools import environments
+from vllm_livepatch.tools.lab import revisions
 
 from tests.simulation import arms
+
+VERSION_0_1_0 = "26663bb"
+
+
+def python_of_engine() -> Path:
+    """The interpreter that has what vLLM needs."""
+    given = os.environ.get("LIVEPATCH_TEST_PYTHON")
+    return Path(given) if given else environments.engine()
 
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[arms.Interpreter]:
     """An interpreter that has imported what all releases need."""
-    given = os.environ.get("LIVEPATCH_TEST_PYTHON")
-    with arms.interpreters(1, Path(given) if given else environments.engine()) as (interpreter,):
+    with arms.interpreters(1, python_of_engine()) as (interpreter,):
         yield interpreter
 
 
@@ -28,4 +36,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bundle") / "bundle"
     command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "generate", "--out", str(directory)]
     subprocess.run(command, check=True, capture_output=True, text=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def first_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of version 0.1.0, by the code of then."""
+    directory = tmp_path_factory.mktemp("first") / "bundle"
+    revisions.command_line("generate", "--out", str(directory), path=revisions.checkout(VERSION_0_1_0))
     return directory

@@ -20,6 +20,8 @@ class Behaviour:
     """Whether a load is done, or has failed, when the step that asks for it computes."""
     loads_again = True
     """Whether a request that was preempted is loaded again."""
+    stores_aborted_loads = False
+    """Whether the send of a request that ended as it loaded reads what is there by then, or nothing."""
 
     def hit(self, client: Client, tokens: int) -> int:
         """How many leading tokens the connector has of a request that has `tokens` now."""
@@ -95,10 +97,25 @@ class Multi(Behaviour):
         return [each for child in self.children for each in child.announces(plan, finished)]
 
 
+class Store(Behaviour):
+    """MooncakeStore as `kv_both`, 0.21.0 to 0.27.1 (docs/connector-completions.md): what is loaded is also stored.
+
+    So a send with contents and a load of one request may be under way at once, and each is reported at its own end.
+    """
+
+    class_name = "MooncakeStoreConnector"
+
+    stores_aborted_loads = True
+
+    def announces(self, plan: RequestPlan, finished: str) -> list[str]:
+        return ["read"] if plan.sends else []
+
+
 BEHAVIOURS: dict[str, type[Behaviour]] = {
     "lmcache": LMCache,
     "nixl": Nixl,
     "moriio-write": MoRIIOWrite,
     "moriio-read": MoRIIORead,
     "multi": Multi,
+    "store": Store,
 }

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import real_scheduler as real
 
+from tests.simulation.plan import BLOCK
+
 if TYPE_CHECKING:
     from tests.simulation.transfers import Transfer
     from tests.simulation.world import World
@@ -16,6 +18,7 @@ KINDS = {
     "freed while being loaded": "a block is in the pool, or another's, while a load may still write it",
     "freed while being sent": "a block is in the pool, or another's, while a send may still read it",
     "load into another's block": "a load wrote a slot that another request owned",
+    "load past a step in flight": "a load wrote a slot that a step in flight had yet to write",
     "load into a cached block": "a load wrote a slot that the prefix cache promises to whoever asks",
     "load into a free block": "a load wrote a slot that the pool may hand out",
     "sent another's contents": "a send read what was not its request's",
@@ -42,9 +45,6 @@ SCHEDULER_STATE = (
     "_kv_fetch_stages",
 )
 """What a scheduler of some release keeps of requests, and what must be empty at the end."""
-
-KEPT_ON_PURPOSE = {"reaped", "given_up"}
-"""Fields of our patches' state that remember a bounded number of ids after their end, so that late words are known."""
 
 
 def owner_of(world: World, block: int) -> str | None:
@@ -79,7 +79,11 @@ def check_transfer(world: World, transfer: Transfer) -> None:
 
 
 def check_write(world: World, transfer: Transfer, block: int) -> None:
-    """A load writes only its own request's block."""
+    """A load writes only its own request's block, and none that a step in flight has yet to compute."""
+    for step in world.steps:
+        for client, tables, start, end, _ in () if step.executed else step.work:
+            if any(block in table[start // BLOCK : -(-end // BLOCK)] for table in tables):
+                world.wrong("load past a step in flight", f"{transfer.owner}'s load: {client} computes block {block}")
     if holds(world, transfer, block):
         return
     kept = world.pool.blocks[block]
@@ -113,12 +117,15 @@ def check_end(world: World) -> None:
         left = {_id_of(each) for each in kept or ()} - excused
         if left and not (excused and name.startswith(("deferred", "_"))):
             world.wrong("left behind", f"scheduler.{name}: {sorted(left)}")
-    if not excused:
-        missing = world.all_free - real.free_blocks(scheduler)
-        if missing or real.held_blocks(scheduler):
-            world.wrong("left behind", f"{missing} blocks have not come back: {real.held_blocks(scheduler)}")
-        if real.counts_fetches() and any(scheduler._kv_fetch_counts.values()):
-            world.wrong("counters", f"loads are still counted: {dict(scheduler._kv_fetch_counts)}")
+    # What the request of a lost word holds cannot come back by itself; all else has.
+    held = {block for name in excused if name in scheduler.requests for table in world.tables(name) for block in table}
+    held.discard(world.pool.null_block.block_id)
+    left_over = set(real.held_blocks(scheduler)) - held
+    missing = world.all_free - real.free_blocks(scheduler) - len(held)
+    if missing or left_over:
+        world.wrong("left behind", f"{missing} blocks have not come back: {sorted(left_over)}")
+    if not excused and real.counts_fetches() and any(scheduler._kv_fetch_counts.values()):
+        world.wrong("counters", f"loads are still counted: {dict(scheduler._kv_fetch_counts)}")
     names = {client.plan.name for client in world.clients} - excused
     for path, kept in ours(scheduler):
         left = names.intersection(str(each) for each in kept)
@@ -158,5 +165,5 @@ def _containers(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         return
     fields = [*getattr(type(value), "__slots__", ()), *getattr(value, "__dict__", {})]
     for name in fields:
-        if name not in KEPT_ON_PURPOSE and not name.startswith("__") and name not in ("scheduler", "connector"):
+        if not name.startswith("__") and name not in ("scheduler", "connector"):
             yield from _containers(f"{path}.{name}", getattr(value, name, None), depth + 1)

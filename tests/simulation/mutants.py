@@ -20,6 +20,8 @@ class Mutant:
     old: str
     new: str
     file: str = STALE
+    release: str = "0.33.0"
+    """One that shows it."""
 
     def make(self, bundle: Path, directory: Path) -> Path:
         """A copy of the bundle with the fault in it."""
@@ -37,6 +39,12 @@ MUTANTS = (
     Mutant("frees-at-either", "if not one.receive and (one.empty_send or not one.send)}", "}"),
     Mutant("never-hears-receives", "one.receive = False", "pass"),
     Mutant("never-hears-sends", "one.send = False", "pass"),
+    Mutant("frees-at-receive", "if not one.receive and (one.empty_send or not one.send)}", "if not one.receive}"),
+    Mutant(
+        "every-send-empty",
+        "_Held(request, receives, bool(announced), empty)",
+        "_Held(request, receives, bool(announced), True)",
+    ),
     Mutant("no-receive-noted", "ledger.receiving.add(request_id)", "pass"),
     Mutant(
         "no-send-noted", "_Held(request, receives, bool(announced), empty)", "_Held(request, receives, False, empty)"
@@ -48,5 +56,6 @@ MUTANTS = (
         "return wrapped(*args, **kwargs)",
     ),
     Mutant("parked-not-aborted", "for request in ledger.parked.pop(request_id, ()):", "for request in ():"),
+    Mutant("release-decides", "return True, params", "return announced, params", release="0.15.1"),
     Mutant("never-forgets", "del ledger.held[request.request_id]", "pass"),
 )

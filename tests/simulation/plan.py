@@ -6,7 +6,7 @@ import random
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-CONNECTORS = ("lmcache", "nixl", "moriio-write", "moriio-read", "multi")
+CONNECTORS = ("lmcache", "nixl", "moriio-write", "moriio-read", "multi", "store")
 """Behaviours that a world may have; connectors.py says what each stands for."""
 
 

@@ -2,7 +2,7 @@
 
 python -m tests.simulation --seeds 5000 --json --arm stock >stock.json
 python -m tests.simulation --seeds 5000 --json --arm patched --bundle DIR >patched.json
-python -m tests.simulation.report stock.json patched.json >table.md
+python -m tests.simulation.report stock.json patched.json
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+BEGIN = "## What the worlds came to"
+"""The page's last heading; all after it is written here."""
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -28,5 +32,14 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write(files: Sequence[str], directory: Path = DOCS) -> None:
+    """Keep the figures, and put their table where the page says that it stands."""
+    runs = [json.loads(Path(name).read_text(encoding="utf-8")) for name in files]
+    (directory / "simulation.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
+    page = directory / "simulation.md"
+    text, begin, _ = page.read_text(encoding="utf-8").partition(BEGIN)
+    page.write_text(f"{text}{begin or BEGIN}\n\n{table(runs)}\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(table([json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]))
+    write(sys.argv[1:])

@@ -14,10 +14,13 @@ from vllm_livepatch.tools import registry
 
 from tests.simulation import arms, shrink
 from tests.simulation.cases import CASES, Case
+from tests.simulation.conftest import python_of_engine
 from tests.simulation.mutants import MUTANTS, Mutant
 
 RELEASES = [pin.version for pin in registry.pins("vllm")]
 OLDEST, NEWEST = "0.16.0", "0.33.0"
+EARLIER = ("0.16.0", "0.21.0", "0.26.0", "0.32.0")
+"""Releases that version 0.1.0 was made for."""
 STOCK, PATCHED, TAME, HUNT = range(30), range(100), range(20), range(150)
 """Seeds: what stock must break, what patched must not, what stock must not, and where faults must be found."""
 WRONG = ("first-completion", "sends-only", "loads-only", "drops-receives", "promotes-at-send", "believes-duplicates",
@@ -65,10 +68,22 @@ def test_wrong_policies_are_caught(policy: str, warm: arms.Interpreter) -> None:
     assert broken(arms.run(warm, arms.Arm(NEWEST, policy=policy), HUNT))
 
 
+@pytest.mark.parametrize("release", EARLIER)
+def test_the_first_version_is_found_wrong(release: str, warm: arms.Interpreter, first_version: Path) -> None:
+    """What version 0.1.0 did wrong is found by drawn worlds alone, and by what it did."""
+    found = counted(arms.run(warm, arms.Arm(release, first_version), HUNT))
+    assert set(found) >= {
+        "freed while being sent",
+        "freed while being loaded",
+        "load into another's block",
+        "computed on wrong KV",
+    }
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant: Mutant, warm: arms.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Each fault built into our patch shows."""
-    assert broken(arms.run(warm, arms.Arm(NEWEST, mutant.make(bundle, tmp_path)), HUNT))
+    assert broken(arms.run(warm, arms.Arm(mutant.release, mutant.make(bundle, tmp_path)), HUNT))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -78,12 +93,20 @@ def test_found_faults_stay_away(case: Case, warm: arms.Interpreter, bundle: Path
     assert broken(arms.run(warm, arm, plans=[case.plan])) == []
 
 
-def test_a_seed_is_replayed_and_shrunk(warm: arms.Interpreter) -> None:
-    """The same seed goes the same way; what is shrunk breaks the same invariant with fewer requests."""
+def test_a_seed_tells_the_same_story_in_two_interpreters(warm: arms.Interpreter, bundle: Path) -> None:
+    """Each seed goes the same way in a process that shares nothing with the first."""
+    arm = arms.Arm(NEWEST, bundle, tell=True)
+    with arms.interpreters(1, python_of_engine()) as (another,):
+        told = arms.run(another, arm, TAME)
+    assert arms.run(warm, arm, TAME) == told
+    assert all(world["story"] for world in told)
+
+
+def test_a_failing_seed_is_shrunk(warm: arms.Interpreter) -> None:
+    """What is shrunk breaks the same invariant with fewer requests, and its story says where."""
     arm = arms.Arm(NEWEST, policy="sends-only", modes=["Scheduler"])
-    first, again = arms.run(warm, arm, HUNT), arms.run(warm, arm, HUNT)
-    assert first == again
-    world = next(world for world in first if "freed while being loaded" in shrink.kinds(world))
+    found = arms.run(warm, arm, HUNT)
+    world = next(world for world in found if "freed while being loaded" in shrink.kinds(world))
     plan = shrink.draw(world["seed"])
 
     def fails(plans: Any) -> list[bool]:

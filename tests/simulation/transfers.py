@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,3 +113,11 @@ def places(client: Client, tables: tuple[list[int], ...], start: int, end: int) 
             if index < len(table) and table[index]:
                 found.append((table[index], place % BLOCK, client.content(place, group)))
     return found
+
+
+def prompt(plan: RequestPlan, generation: int) -> list[int]:
+    """The tokens of a request: the family's first, then its own."""
+    family = random.Random(plan.family)
+    own = random.Random(f"{plan.name} {generation}")
+    shared = [family.randrange(10, 200) for _ in range(plan.shared)]
+    return shared + [own.randrange(10, 200) for _ in range(plan.prompt - plan.shared)]

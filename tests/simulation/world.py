@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import random
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import real_scheduler as real
 
-from tests.simulation import build, invariants, scheduler_side
+from tests.simulation import build, invariants, scheduler_side, worker
 from tests.simulation.connectors import BEHAVIOURS
-from tests.simulation.plan import Lie, Plan, RequestPlan
-from tests.simulation.transfers import OUTPUT, Client, Memory, Transfer, places
+from tests.simulation.plan import Plan
+from tests.simulation.transfers import OUTPUT, Client, Memory, Transfer, places, prompt
+from tests.simulation.worker import Step
 
 QUIET = 8
 """Steps in which nothing can happen any more before a world counts as stalled."""
@@ -31,18 +31,6 @@ class Fault:
     step: int
     kind: str
     text: str
-
-
-@dataclass(eq=False)
-class Step:
-    """What was scheduled, with the block tables as they were then, and what the worker made of it."""
-
-    scheduled: Any
-    work: list[tuple[Client, tuple[list[int], ...], int, int, bool]]
-    output: Any
-    in_step: list[Transfer]
-    executed: bool = False
-    reported: list[Transfer] = field(default_factory=list)
 
 
 class World:
@@ -118,13 +106,16 @@ class World:
         quiet = 0
         while self.coming or any(not client.ended for client in self.clients) or self.under_way() or self.steps:
             something = self.step()
-            quiet = 0 if something or self.coming or self.under_way() else quiet + 1
+            # One whose time has come, and whose id is still served, comes when that request ends: nothing by itself.
+            awaited = any(each.arrives >= self.now for each in self.coming)
+            quiet = 0 if something or awaited or self.under_way() else quiet + 1
             if quiet > QUIET:
                 if not self.give_up("load deadlock"):
                     return
                 quiet = 0
             if self.now > LONGEST:
                 self.notes.add("livelock")
+                self.coming.clear()
                 for client in self.clients:
                     if not client.ended:
                         self.abort(client)
@@ -173,13 +164,13 @@ class World:
         step = self.schedule()
         self.steps.append(step)
         if not self.late:
-            self.execute(step)
+            worker.execute(self, step)
         if len(self.steps) > self.ahead or not step.scheduled.total_num_scheduled_tokens:
             while self.steps:
                 self.answer(self.steps.popleft())
                 if len(self.steps) <= self.ahead and step.scheduled.total_num_scheduled_tokens:
                     break
-        self.move()
+        worker.move(self)
         invariants.check_counts(self)
         for transfer in self.transfers:
             if not transfer.ended:
@@ -287,10 +278,11 @@ class World:
             announced_and_reported = announced
         for number, kind in enumerate(announced_and_reported):
             kept = tuple(list(table) for table in tables)
-            there = 0 if loading else self._computed(client, request, kept)
+            empty = loading and not self.behaviour.stores_aborted_loads
+            there = 0 if empty else self._computed(client, request, kept)
             unread = kind == "read" and client.plan.send_unread
             unread = unread or (kind == "store" and not client.ran)  # stored is what the model computed
-            touches = [] if unread or loading else places(client, kept, 0, there)
+            touches = [] if unread or empty else places(client, kept, 0, there)
             # A store is under way already, a read comes when the other side is ready.
             delay, steps = client.plan.send_delay, client.plan.send_steps
             if kind == "store":
@@ -303,7 +295,8 @@ class World:
 
     def _computed(self, client: Client, request: Any, tables: tuple[list[int], ...]) -> int:
         """How many leading tokens have their KV in the request's blocks, in all groups."""
-        end: int = min(request.num_computed_tokens, len(client.tokens))
+        loading = client.outstanding("load")  # what is counted then differs between releases
+        end: int = len(client.tokens) if loading else min(request.num_computed_tokens, len(client.tokens))
         for group, table in enumerate(tables):
             start = next((index for index, block in enumerate(table) if block), len(table)) * build.BLOCK
             place = self.memory.holds(client, group, table, min(start, end), end)
@@ -349,67 +342,13 @@ class World:
         last = client.plan.stops and end - len(client.tokens) + 1 >= client.plan.outputs
         return [build.END_TOKEN if last else OUTPUT]
 
-    def execute(self, step: Step) -> None:
-        """The worker does a step: loads of this step, the model, and a look at which transfers have ended."""
-        step.executed = True
-        failed: set[int] = set()
-        for load in step.in_step:
-            failed |= self._load_now(load)
-        for client, tables, start, end, _ in step.work:
-            self._compute(client, tables, start, end, failed)
-        for transfer in self.transfers:
-            if transfer.unheard and transfer.owner.plan.name in step.scheduled.finished_req_ids:
-                transfer.unheard = False
-                if not transfer.touches:
-                    transfer.ended = True  # a request that ended as it loaded: there is nothing to store
-        names: dict[str, set[str]] = {"load": set(), "send": set()}
-        failed_names: set[str] = set()
-        for transfer in [each for each in self.transfers if each.ended and not each.reported]:
-            client = transfer.owner
-            siblings = [each for each in client.transfers if each.kind == transfer.kind]
-            if transfer.kind == "send" and not all(each.ended for each in siblings):
-                continue  # MultiConnector waits for the last
-            if transfer in step.reported or any(transfer in other.reported for other in self.steps):
-                continue
-            if any(each.lost for each in siblings):
-                continue
-            step.reported.append(transfer)
-            names[transfer.kind].add(client.plan.name)
-            if transfer.fails:
-                failed_names.add(client.plan.name)
-                failed |= {block for block, _, _ in transfer.touches[len(transfer.touches) // 2 :]}
-        step.output.kv_connector_output = real.transfers(names["load"], names["send"])
-        if failed and self.groups == 1:
-            step.output.kv_connector_output.invalid_block_ids = failed
-        if failed_names and self.groups > 1:
-            step.output.kv_connector_output.failed_recving = failed_names
-
-    def _load_now(self, load: Transfer) -> set[int]:
-        """A load of the step that computes: all at once, or half of it and an error. Returns the blocks that failed."""
-        reach = len(load.touches) // 2 if load.fails else len(load.touches)
-        for block, place, content in load.touches[:reach]:
-            self.memory.slots[block][place] = content
-        load.done, load.ended, load.reported = len(load.touches), True, True
-        return {block for block, _, _ in load.touches[reach:]} if load.fails else set()
-
-    def _compute(self, client: Client, tables: tuple[list[int], ...], start: int, end: int, failed: set[int]) -> None:
-        """Every slot that is attended to must hold the request's own KV; then the new ones are written."""
-        for group, table in enumerate(tables):
-            first = max(0, start - build.WINDOW + 1) if group else 0
-            if not failed.intersection(table):  # told of in this step: the scheduler drops what comes of it
-                place = self.memory.holds(client, group, table, first, start)
-                if place is not None:
-                    self.wrong("computed on wrong KV", f"{client} at token {place} of {start}, KV group {group}")
-            self.memory.write(client, group, table, start, end)
-        client.ran = True
-
     def answer(self, step: Step) -> None:
         """The scheduler hears what the worker made of a step."""
         if not step.executed:
-            self.execute(step)
+            worker.execute(self, step)
         self.aborts(in_step=True)
         output = step.output.kv_connector_output
-        lies = [lie for lie in self.plan.lies if lie.step == self.now and self.survivable(lie, step)]
+        lies = [lie for lie in self.plan.lies if lie.step == self.now and worker.survivable(self, lie, step)]
         for lie in lies:
             ids = set(getattr(output, f"finished_{lie.kind}") or ()) | {lie.about}
             setattr(output, f"finished_{lie.kind}", ids)
@@ -435,50 +374,3 @@ class World:
                 self.say(f"{client} has its answer ({client.ended})")
                 if client.ended != "error" and client.delivered != client.plan.outputs:
                     self.wrong("wrong answer", f"{client} has {client.delivered} of {client.plan.outputs} tokens")
-
-    def survivable(self, lie: Lie, step: Step) -> bool:
-        """Whether a protocol of ids alone can tell the lie from the truth.
-
-        It cannot where a transfer of the same kind and id is under way: then the word might be its own. So a second
-        word of a receive comes only when no load of that id is, and of a send only when none is announced, not even in
-        the step that hears of it.
-        """
-        if any(
-            client.plan.name == lie.about and sampled and client.delivered + 1 >= client.plan.outputs
-            for client, _, _, _, sampled in step.work
-        ) or any(each.fails and each.owner.plan.name == lie.about for each in step.reported):
-            return False
-        kind = "load" if lie.kind == "recving" else "send"
-        return not any(
-            each.kind == kind and each.owner.plan.name == lie.about and (each.outstanding or each.lost)
-            for each in self.transfers
-        )
-
-    def move(self) -> None:
-        """Every transfer does a step's share of its touches."""
-        for transfer in self.transfers:
-            if transfer.ended or self.now < transfer.begins or transfer.unheard:
-                continue
-            if transfer.kind == "load" and self.behaviour.loads_in_step:
-                continue
-            last = len(transfer.touches) // 2 if transfer.fails else len(transfer.touches)
-            share = transfer.touches[transfer.done : min(transfer.done + transfer.a_step, last)]
-            for block, place, content in share:
-                if transfer.kind == "load":
-                    invariants.check_write(self, transfer, block)
-                    self.memory.slots[block][place] = content
-                elif self.memory.slots[block][place] != content:
-                    self.wrong("sent another's contents", f"{transfer.owner}'s send reads block {block}")
-            transfer.done += len(share)
-            if transfer.done >= last and self.now >= transfer.until:
-                transfer.done = len(transfer.touches)
-                transfer.ended = True
-                self.say(f"{transfer.owner}'s {transfer.kind} ended" + " (its word is lost)" * transfer.lost)
-
-
-def prompt(plan: RequestPlan, generation: int) -> list[int]:
-    """The tokens of a request: the family's first, then its own."""
-    family = random.Random(plan.family)
-    own = random.Random(f"{plan.name} {generation}")
-    shared = [family.randrange(10, 200) for _ in range(plan.shared)]
-    return shared + [own.randrange(10, 200) for _ in range(plan.prompt - plan.shared)]
