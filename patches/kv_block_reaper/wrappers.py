@@ -202,7 +202,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         receives = receives or request_id in state.receiving
         result = wrapped(*args, **kwargs)
         if scheduler.requests.get(request_id) is request:
-            if receives:  # its blocks are being written to
+            ledger = vars(scheduler).get(LEDGER)
+            known = None if ledger is None else ledger.held.get(request_id)
+            if receives or (known is not None and known.receive):  # its blocks are being written to
                 livepatch.count("receive_pending")
                 state.receives[request_id] = request
             else:

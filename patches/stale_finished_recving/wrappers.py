@@ -8,6 +8,7 @@ Source: vllm#43226, vllm#46240, vllm PR#53631, vllm PR#56089, vllm PR#52954.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ blocks, to LMCache 0.4.7 by nothing else.
 LEDGER = "_livepatch_transfers"
 """Attribute of a scheduler: its `Ledger`. `kv-block-reaper` looks for it."""
 
+ARRIVED = "_livepatch_arrived"
+"""Attribute of a request that was preempted: how often, when its load had arrived."""
+
 REMEMBERED = 65536
 """How many ids are remembered of which a send was given up."""
 
@@ -55,7 +59,7 @@ class _Held:
 class Ledger:
     """What one scheduler still waits for on behalf of requests that have finished."""
 
-    __slots__ = ("announces_always", "given_up", "held", "parked", "receiving", "unsorted")
+    __slots__ = ("announces_always", "finishing", "given_up", "held", "parked", "receiving", "unsorted")
 
     def __init__(self, connector: Any) -> None:
         self.announces_always = announces_always(connector)
@@ -67,6 +71,7 @@ class Ledger:
         self.given_up: OrderedDict[str, int] = OrderedDict()
         # The requests that are being finished while their receive is pending.
         self.receiving: set[str] = set()
+        self.finishing = False  # whether that is at somebody's request: else a request ends by its own last token
         # Completions (received, sent) of held requests that an error of ours has kept us from sorting.
         self.unsorted: tuple[set[str], set[str]] = set(), set()
 
@@ -221,6 +226,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             one.receive = False
         for one in found.sent:
             one.send = False
+        for request_id in found.ready:
+            request = scheduler.requests.get(request_id)
+            if request is not None and request.num_preemptions:
+                setattr(request, ARRIVED, request.num_preemptions)
         for request_id in found.late:
             ledger.came_late(request_id)
         ended = {one.request.request_id: one for one in (*found.received, *found.sent)}
@@ -277,24 +286,45 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                     scheduler.failed_recving_kv_req_ids.discard(request_id)
         rest = args[1:] if args else ()
         kwargs = {name: value for name, value in kwargs.items() if name != "request_ids"}
+        # All: those also that would be let in while the requests before them are being finished.
+        gone = [ledger.parked.pop(request_id) for request_id in list(ledger.parked)] if asked is None else []
+        ledger.finishing = True
         try:
             result = wrapped(None if asked is None else ids, *rest, **kwargs)
         finally:
+            ledger.finishing = False
             ledger.receiving.clear()
-        for request_id in list(ledger.parked) if asked is None else ids:
-            for request in ledger.parked.pop(request_id, ()):
-                request.status = rest[0] if rest else kwargs["finished_status"]
-                if isinstance(result, list):
-                    result.append(request if aborted_as == "request" else (request_id, request.client_index))
+        gone += [ledger.parked.pop(request_id) for request_id in ids if request_id in ledger.parked]
+        for request in itertools.chain(*gone):
+            request.status = rest[0] if rest else kwargs["finished_status"]
+            if isinstance(result, list):
+                result.append(request if aborted_as == "request" else (request.request_id, request.client_index))
         settle_parked(scheduler, ledger)
         return result
+
+    def stopped_while_loading(scheduler: Any, ledger: Ledger, request: Any) -> bool:
+        """Whether a preempted request loads again when its last token arrives, which was under way before.
+
+        That takes three steps under way, or more (pipeline stages), and a release to 0.17: those to 0.26 end at the
+        next step by themselves, and from 0.27 it is not let in before its steps have ended.
+        Its status does not tell any more: but who neither runs nor waits for a load has no blocks, or its load has
+        arrived. A streaming session has some while it waits for more input.
+        """
+        return (
+            not ledger.finishing
+            and request.num_preemptions > 0
+            and getattr(request, ARRIVED, 0) != request.num_preemptions
+            and getattr(request, "streaming_queue", None) is None
+            and request not in scheduler.running
+            and any(scheduler.kv_cache_manager.get_block_ids(request.request_id))
+        )
 
     def connector_finished(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         """Note what is outstanding; a pending receive keeps the blocks in every release, as from 0.16."""
         request = args[0] if args else kwargs["request"]
         announced, params = wrapped(*args, **kwargs)
         ledger = ledger_of(scheduler)
-        receives = request.request_id in ledger.receiving
+        receives = request.request_id in ledger.receiving or stopped_while_loading(scheduler, ledger, request)
         if (receives or announced) and not livepatch.aside:
             empty = receives and ledger.announces_always and not request.num_preemptions
             ledger.held[request.request_id] = _Held(request, receives, bool(announced), empty)
@@ -314,6 +344,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if ledger is not None and request.request_id in ledger.parked:
             first, *rest = ledger.parked.pop(request.request_id)
             scheduler.add_request(first)
+            while rest and getattr(first, "resumable", False):  # a streaming session's next input, or its end
+                first = rest.pop(0)
+                scheduler.add_request(first)
             if rest:
                 ledger.parked[request.request_id] = rest
             settle_parked(scheduler, ledger)
@@ -338,7 +371,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         own = vars(scheduler)
         if ledger.parked and "get_num_unfinished_requests" not in own:
             count = scheduler.get_num_unfinished_requests
-            own["get_num_unfinished_requests"] = lambda: count() + sum(map(len, ledger.parked.values()))
+
+            def with_parked() -> int:
+                state = getattr(scheduler, "_pause_state", None)  # from 0.17; a paused engine is to come to rest
+                paused = state is not None and state.name != "UNPAUSED"
+                return int(count()) + (0 if paused else sum(map(len, ledger.parked.values())))
+
+            own["get_num_unfinished_requests"] = with_parked
         elif not ledger.parked:
             own.pop("get_num_unfinished_requests", None)
 

@@ -43,6 +43,7 @@ class Request:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.status = SimpleNamespace()
+        self.num_preemptions = 0
 
     def is_finished(self) -> bool:
         return True
@@ -262,6 +263,18 @@ def test_a_send_that_comes_late_is_not_that_of_a_later_request_with_the_id(first
     assert scheduler.freed == ["a"], "the later one's blocks are still being sent"
     scheduler._update_from_kv_xfer_finished(output("a"))
     assert scheduler.freed == ["a", "a"]
+
+
+def test_what_the_other_patch_knows_to_be_loading_is_not_reaped(clock: Clock) -> None:
+    """The release does not say so where a request ends by its own last token."""
+    scheduler = scheduler_class(reaper.wrappers(context()))(Connector())
+    request = Request("a")
+    scheduler.add_request(request)
+    scheduler._livepatch_transfers = SimpleNamespace(held={"a": SimpleNamespace(receive=True)})
+    scheduler._free_request(request, False)
+    clock.now = 1000
+    scheduler._update_after_schedule()
+    assert scheduler.freed == []
 
 
 def test_a_receive_that_ends_begins_the_hold_for_the_send(clock: Clock) -> None:

@@ -24,7 +24,8 @@ class Request:
         self.status = Status(status)
         self.num_preemptions = preemptions
         self.client_index = 0
-        self.streaming_queue = None
+        self.streaming_queue: list[Any] | None = None
+        self.resumable = False
 
     def is_finished(self) -> bool:
         return self.status == FINISHED
@@ -65,7 +66,11 @@ class Scheduler:
         self.kv_cache_manager = SimpleNamespace(get_block_ids=lambda request_id: ([7, 8],))
 
     def add_request(self, request: Any) -> None:
-        assert request.request_id not in self.requests, "duplicate request id"
+        known = self.requests.get(request.request_id)
+        if known is not None:
+            assert known.streaming_queue is not None, "duplicate request id"
+            known.streaming_queue.append(request)
+            return
         self.requests[request.request_id] = request
 
     def get_num_unfinished_requests(self) -> int:
@@ -209,6 +214,46 @@ def test_a_parked_request_that_is_aborted_is_named_as_the_release_names_it() -> 
     aborted_while_loading(scheduler)
     scheduler.add_request(Request("a"))
     assert scheduler.finish_requests(["a"], FINISHED) == [("a", 0)]
+
+
+def test_all_that_is_finished_at_once_is_so_with_what_waits_behind_it() -> None:
+    scheduler = patched(NixlConnector())
+    first = aborted_while_loading(scheduler)
+    second, third = Request("a"), Request("a")
+    scheduler.add_request(second)
+    scheduler.add_request(third)
+    told(scheduler, received=["a"])
+    assert scheduler.requests == {"a": second}
+    assert scheduler.finish_requests(None, FINISHED) == [second, third]
+    assert scheduler.requests == {}
+    assert scheduler.freed == [first, second]
+    assert "get_num_unfinished_requests" not in vars(scheduler), "nothing is left behind"
+
+
+def test_the_parts_of_a_parked_session_follow_its_first() -> None:
+    scheduler = patched(NixlConnector())
+    aborted_while_loading(scheduler)
+    opening, more, end, other = Request("a"), Request("a"), Request("a"), Request("a")
+    opening.resumable = more.resumable = True
+    opening.streaming_queue = []
+    for request in (opening, more, end, other):
+        scheduler.add_request(request)
+    told(scheduler, received=["a"])
+    assert scheduler.requests == {"a": opening}
+    assert opening.streaming_queue == [more, end], "else the session waits for what waits for the session's end"
+    scheduler.finish_requests("a", FINISHED)
+    assert scheduler.requests == {"a": other}
+
+
+@pytest.mark.parametrize("name", ["PAUSED_NEW", "PAUSED_ALL"])
+def test_a_paused_engine_comes_to_rest_though_requests_are_parked(name: str) -> None:
+    scheduler = patched(NixlConnector())
+    aborted_while_loading(scheduler)
+    scheduler.add_request(Request("a"))
+    scheduler._pause_state = SimpleNamespace(name=name)
+    assert scheduler.get_num_unfinished_requests() == 0
+    scheduler._pause_state = SimpleNamespace(name="UNPAUSED")
+    assert scheduler.get_num_unfinished_requests() == 1
 
 
 class BrokenStatus:
