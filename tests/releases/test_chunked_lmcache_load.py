@@ -146,7 +146,7 @@ def test_a_renamed_field_of_lmcaches_tracker(
         assert "LMCacheMPRequestTracker.num_lmcache_hit_tokens" in patch["detail"]
     if toggle == "force":
         assert (patch["state"], patch["reason"]) == ("failed", "raised")
-        assert "num_lmcache_hit_tokens" in patch["detail"] or "num_lmcache_hit_blocks" in patch["detail"]
+        assert "AttributeError" in patch["detail"]
     else:
         assert (patch["state"], patch["reason"]) == ("skipped", "drifted")
     assert outcomes == stock_outcomes(warm, tmp_path / "stock", "0.30.0", "lmcache")
