@@ -313,7 +313,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{SCHEDULER}._free_blocks": free_blocks,
         f"{SCHEDULER}.add_request": add_request,
         f"{SCHEDULER}._update_after_schedule": after_schedule,
-        f"{SCHEDULER}._update_from_kv_xfer_finished": transfers_ended,
+        # What was freed here stays so when the patch stands aside: its completions must still be left out.
+        f"{SCHEDULER}._update_from_kv_xfer_finished": livepatch.lasting(transfers_ended),
         f"{NIXL}.worker:NixlConnectorWorker._get_new_notifs": notifications,
         f"{NIXL}.pull_worker:NixlPullConnectorWorker._get_new_notifs": notifications,
     }

@@ -11,6 +11,7 @@ import pytest
 import wrapt
 from vllm_livepatch.patches.kv_block_reaper import wrappers as reaper
 from vllm_livepatch.patches.stale_finished_recving import wrappers as stale
+from vllm_livepatch.sitecustomize import guard
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 OPTIONS = {"IDLE_SECONDS": 10.0, "ONLY_IDLE": False}
@@ -275,6 +276,22 @@ def test_what_the_other_patch_knows_to_be_loading_is_not_reaped(clock: Clock) ->
     clock.now = 1000
     scheduler._update_after_schedule()
     assert scheduler.freed == []
+
+
+def test_what_was_reaped_is_left_out_also_once_the_patch_stands_aside(clock: Clock) -> None:
+    livepatch = context()
+    made = reaper.wrappers(livepatch)
+    target = f"{reaper.SCHEDULER}._update_from_kv_xfer_finished"
+    scheduler = scheduler_class({name: wrapper for name, wrapper in made.items() if name != target})(Connector())
+    original = type(scheduler)._update_from_kv_xfer_finished
+    ended = guard.in_place_of(original, made[target], livepatch, target)
+    scheduler.hold("a")
+    clock.now = 10
+    scheduler._update_after_schedule()
+    assert scheduler.freed == ["a"]
+    livepatch.withdraw()
+    ended(scheduler, output("a"))
+    assert livepatch.counters["late"] == 1
 
 
 def test_a_receive_that_ends_begins_the_hold_for_the_send(clock: Clock) -> None:
