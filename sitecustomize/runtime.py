@@ -261,7 +261,8 @@ class Runtime:
         Raises ApplyError.
         """
         applied = state.applied
-        known = [step.wrapper for other in self.states for step in other.applied]
+        before = [other.applied for other in self.states]
+        known = [step.wrapper for steps in before for step in steps]
         # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
         own = [step for step in applied if application.overtaken_by(step) is None]
         there = {step.target for step in own}
@@ -271,7 +272,13 @@ class Runtime:
         def stand_in(original: Any, wrapper: Callable[..., Any], target: str) -> Any:
             return guard.in_place_of(original, wrapper, context, target)
 
-        planned = application.planned(wrappers, stand_in, known, self._sources.files(), forced)
+        try:
+            planned = application.planned(wrappers, stand_in, known, self._sources.files(), forced)
+        except application.ApplyError:
+            with self._lock:  # a stranger's may be what another thread of ours has put there
+                if any(other.applied is not steps for other, steps in zip(self.states, before, strict=True)):
+                    return False
+            raise
         with self._lock:
             if context.aside:  # a target that was there before has raised meanwhile
                 return True
