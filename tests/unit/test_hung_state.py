@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.tools import status
 
 from tests.unit import interpreters
@@ -127,3 +129,12 @@ def test_a_cache_that_hangs_once_it_was_found(patched: Sandbox) -> None:
     done = patched.python(USE, XDG_CACHE_HOME=str(patched.root / "cache"))
     assert (done.code, done.out) == (0, f"{PATCHED}4 ['patched', 8]\n"), done.err
     assert len(done.lines) == 1
+
+
+def test_a_cache_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(cache, "_silent", [])
+    answers = threading.Event()
+    assert cache.in_time(answers.wait) is None
+    assert cache.in_time(os.getpid) is None, "asked again"
+    answers.set()

@@ -98,6 +98,19 @@ WHILE_HELD = """
 
 def test_nothing_is_imported_or_read_while_our_lock_is_held(sandbox: Sandbox) -> None:
     """Who holds it and waits for a module's lock would be waited for by who imports that module and wants ours."""
+    # Its source must be read to know that its module itself decorates it.
+    sandbox.write(
+        {
+            "fakeengine/within.py": "def within(function):\n    return lambda item: function(item)\n",
+            "fakeengine/worker.py": """\
+                from fakeengine.within import within
+
+                @within
+                def work(item):
+                    return [item]
+                """,
+        }
+    )
     sandbox.patch(targets=[STEP, WORK])
     sandbox.generate()
     done = sandbox.python(WHILE_HELD)
