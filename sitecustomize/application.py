@@ -35,35 +35,48 @@ class Applied:
     wrapper: Any
 
 
-def apply(
+def planned(
     wrappers: Mapping[str, Callable[..., Any]],
     stand_in: StandIn,
     known: Iterable[Any],
     files: Mapping[str, str],
     force: bool,
 ) -> list[Applied]:
-    """Wrap every target (module:qualname) or raise ApplyError with all of them as they were.
+    """What is to be put in place of every target (module:qualname). Changes nothing; may read sources.
+
+    Raises ApplyError where one of them is not there, is not what its module wrote, or cannot be wrapped.
 
     `known` are wrappers that we put in place before, `files` those of modules whose source we changed: they are no
     strangers. `force` takes a target that somebody else replaced since its module was written.
     """
     ours = {id(wrapper) for wrapper in known}
-    planned: list[Applied] = []
+    steps: list[Applied] = []
     for target, wrapper in wrappers.items():
         owner, attribute, original = _resolve(target)
         stranger = None if force or id(original) in ours else _stranger(target, original, files)
         if stranger is not None:
             raise ApplyError("foreign", f"{target} was already replaced by {stranger}")
         try:
-            planned.append(Applied(target, owner, attribute, original, stand_in(original, wrapper, target)))
+            steps.append(Applied(target, owner, attribute, original, stand_in(original, wrapper, target)))
         except guard.Unwrappable as error:
             raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for") from None
+    return steps
+
+
+def is_as_planned(step: Applied) -> bool:
+    """Whether what is to be replaced still stands there."""
+    return _lookup(step.target) is step.original
+
+
+def put_in_place(steps: Iterable[Applied]) -> None:
+    """Replace every target, or raise ApplyError with all of them as they were."""
+    steps = list(steps)
     done: list[Applied] = []
     try:
-        for step in planned:
+        for step in steps:
             done.append(step)
             setattr(step.owner, step.attribute, step.wrapper)
-        for step in planned:
+        for step in steps:
             if not in_place(step):
                 raise ApplyError("readback", f"{step.target}, looked up again, is {_described(_lookup(step.target))}")
             holder = _bound_in(step)
@@ -76,7 +89,6 @@ def apply(
         if isinstance(error, Exception) and not isinstance(error, ApplyError):
             raise ApplyError("raised", f"{type(error).__name__} while applying: {error}") from error
         raise
-    return planned
 
 
 def undo(steps: Iterable[Applied]) -> None:

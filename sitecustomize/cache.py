@@ -8,10 +8,37 @@ import json
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from . import fingerprint
+
+ANSWER_SECONDS = 2.0
+"""How long a process waits for its cache, once: parsing all that the patches name takes about as long."""
+
+_Answer = TypeVar("_Answer")
+_silent: list[threading.Thread] = []  # who waits for a file system that has not answered in time
+
+
+def in_time(function: Callable[..., _Answer], *arguments: Any) -> _Answer | None:
+    """What `function` of this module answers; None where its file system hangs, as an NFS mount may.
+
+    An import waits for this. A thread of its own is the only way not to wait for ever, and costs about 0.1 ms. Once one
+    was given up the process has no cache.
+    """
+    if _silent:
+        return None
+    answers: list[_Answer] = []
+    try:
+        thread = threading.Thread(target=lambda: answers.append(function(*arguments)), daemon=True)
+        thread.start()
+    except RuntimeError:  # at the end of the interpreter, in one that allows no such threads, or where none is left
+        return None
+    thread.join(ANSWER_SECONDS)
+    if thread.is_alive():
+        _silent.append(thread)
+    return answers[0] if answers else None
 
 
 def directory(environ: Mapping[str, str]) -> str | None:
@@ -98,12 +125,12 @@ class Fingerprints:
         asked = set(names.values())
         if not asked.issubset(known):
             known.update(fingerprint.of_names(source, {name: name for name in asked}))
-            replace(path, json.dumps(known).encode())
+            in_time(replace, path, json.dumps(known).encode())
         return {key: known[name] for key, name in names.items()}
 
 
 def _known(path: str) -> dict[str, str | None]:
-    data = read(path)
+    data = in_time(read, path)
     try:
         known: Any = {} if data is None else json.loads(data)
     except ValueError:

@@ -88,7 +88,8 @@ class ChangedModule:
         return source is not None and source(self.module) == self.text and self.origin not in files
 
     def _kept(self, path: str) -> bool:
-        return cache.read(path) == self._data or cache.replace(path, self._data)
+        kept = cache.in_time(cache.read, path) == self._data or cache.in_time(cache.replace, path, self._data)
+        return bool(kept)
 
     def _in_memory(self, tail: str) -> str:
         """The name of a file for this process alone, where nothing can be written; at worst a name without a file."""
@@ -104,11 +105,11 @@ class ChangedModule:
         code: CodeType = compile(self.text, self.filename, "exec", dont_inherit=True)
         if self._cached:
             data = marshal.dumps(code)
-            cache.replace(self._bytecode(), _MAGIC + hashlib.sha256(data).digest() + data)
+            cache.in_time(cache.replace, self._bytecode(), _MAGIC + hashlib.sha256(data).digest() + data)
         return code
 
     def _cached_code(self) -> CodeType | None:
-        found = cache.read(self._bytecode()) if self._cached else None
+        found = cache.in_time(cache.read, self._bytecode()) if self._cached else None
         if found is None or not found.startswith(_MAGIC):
             return None
         digest, data = found[len(_MAGIC) : len(_MAGIC) + 32], found[len(_MAGIC) + 32 :]

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
+_FILE = "<vllm-livepatch reads>"
+_QUIET = ("ignore", None, Warning, re.compile(_FILE), 0)  # as warnings.filterwarnings makes it
 # Fields that carry looks or typing, not behaviour. `kind` is the u of u"...", `type_params` are those of def f[T]().
 _IGNORED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "type_ignores"})
 _BODIES = frozenset({"body", "orelse", "finalbody"})
@@ -37,9 +40,7 @@ def of_names(source: str, names: Mapping[str, str]) -> dict[str, str | None]:
     the whole module. The answer has the same keys; None where the source defines no such name. Raises SourceError.
     """
     try:
-        with warnings.catch_warnings():  # an invalid escape in somebody's source is not ours to report
-            warnings.simplefilter("ignore")
-            tree = parsed(source)
+        tree = parsed(source)
         found = {key: find(tree, name) for key, name in names.items()}
         return {key: None if node is None else of_node(node) for key, node in found.items()}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
@@ -47,13 +48,19 @@ def of_names(source: str, names: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def parsed(source: str) -> ast.Module:
-    """Up to 3.12 all threads share one count of the depth in ast.parse, and a thread that parses too may upset it."""
+    """An invalid escape in somebody's source is not ours to report.
+
+    What a `catch_warnings` puts back may be what another thread's has set, so our filter stays, for this name of a file
+    only. Up to 3.12 all threads share one count of the depth in ast.parse, and a thread that parses too may upset it.
+    """
     for _ in range(10):
         try:
-            return ast.parse(source)
+            if _QUIET not in warnings.filters:
+                warnings.filterwarnings("ignore", module=_FILE)
+            return ast.parse(source, _FILE)
         except SystemError:
             continue
-    return ast.parse(source)
+    return ast.parse(source, _FILE)
 
 
 def find(tree: ast.Module, qualname: str) -> ast.AST | None:

@@ -83,10 +83,10 @@ class Reporter(Generic[Content]):
 
     def _start(self) -> None:
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="vllm-livepatch report", daemon=True)
         try:
+            self._thread = threading.Thread(target=self._run, name="vllm-livepatch report", daemon=True)
             self._thread.start()
-        except RuntimeError:  # the interpreter is ending, or the system has no thread left
+        except RuntimeError:  # the interpreter is ending or allows no such threads, or the system has none left
             self._thread = None
 
     def _stop(self, seconds: float) -> None:

@@ -23,7 +23,7 @@ from .decision import Decision, Patch, decide, module_of
 from .facts import to_patch
 from .report import ProcessReport
 from .reporting import Reporter
-from .source_changes import SourceChanges, TooLate, no_place
+from .source_changes import Made, SourceChanges, TooLate, no_place
 
 EXIT_STRICT = 78  # EX_CONFIG
 _RECHECK_SECONDS = 15.0
@@ -87,13 +87,14 @@ class Runtime:
         }
         self.report = ProcessReport(os.environ, about)
         self._trees: dict[tuple[str, ...], installed.Tree] = {}
-        place = cache.directory(os.environ)
+        place = cache.in_time(cache.directory, os.environ)
         self._fingerprints = cache.Fingerprints(place)
         self._sources = SourceChanges(place)
-        self._lock = threading.RLock()  # over our records: never held while a target's or a patch's code runs
+        # Over our records. Never held while anything is imported or read, or while a target's or a patch's code runs:
+        # a thread that imports may want it, and would be waited for.
+        self._lock = threading.RLock()
         self._decided: set[str] = set()  # patches
         self._unsaid: list[_PatchState] = []  # decided on
-        self._deciding = False  # by who holds the lock
         self._greeted = False
         self._reporter = Reporter(self._look_over, lambda patches: self.report.write(self.packages, patches))
 
@@ -118,17 +119,9 @@ class Runtime:
         packages = {state.patch.package for state in states}
         changes = [state for state in self.states if state.patch.diff and state.patch.package in packages]
         for state in [*changes, *(state for state in states if not state.patch.diff)]:
-            with self._lock:
-                outer, self._deciding = self._deciding, True
-                try:
-                    if state.decision is None:
-                        self._decide(state)
-                        self._decided.add(state.patch.name)
-                        self._unsaid.append(state)
-                finally:
-                    self._deciding = outer
-            if not outer:  # what is said waits for the reporter, which may wait for the lock
-                self._say_decisions()
+            if state.decision is None:
+                self._decide(state)
+            self._say_decisions()
 
     def loaded(self, module: ModuleType) -> None:
         """A target module has been executed: apply every patch whose target modules are now all there."""
@@ -162,28 +155,50 @@ class Runtime:
         return [state for state in self.states if module in (*state.patch.modules, *state.patch.added)]
 
     def _decide(self, state: _PatchState) -> None:
-        patch = state.patch
+        """Two threads may both work it out, so that neither waits for the other; what the first one found counts."""
+        patch, before = state.patch, state.decision
+        while True:
+            texts = self._sources.texts
+            decision, releases, made = self._worked_out(patch)
+            with self._lock:
+                if state.decision is not before:
+                    return
+                if self._sources.texts is not texts:  # it was worked out on what is no longer so
+                    continue
+                if made is not None:
+                    self._sources.put(patch.name, made)
+                self.packages.update(releases)
+                state.decision = decision
+                if not decision.apply:
+                    state.settle("skipped", decision.reason, decision.detail)
+                elif decision.reason != "needed":
+                    state.settle("armed", decision.reason, decision.detail)
+                if before is None:
+                    self._decided.add(patch.name)
+                    self._unsaid.append(state)
+                return
+
+    def _worked_out(self, patch: Patch) -> tuple[Decision, dict[str, str | None], Made | None]:
+        """The decision, the releases that were met, and what a diff that applies makes. Reads files, may import."""
+        releases: dict[str, str | None] = {}
+        made = None
         try:
             tree = self._trees.setdefault(patch.packages, installed.of_process(*patch.packages))
             changed = tree if patch.diff else installed.Overlay(tree, self._sources.texts)
             found = installed.look(patch, changed, self._fingerprints.of_names)
-            self.packages.update({patch.package: found.release, **found.companions})
+            releases = {patch.package: found.release, **found.companions}
             traced = patch.auto == "traced" and bool(self.patch_set())
-            state.decision = decide(patch, found, dataclasses.replace(self.environment, traced=traced))
-            if patch.diff and state.decision.apply:
+            decision = decide(patch, found, dataclasses.replace(self.environment, traced=traced))
+            if patch.diff and decision.apply:
                 changes = [Change.from_json(change) for change in self._changes[patch.name]]
-                self._sources.put(patch.name, changes, tree)
+                made = self._sources.made(changes, tree)
         except TooLate as error:
-            state.decision = Decision("needed", False, True, "imported", str(error))
+            decision = Decision("needed", False, True, "imported", str(error))
         except HunkError as error:
-            state.decision = no_place(error)
+            decision = no_place(error)
         except Exception as error:
-            state.decision = Decision("drifted", False, True, "raised", f"{type(error).__name__}: {error}")
-        decision = state.decision
-        if not decision.apply:
-            state.settle("skipped", decision.reason, decision.detail)
-        elif decision.reason != "needed":
-            state.settle("armed", decision.reason, decision.detail)
+            decision = Decision("drifted", False, True, "raised", f"{type(error).__name__}: {error}")
+        return decision, releases, made
 
     def _say_decisions(self) -> None:
         while self._unsaid:
@@ -233,28 +248,48 @@ class Runtime:
             made = state.wrappers = state.wrappers or dict(code.wrappers(context))
             if set(made) != set(patch.targets):
                 raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
-            with self._lock:
-                if context.aside:  # a target that was there before has raised meanwhile
-                    return
-                known = [step.wrapper for other in self.states for step in other.applied]
-                # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
-                own = [step for step in state.applied if application.overtaken_by(step) is None]
-                there = {step.target for step in own}
-                wrappers = {target: made[target] for target in targets if target not in there}
-                forced = decision.reason == "forced"
-                files = self._sources.files()
-
-                def stand_in(original: Any, wrapper: Callable[..., Any], target: str) -> Any:
-                    return guard.in_place_of(original, wrapper, context, target)
-
-                state.applied = own + application.apply(wrappers, stand_in, known, files, forced)
-                rest = f"{len(state.applied)} of {len(state.targets)} targets imported so far"
-                whole = len(state.applied) == len(state.targets)
-                state.settle("applied", *(self._asked(state) if whole else ("partly", rest)))
+            while not self._put_around(state, context, {target: made[target] for target in targets}):
+                pass  # another thread was faster: on what it left
         except application.ApplyError as error:
             self._unapply(state, error.reason, error.detail)
         except (Exception, SystemExit) as error:  # a patch may end itself, not the process
             self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
+
+    def _put_around(self, state: _PatchState, context: PatchContext, made: dict[str, Callable[..., Any]]) -> bool:
+        """Whether the wrappers are in place, or have no place any more; False where another thread came in between.
+
+        Raises ApplyError.
+        """
+        applied = state.applied
+        before = [other.applied for other in self.states]
+        known = [step.wrapper for steps in before for step in steps]
+        # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
+        own = [step for step in applied if application.overtaken_by(step) is None]
+        there = {step.target for step in own}
+        wrappers = {target: wrapper for target, wrapper in made.items() if target not in there}
+        forced = state.decision is not None and state.decision.reason == "forced"
+
+        def stand_in(original: Any, wrapper: Callable[..., Any], target: str) -> Any:
+            return guard.in_place_of(original, wrapper, context, target)
+
+        try:
+            planned = application.planned(wrappers, stand_in, known, self._sources.files(), forced)
+        except application.ApplyError:
+            with self._lock:  # a stranger's may be what another thread of ours has put there
+                if any(other.applied is not steps for other, steps in zip(self.states, before, strict=True)):
+                    return False
+            raise
+        with self._lock:
+            if context.aside:  # a target that was there before has raised meanwhile
+                return True
+            if state.applied is not applied or not all(map(application.is_as_planned, planned)):
+                return False
+            application.put_in_place(planned)
+            state.applied = own + planned
+            rest = f"{len(state.applied)} of {len(state.targets)} targets imported so far"
+            whole = len(state.applied) == len(state.targets)
+            state.settle("applied", *(self._asked(state) if whole else ("partly", rest)))
+        return True
 
     def _raised(self, state: _PatchState, detail: str) -> None:
         """A wrapper's own error: the patch stands aside. Said, and no more: what serves already is not ended."""
@@ -347,16 +382,21 @@ class Runtime:
         """Look every applied target up again: what the report says of the patches, None where there is none yet."""
         lost: list[_PatchState] = []
         bypassed: list[str] = []
+        for state in self.states:
+            steps = state.applied
+            if state.state != "applied":
+                continue
+            found = overrides.bypassing(steps)
+            overtaken = ((step, application.overtaken_by(step)) for step in steps)
+            replaced = next(((step, stranger) for step, stranger in overtaken if stranger is not None), None)
+            with self._lock:
+                if state.applied is not steps or state.state != "applied":
+                    continue  # what was looked up is no longer so
+                bypassed += self._bypassed(state, found)
+                if replaced is not None:
+                    state.settle("failed", "overwritten", f"{replaced[0].target} was replaced later by {replaced[1]}")
+                    lost.append(state)
         with self._lock:
-            for state in self.states:
-                if state.state == "applied":
-                    bypassed += self._bypassed(state)
-                for step in state.applied if state.state == "applied" else ():
-                    stranger = application.overtaken_by(step)
-                    if stranger is not None:
-                        state.settle("failed", "overwritten", f"{step.target} was replaced later by {stranger}")
-                        lost.append(state)
-                        break
             if all(state.decision is None for state in self.states):
                 return None
             content = [state.described() for state in self.states]
@@ -367,9 +407,8 @@ class Runtime:
         return content
 
     @staticmethod
-    def _bypassed(state: _PatchState) -> list[str]:
+    def _bypassed(state: _PatchState, found: list[str]) -> list[str]:
         """What is to be said of classes that override a target without calling it, and was not said before."""
-        found = overrides.bypassing(state.applied)
         new = [said for said in found if said not in state.bypassed]
         state.bypassed.update(dict.fromkeys(new))
         if found:

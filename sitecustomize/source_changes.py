@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .application import is_loaded
 from .changed_module import ChangedModule, part_of_import
@@ -44,6 +44,13 @@ class TooLate(Exception):
     """A module of the change was imported before this process could change it."""
 
 
+class Made(NamedTuple):
+    """What one patch makes of the modules that it changes."""
+
+    changes: tuple[Change, ...]
+    modules: Mapping[str, ChangedModule]
+
+
 class _Execution:
     """A changed module that is being executed. `error`: what one inside of it raised, and which."""
 
@@ -71,8 +78,8 @@ class SourceChanges:
         self._patches: dict[str, tuple[Change, ...]] = {}
         self._executing = _Executions()
 
-    def put(self, patch: str, changes: Sequence[Change], tree: Tree) -> None:
-        """Find the place of every hunk in every module, and compile: only then is any module changed.
+    def made(self, changes: Sequence[Change], tree: Tree) -> Made:
+        """Find the place of every hunk in every module, and compile: only then may any module be changed.
 
         Raises HunkError, TooLate, and SyntaxError where the outcome is no Python.
         """
@@ -83,9 +90,13 @@ class SourceChanges:
         made = {name: ChangedModule(name, text, tree.origin(name), self._cache) for name, text in texts.items()}
         for module in made.values():
             module.code()
-        self._modules.update(made)
-        self.texts.update(texts)
-        self._patches[patch] = tuple(changes)
+        return Made(tuple(changes), made)
+
+    def put(self, patch: str, made: Made) -> None:
+        """Change the modules from now on: `texts` is another object then."""
+        self._modules = {**self._modules, **made.modules}
+        self._patches = {**self._patches, patch: made.changes}
+        self.texts = {**self.texts, **{name: module.text for name, module in made.modules.items()}}
 
     def _has_run(self, name: str) -> bool:
         """Whether the module is there and was, or is being, executed as it came."""
@@ -156,13 +167,14 @@ class SourceChanges:
         """Forget the patches that have to do with this module, and what was made of them since its import began."""
         patches, modules = self._together(module)
         stay = modules & loaded_before - {module}
-        for name in modules - stay:
-            del self._modules[name], self.texts[name]
+        dropped = modules - stay
+        self._modules = {name: made for name, made in self._modules.items() if name not in dropped}
+        self.texts = {name: text for name, text in self.texts.items() if name not in dropped}
+        for name in dropped:
             if name != module and sys.modules.pop(name, None) is not None:
                 parent, _, attribute = name.rpartition(".")
                 vars(sys.modules[parent]).pop(attribute, None)
-        for patch in patches:
-            del self._patches[patch]
+        self._patches = {patch: changes for patch, changes in self._patches.items() if patch not in patches}
         give_up(patches, f"{error[0]} as changed: {type(error[1]).__name__}: {error[1]}", stay)
 
     def _together(self, module: str) -> tuple[list[str], set[str]]:

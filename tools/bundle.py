@@ -19,7 +19,7 @@ from vllm_livepatch.tools.errors import UserError
 
 PACKAGE = "_vllm_livepatch"
 MANIFEST = "manifest.json"
-_TARGETS = "TARGETS = {}"
+_TARGETS, _FINDING = "\nTARGETS = {}  #", '\nFINDING = ""  #'
 
 
 def version() -> str:
@@ -30,13 +30,14 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
     """Every file of the bundle by its path in it, `manifest.json` included."""
     runtime = Path(next(iter(sitecustomize.__path__)))
     files: dict[str, bytes] = {}
-    entry = (runtime / "entry.py").read_text("utf-8")
-    if entry.count(f"\n{_TARGETS}  #") != 1:
-        raise AssertionError("entry.py has no place for the targets")
+    entry, finding = ((runtime / name).read_text("utf-8") for name in ("entry.py", "finding.py"))
+    if entry.count(_TARGETS) != 1 or entry.count(_FINDING) != 1 or "'''" in finding or not finding.isascii():
+        raise AssertionError("entry.py has no place for the targets and for finding.py")
     targets = json.dumps(_targets(entries), sort_keys=True)
-    files["sitecustomize.py"] = entry.replace(f"\n{_TARGETS}  #", f"\nTARGETS = {targets}  #").encode()
+    entry = entry.replace(_TARGETS, f"\nTARGETS = {targets}  #")
+    files["sitecustomize.py"] = entry.replace(_FINDING, f"\nFINDING = r'''{finding}'''  #").encode()
     for source in sorted(runtime.glob("*.py")):
-        if source.name != "entry.py":
+        if source.name not in ("entry.py", "finding.py"):
             files[f"{PACKAGE}/sitecustomize/{source.name}"] = source.read_bytes()
     for folder in ("", "patches/", "vendor/"):
         files[f"{PACKAGE}/{folder}__init__.py"] = b""

@@ -353,3 +353,24 @@ def test_a_field_by_itself_counts_as_its_class_reads_it() -> None:
 
 def test_the_same_words_in_a_function_do_not_count() -> None:
     assert of("def f(a: Annotated[int, 1]):\n  x: ClassVar = a") == of("def f(a):\n  x = a")
+
+
+def test_an_invalid_escape_is_not_said_and_no_filter_of_others_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that put filters back would each put back what the other has set: warnings would be off for good."""
+    real: Callable[..., ast.Module] = ast.parse
+    seen: list[list[object]] = []
+
+    def parse(*arguments: str) -> ast.Module:
+        seen.append([*warnings.filters])
+        return real(*arguments)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = [*warnings.filters]
+        monkeypatch.setattr(ast, "parse", parse)
+        for _ in range(2):
+            assert fingerprint.of_names('def f():\n    return "\\d"\n', {"f": "f"})["f"] is not None
+        assert [filters[-len(before) :] for filters in seen] == [before, before]
+        assert {len(filters) - len(before) for filters in seen} == {1}
+        with pytest.raises(UserWarning):
+            warnings.warn("of somebody else's", stacklevel=1)

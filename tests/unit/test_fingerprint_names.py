@@ -142,10 +142,10 @@ def test_a_thread_that_parses_at_the_same_time(monkeypatch: pytest.MonkeyPatch) 
     """CPython's count of the depth in ast.parse is shared by all threads, up to 3.12: SystemError, in either."""
     parse, failures = ast.parse, [SystemError("AST constructor recursion depth mismatch (before=126, after=32)")] * 3
 
-    def upset(source: str) -> ast.Module:
+    def upset(source: str, file: str) -> ast.Module:
         if failures:
             raise failures.pop()
-        return parse(source)
+        return parse(source, file)
 
     monkeypatch.setattr(ast, "parse", upset)
     assert fingerprint.of_names("def f(): return 1", {"f": "f"})["f"]

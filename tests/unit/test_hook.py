@@ -235,3 +235,26 @@ def test_a_target_that_is_not_there_is_missing_as_ever(patched: Sandbox) -> None
     code = "import importlib.util, fakeengine; print(importlib.util.find_spec('fakeengine.scheduler'))"
     assert patched.python(code) == Done(0, "None\n", "")
     assert STOCK != PATCHED
+
+
+@pytest.mark.parametrize("version", SERVED)
+def test_looking_for_a_target_neither_imports_nor_reads(patched: Sandbox, version: str) -> None:
+    """But for the look-up itself, which another finder answers here: Python holds its global import lock meanwhile."""
+    code = """
+        import sys, fakeengine, importlib.machinery as machinery
+        class Answers:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                return machinery.ModuleSpec(name, object())
+        sys.meta_path.insert(1, Answers)
+        seen = []
+        modules = set(sys.modules)
+        sys.addaudithook(lambda event, arguments: seen.append(event))
+        sys.meta_path[0].find_spec("fakeengine.worker", fakeengine.__path__)
+        sys.meta_path[0].find_spec("fakeengine.scheduler", fakeengine.__path__)
+        asked, seen = seen, []
+        print({event for event in asked if event in ("import", "open", "os.listdir")}, set(sys.modules) - modules)
+        print(len(asked) > 0)
+        """
+    done = patched.python(code, python=str(interpreters.find(version)))
+    assert (done.out, done.err) == ("set() set()\nTrue\n", "")

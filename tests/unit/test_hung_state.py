@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.tools import status
 
 from tests.unit import interpreters
@@ -95,3 +97,44 @@ def test_a_report_has_no_secret(patched: Sandbox) -> None:
     assert finish(command, patched.environ()).out == PATCHED
     assert "hush" not in next(patched.state.iterdir()).read_text("ascii")
     assert patched.report()["argv"][-5:] == ["--api-key", "***", "***", "--port", "80"]
+
+
+CACHE = """
+import os, threading
+real = os.lstat, os.mkdir, os.stat, os.open
+def stuck(function):
+    def call(path, *args, **options):
+        if str(path).startswith(os.environ["XDG_CACHE_HOME"]):
+            threading.Event().wait()
+        return function(path, *args, **options)
+    return call
+os.lstat, os.mkdir, os.stat, os.open = map(stuck, real)
+"""
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_a_cache_that_never_answers(patched: Sandbox, request: pytest.FixtureRequest, real: bool) -> None:
+    """The one wait for it is bounded, whether it hangs before the first look or later."""
+    if not real:
+        patched.write({"sitecustomize.py": CACHE})
+    place = request.getfixturevalue("hung") if real else patched.root
+    done = patched.python(USE, XDG_CACHE_HOME=str(place / "cache"))
+    assert (done.code, done.out) == (0, f"{PATCHED}4 ['patched', 8]\n"), done.err
+    assert len(done.lines) == 1
+
+
+def test_a_cache_that_hangs_once_it_was_found(patched: Sandbox) -> None:
+    late = CACHE.replace('["XDG_CACHE_HOME"]', '["XDG_CACHE_HOME"] + "/vllm-livepatch/"')
+    patched.write({"sitecustomize.py": late})
+    done = patched.python(USE, XDG_CACHE_HOME=str(patched.root / "cache"))
+    assert (done.code, done.out) == (0, f"{PATCHED}4 ['patched', 8]\n"), done.err
+    assert len(done.lines) == 1
+
+
+def test_a_cache_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(cache, "_silent", [])
+    answers = threading.Event()
+    assert cache.in_time(answers.wait) is None
+    assert cache.in_time(os.getpid) is None, "asked again"
+    answers.set()

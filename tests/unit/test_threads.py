@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.support import STEP, WORK, Sandbox
+from tests.unit import interpreters
+from tests.unit.support import PATCHED, STEP, WORK, Sandbox
 
 # Each round is a fork of a process that has imported no target yet. A child that hangs is ended by its alarm, whose
 # number is then what it "exits" with; the switch interval makes the threads change places as often as can be.
@@ -61,3 +62,64 @@ def test_two_threads_import_two_targets_of_one_patch(sandbox: Sandbox, rounds: i
     done = sandbox.python(ROUNDS.format(rounds=rounds, preload=preload), LIVEPATCH_STATE_DIR=str(sandbox.state))
     assert (done.code, done.out) == (0, "all\n"), done.lines[-2:]
     assert len(done.lines) == rounds, "one line a process, and nothing else"
+
+
+# What the process does while our lock is held, by the interpreter's own account of it.
+WHILE_HELD = """
+    import fakeengine, sys, threading, types
+    import _vllm_livepatch.sitecustomize.runtime as runtime
+
+    class Watched:
+        def __init__(self):
+            self.lock = threading.RLock()
+        def __enter__(self):
+            self.lock.acquire()
+            held.append(threading.get_ident())
+        def __exit__(self, *error):
+            held.remove(threading.get_ident())
+            self.lock.release()
+
+    held, seen, taken = [], [], []
+    def saw(event, arguments):
+        if threading.get_ident() in held:
+            taken.append(1)
+            if event in ("import", "open", "compile", "exec", "os.listdir", "os.scandir", "marshal.loads"):
+                seen.append((event, arguments[:1]))
+    sys.addaudithook(saw)
+    runtime.threading = types.SimpleNamespace(RLock=Watched)
+    import fakeengine.scheduler, fakeengine.worker
+    print(fakeengine.scheduler.Scheduler().step(7), fakeengine.worker.work(8))
+    from _vllm_livepatch.sitecustomize import hook
+    made = hook._made["runtime"][0]
+    assert type(made._lock) is Watched
+    print([state.state for state in made.states], seen)
+    """
+
+
+def test_nothing_is_imported_or_read_while_our_lock_is_held(sandbox: Sandbox) -> None:
+    """Who holds it and waits for a module's lock would be waited for by who imports that module and wants ours."""
+    # Its source must be read to know that its module itself decorates it.
+    sandbox.write(
+        {
+            "fakeengine/within.py": "def within(function):\n    return lambda item: function(item)\n",
+            "fakeengine/worker.py": """\
+                from fakeengine.within import within
+
+                @within
+                def work(item):
+                    return [item]
+                """,
+        }
+    )
+    sandbox.patch(targets=[STEP, WORK])
+    sandbox.generate()
+    done = sandbox.python(WHILE_HELD)
+    assert done.out == "['patched', 7] ['patched', 8]\n['applied'] []\n", done.err
+
+
+def test_an_interpreter_that_allows_no_daemon_threads(patched: Sandbox) -> None:
+    """A subinterpreter: neither the cache nor the report gets its thread, and the patch is applied."""
+    inner = "import fakeengine.scheduler as module; print(module.Scheduler().step(7), flush=True)"
+    outer = f"import _xxsubinterpreters as inner; made = inner.create(); inner.run_string(made, {inner!r}); inner.destroy(made)"
+    done = patched.python(outer, python=str(interpreters.find("3.11") or interpreters.find("3.10")))
+    assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err

@@ -1,0 +1,216 @@
+"""Finds a target as it would be found anyway, with a loader that tells the runtime before and after it has run.
+
+Python holds its global import lock while it looks for a module, and another thread may need that to end an import of
+its own. So nothing is imported, read or waited for in here: all that is done when the module is executed, and then only
+that module's own lock is held. For the same reason this is no module: the entry has its text, and compiles it when the
+first target is looked for.
+"""
+
+import os
+import sys
+from _thread import get_ident
+from time import sleep
+
+TYPE_CHECKING = False  # neither typing nor __future__ is imported here
+if TYPE_CHECKING:
+    from typing import Any
+else:
+    Any = object
+
+TARGETS: dict[str, str] = {}
+"""The entry's: modules, and what is done to them."""
+FORK_WAITS = 5000  # milliseconds, at most
+finding: set[tuple[str, int]] = set()  # (module, thread): who looks for what right now
+inside: set[int] = set()  # threads that import or run code of ours
+forking: set[int] = set()  # threads that are about to fork
+damages: list[Exception] = []  # why there is no runtime
+told_of_forks: list[bool] = []
+
+
+def find_spec(name: str, path: Any, target: Any) -> Any:
+    asked = name, get_ident()
+    if asked in finding:  # a finder behind us may ask all finders again
+        return None
+    finding.add(asked)
+    try:
+        spec = next_spec(name, path, target)
+    finally:
+        finding.discard(asked)
+    if not told_of_forks:
+        told_of_forks.append(True)
+        os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child)
+    if spec is not None and spec.loader is not None:
+        spec.loader = telling(name, spec.loader)
+    elif spec is None and TARGETS[name].startswith("added"):
+        kind: Any = type(sys.__spec__)
+        spec = kind(name, Added(name), is_package=TARGETS[name] == "added package")
+        hook: Any = sys.modules.get("_vllm_livepatch.sitecustomize.hook")
+        if hasattr(hook, "is_gone") and hook.is_gone(name):
+            return None
+    return spec
+
+
+def next_spec(name: str, path: Any, target: Any) -> Any:
+    finders = list(sys.meta_path)
+    own = [place for place, finder in enumerate(finders) if is_ours(finder)]
+    # Where somebody put something around every finder, all are asked: around ours, too, which passes while it asks.
+    for finder in finders[own[0] + 1 if own else 0 :]:
+        find = getattr(finder, "find_spec", None)
+        spec = None if find is None else find(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
+def is_ours(finder: Any) -> bool:
+    return type(finder) is type and finder.__name__ == "LivepatchFinder"
+
+
+def telling(name: str, loader: Any) -> Any:
+    """A loader as `loader` is, which tells the runtime. A copy, since a zip file's loader serves many modules."""
+    try:
+        if any({"__slots__", "__copy__"} & set(vars(kind)) for kind in type(loader).__mro__):
+            raise TypeError("its attributes alone do not make a copy")
+        made: Any = object.__new__(type(loader))
+        vars(made).update(vars(loader))
+    except TypeError:
+        made = StandIn(loader)
+
+    @part_of_import
+    def exec_module(module: Any) -> None:
+        real = call_hook("before", name, loader, module) or loader
+        real.exec_module(module)
+        call_hook("after", module)
+
+    @part_of_import
+    def load_module(fullname: str) -> Any:  # a loader of a kind that Python has given up
+        call_hook("before", name, loader, None)
+        module = loader.load_module(fullname)
+        call_hook("after", module)
+        return module
+
+    if hasattr(loader, "exec_module"):
+        made.exec_module = exec_module
+    else:
+        made.load_module = load_module
+    if TARGETS.get(name) == "changed":  # asked for what it would run, before it runs
+        made.get_source = lambda fullname=None: (call_hook("changed", name, loader) or loader).get_source(name)
+        made.get_code = lambda fullname=None: (call_hook("changed", name, loader) or loader).get_code(name)
+    return made
+
+
+def part_of_import(function: Any) -> Any:
+    """The interpreter cuts its import machinery out of tracebacks by these two names: ours is part of it."""
+    code = function.__code__.replace(co_filename="<frozen importlib._bootstrap>", co_name="_call_with_frames_removed")
+    function.__code__ = code
+    return function
+
+
+class StandIn:
+    """In the place of a loader that cannot be copied, until it runs."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)
+
+
+class Added:
+    """The loader of a module that only a diff has. It is decided when it is asked for more than a spec."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @part_of_import
+    def create_module(self, spec: Any) -> None:
+        found = self.found()
+        spec.loader, spec.origin, spec.has_location = telling(self.name, found.loader), found.origin, True
+
+    @part_of_import
+    def exec_module(self, module: Any) -> None:
+        if module.__spec__.loader is self:  # a reload makes no module
+            self.create_module(module.__spec__)
+        module.__spec__.loader.exec_module(module)
+
+    def get_source(self, fullname: str | None = None) -> Any:
+        return self.found().loader.get_source(self.name)
+
+    def get_code(self, fullname: str | None = None) -> Any:
+        return self.found().loader.get_code(self.name)
+
+    @part_of_import
+    def found(self) -> Any:
+        spec = call_hook("added", self.name)
+        if not spec:
+            raise ModuleNotFoundError(f"No module named {self.name!r}", name=self.name)
+        return spec
+
+
+def call_hook(what: str, *arguments: Any) -> Any:
+    """The runtime's answer, None where there is no runtime. A fork waits meanwhile.
+
+    Its child would inherit the locks of what is being imported here, and nobody who gives them back.
+    """
+    me = get_ident()
+    nested = me in inside
+    for _ in range(FORK_WAITS):
+        inside.add(me)
+        if nested or not forking - {me}:
+            break
+        inside.discard(me)
+        sleep(0.001)
+    try:
+        hook = load_hook()
+        return hook and getattr(hook, what)(*arguments)
+    finally:
+        if not nested:
+            inside.discard(me)
+
+
+def before_fork() -> None:
+    forking.add(get_ident())
+    for _ in range(FORK_WAITS):
+        if not inside - {get_ident()}:
+            break
+        sleep(0.001)
+
+
+def after_fork() -> None:
+    forking.discard(get_ident())
+
+
+def after_fork_in_child() -> None:
+    me = get_ident()
+    forking.clear()
+    inside.intersection_update({me})
+    finding.intersection_update({asked for asked in finding if asked[1] == me})
+    # What another thread was importing nobody ends in here, and the runtime may need it: it is imported anew.
+    locks = getattr(sys.modules["_frozen_importlib"], "_module_locks", {})
+    for name, lock in [(name, found()) for name, found in list(locks.items())]:
+        if getattr(lock, "owner", None) not in (None, me):
+            locks.pop(name, None)
+            sys.modules.pop(name, None)
+
+
+def load_hook() -> Any:
+    """The runtime's hook. A bundle that is damaged, or half replaced, says so once and breaks no import."""
+    if damages:
+        return None
+    try:
+        from _vllm_livepatch.sitecustomize import hook  # type: ignore[import-not-found]
+
+        return hook
+    except Exception as error:
+        TARGETS.clear()
+        damages.append(error)
+        if damages[0] is not error:  # said by another thread
+            return None
+        try:
+            said = f"vllm-livepatch: the bundle is damaged, nothing is patched: {error}\n"
+            os.write(sys.stderr.fileno(), said.encode("utf-8", "backslashreplace"))
+        except (AttributeError, OSError, ValueError):  # no stderr, or a closed one
+            pass
+        if os.environ.get("LIVEPATCH") == "strict":
+            os._exit(78)
+        return None
