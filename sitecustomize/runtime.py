@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -244,16 +245,29 @@ class Runtime:
                     failed = functools.partial(self._raised, state)
                     state.context = PatchContext(patch.name, options, facts, later, self.patch_set, asked, failed)
                 context = state.context
-            code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
-            made = state.wrappers = state.wrappers or dict(code.wrappers(context))
+            made = state.wrappers = state.wrappers or self._made(patch, context)
             if set(made) != set(patch.targets):
                 raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
-            while not self._put_around(state, context, {target: made[target] for target in targets}):
-                pass  # another thread was faster: on what it left
+            wanted = {target: made[target] for target in targets}
+            for patience in (True, True, True, False):
+                try:
+                    while not self._put_around(state, context, wanted):
+                        pass  # another thread was faster: on what it left
+                    break
+                except (AttributeError, ImportError, NameError):
+                    # Where several threads import at once, Python may take their waiting for a deadlock and give out a
+                    # module of the standard library of which half is there. A moment later all of it is.
+                    if not patience:
+                        raise
+                    time.sleep(0.1)
         except application.ApplyError as error:
             self._unapply(state, error.reason, error.detail)
         except (Exception, SystemExit) as error:  # a patch may end itself, not the process
             self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
+
+    def _made(self, patch: Patch, context: PatchContext) -> dict[str, Callable[..., Any]]:
+        code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
+        return dict(code.wrappers(context))
 
     def _put_around(self, state: _PatchState, context: PatchContext, made: dict[str, Callable[..., Any]]) -> bool:
         """Whether the wrappers are in place, or have no place any more; False where another thread came in between.
