@@ -31,6 +31,8 @@ Made = tuple[str, list[Plan], dict[str, Any]]
 MIXES = 4
 SMALL_STEPS = {"max_num_batched_tokens": STEP_TOKENS}
 """What a sliding-window group holds at most is the window and one step's tokens."""
+HALF_STEPS = {"max_num_batched_tokens": STEP_TOKENS // 2}
+"""For releases that count a step for each batch in flight, and a pool of this size."""
 
 
 def hybrid() -> Iterator[Made]:
@@ -45,13 +47,21 @@ def hybrid_mixes() -> Iterator[Made]:
     """Late lookups and random sizes where a second group has a sliding window, and gives blocks back as it moves on."""
     oldest = Plan("oldest", tokens("oldest", 32), hit=28 * BLOCK, answered_after=4)
     young = [Plan(f"young{n}", tokens(f"young{n}", 45), hit=8 * BLOCK) for n in range(4)]
-    yield "head of line", [oldest, *young], {"windows": (64,), "options": SMALL_STEPS}
-    for seed in range(MIXES):
-        plans = base.mix(seed, faults=False)
-        for plan in plans:
-            plan.prompt = plan.prompt[: 55 * BLOCK]
-            plan.hit = min(plan.hit, len(plan.prompt) // CHUNK * CHUNK)
-        yield f"mix{seed}", plans, {"windows": (64,), "options": SMALL_STEPS, "seed": seed}
+    # With half the step, the longest fits into the pool by every release's count: see `alone`.
+    for steps, options in ("", SMALL_STEPS), (", half steps", HALF_STEPS):
+        yield f"head of line{steps}", [oldest, *young], {"windows": (64,), "options": options}
+        for seed in range(MIXES):
+            plans = base.mix(seed, faults=False)
+            for plan in plans:
+                plan.prompt = plan.prompt[: 55 * BLOCK]
+                plan.hit = min(plan.hit, len(plan.prompt) // CHUNK * CHUNK)
+            yield f"mix{seed}{steps}", plans, {"windows": (64,), "options": options, "seed": seed}
+
+
+def alone() -> Iterator[Made]:
+    """One request as long as the longest of `hybrid_mixes`, of which LMCache holds nothing, in an empty pool."""
+    for steps, options in ("", SMALL_STEPS), (", half steps", HALF_STEPS):
+        yield f"longest{steps}", [Plan("longest", tokens("longest", 55))], {"windows": (64,), "options": options}
 
 
 def shared() -> Iterator[Made]:
@@ -124,6 +134,7 @@ def play(world: World) -> dict[str, Any]:
         "outcome": outcome,
         "steps": world.now,
         "at_once": world.most_running,
+        "free": real.free_blocks(world.scheduler),
         "loaded": world.loaded,
         "recomputed": world.recomputed,
         "aborted_loads": world.aborted_loads,
@@ -132,7 +143,7 @@ def play(world: World) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[], Iterator[Made]]] = {
-    case.__name__: case for case in (hybrid, hybrid_mixes, shared, adapters, limits, watermark, later_parts)
+    case.__name__: case for case in (hybrid, hybrid_mixes, alone, shared, adapters, limits, watermark, later_parts)
 }
 
 
