@@ -55,7 +55,16 @@ MUTANTS = (
         "ledger.parked.setdefault(request.request_id, []).append(request)",
         "return wrapped(*args, **kwargs)",
     ),
-    Mutant("parked-not-aborted", "for request in ledger.parked.pop(request_id, ()):", "for request in ():"),
-    Mutant("release-decides", "return True, params", "return announced, params", release="0.15.1"),
+    Mutant(
+        "parked-not-aborted",
+        "gone += [ledger.parked.pop(request_id) for request_id in ids if request_id in ledger.parked]",
+        "gone += []",
+    ),
+    Mutant(
+        "release-decides",
+        "True, params\n        return announced",
+        "announced, params\n        return announced",
+        release="0.15.1",
+    ),
     Mutant("never-forgets", "del ledger.held[request.request_id]", "pass"),
 )
