@@ -322,12 +322,19 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def connector_finished(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         """Note what is outstanding; a pending receive keeps the blocks in every release, as from 0.16."""
         request = args[0] if args else kwargs["request"]
-        announced, params = wrapped(*args, **kwargs)
         ledger = ledger_of(scheduler)
+        receives = request.request_id in ledger.receiving or stopped_while_loading(scheduler, ledger, request)
+        manager = vars(scheduler.kv_cache_manager)
+        if receives:  # the release frees what lies before a sliding window: the load may still write it
+            manager["remove_skipped_blocks"] = lambda *args, **kwargs: None
+        try:
+            announced, params = wrapped(*args, **kwargs)
+        finally:
+            if receives:
+                manager.pop("remove_skipped_blocks", None)
         held = ledger.held.get(request.request_id)
         if held is not None and held.request is request:
             return True, params  # to 0.15 a token that was under way finishes a held request once more
-        receives = request.request_id in ledger.receiving or stopped_while_loading(scheduler, ledger, request)
         if (receives or announced) and not livepatch.aside:
             empty = receives and ledger.announces_always and not request.num_preemptions
             ledger.held[request.request_id] = _Held(request, receives, bool(announced), empty)

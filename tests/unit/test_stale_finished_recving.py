@@ -298,3 +298,28 @@ def test_an_error_of_the_report_changes_nothing_of_what_is_done() -> None:
     assert scheduler.freed == []
     told(scheduler, received=["a"])
     assert scheduler.freed == [request]
+
+
+def test_what_lies_before_a_window_is_not_freed_while_it_is_loaded() -> None:
+    """To 0.19 releases free it before they ask the connector, whatever still writes there."""
+    scheduler = patched(Connector())
+    removed: list[str] = []
+
+    class Manager:
+        def get_block_ids(self, request_id: str) -> tuple[list[int]]:
+            return ([7, 8],)
+
+        def remove_skipped_blocks(self, request_id: str) -> None:
+            removed.append(request_id)
+
+    class FreesWhatIsSkipped(Connector):
+        def request_finished(self, request: Any) -> tuple[bool, None]:
+            scheduler.kv_cache_manager.remove_skipped_blocks(request.request_id)
+            return super().request_finished(request)
+
+    scheduler.kv_cache_manager, scheduler.connector = Manager(), FreesWhatIsSkipped()
+    aborted_while_loading(scheduler)
+    assert removed == []
+    scheduler.add_request(Request("b"))
+    scheduler.finish_requests(["b"], FINISHED)
+    assert removed == ["b"], "of others it is freed as before"
