@@ -231,7 +231,7 @@ class Sent:
         message |= {"block_notify_list": self.remote_blocks, "decode_rank": 0}
         self.peer.send(worker.notify_port, msgpack.dumps(message))
         heard = worker.real.moriio_wrapper.done_remote_allocate_req_dict
-        if not until(lambda: self.key in heard, 10):
+        if not until(lambda: self.key in heard, 60):
             raise TimeoutError(f"the worker never heard of {self.key}")
 
     def arrived(self, worker: Worker, layers: Sequence[str] = LAYERS) -> bool:
