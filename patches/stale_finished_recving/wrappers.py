@@ -324,14 +324,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         request = args[0] if args else kwargs["request"]
         ledger = ledger_of(scheduler)
         receives = request.request_id in ledger.receiving or stopped_while_loading(scheduler, ledger, request)
-        manager = vars(scheduler.kv_cache_manager)
-        if receives:  # the release frees what lies before a sliding window: the load may still write it
-            manager["remove_skipped_blocks"] = lambda *args, **kwargs: None
+        manager: dict[str, Any] = vars(scheduler.kv_cache_manager) if receives else {}
+        # The release frees what lies before a sliding window: a load may still write it.
+        manager["remove_skipped_blocks"] = lambda *args, **kwargs: None
         try:
             announced, params = wrapped(*args, **kwargs)
         finally:
-            if receives:
-                manager.pop("remove_skipped_blocks", None)
+            del manager["remove_skipped_blocks"]
         held = ledger.held.get(request.request_id)
         if held is not None and held.request is request:
             return True, params  # to 0.15 a token that was under way finishes a held request once more
