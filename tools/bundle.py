@@ -121,7 +121,9 @@ def write_zip(files: Mapping[str, bytes], out: Path) -> None:
                 for name, data in sorted(files.items()):
                     info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
                     info.external_attr = 0o644 << 16
-                    archive.writestr(info, data, zipfile.ZIP_DEFLATED)
+                    # What every process reads at its start is not worth unpacking; the rest is read by few.
+                    packed = zipfile.ZIP_STORED if name == "sitecustomize.py" else zipfile.ZIP_DEFLATED
+                    archive.writestr(info, data, packed)
             new.replace(out)
     except OSError as error:
         raise UserError(f"the bundle cannot be written to {out}: {error.strerror or error}") from error

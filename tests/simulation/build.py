@@ -71,6 +71,7 @@ def _vllm_config(mode: str, connector: str, policy: str, directory: str) -> Any:
         kv_transfer_config=KVTransferConfig(**transfer),
         device_config=DeviceConfig(device="cpu"),
     )
+    real.as_on_a_gpu(config, mode)
     return config, StructuredOutputManager(config)
 
 

@@ -88,6 +88,11 @@ def make_model_config(directory: Path) -> Any:
     return ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN)
 
 
+def as_on_a_gpu(vllm_config: Any, scheduler: str) -> None:
+    """Let `scheduler` overlap its steps where the CPU platform (from 0.27.0) switches that off for every engine."""
+    vllm_config.scheduler_config.async_scheduling = scheduler == AsyncScheduler.__name__
+
+
 def make_scheduler(
     name: str,
     model_config: Any,
@@ -119,6 +124,7 @@ def make_scheduler(
         device_config=DeviceConfig(device="cpu"),
         lora_config=LoRAConfig(max_loras=adapters) if adapters else None,
     )
+    as_on_a_gpu(vllm_config, name)
     vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS
     shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     specs = [FullAttentionSpec(**shape), *(SlidingWindowSpec(**shape, sliding_window=window) for window in windows)]
