@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -39,6 +40,12 @@ def failures_by_request() -> bool:
 def serves_several_groups() -> bool:
     """Whether the scheduler can load for more than one KV group: to 0.17 it takes one table apart."""
     return "get_block_ids" not in real.Scheduler._update_waiting_for_remote_kv.__code__.co_names
+
+
+@lru_cache
+def keeps_all_hits() -> bool:
+    """Whether what one KV group has cached cannot be given to another one's load of the same request (vllm#33775)."""
+    return hasattr(SingleTypeKVCacheManager, "add_local_computed_blocks")
 
 
 @lru_cache

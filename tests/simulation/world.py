@@ -234,6 +234,8 @@ class World:
             # Of a prompt that was loaded whole, the last token is computed again; its window may begin in a block that
             # the load was not given. That is the releases' own fault (all that have sliding windows), and not ours.
             most -= 1
+            if computed and not build.keeps_all_hits():
+                return 0, False
         hit = self.behaviour.hit(client, most)
         if not build.serves_several_groups() and hit < request.num_tokens:
             hit -= hit % build.BLOCK  # to 0.17 every token of a loaded block counts as computed
