@@ -55,6 +55,7 @@ PYTHON
     "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
     if [[ $(cat "$place/complete" 2>/dev/null) != "$recipe" || ! -x $place/bin/python ]]; then
         echo "tool environment ($extras): building under the user's cache directory; once, under a minute" >&2
+        local began=$SECONDS  # a shell's SECONDS may be older than this call
         rm -rf "$place"
         _quietly "making a virtual environment" "$base" -m venv "$place"
         # uv is many times faster; where it cannot reach what pip is set up to reach, pip does it.
@@ -63,7 +64,7 @@ PYTHON
             _quietly "installing the checkout" "$place/bin/python" -m pip --disable-pip-version-check --no-input \
                 install -q -e "$_checkout[$extras]"
         echo "$recipe" >"$place/complete"
-        echo "tool environment ($extras): ready after $SECONDS s" >&2
+        echo "tool environment ($extras): ready after $((SECONDS - began)) s" >&2
     fi
     echo "$place/bin/python"
 )
