@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 KEPT_AS = "_livepatch_loads"
+ARRIVED = "_livepatch_arrived"
+"""Attribute of a request: what `stale-finished-recving` notes when a load has arrived."""
 
 
 class _Load:
@@ -246,6 +248,7 @@ class _Loads:
         """From here on the connector loads the part, and its request waits. Nothing of this can fail halfway."""
         request = load.request
         self.scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+        vars(request).pop(ARRIVED, None)  # that was the part before
         if request.num_computed_tokens:
             request.num_computed_tokens = at
         load.at = at

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm_livepatch.patches.chunked_lmcache_load import wrappers as patch
+from vllm_livepatch.patches.stale_finished_recving import wrappers as stale
 from vllm_livepatch.sitecustomize import settings
 from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.tools import catalogue
@@ -170,3 +171,13 @@ def test_what_has_arrived_comes_first_where_somebody_was_let_in_in_vain() -> Non
     loads.begin_step()
     assert connector.get_num_new_matched_tokens(new, 0) == (None, True)
     assert len(asked) == 2
+
+
+def test_a_part_under_way_has_not_arrived() -> None:
+    """`stale-finished-recving` keeps a preempted request's blocks for it: the part before does not count."""
+    request = SimpleNamespace(request_id="a", num_computed_tokens=64, num_tokens=200)
+    setattr(request, stale.ARRIVED, 1)
+    load = patch._Load(request, SimpleNamespace(state=None), 0, 64, 192, 192)
+    patch._Loads(scheduler(lmcache(64)), context()).under_way(load, 128, "waiting")
+    assert (load.at, request.num_computed_tokens, load.tracker.state) == (128, 128, "waiting")
+    assert not hasattr(request, stale.ARRIVED)
