@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -136,8 +137,14 @@ def _described(error: BaseException) -> str:
 
 
 def to_stderr(message: str) -> None:
-    """One line, whole or not at all: processes that share a stderr do not mix theirs, and a closed one hurts nobody."""
+    """One line, whole or not at all: processes that share a stderr do not mix theirs, and a closed one hurts nobody.
+
+    With LIVEPATCH_LOG=json it is an object: `time` (seconds since 1970), `logger`, `pid`, `message`.
+    """
     line = f"vllm-livepatch: {message}\n"
+    if os.environ.get("LIVEPATCH_LOG", "").strip().lower() == "json":
+        said = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}
+        line = json.dumps(said) + "\n"
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr, or a closed one
         try:
             descriptor = sys.stderr.fileno()

@@ -113,7 +113,7 @@ class Environment:
     toggles: Mapping[str, str] = field(default_factory=dict)  # patch name: auto, on, force, off
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     errors: tuple[str, ...] = ()  # values that are no values: one sentence each
-    notes: tuple[str, ...] = ()  # what looks like a slip but may be meant
+    notes: tuple[str, ...] = ()  # names of ours that mean nothing, a sentence each; under strict they count as errors
     traced: bool = False  # a patch changes traced code here; found out only for patches whose `auto` asks
 
 

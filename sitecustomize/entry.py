@@ -2,12 +2,14 @@
 #
 # It runs in every Python process that has the bundle on PYTHONPATH, so it imports only what `site` has imported
 # already, does nothing but put one finder first on `sys.meta_path`, and parses on Python 2.7. An interpreter that the
-# bundle does not serve, or LIVEPATCH=off, sees no trace of it.
+# bundle does not serve, or LIVEPATCH=off, sees no trace of it. (Of a word that is none of LIVEPATCH's the runtime says
+# that it counts as off, in the processes that it would have served.)
 import os
 import sys
 
 TARGETS = {}  # generate: the modules that the bundle's patches name, and what is done to them
 FINDING = ""  # generate: the text of sitecustomize/finding.py; only a process that looks for a target compiles it
+OFF = ("off", "0", "false", "no", "disabled")
 compiled = {}
 
 
@@ -30,7 +32,7 @@ def finding():
 
 
 def arm():
-    if os.environ.get("LIVEPATCH") == "off" or not (3, 10) <= sys.version_info[:2] <= (3, 14):
+    if os.environ.get("LIVEPATCH", "").strip().lower() in OFF or not (3, 10) <= sys.version_info[:2] <= (3, 14):
         return False
     for finder in sys.meta_path:
         if getattr(finder, "__name__", "") == "LivepatchFinder":  # another bundle, earlier on the path, serves

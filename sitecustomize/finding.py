@@ -211,6 +211,6 @@ def load_hook() -> Any:
             os.write(sys.stderr.fileno(), said.encode("utf-8", "backslashreplace"))
         except (AttributeError, OSError, ValueError):  # no stderr, or a closed one
             pass
-        if os.environ.get("LIVEPATCH") == "strict":
+        if os.environ.get("LIVEPATCH", "").strip().lower() == "strict":
             os._exit(78)
         return None

@@ -125,7 +125,7 @@ def _the_runtime() -> Runtime | None:
         if _made.setdefault("runtime", made) is made:
             if runtime is not None:
                 runtime.begin()
-            elif os.environ.get("LIVEPATCH") == "strict":
+            elif os.environ.get("LIVEPATCH", "").strip().lower() == "strict":
                 end_process(why)
             else:
                 to_stderr(why)

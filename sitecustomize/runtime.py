@@ -226,10 +226,11 @@ class Runtime:
         release = self.packages.get(patch.package) or "of unknown release"
         trouble = f"; {self.report.error}" if self.report.error else ""
         to_stderr(f"{self.version}, pid {os.getpid()}, {patch.package} {release}; LIVEPATCH=off turns it off{trouble}")
-        if self.environment.errors and self.environment.mode == "strict":
-            end_process("; ".join(self.environment.errors))
-        for error in (*self.environment.errors, *self.environment.notes):
-            to_stderr(error)
+        troubles = (*self.environment.errors, *self.environment.notes)
+        if troubles and self.environment.mode == "strict":
+            end_process("; ".join(troubles))
+        for said in troubles:
+            to_stderr(said)
 
     def _apply(self, state: _PatchState, targets: list[str]) -> None:
         patch, decision = state.patch, state.decision

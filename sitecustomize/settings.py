@@ -1,4 +1,7 @@
-"""The environment's words, read once. A value that is none of those offered counts as `auto`, and is said."""
+"""The environment's words, read once, in any case. One that is none of those offered counts as `auto`, and is said.
+
+But for LIVEPATCH itself: what turns everything off must not fail open, so there it counts as `off`.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,19 @@ from .decision import Environment, Option, Patch, variable
 
 MODES = ("auto", "off", "strict")
 TOGGLES = ("auto", "on", "force", "off")
-_SWITCH = {"1": "on", "true": "on", "yes": "on", "on": "on", "0": "off", "false": "off", "no": "off", "off": "off"}
+LOGS = ("text", "json")
+_SWITCH = {
+    **dict.fromkeys(("1", "true", "yes", "on", "enabled"), "on"),
+    **dict.fromkeys(("0", "false", "no", "off", "disabled"), "off"),
+}
+
+_MODE = {word: "auto" if switch == "on" else switch for word, switch in _SWITCH.items()}
 
 
 def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
     """Read every variable of the contract; `errors` holds a sentence for each value that cannot be used."""
     errors: list[str] = []
-    mode = _one_of("LIVEPATCH", environ.get("LIVEPATCH", "auto"), MODES, errors)
+    mode = _one_of("LIVEPATCH", environ.get("LIVEPATCH", "auto"), MODES, errors, _MODE, "off")
     toggles: dict[str, str] = {}
     options: dict[str, dict[str, Any]] = {}
     for patch in patches:
@@ -27,7 +36,9 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
             # An explicit toggle says more than an option's "off" value.
             if given and option.off is not None and value == option.off and variable(patch.name) not in environ:
                 toggles[patch.name] = "off"
-    known = {"LIVEPATCH_STATE_DIR"}
+    if "LIVEPATCH_LOG" in environ:
+        _one_of("LIVEPATCH_LOG", environ["LIVEPATCH_LOG"], LOGS, errors, {}, "text")
+    known = {"LIVEPATCH_STATE_DIR", "LIVEPATCH_LOG"}
     for patch in patches:
         known |= {variable(patch.name), *(variable(patch.name, option.name) for option in patch.options)}
     strangers = sorted(name for name in environ if name.startswith("LIVEPATCH_") and name not in known)
@@ -47,17 +58,22 @@ def asked(patches: Sequence[Patch], environment: Environment) -> dict[str, Any]:
     return {"mode": environment.mode, "toggles": toggles, "options": options}
 
 
-def _one_of(name: str, value: str, values: Sequence[str], errors: list[str]) -> str:
+def _one_of(
+    name: str, given: str, values: Sequence[str], errors: list[str], words: Mapping[str, str], otherwise: str
+) -> str:
+    """The value that is given; `words` are others that mean one of them."""
+    value = given.strip().lower()
+    value = words.get(value, value)
     if value in values:
         return value
-    errors.append(f"{name}={value!r} is none of {', '.join(values)}; it counts as auto")
-    return "auto"
+    errors.append(f"{name}={given!r} is none of {', '.join(values)}; it counts as {otherwise}")
+    return otherwise
 
 
 def _toggle(patch: Patch, environ: Mapping[str, str], errors: list[str]) -> str:
     name = variable(patch.name)
     if name in environ:
-        return _one_of(name, environ[name], TOGGLES, errors)
+        return _one_of(name, environ[name], TOGGLES, errors, _SWITCH, "auto")
     for alias in patch.aliases:
         if alias in environ:
             switch = _SWITCH.get(environ[alias].strip().lower())
@@ -85,7 +101,7 @@ def _parsed(option: Option, text: str) -> Any:
         switch = _SWITCH.get(text.lower())
         return None if switch is None else switch == "on"
     if option.choices:
-        return text if text in option.choices else None
+        return next((choice for choice in option.choices if choice.lower() == text.lower()), None)
     if isinstance(option.default, str):
         return text
     try:

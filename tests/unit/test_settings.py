@@ -79,19 +79,27 @@ def test_defaults() -> None:
     assert (environment.errors, environment.notes) == ((), ())
 
 
-@pytest.mark.parametrize("value", ["auto", "off", "strict"])
-def test_the_mode(value: str) -> None:
-    environment = read({"LIVEPATCH": value})
-    assert (environment.mode, environment.errors) == (value, ())
+ON = ["1", "true", "Yes", "on", "ENABLED", " on "]
+OFF = ["0", "false", "No", "OFF", "Disabled", "off\n"]
 
 
-@pytest.mark.parametrize("value", ["on", "OFF", "Strict", "1", "0", "", " auto", "force", "true"])
-def test_what_is_no_mode_is_named_with_the_values_and_counts_as_auto(value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [("auto", "auto"), ("AUTO ", "auto"), ("off", "off"), ("Strict", "strict")]
+    + [(word, "auto") for word in ON]
+    + [(word, "off") for word in OFF],
+)
+def test_the_mode(value: str, mode: str) -> None:
     environment = read({"LIVEPATCH": value})
-    assert environment.mode == "auto"
-    (error,) = environment.errors
-    assert error.startswith(f"LIVEPATCH={value!r}")
-    assert all(word in error for word in ("auto", "off", "strict"))
+    assert (environment.mode, environment.errors) == (mode, ())
+
+
+@pytest.mark.parametrize("value", ["", "2", "force", "stritc", "none", "of"])
+def test_what_is_no_mode_is_named_with_the_values_and_counts_as_off(value: str) -> None:
+    """What turns everything off must not fail open."""
+    environment = read({"LIVEPATCH": value})
+    assert environment.mode == "off"
+    assert environment.errors == (f"LIVEPATCH={value!r} is none of auto, off, strict; it counts as off",)
 
 
 @pytest.mark.parametrize("value", ["auto", "on", "force", "off"])
@@ -102,7 +110,15 @@ def test_every_patch_has_its_toggle(patch: Patch, value: str) -> None:
     assert environment.errors == ()
 
 
-@pytest.mark.parametrize("value", ["strict", "1", "0", "ON", "", "yes"])
+@pytest.mark.parametrize(
+    ("value", "toggle"), [("Force", "force"), ("AUTO", "auto")] + [(x, "on") for x in ON] + [(x, "off") for x in OFF]
+)
+def test_a_toggle_in_any_case(value: str, toggle: str) -> None:
+    environment = read({"LIVEPATCH_KV_BLOCK_REAPER": value})
+    assert (environment.toggles["kv-block-reaper"], environment.errors) == (toggle, ())
+
+
+@pytest.mark.parametrize("value", ["strict", "2", "", "perhaps"])
 def test_what_is_no_toggle_is_named_with_the_values_and_counts_as_auto(value: str) -> None:
     environment = read({"LIVEPATCH_KV_BLOCK_REAPER": value})
     assert environment.toggles["kv-block-reaper"] == "auto"
@@ -229,3 +245,13 @@ def test_a_name_of_ours_that_means_nothing_is_noted() -> None:
     assert environment.errors == ()
     (note,) = environment.notes
     assert note.startswith("LIVEPATCH_STALE_FINISHED_RECEIVING ")
+
+
+@pytest.mark.parametrize("value", ["text", "JSON", "json "])
+def test_how_lines_are_written(value: str) -> None:
+    assert read({"LIVEPATCH_LOG": value}) == read({})
+
+
+def test_lines_are_written_as_text_or_json() -> None:
+    (error,) = read({"LIVEPATCH_LOG": "xml"}).errors
+    assert error == "LIVEPATCH_LOG='xml' is none of text, json; it counts as text"

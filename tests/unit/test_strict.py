@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 
 from tests.unit.support import PATCHED, STEP, STOCK, USE_STEP, WORK, Sandbox
@@ -108,7 +111,7 @@ def test_a_patch_that_was_applied_and_is_overtaken_ends_nothing(patched: Sandbox
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("LIVEPATCH_AROUND", "yes"),
+        ("LIVEPATCH_AROUND", "perhaps"),
         ("LIVEPATCH_AROUND_LIMIT", "many"),
         ("FIELD_LIMIT", "-1"),
         ("FIELD_SWITCH", "perhaps"),
@@ -129,12 +132,54 @@ def test_a_bad_value_ends_the_process_under_strict_and_is_said_under_auto(
     assert done.lines[1:] == [line.replace("LIVEPATCH=strict: ", "")]
 
 
-def test_a_bad_mode_counts_as_auto(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize("value", ["stritc", "", "force"])
+def test_a_bad_mode_counts_as_off_and_is_said(patched: Sandbox, value: str) -> None:
+    done = patched.python(USE_STEP, LIVEPATCH=value)
+    assert (done.code, done.out) == (0, STOCK)
+    assert done.lines[1:] == [f"vllm-livepatch: LIVEPATCH={value!r} is none of auto, off, strict; it counts as off"]
+    (entry,) = patched.report()["patches"]
+    assert (entry["state"], entry["reason"]) == ("skipped", "off")
+
+
+@pytest.mark.parametrize("value", ["OFF", "0", "False", "no", "disabled "])
+def test_off_in_all_its_words_leaves_no_trace(patched: Sandbox, value: str) -> None:
+    done = patched.python(USE_STEP, LIVEPATCH=value)
+    assert (done.code, done.out, done.lines) == (0, STOCK, [])
+    assert not list(patched.state.glob("*"))
+
+
+@pytest.mark.parametrize("value", ["ON", "1", "True", "yes", "enabled", "Auto"])
+def test_on_in_all_its_words(patched: Sandbox, value: str) -> None:
+    assert patched.python(USE_STEP, LIVEPATCH=value).out == PATCHED
+
+
+def test_strict_in_any_case(sandbox: Sandbox) -> None:
     sandbox.patch(code=BROKEN)
     sandbox.generate()
-    done = sandbox.python(USE_STEP, LIVEPATCH="stritc")
+    assert sandbox.python(IMPORT, LIVEPATCH="Strict ").code == 78
+
+
+def test_a_name_that_nothing_knows_ends_the_process_under_strict(patched: Sandbox) -> None:
+    slip = {"LIVEPATCH_AROUDN": "off"}
+    done = patched.python(IMPORT, LIVEPATCH="strict", **slip)
+    assert (done.code, done.out) == (78, "before\n")
+    assert done.lines[1] == "vllm-livepatch: LIVEPATCH=strict: LIVEPATCH_AROUDN names nothing in this bundle"
+    done = patched.python(USE_STEP, **slip)
+    assert (done.code, done.out) == (0, PATCHED)
+    assert done.lines[1:] == ["vllm-livepatch: LIVEPATCH_AROUDN names nothing in this bundle"]
+
+
+def test_lines_for_a_log_store(sandbox: Sandbox) -> None:
+    sandbox.patch(code=BROKEN)
+    sandbox.generate()
+    before = time.time()
+    done = sandbox.python(USE_STEP, LIVEPATCH_LOG="JSON")
     assert (done.code, done.out) == (0, STOCK)
-    assert done.lines[1].startswith("vllm-livepatch: LIVEPATCH='stritc' is none of auto, off, strict")
+    entries = [json.loads(line) for line in done.lines]
+    assert [(entry["logger"], entry["pid"]) for entry in entries] == [("vllm-livepatch", sandbox.report()["pid"])] * 2
+    assert "LIVEPATCH=off turns it off" in entries[0]["message"]
+    assert entries[1]["message"].startswith("around is not applied (raised): ")
+    assert all(before - 0.001 < entry["time"] < time.time() + 0.001 for entry in entries)
 
 
 # Promise 5: nothing on stdout, ever; on stderr one line a process, and one for each patch that is wanted and not applied.
