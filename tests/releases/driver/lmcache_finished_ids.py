@@ -1,0 +1,211 @@
+# mypy: disable-error-code="import-not-found"
+"""Let one LMCache's real worker adapter begin stores and hear of requests' ends; print what it reports, as JSON.
+
+The adapter's own `submit_store_request` and `get_finished` run. Its server is a double: what it is sent for a store is a
+future that ends when the case lets it end.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+gc.disable()
+# vLLM and LMCache log to stdout, which here belongs to the result.
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import importlib
+import json
+import logging
+import traceback
+import weakref
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import native_double
+
+native_double.stand_in()
+
+import lmcache
+from completion_lmcache import QueueFuture, lmcache_adapter, unhealthy
+from completion_world import ID, reported
+
+if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
+    lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
+MODULE = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
+REQUESTS = 2000
+
+
+class Store(QueueFuture):
+    """A store that the server carries out: it ends when told to, well or not."""
+
+    succeeds = True
+
+    def to_cuda_future(self) -> Store:
+        return self
+
+    def result(self, timeout: float | None = None) -> bool:
+        return self.succeeds
+
+
+class Event:
+    """A device's event: it is of use to others as long as it is kept."""
+
+    def ipc_handle(self) -> bytes:
+        return b""
+
+
+class World:
+    """A worker's adapter, and the stores that it has begun, in order."""
+
+    def __init__(self) -> None:
+        self.begun: list[Store] = []
+        self.events: list[weakref.ref[Event]] = []
+        self.adapter = lmcache_adapter(MODULE.LMCacheMPWorkerAdapter)
+        given = {
+            "_create_key": MagicMock(),
+            "_block_ids_per_group": MagicMock(),
+            "_ensure_heartbeat_started": MagicMock(),
+            "transfer_ctx": SimpleNamespace(submit_store=self._begin),
+            "mq_client": None,
+            "instance_id": 1,
+            "kv_caches": {},
+            "blocks_in_chunk": 1,
+            "lazy_offload": False,
+            "_kv_events_enabled": False,
+        }
+        vars(self.adapter).update(given)
+        if hasattr(MODULE, "send_lmcache_request"):  # to 0.4.5 a store is sent without a context
+            MODULE.send_lmcache_request = self._begin
+
+    def _begin(self, *args: Any) -> Store:
+        self.begun.append(Store())
+        return self.begun[-1]
+
+    def store(self) -> None:
+        event = Event()
+        self.events.append(weakref.ref(event))
+        operation = SimpleNamespace(token_ids=[1], block_ids=[1], start=0, end=1)
+        self.adapter.submit_store_request(ID, operation, event)
+
+    def told(self, *ids: str) -> str:
+        """What is reported in a step that tells of these requests' ends."""
+        return reported(self.adapter.get_finished(set(ids)))
+
+
+def used_again() -> list[str]:
+    """A request ends, and another with its id, which the engine may name as soon as the first is gone."""
+    world = World()
+    return [world.told(*ids) for ids in ([ID], [ID], [], [ID], [])]
+
+
+def used_again_with_stores() -> list[str]:
+    """Each is reported when its own store has ended."""
+    world = World()
+    reports = []
+    for _ in range(2):
+        world.store()
+        reports.append(world.told(ID))
+        world.begun[-1].done = True
+        reports += [world.told(), world.told()]
+    return reports
+
+
+def remembered() -> int:
+    """How many ids are kept in the step after requests have all been reported."""
+    world = World()
+    for number in range(REQUESTS):
+        world.adapter.get_finished({f"request {number}"})
+    world.told()
+    return sum(len(kept) for kept in vars(world.adapter).values() if isinstance(kept, set | dict))
+
+
+def stores(count: int, *order: int) -> list[str]:
+    """So many stores of a request are under way when it ends; they end in this order."""
+    world = World()
+    for _ in range(count):
+        world.store()
+    reports = [world.told(ID)]
+    for number in order:
+        world.begun[number].done = True
+        reports.append(world.told())
+    return [*reports, world.told()]
+
+
+def store_after_another() -> list[str]:
+    """A store has ended, another is under way, and the request ends."""
+    world = World()
+    world.store()
+    world.begun[0].done = True
+    reports = [world.told()]
+    world.store()
+    reports.append(world.told(ID))
+    world.begun[1].done = True
+    return [*reports, world.told(), world.told()]
+
+
+def one_fails() -> list[Any]:
+    """Of two stores the first fails: it is logged when both have ended."""
+    world = World()
+    MODULE.logger = MagicMock()
+    world.store()
+    world.store()
+    world.begun[0].succeeds = False
+    for store in world.begun:
+        store.done = True
+    return [world.told(ID), world.told(), MODULE.logger.error.call_count]
+
+
+def server_gone() -> list[str]:
+    """Two stores are under way when the server is found gone: all is given up, by LMCache's own decision."""
+    world = World()
+    world.store()
+    world.store()
+    if not hasattr(MODULE, "HeartbeatThread"):  # to 0.4.1 nobody looks
+        return ["", "S"]
+    unhealthy(world.adapter)
+    return [world.told(), world.told(ID)]
+
+
+def events() -> list[bool]:
+    """Which of two events are kept while their stores are under way, where the adapter keeps any."""
+    world = World()
+    world.store()
+    world.store()
+    return [made() is not None for made in world.events] if world.adapter.store_events else [True, True]
+
+
+CASES: dict[str, Any] = {
+    "used_again": used_again,
+    "used_again_with_stores": used_again_with_stores,
+    "remembered": remembered,
+    "first_then_second": lambda: stores(2, 0, 1),
+    "second_then_first": lambda: stores(2, 1, 0),
+    "three": lambda: stores(3, 0, 2, 1),
+    "one": lambda: stores(1, 0),
+    "store_after_another": store_after_another,
+    "one_fails": one_fails,
+    "server_gone": server_gone,
+    "events": events,
+}
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
+    vllm = importlib.import_module("vllm")
+    result["vllm"] = vllm.__file__
+    for name, case in CASES.items():
+        try:
+            result["cases"][name] = case()
+        except Exception:
+            traceback.print_exc()
+            result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
+    json.dump(result, RESULT)
+    RESULT.flush()
+
+
+if __name__ == "__main__":
+    main()
