@@ -142,7 +142,7 @@ def make_scheduler(
     )
 
 
-def make_request(request_id: str, *, load: bool = False, delay_free: bool = False, tokens: int = 2) -> Any:
+def make_request(request_id: str, *, load: bool | str = False, delay_free: bool = False, tokens: int = 2) -> Any:
     """Return a request of PROMPT_TOKENS tokens, unlike every other request's, that ends after `tokens` more.
 
     `load` and `delay_free` travel as transfer parameters, as from a client, and are read by the connector.

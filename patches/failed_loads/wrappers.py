@@ -1,0 +1,220 @@
+"""A failed load ends neither the engine nor the request, and no token that was sampled on lost KV is delivered.
+
+Source: vllm#45138, vllm#49250, vllm#45474, vllm#50687, vllm PR#48216, vllm PR#54733, vllm PR#56135.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .losses import Table, block_sizes, spread, tables_given
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+STATE = "_livepatch_lost_loads"
+"""Attribute of a scheduler: its `_Loads`."""
+
+LOST = "_livepatch_load_lost"
+"""Attribute of a request whose load was lost: it is computed here from then on."""
+
+
+class _Step:
+    """A scheduled step that is not answered yet, and the requests whose tokens of it are not to be delivered."""
+
+    __slots__ = ("output", "withheld")
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+        self.withheld: set[str] = set()
+
+
+class _Loads:
+    """What is known of one scheduler's steps under way."""
+
+    __slots__ = ("answering", "asks", "steps")
+
+    def __init__(self) -> None:
+        self.steps: deque[_Step] = deque()
+        self.answering: Any = None  # the scheduler output whose answer the scheduler acts on
+        self.asks = False  # whether the connector's `get_num_new_matched_tokens` is wrapped
+
+    def answered(self, output: Any) -> set[str]:
+        """Take a step, and whatever was scheduled before it, from those under way; whose tokens of it are withheld."""
+        if any(step.output is output for step in self.steps):
+            while self.steps:
+                step = self.steps.popleft()
+                if step.output is output:
+                    return step.withheld
+        return set()
+
+    def began_anew(self, name: str) -> bool:
+        """Whether a request was let in again in a step under way."""
+        return any(name in tables_given(step.output) for step in self.steps)
+
+    def withhold(self, name: str, restarted: bool) -> None:
+        """Deliver no token of the steps under way to a request; `restarted`: only of those before it began anew."""
+        for step in self.steps:
+            if restarted and name in tables_given(step.output):
+                return
+            if name in step.output.num_scheduled_tokens:
+                step.withheld.add(name)
+
+
+class _Losses:
+    """What a report of failed blocks comes to. Nothing is changed while it is found out."""
+
+    def __init__(self, scheduler: Any, loads: _Loads, reported: set[int]) -> None:
+        self.sizes = block_sizes(scheduler)
+        requests, manager = scheduler.requests, scheduler.kv_cache_manager
+        known = len(manager.block_pool.blocks)
+        running = {request.request_id: request for request in scheduler.running}
+        tables: dict[tuple[str, str], Table] = {("now", name): manager.get_block_ids(name) for name in running}
+        # Who loaded in this step may have lost the block since: a window has passed it, it was preempted, or aborted.
+        tables |= {("then", name): table for name, table in tables_given(loads.answering).items()}
+        self.blocks, hit = spread({block for block in reported if block < known}, tables, self.sizes)
+        names = {name for _, name in hit}
+        again = {name for name in names & running.keys() if ("now", name) not in hit and loads.began_anew(name)}
+        self.running = [request for name, request in running.items() if name in names - again]
+        self.gone = [requests[name] for name in names & requests.keys() if name not in running or name in again]
+        self.loading = [
+            request
+            for request in requests.values()
+            if request.status == type(request.status).WAITING_FOR_REMOTE_KVS
+            and any(not self.blocks.isdisjoint(blocks) for blocks in manager.get_block_ids(request.request_id))
+        ]
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    # To 0.16 the policy is `recompute` by default, so that `fail` is an operator's choice.
+    recompute = livepatch.options["ON_LOSS"] == "recompute" and livepatch.facts.get("fails_by_default", True)
+
+    def loads_of(scheduler: Any) -> _Loads:
+        """The scheduler's record, made when it is first asked for; whoever lost a load is then computed here."""
+        loads: _Loads | None = vars(scheduler).get(STATE)
+        if loads is None:
+            loads = _Loads()
+            setattr(scheduler, STATE, loads)
+            if recompute:
+                scheduler.recompute_kv_load_failures = True
+        return loads
+
+    def schedule(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        output = wrapped(*args, **kwargs)
+        if scheduler.connector is not None and output.num_scheduled_tokens:
+            loads_of(scheduler).steps.append(_Step(output))
+        return output
+
+    def asked(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """Of a request whose load was lost, the connector is asked as if all of it were computed here."""
+        request = args[0] if args else kwargs["request"]
+        if not getattr(request, LOST, False):
+            return wrapped(*args, **kwargs)
+        # A prompt that the prefix cache has whole is something that each connector knows: it lets go of what it holds.
+        answer, _ = wrapped(request, request.num_tokens)
+        return (None if answer is None else 0), False
+
+    def mark(scheduler: Any, loads: _Loads, requests: list[Any]) -> None:
+        if not loads.asks:
+            connector = scheduler.connector
+            connector.get_num_new_matched_tokens = livepatch.around(connector.get_num_new_matched_tokens, asked)
+            loads.asks = True
+        for request in requests:
+            setattr(request, LOST, True)
+
+    def preempt(scheduler: Any, request: Any) -> None:
+        """Let a request begin anew, by the means of the release: both model runners know of it by that alone.
+
+        Its steps under way are dropped here; so nothing of them is to be waited for, or to be counted with.
+        """
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())
+        request.num_output_placeholders = 0
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def handle(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        """Let those begin anew that run on lost blocks. The release sees those that still load."""
+        reported = args[0] if args else kwargs["invalid_block_ids"]
+        loads = loads_of(scheduler)
+        lost = _Losses(scheduler, loads, reported)
+        names = {request.request_id for request in (*lost.running, *lost.gone)}
+        if lost.blocks:
+            # From here on nobody finds them; who has them already is among those found.
+            scheduler.kv_cache_manager.evict_blocks(lost.blocks)
+        for request in (*lost.running, *lost.gone):
+            loads.withhold(request.request_id, restarted=request in lost.gone)
+            # To 0.26: the tokens that a reset of the prefix cache has doomed. They are all withheld here.
+            if getattr(request, "discard_latest_async_tokens", False):
+                request.discard_latest_async_tokens = False
+            if getattr(request, "async_tokens_to_discard", 0):
+                request.async_tokens_to_discard = 0
+        if scheduler.recompute_kv_load_failures:
+            mark(scheduler, loads, [*lost.running, *lost.loading, *lost.gone])
+            for request in reversed(lost.running):  # each is put before the others that wait
+                preempt(scheduler, request)
+        several = len(lost.sizes) > 1
+        if not several:
+            names |= wrapped(*args, **kwargs)
+        elif not scheduler.recompute_kv_load_failures:
+            names.update(request.request_id for request in lost.loading)
+        else:
+            for request in lost.loading:  # in a sliding window's group, less than all may be of no use: see docs
+                request.num_computed_tokens = 0
+                scheduler.failed_recving_kv_req_ids.add(request.request_id)
+        report(scheduler, lost)
+        return {name for name in names if not scheduler.requests[name].is_finished()}
+
+    def report(scheduler: Any, lost: _Losses) -> None:
+        number = len(lost.running) + len(lost.loading) + len(lost.gone)
+        if not number:
+            return
+        kind = "recomputed" if scheduler.recompute_kv_load_failures else "failed"
+        livepatch.count(kind, number)
+        livepatch.say(kind, f"KV of {number} requests could not be loaded: {kind}")
+
+    def update(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        """Deliver no token that was sampled in a step on lost KV."""
+        loads: _Loads | None = vars(scheduler).get(STATE)
+        if loads is None:
+            return wrapped(*args, **kwargs)
+        output = args[0] if args else kwargs["scheduler_output"]
+        answer = args[1] if len(args) > 1 else kwargs["model_runner_output"]
+        for name in loads.answered(output):
+            withhold(answer, name)
+        if answer.kv_connector_output is not None and not livepatch.aside:
+            failed = getattr(answer.kv_connector_output, "failed_recving", None) or ()
+            if failed and scheduler.recompute_kv_load_failures:
+                known = [scheduler.requests[name] for name in failed if name in scheduler.requests]
+                mark(scheduler, loads, known)
+        loads.answering = output
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            loads.answering = None
+
+    def withhold(answer: Any, name: str) -> None:
+        """The model runner has sampled nothing for this request: as for a part of a prompt."""
+        index = answer.req_id_to_index.get(name)
+        if index is None:
+            return
+        if answer.sampled_token_ids and answer.sampled_token_ids[index]:
+            answer.sampled_token_ids[index] = []
+            livepatch.count("withheld")
+        if answer.pooler_output:
+            answer.pooler_output[index] = None
+        answer.prompt_logprobs_dict.pop(name, None)
+
+    return {
+        f"{SCHEDULER}.schedule": schedule,
+        f"{SCHEDULER}._handle_invalid_blocks": handle,
+        # What was sampled on lost KV stays undelivered when the patch stands aside.
+        f"{SCHEDULER}.update_from_output": livepatch.lasting(update),
+    }

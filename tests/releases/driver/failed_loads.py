@@ -1,0 +1,274 @@
+"""Drive one release's schedulers through loads that fail; print what each client got as one JSON object.
+
+Run by a fresh interpreter with the release's sources, and the bundle or not, on PYTHONPATH. Every slot has contents: the
+model reads what a request attends to, and samples WRONG where that is not the request's own KV, fully computed on its
+own. What to expect of which release is none of this script's business.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+
+STARTED = time.perf_counter()
+gc.disable()
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import json
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import real_scheduler as real
+import vllm
+
+gc.enable()
+
+RIGHT, WRONG = 7, 99
+"""The token that the model samples of right KV, and of any other."""
+ANSWER = 6
+WINDOW = 2 * real.BLOCK_SIZE
+LOST = object()
+"""What is in a slot that was not loaded, or that was computed on such a one."""
+
+
+class World:
+    """A scheduler, its clients, the slots, and what was loaded, read and delivered."""
+
+    def __init__(self, mode: str, model_config: Any, policy: str, hybrid: bool = False) -> None:
+        self.windows = [0, WINDOW] if hybrid else [0]  # tokens that a group attends to, 0 for all
+        self.scheduler = real.make_scheduler(
+            mode, model_config, ("connector_losses", "ConnectorLosses"), windows=[w for w in self.windows if w]
+        )
+        # As `__init__` does it, of kv_load_failure_policy.
+        self.scheduler.recompute_kv_load_failures = policy == "recompute"
+        self.all_blocks = real.free_blocks(self.scheduler)
+        self.steps_ahead = 1 if mode == "AsyncScheduler" else 0
+        self.unanswered: deque[tuple[Any, list[tuple[Any, ...]], Any]] = deque()
+        self.slots: dict[tuple[int, int], Any] = {}
+        self.clients: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.fails: dict[str, list[tuple[int, int]]] = {}  # of a request: (group, block of the table) not loaded
+        self.arriving: list[tuple[str, set[int]]] = []
+        self.told = 0  # how many reports of failed blocks there were
+        self.wrong: list[str] = []
+        self.add("witness", answer=20)
+        self.steps(2)
+
+    def add(
+        self, name: str, load: str = "", fails: tuple[tuple[int, int], ...] = (), like: str = "", **more: Any
+    ) -> None:
+        """A client comes; its prompt is that of the request `like`, or its own."""
+        request = real.make_request(name, load=load, tokens=more.get("answer", ANSWER))
+        if like:
+            alike = real.make_request(like, load=load, tokens=ANSWER)
+            alike.request_id = name
+            request = alike
+        self.clients[name] = []
+        self.fails[name] = list(fails)
+        self.prompts[name] = list(request.prompt_token_ids)
+        self.scheduler.add_request(request)
+
+    def content(self, name: str, place: int) -> tuple[int, ...]:
+        """What the slot of a token holds: the KV of a token is told by all tokens up to it."""
+        prompt = self.prompts[name]
+        return tuple((prompt + [RIGHT] * place)[: place + 1])
+
+    def step(self, between: Callable[[], None] = lambda: None) -> None:
+        """Schedule a step, run the oldest that is not answered, and answer it."""
+        scheduled = self.scheduler.schedule()
+        cached = scheduled.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        work = []
+        for name, number in scheduled.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            tables = tuple(list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(name))
+            end = starts[name] + number
+            self.expect(end < len(self.prompts[name]) + request.max_tokens, f"{name} runs past its end")
+            work.append((name, tables, starts[name], end, end >= request.num_tokens))
+        self.unanswered.append((scheduled, work, real.run_model(scheduled)))
+        between()
+        if len(self.unanswered) > self.steps_ahead:
+            scheduled, work, output = self.unanswered.popleft()
+            output.kv_connector_output = self.run(scheduled, work, output)
+            for outputs in self.scheduler.update_from_output(scheduled, output).values():
+                for each in outputs.outputs:
+                    self.clients[each.request_id] += each.new_token_ids
+                    if each.finish_reason is not None:
+                        self.ends[each.request_id] = str(each.finish_reason).rpartition(".")[2].lower()
+
+    def run(self, scheduled: Any, work: list[tuple[Any, ...]], output: Any) -> Any:
+        """The worker: loads, the model, and the report of what has ended or failed."""
+        told = real.transfers([name for name, _ in self.arriving], ())
+        failed = set().union(*(blocks for _, blocks in self.arriving))
+        self.arriving = []
+        for name, tables, first, number, later in scheduled.kv_connector_metadata.loads:
+            missed = self.load(name, tables, first, number)
+            if later:
+                self.arriving.append((name, missed))  # and reported with the next step
+            else:
+                failed |= missed
+        for index, (name, tables, start, end, samples) in enumerate(work):
+            right = all(self.holds(name, tables[group], group, start) for group in range(len(tables)))
+            for table in tables:
+                for place in range(start, end):
+                    block = table[place // real.BLOCK_SIZE]
+                    self.slots[block, place % real.BLOCK_SIZE] = self.content(name, place) if right else LOST
+            output.sampled_token_ids[index] = [RIGHT if right else WRONG] if samples else []
+        if failed:
+            told.invalid_block_ids = failed
+            self.told += 1
+        return told
+
+    def load(self, name: str, tables: tuple[list[int], ...], first: int, number: int) -> set[int]:
+        """Fill the slots of a load, but for those that fail; the blocks of these."""
+        missed = set()
+        for group, table in enumerate(tables):
+            for place in range(first, first + number):
+                index = place // real.BLOCK_SIZE
+                block = table[index]
+                if not block:
+                    continue  # before a sliding window
+                lost = (group, index) in self.fails[name]
+                self.slots[block, place % real.BLOCK_SIZE] = LOST if lost else self.content(name, place)
+                missed |= {block} if lost else set()
+        return missed
+
+    def holds(self, name: str, table: list[int], group: int, start: int) -> bool:
+        """Whether all that a token at `start` attends to in a group is the request's own."""
+        window = self.windows[group]
+        first = max(0, start - window + 1) if window else 0
+        for place in range(first, start):
+            block = table[place // real.BLOCK_SIZE]
+            if self.slots.get((block, place % real.BLOCK_SIZE)) != self.content(name, place):
+                return False
+        return True
+
+    def steps(self, count: int) -> None:
+        """Run steps."""
+        for _ in range(count):
+            self.step()
+
+    def expect(self, true: bool, otherwise: str) -> None:
+        """Note what is wrong where `true` is not."""
+        if not true and otherwise not in self.wrong:
+            self.wrong.append(otherwise)
+
+    def finish(self) -> None:
+        """Let all requests end, then look at what clients got, and for whatever is left behind."""
+        for _ in range(80):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            self.step()
+        self.expect(not self.scheduler.has_unfinished_requests(), "requests never end")
+        self.steps(3)
+        self.expect(not self.scheduler.requests, "requests never freed")
+        pool_full = real.free_blocks(self.scheduler) == self.all_blocks and not real.held_blocks(self.scheduler)
+        self.expect(pool_full, "pool not full")
+        self.expect(self.told > 0, "no load failed")
+        self.expect(self.clients["witness"] == [RIGHT] * 20, "others disturbed")
+        for name, tokens in self.clients.items():
+            self.expect(WRONG not in tokens, f"{name} got a token sampled on lost KV")
+            if self.ends.get(name) == "error":
+                self.expect(not tokens, f"{name} got tokens and an error")
+            elif name != "gone":
+                self.expect(len(tokens) == (20 if name == "witness" else ANSWER), f"{name} got another answer")
+
+
+def sharing(world: World, load: str, fails: tuple[tuple[int, int], ...]) -> None:
+    """Others come with the prompt of the one whose load fails: at once, a step later, and when all is over."""
+    world.add("lost", load=load, fails=fails)
+    world.step()
+    world.add("next", like="lost")
+    world.steps(12)
+    world.add("after", like="lost")
+    world.finish()
+
+
+def aborted(world: World) -> None:
+    """The client hangs up before the failure is known; somebody else has the same prompt."""
+    world.add("gone", load="now", fails=((0, 1),))
+    world.step(between=lambda: real.abort(world.scheduler, "gone"))
+    world.steps(2)
+    world.add("after", like="gone")
+    world.finish()
+
+
+def reset(world: World) -> None:
+    """All requests are preempted before the failure is known (`reset_prefix_cache`, as for new weights)."""
+    world.add("lost", load="now", fails=((0, 1),))
+    world.step()
+
+    def preempt_all() -> None:
+        try:
+            world.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError as error:  # with steps under way, some releases refuse when all are preempted already
+            world.expect("Failed to reset" in str(error), "another error than the release's own")
+
+    world.step(between=preempt_all)
+    world.add("after", like="lost")
+    world.finish()
+
+
+def alone(world: World, load: str, fails: tuple[tuple[int, int], ...]) -> None:
+    """Nobody else has that prompt."""
+    world.add("lost", load=load, fails=fails)
+    world.finish()
+
+
+CASES: dict[str, tuple[str, bool, Callable[[World], None]]] = {
+    # policy, several KV cache groups, what happens
+    "now": ("recompute", False, lambda world: alone(world, "now", ((0, 1),))),
+    "now_first": ("recompute", False, lambda world: alone(world, "now", ((0, 0), (0, 1)))),
+    "now_shared": ("recompute", False, lambda world: sharing(world, "now", ((0, 1),))),
+    "now_aborted": ("recompute", False, aborted),
+    "now_reset": ("recompute", False, reset),
+    "now_fail": ("fail", False, lambda world: sharing(world, "now", ((0, 1),))),
+    "later": ("recompute", False, lambda world: sharing(world, "later", ((0, 1),))),
+    "later_first": ("recompute", False, lambda world: alone(world, "later", ((0, 0),))),
+    "later_fail": ("fail", False, lambda world: alone(world, "later", ((0, 1),))),
+    "groups_now": ("recompute", True, lambda world: sharing(world, "now", ((0, 1),))),
+    "groups_now_window": ("recompute", True, lambda world: sharing(world, "now", ((1, 1),))),
+    "groups_now_fail": ("fail", True, lambda world: alone(world, "now", ((1, 1),))),
+    "groups_later": ("recompute", True, lambda world: sharing(world, "later", ((0, 1),))),
+    "groups_later_window": ("recompute", True, lambda world: sharing(world, "later", ((1, 1),))),
+    "groups_later_fail": ("fail", True, lambda world: alone(world, "later", ((0, 1),))),
+}
+
+
+def outcome(mode: str, model_config: Any, case: str) -> dict[str, Any]:
+    """Run one case; what it came to, and how its requests ended."""
+    policy, hybrid, play = CASES[case]
+    try:
+        world = World(mode, model_config, policy, hybrid)
+        play(world)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1].name
+        return {"outcome": f"{type(error).__name__} in {where}", "ends": {}}
+    ends = {name: end for name, end in sorted(world.ends.items()) if end == "error"}
+    return {"outcome": ", ".join(world.wrong) or "right", "ends": ends}
+
+
+def main() -> None:
+    """Run every case with both schedulers."""
+    real.quiet()
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        found = {mode: {case: outcome(mode, model_config, case) for case in CASES} for mode in real.SCHEDULERS}
+    seconds = time.perf_counter() - STARTED
+    print(json.dumps({"vllm": vllm.__file__, "seconds": seconds, **found}), file=RESULT, flush=True)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()
