@@ -91,6 +91,9 @@ class World:
     ) -> None:
         self.scheduler = real.make_scheduler(mode, model_config, ("loading_double", "LoadingDouble"), options=options)
         self.scheduler.num_lookahead_tokens = lookahead
+        kept_free = getattr(self.scheduler, "_spec_decode_step_blocks", None)  # for such a step; a method to 0.31
+        if lookahead and kept_free is not None:
+            self.scheduler._spec_decode_step_blocks = (lambda *_: 1) if callable(kept_free) else 1
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.all_blocks = real.free_blocks(self.scheduler)
         self.plans = {plan.name: plan for plan in plans}
