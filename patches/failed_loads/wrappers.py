@@ -26,6 +26,10 @@ LOST = "_livepatch_load_lost"
 """Attribute of a request whose load was lost: it is computed here from then on."""
 
 
+DEEPEST = 256
+"""More steps than any engine has under way: what is never answered is not kept for ever."""
+
+
 class _Step:
     """A scheduled step that is not answered yet, and the requests whose tokens of it are not to be delivered."""
 
@@ -42,7 +46,7 @@ class _Loads:
     __slots__ = ("answering", "asks", "steps")
 
     def __init__(self) -> None:
-        self.steps: deque[_Step] = deque()
+        self.steps: deque[_Step] = deque(maxlen=DEEPEST)
         self.answering: Any = None  # the scheduler output whose answer the scheduler acts on
         self.asks = False  # whether the connector's `get_num_new_matched_tokens` is wrapped
 

@@ -35,6 +35,8 @@ gc.enable()
 RIGHT, WRONG = 7, 99
 """The token that the model samples of right KV, and of any other."""
 ANSWER = 6
+LONGER = real.PROMPT_TOKENS + real.BLOCK_SIZE
+"""Tokens of a prompt that takes from the prefix cache also what others computed behind a load."""
 WINDOW = 2 * real.BLOCK_SIZE
 LOST = object()
 """What is in a slot that was not loaded, or that was computed on such a one."""
@@ -67,12 +69,10 @@ class World:
     def add(
         self, name: str, load: str = "", fails: tuple[tuple[int, int], ...] = (), like: str = "", **more: Any
     ) -> None:
-        """A client comes; its prompt is that of the request `like`, or its own."""
-        request = real.make_request(name, load=load, tokens=more.get("answer", ANSWER))
-        if like:
-            alike = real.make_request(like, load=load, tokens=ANSWER)
-            alike.request_id = name
-            request = alike
+        """A client comes; its prompt is its own, or begins with that of the request `like`."""
+        prompt = more.get("prompt", real.PROMPT_TOKENS)
+        request = real.make_request(like or name, load=load, tokens=more.get("answer", ANSWER), prompt=prompt)
+        request.request_id = name
         self.clients[name] = []
         self.fails[name] = list(fails)
         self.prompts[name] = list(request.prompt_token_ids)
@@ -186,12 +186,12 @@ class World:
 
 
 def sharing(world: World, load: str, fails: tuple[tuple[int, int], ...]) -> None:
-    """Others come with the prompt of the one whose load fails: at once, a step later, and when all is over."""
+    """Others come with the prompt of the one whose load fails: a step later; and with a longer one, when all is over."""
     world.add("lost", load=load, fails=fails)
     world.step()
     world.add("next", like="lost")
     world.steps(12)
-    world.add("after", like="lost")
+    world.add("after", like="lost", prompt=LONGER)
     world.finish()
 
 
