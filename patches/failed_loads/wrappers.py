@@ -26,6 +26,10 @@ LOST = "_livepatch_load_lost"
 """Attribute of a request whose load was lost: it is computed here from then on."""
 
 
+DEEPEST = 256
+"""More steps than any engine has under way: what is never answered is not kept for ever."""
+
+
 class _Step:
     """A scheduled step that is not answered yet, and the requests whose tokens of it are not to be delivered."""
 
@@ -42,7 +46,7 @@ class _Loads:
     __slots__ = ("answering", "asks", "steps")
 
     def __init__(self) -> None:
-        self.steps: deque[_Step] = deque()
+        self.steps: deque[_Step] = deque(maxlen=DEEPEST)
         self.answering: Any = None  # the scheduler output whose answer the scheduler acts on
         self.asks = False  # whether the connector's `get_num_new_matched_tokens` is wrapped
 
@@ -78,7 +82,8 @@ class _Losses:
         running = {request.request_id: request for request in scheduler.running}
         tables: dict[tuple[str, str], Table] = {("now", name): manager.get_block_ids(name) for name in running}
         # Who loaded in this step may have lost the block since: a window has passed it, it was preempted, or aborted.
-        tables |= {("then", name): table for name, table in tables_given(loads.answering).items()}
+        then = tables_given(loads.answering) if loads.answering is not None else {}
+        tables |= {("then", name): table for name, table in then.items()}
         self.blocks, hit = spread({block for block in reported if block < known}, tables, self.sizes)
         names = {name for _, name in hit}
         again = {name for name in names & running.keys() if ("now", name) not in hit and loads.began_anew(name)}
@@ -103,7 +108,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if loads is None:
             loads = _Loads()
             setattr(scheduler, STATE, loads)
-            if recompute:
+            if recompute and not livepatch.aside:
                 scheduler.recompute_kv_load_failures = True
         return loads
 
@@ -182,9 +187,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def update(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         """Deliver no token that was sampled in a step on lost KV."""
-        loads: _Loads | None = vars(scheduler).get(STATE)
-        if loads is None:
+        if scheduler.connector is None:
             return wrapped(*args, **kwargs)
+        loads = loads_of(scheduler)
         output = args[0] if args else kwargs["scheduler_output"]
         answer = args[1] if len(args) > 1 else kwargs["model_runner_output"]
         for name in loads.answered(output):

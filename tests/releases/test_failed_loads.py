@@ -22,11 +22,12 @@ POLICY_WAS_RECOMPUTE = "0.17.0"
 RIGHT = "right"
 STALE = "lost runs past its end, lost got a token sampled on lost KV"
 NEXT_TOO = f"{STALE}, next got a token sampled on lost KV"
-CACHED = "after got a token sampled on lost KV"
+CACHED = "after got a token sampled on lost KV, again got a token sampled on lost KV"
 ASKED_FOR_EVER = "requests never end, requests never freed, pool not full, lost got another answer"
 GROUPS = (
     "groups_now",
     "groups_now_window",
+    "groups_now_passed",
     "groups_now_fail",
     "groups_later",
     "groups_later_window",
@@ -35,12 +36,14 @@ GROUPS = (
 
 STOCK = {
     "Scheduler": {
-        **dict.fromkeys(("now", "now_first", "now_shared", "now_reset", "now_fail", "later", "later_fail"), RIGHT),
+        **dict.fromkeys(
+            ("now", "now_first", "now_shared", "now_reset", "now_fail", "later", "later_fail", "later_idle"), RIGHT
+        ),
         "now_aborted": CACHED,
         "later_first": ASKED_FOR_EVER,
     },
     "AsyncScheduler": {
-        **dict.fromkeys(("now_fail", "later", "later_fail"), RIGHT),
+        **dict.fromkeys(("now_fail", "later", "later_fail", "later_idle"), RIGHT),
         "now": STALE,
         "now_first": STALE,
         "now_shared": NEXT_TOO,
@@ -51,8 +54,10 @@ STOCK = {
 """What stock comes to with one group. A preemption before the failure is known (`now_reset`) differs, and is apart."""
 
 FAILED = {
-    "Scheduler": {name: ["lost"] for name in ("now_fail", "later_fail", "groups_now_fail", "groups_later_fail")},
-    "AsyncScheduler": {name: ["lost"] for name in ("later_fail", "groups_now_fail", "groups_later_fail")}
+    "Scheduler": {
+        name: ["lost"] for name in ("now_fail", "later_fail", "later_idle", "groups_now_fail", "groups_later_fail")
+    },
+    "AsyncScheduler": {name: ["lost"] for name in ("later_fail", "later_idle", "groups_now_fail", "groups_later_fail")}
     | {"now_fail": ["lost", "next"]},
 }
 """Who ends with an error where the engine's policy is followed: with steps under way, who shares the lost blocks, too."""
@@ -75,7 +80,11 @@ def stock_of_groups(release: str, mode: str) -> dict[str, str]:
         return dict.fromkeys(GROUPS, "ValueError in _update_requests_with_invalid_blocks")
     if Version(release) >= Version("0.31"):
         return dict.fromkeys(GROUPS, "RuntimeError in _handle_invalid_blocks")
-    stale = dict.fromkeys(("groups_now", "groups_now_window"), NEXT_TOO) if mode == "AsyncScheduler" else {}
+    stale = (
+        dict.fromkeys(("groups_now", "groups_now_window", "groups_now_passed"), NEXT_TOO)
+        if mode == "AsyncScheduler"
+        else {}
+    )
     return dict.fromkeys(GROUPS, RIGHT) | stale
 
 

@@ -142,8 +142,10 @@ def make_scheduler(
     )
 
 
-def make_request(request_id: str, *, load: bool | str = False, delay_free: bool = False, tokens: int = 2) -> Any:
-    """Return a request of PROMPT_TOKENS tokens, unlike every other request's, that ends after `tokens` more.
+def make_request(
+    request_id: str, *, load: bool | str = False, delay_free: bool = False, tokens: int = 2, prompt: int = PROMPT_TOKENS
+) -> Any:
+    """Return a request of `prompt` tokens, unlike every other request's, that ends after `tokens` more.
 
     `load` and `delay_free` travel as transfer parameters, as from a client, and are read by the connector.
     """
@@ -154,7 +156,7 @@ def make_request(request_id: str, *, load: bool | str = False, delay_free: bool 
     )
     return Request(
         request_id=request_id,
-        prompt_token_ids=[1 + byte for byte in request_id.encode().ljust(PROMPT_TOKENS, b".")],
+        prompt_token_ids=[1 + byte for byte in request_id.encode().ljust(prompt, b".")],
         sampling_params=params,
         pooling_params=None,
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
