@@ -79,6 +79,11 @@ class Server:
         """Let the server stop this process until it knows no worker."""
         self.ask("stop")
 
+    def stop(self) -> None:
+        """Stop it; when this returns it is stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGKILL)
