@@ -102,6 +102,11 @@ class Interpreter:
 def reported(work: Path, patch: str) -> dict[str, Any]:
     """What the bundle reported of a patch in the one process that was run in `work`."""
     (file,) = (work / "state").glob("*.json")
+    return read(file, patch)
+
+
+def read(file: Path, patch: str) -> dict[str, Any]:
+    """What one process's report says of a patch."""
     (found,) = (entry for entry in json.loads(file.read_text(encoding="utf-8"))["patches"] if entry["name"] == patch)
     return dict(found)
 

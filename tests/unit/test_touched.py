@@ -66,6 +66,7 @@ ALLOWED = {
         **dict.fromkeys(("exception", "logger"), "the module's logger"),
         **dict.fromkeys(("_livepatch_writes", "livepatch_kind"), "what the patch itself sets"),
     },
+    "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
     "nixl-ucx-error-handling": {
         **dict.fromkeys(
             ("nixl_agent", "get_backend_params", "get_plugin_params"),

@@ -1,0 +1,189 @@
+# mypy: disable-error-code="import-not-found"
+"""One LMCache's real MP server in a process of its own, and real adapters of its worker and scheduler, on CPU memory.
+
+The server is started by the release's own `run_cache_server`. Its option's shortest time to forget a worker, 30 s, is too
+long for a test: the two times are set after the options were checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+CHUNK, BLOCK, BLOCKS, LAYERS = 32, 16, 16, 2
+PATIENCE = 20.0
+"""Longest time, in seconds, for what must come about."""
+
+
+def compiled() -> None:
+    """The compiled modules, which pinned sources lack: those of the release that is installed, under all names."""
+    for entry in sys.path:
+        for file in Path(entry, "lmcache").glob("lmcache_native.*.so"):
+            spec = importlib.util.spec_from_file_location("lmcache.lmcache_native", file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            for name in ("lmcache_native", "native_storage_ops"):
+                sys.modules.setdefault(f"lmcache.{name}", module)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+class Server:
+    """A server in a child process, which also says how many workers it knows."""
+
+    def __init__(self, reap: float, grace: float, port: int | None = None) -> None:
+        import multiprocessing
+
+        self.port = port or free_port()
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                serve(self.port, reap, grace, theirs)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        theirs.close()
+        assert self.ask("ready") == "ready"
+
+    def ask(self, question: str) -> Any:
+        self.pipe.send(question)
+        assert self.pipe.poll(PATIENCE), f"the server does not answer to {question}"
+        return self.pipe.recv()
+
+    def forgets(self) -> None:
+        """Wait until it knows no worker."""
+        until(lambda: self.ask("known") == 0)
+
+    def stop_me_until_forgotten(self) -> None:
+        """Let the server stop this process until it knows no worker."""
+        self.ask("stop")
+
+    def stop(self) -> None:
+        """Stop it; when this returns it is stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        for left in Path("/dev/shm").glob(f"*lmcache-{self.port}"):  # what it would have removed itself
+            left.unlink(missing_ok=True)
+
+
+def serve(port: int, reap: float, grace: float, pipe: Connection) -> None:
+    parent = os.getppid()
+    module = importlib.import_module("lmcache.v1.multiprocess.server")
+    sys.argv = ["lmcache", "--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)]
+    sys.argv += ["--supported-transfer-mode", "engine_driven", "--l1-size-gb", "0.1", "--no-l1-use-lazy"]
+    sys.argv += ["--eviction-policy", "LRU", "--disable-observability", "--shm-name", f"lmcache-{port}"]
+    given = module.parse_args()
+    multiprocess = module.parse_args_to_mp_server_config(given)
+    multiprocess.worker_reap_timeout_seconds, multiprocess.worker_registration_grace_seconds = reap, grace
+    others = (module.parse_args_to_config(given), module.parse_args_to_observability_config(given))
+    result = module.run_cache_server(multiprocess, *others, return_engine=True, start_prometheus_http_server=False)
+    engine = result[1]
+
+    def known() -> int:
+        (transfers,) = [one for one in engine._modules if type(one).__name__ == "EngineDrivenTransferModule"]
+        return int(transfers.tracked_instance_count())
+
+    while True:
+        question = pipe.recv()
+        if question == "known":
+            pipe.send(known())
+        elif question == "stop":
+            os.kill(parent, signal.SIGSTOP)
+            until(lambda: known() == 0)
+            pipe.send("done")
+            os.kill(parent, signal.SIGCONT)
+        else:
+            pipe.send(question)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.02)
+
+
+class Worker:
+    """A worker's adapter with a cache in CPU memory, whose blocks have contents, and the scheduler's adapter."""
+
+    def __init__(self, port: int, mq_timeout: float, interval: float = 0.2) -> None:
+        import zmq
+
+        self.module = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
+        strategy = self.module.ParallelStrategy(False, 1, 0, 1, 1, 1)
+        url = f"tcp://127.0.0.1:{port}"
+        given = {"mq_timeout": mq_timeout, "heartbeat_interval": interval}
+        self.adapter = self.module.LMCacheMPWorkerAdapter(url, zmq.Context.instance(), "m", BLOCK, strategy, **given)
+        self.scheduler = self.module.LMCacheMPSchedulerAdapter(
+            [url], zmq.Context.instance(), "m", BLOCK, strategy, **given
+        )
+        self.caches = {f"layer{number}": torch.zeros(2, BLOCKS, BLOCK, 2, 8) for number in range(LAYERS)}
+        self.adapter.register_kv_caches(self.caches)
+        self.reported: list[tuple[set[str], set[str]]] = []
+
+    def fill(self, value: float, blocks: list[int]) -> None:
+        for cache in self.caches.values():
+            cache[:, blocks] = value
+
+    def holds(self, value: float, blocks: list[int]) -> bool:
+        return all(bool((cache[:, blocks] == value).all()) for cache in self.caches.values())
+
+    def operation(self, prompt: int, blocks: list[int]) -> Any:
+        tokens = [prompt] * len(blocks) * BLOCK
+        return self.module.LoadStoreOp(token_ids=tokens, block_ids=[blocks], start=0, end=len(tokens))
+
+    def event(self) -> Any:
+        """As the connector gets it; on CPU memory nothing is recorded."""
+        create = getattr(self.adapter, "create_recorded_event", None)
+        return create() if create else SimpleNamespace(wait=lambda *args: None)
+
+    def store(self, name: str, prompt: int, blocks: list[int]) -> None:
+        self.adapter.submit_store_request(name, self.operation(prompt, blocks), self.event())
+
+    def load(self, name: str, prompt: int, blocks: list[int]) -> None:
+        self.adapter.submit_retrieve_request(name, self.operation(prompt, blocks), self.event())
+
+    def finished(self, *ids: str) -> tuple[list[str], list[str], list[int]]:
+        """What is reported as stored and as loaded, and the blocks of failed loads."""
+        stored, loaded = self.adapter.get_finished(set(ids))
+        return sorted(stored or ()), sorted(loaded or ()), sorted(self.adapter.get_block_ids_with_load_errors())
+
+    def hit(self, name: str, prompt: int, tokens: int) -> int:
+        """How many tokens of a prompt the server has; they stay locked for a load by this name."""
+        self.scheduler.maybe_submit_lookup_request(name, [prompt] * tokens)
+        found: list[int] = []
+
+        def answered() -> bool:
+            result = self.scheduler.check_lookup_result(name)
+            if result is not None:
+                found.append(result)
+            return result is not None
+
+        until(answered)
+        return found[0]
