@@ -319,7 +319,7 @@ def test_what_an_earlier_read_left_does_not_answer(world: World) -> None:
     assert world.agent.check_xfer_state(world.read("a")) == "ERR"
 
 
-@pytest.mark.parametrize("state", ["ERR", "raises"])
+@pytest.mark.parametrize("state", ["ERR", "raises", "cannot be made"])
 def test_a_board_that_cannot_be_read_is_a_failed_transfer(world: World, state: str) -> None:
     world.begin("a")
     handle = world.read("a")
@@ -330,7 +330,10 @@ def test_a_board_that_cannot_be_read_is_a_failed_transfer(world: World, state: s
             raise RuntimeError("the peer has gone")
 
     world.agent.ready = ready
+    world.agent.unreadable = state == "cannot be made"
     assert world.agent.check_xfer_state(handle) == "ERR"
+    world.agent.release_xfer_handle(handle)
+    assert len(wrappers.guard_of(world.decode).board.free_landings) == boards.LANDINGS  # type: ignore[union-attr]
     assert world.counters == {"lease_unknown": 1}
     assert not world.context.aside
 
@@ -424,6 +427,16 @@ def test_a_request_is_on_the_board_while_its_blocks_are_kept(world: World) -> No
 
 def test_what_was_aborted_in_the_same_step_is_not_on_the_board(world: World) -> None:
     world.prefill.start_load_kv(SimpleNamespace(reqs_in_batch={"a"}, reqs_not_processed={"a"}))
+    assert not held(world.board, "a")
+
+
+def test_a_rank_that_keeps_nothing_says_nothing(world: World) -> None:
+    class Nothing(set[str]):
+        def __ior__(self, other: Any) -> Any:
+            return self
+
+    world.prefill._reqs_to_process = Nothing()
+    world.begin("a")
     assert not held(world.board, "a")
 
 
