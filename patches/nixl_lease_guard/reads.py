@@ -1,0 +1,211 @@
+"""A read of another worker's blocks has ended when, after its bytes, the word has come that they were under a lease.
+
+All of it happens in NIXL's agent, whose methods the worker calls in the same way in every release: the worker asks for
+the state of its read, and hears PROC until both parts have ended, then DONE or ERR. What follows a read that failed is
+the release's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import board as boards
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+
+class Reading:
+    """Whose blocks the worker is about to read: the id that the other worker knows, and what a failure takes."""
+
+    __slots__ = ("failed", "request_id")
+
+    def __init__(self, request_id: str, failed: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.failed = failed
+
+
+class _Read:
+    """A transfer that reads blocks: of whom, what is to be said when it was right, and the read of the board."""
+
+    __slots__ = ("agent_name", "answer", "check", "landing", "notification", "reading", "since")
+
+    def __init__(self, agent_name: str, reading: Reading, notification: bytes) -> None:
+        self.agent_name = agent_name
+        self.reading = reading
+        self.notification = notification
+        self.since: float | None = None  # when the bytes had come, by time.monotonic()
+        self.check: Any = None
+        self.landing: int | None = None
+        self.answer = "PROC"
+
+
+class Guard:
+    """What is known of one agent: its worker's board, the boards of others, and its reads under way.
+
+    Each method takes the class's own method, unbound, and stands in for it.
+    """
+
+    __slots__ = ("_left", "_livepatch", "_peers", "_reads", "_sides", "board", "reading")
+
+    def __init__(self, livepatch: PatchContext, board: boards.Board) -> None:
+        self._livepatch = livepatch
+        self.board = board
+        self.reading: Reading | None = None
+        self._peers: dict[str, int] = {}  # agents whose boards can be read, and where these are
+        self._sides: dict[Any, str] = {}  # the handles of prepared descriptors of theirs
+        self._reads: dict[Any, _Read] = {}  # by transfer handle
+        self._left: list[tuple[Any, int]] = []  # reads of boards that were given up and have not ended, with landings
+
+    # Who can be asked
+
+    def add_remote_agent(self, wrapped: Call, agent: Any, *args: Any, **kwargs: Any) -> Any:
+        name = wrapped(agent, *args, **kwargs)
+        address = boards.board_at(name)
+        if address is not None:
+            try:
+                agent.release_xfer_handle(self._board_read(agent, name, address, 0, self.board.address))
+                self._peers[name] = address
+                return name
+            except Exception as error:  # its memory could not be registered there, or does not suit a backend here
+                self._livepatch.say("unreadable", f"the leases of {name} cannot be read: {error}")
+        self._livepatch.count("peer_unguarded")
+        self._livepatch.say(
+            "peer_unguarded",
+            f"agent {name} does not say which leases it holds (is the bundle there?): what is read from it after its "
+            "lease has ended is not noticed, as without this patch",
+        )
+        return name
+
+    def remove_remote_agent(self, wrapped: Call, agent: Any, name: str) -> Any:
+        self._peers.pop(name, None)
+        return wrapped(agent, name)
+
+    def prep_xfer_dlist(self, wrapped: Call, agent: Any, *args: Any, **kwargs: Any) -> Any:
+        name = args[0] if args else kwargs["agent_name"]
+        handle = wrapped(agent, *args, **kwargs)
+        if name in self._peers:
+            self._sides[handle] = name
+        return handle
+
+    def release_dlist_handle(self, wrapped: Call, agent: Any, handle: Any) -> Any:
+        self._sides.pop(handle, None)
+        return wrapped(agent, handle)
+
+    # Reads
+
+    def make_prepped_xfer(self, wrapped: Call, agent: Any, *args: Any, **kwargs: Any) -> Any:
+        """A read of blocks does not tell the other side that it has ended: that is told when it was right."""
+        name = None
+        if self.reading is not None and args[0] == "READ":
+            name = self._sides.get(args[3])
+        if self.reading is None or name is None:
+            return wrapped(agent, *args, **kwargs)
+        notification = kwargs.pop("notif_msg", b"")
+        handle = wrapped(agent, *args, **kwargs)
+        self._reads[handle] = _Read(name, self.reading, notification)
+        return handle
+
+    def check_xfer_state(self, wrapped: Call, agent: Any, handle: Any) -> Any:
+        read = self._reads.get(handle)
+        if read is None:
+            return wrapped(agent, handle)
+        if read.since is None:
+            answer = wrapped(agent, handle)
+            if answer != "DONE":
+                return answer
+            read.since = time.monotonic()
+        if read.answer == "PROC":
+            try:
+                read.answer = self._answer(wrapped, agent, read, read.since)
+            except Exception as error:  # what is not known to be right is not passed on, whatever went wrong
+                self._livepatch.stand_aside("judging a read", error)
+                read.answer = "ERR"
+        return read.answer
+
+    def release_xfer_handle(self, wrapped: Call, agent: Any, handle: Any) -> Any:
+        read = self._reads.pop(handle, None)
+        if read is not None and read.landing is not None:
+            self._left.append((read.check, read.landing))
+            self._take_back(wrapped, agent)
+        return wrapped(agent, handle)
+
+    def _answer(self, state_of: Call, agent: Any, read: _Read, since: float) -> str:
+        """DONE where the lease is held now, so was while the bytes came; ERR where that cannot be shown."""
+        say, limit = self._livepatch.say, self._livepatch.options["CHECK_SECONDS"]
+        request_id = read.reading.request_id
+        kind, why = "lease_unknown", f"prefill's board could not be read within {limit:g} s"
+        try:
+            state = self._state(state_of, agent, read)
+            if state == "PROC" and time.monotonic() - since < limit:
+                return "PROC"
+            if state == "DONE" and read.landing is not None:
+                bucket = self.board.landed(read.landing)
+                if bucket == boards.ASIDE:
+                    self._livepatch.count("prefill_aside")
+                    say("prefill_aside", f"agent {read.agent_name} says no more which leases it holds: not checked")
+                    return self._right(agent, read)
+                if boards.held(bucket, request_id):
+                    self._livepatch.count("lease_held")
+                    return self._right(agent, read)
+                kind, why = "lease_lost", "prefill's lease had ended before the read did"
+            elif state != "PROC":
+                why = "reading prefill's board failed"
+        except Exception as error:
+            why = f"reading prefill's board failed: {error}"
+        self._livepatch.count(kind)
+        say(kind, f"what was read of prefill's request {request_id} counts as a failed load: {why}")
+        read.reading.failed()
+        return "ERR"
+
+    def _right(self, agent: Any, read: _Read) -> str:
+        if read.notification:
+            try:
+                agent.send_notif(read.agent_name, notif_msg=read.notification)
+            except Exception as error:
+                self._livepatch.say(
+                    "not_told", f"prefill cannot be told, and keeps its blocks until the lease ends: {error}"
+                )
+        return "DONE"
+
+    def _state(self, state_of: Call, agent: Any, read: _Read) -> Any:
+        """The state of the read of the board, which begins when a landing is free."""
+        if read.check is not None:
+            return state_of(agent, read.check)
+        if not self.board.free_landings:
+            return "PROC"
+        number = self.board.free_landings.pop()
+        try:
+            read.check = self._board_read(
+                agent,
+                read.agent_name,
+                self._peers[read.agent_name],
+                boards.bucket_of(read.reading.request_id),
+                self.board.landing(number),
+            )
+        except BaseException:
+            self.board.free_landings.append(number)
+            raise
+        read.landing = number
+        return agent.transfer(read.check)
+
+    def _board_read(self, agent: Any, name: str, address: int, bucket: int, landing: int) -> Any:
+        """A transfer, not begun, of one bucket of another's board."""
+        here = agent.get_xfer_descs([(landing, boards.BUCKET, 0)], "DRAM")
+        there = agent.get_xfer_descs([(address + bucket * boards.BUCKET, boards.BUCKET, 0)], "DRAM")
+        return agent.initialize_xfer("READ", here, there, name)
+
+    def _take_back(self, release: Call, agent: Any) -> None:
+        """Release the reads of boards that have ended: NIXL refuses while one may still write to its landing."""
+        left, self._left = self._left, []
+        for check, number in left:
+            try:
+                release(agent, check)
+            except Exception:
+                self._left.append((check, number))
+            else:
+                self.board.free_landings.append(number)

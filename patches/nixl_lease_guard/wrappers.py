@@ -1,0 +1,175 @@
+"""What was read of prefill's blocks counts only if prefill still held them for it when the read had ended.
+
+Source: vllm#52234, vllm PR#47021. The protocol, and why it suffices: docs/nixl-lease-guard.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .board import Board, name_with
+from .reads import Guard, Reading
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
+BASES = (
+    _V1 + "nixl_connector:NixlConnectorWorker",  # to 0.19.1
+    _V1 + "nixl.worker:NixlConnectorWorker",  # 0.20.2 to 0.23.0
+    _V1 + "nixl.base_worker:NixlBaseConnectorWorker",
+)
+PULLS = (*BASES[:2], _V1 + "nixl.pull_worker:NixlPullConnectorWorker")
+PACKAGES = ("nixl", "rixl", "nixl_rocm")  # that a release may take its agents from
+
+_GUARD = "_livepatch_lease_guard"
+"""Attribute of a worker's agent: its Guard."""
+
+
+def guard_of(worker: Any) -> Guard | None:
+    return getattr(worker.nixl_wrapper, _GUARD, None)
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    # How a failed load names the blocks of a model with several KV groups, which these releases leave out: a set or a
+    # queue. From 0.30.0 the request itself is named.
+    hybrid: str = livepatch.facts.get("hybrid", "")
+    made: list[Board] = []
+    making: list[Any] = []  # the worker that is being made
+    taken: list[type] = []  # agents' classes with our methods
+
+    # The agent
+
+    def take(agent_class: Any) -> None:
+        """Let a class's agents be guarded, once. Those of others, without a Guard, go their way."""
+        if agent_class is None or agent_class in taken:
+            return
+        taken.append(agent_class)
+        agent_class.__init__ = livepatch.around(agent_class.__init__, create)
+        for name in ("add_remote_agent", "remove_remote_agent", "prep_xfer_dlist", "release_dlist_handle"):
+            setattr(agent_class, name, livepatch.around(getattr(agent_class, name), passing_to(name)))
+        for name in ("make_prepped_xfer", "check_xfer_state", "release_xfer_handle"):
+            wrapper = passing_to(name)
+            if name != "make_prepped_xfer":  # reads that were begun are checked to their end
+                livepatch.lasting(wrapper)
+            setattr(agent_class, name, livepatch.around(getattr(agent_class, name), wrapper))
+
+    def passing_to(name: str) -> Call:
+        def method(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+            agent, *rest = args
+            guard = getattr(agent, _GUARD, None)
+            return wrapped(*args, **kwargs) if guard is None else getattr(guard, name)(wrapped, agent, *rest, **kwargs)
+
+        return method
+
+    def create(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        """A worker's agent has a board, and its name says where. It is made as (name, configuration)."""
+        if not making:
+            return wrapped(*args, **kwargs)
+        agent, name, *rest = args
+        board = Board()
+        wrapped(agent, name_with(name, board), *rest, **kwargs)
+        try:
+            agent.register_memory([(board.address, board.size, 0, "")], "DRAM")
+        except Exception as error:  # others find that out when they shake hands
+            livepatch.count("unguarded")
+            livepatch.say("unguarded", f"NIXL does not take the memory for leases, nothing is checked: {error}")
+            return None
+        made.append(board)
+        setattr(agent, _GUARD, Guard(livepatch, board))
+        return None
+
+    def begin(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        """The worker makes its agent."""
+        for package in PACKAGES:
+            take(getattr(sys.modules.get(f"{package}._api"), "nixl_agent", None))
+        making.append(worker)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            making.pop()
+
+    # Prefill: what is on the board
+
+    def load(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        """A request is kept for its reader from the step that begins to compute it, so before anybody can read it."""
+        result = wrapped(*args, **kwargs)
+        guard = guard_of(worker)
+        if guard is not None:
+            metadata = args[0] if args else kwargs["metadata"]
+            for request_id in metadata.reqs_in_batch:
+                if request_id in worker._reqs_to_process and not guard.board.publish(request_id):
+                    livepatch.count("not_vouched")
+                    livepatch.say("not_vouched", f"request {request_id}: its id's last lease ended unread, or no room")
+            for request_id in metadata.reqs_not_processed:
+                guard.board.withdraw(request_id)
+        return result
+
+    def delivered(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        """All of a request's readers have told that they have read it."""
+        result = wrapped(*args, **kwargs)
+        guard = guard_of(worker)
+        if guard is not None:
+            for request_id in result:
+                guard.board.withdraw(request_id)
+        return result
+
+    def finished(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        """Of what the scheduler is about to be told that it may free, the rest are leases that have ended.
+
+        And those whose time is over although the release does not say so yet: 0.22.1 to 0.30.0 looks at the oldest
+        only, and `kv-block-reaper` may free the others' blocks meanwhile.
+        """
+        result = wrapped(*args, **kwargs)
+        guard = guard_of(worker)
+        if guard is not None:
+            now = time.perf_counter()
+            ended = [request_id for request_id, until in worker._reqs_to_send.items() if now >= until]
+            ended += result[0] if isinstance(result, tuple) else result.finished_sending
+            for request_id in ended:
+                if guard.board.withdraw(request_id, unread=True):
+                    livepatch.count("lease_ended")
+        return result
+
+    def withdraw_all() -> None:
+        for board in made:
+            board.stand_aside()
+
+    # Decode
+
+    def read(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        """In every release the worker names its arguments."""
+        guard = guard_of(worker)
+        if guard is None:
+            return wrapped(*args, **kwargs)
+        failed = functools.partial(mark, worker, kwargs["request_id"])
+        guard.reading = Reading(kwargs["remote_request_id"], failed)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            guard.reading = None
+
+    def mark(worker: Any, request_id: str) -> None:
+        """Name the blocks of a failed load where the release does not, and would compute on them."""
+        if hybrid and worker._is_hma_required:
+            blocks = {block for group in worker._recving_metadata[request_id].local_block_ids for block in group}
+            if hybrid == "queue":
+                worker._invalid_block_ids.put(blocks)
+            else:
+                worker._invalid_block_ids.update(blocks)
+
+    livepatch.on_stand_aside(withdraw_all)
+    found: dict[str, Call] = {}
+    for base in BASES:
+        found |= {f"{base}.__init__": begin, f"{base}.get_finished": finished}
+    found[f"{BASES[-1]}.get_transfer_results"] = finished  # from 0.30.0, which get_finished then calls
+    for pull in PULLS:
+        found |= {f"{pull}.start_load_kv": load, f"{pull}._get_new_notifs": delivered, f"{pull}._read_blocks": read}
+    return found

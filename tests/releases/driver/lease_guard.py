@@ -1,0 +1,338 @@
+"""Read a release's KV blocks from one real NIXL worker by another, under leases that hold and leases that end.
+
+Run with NIXL, the release's sources, and the bundle or not, on the path. Both workers are the release's own, with
+agents of the real NIXL on CPU memory, and shake hands over the side channel; in one process, so that this script
+decides in which order things happen. What their schedulers would tell them is told by it: which requests are in a
+batch, until when a lease runs, what to read. Print one JSON object: of each case, whose contents arrived and what was reported.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import inspect
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")  # vLLM logs to stdout, which here belongs to the result
+os.dup2(2, 1)
+gc.disable()
+
+import torch
+import vllm.platforms
+
+if not hasattr(torch._C._cpu, "_is_avx512_supported"):
+    torch._C._cpu._is_avx512_supported = lambda: False  # 0.17 asks for it by a name that later releases of torch lack
+from vllm.platforms.cpu import CpuPlatform
+
+vllm.platforms._current_platform = CpuPlatform()
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    PORT = free.getsockname()[1]
+os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(PORT)
+
+import nixl_agents
+import real_scheduler as real
+from nixl._api import nixl_agent
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector import utils
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+gc.enable()
+
+BLOCKS = 23
+"""Blocks of each worker, a number that is no other dimension of the cache."""
+SECONDS = 60.0
+READER, OTHER = 1.0, 1000.0
+"""Contents: block b of the request that is read holds READER + b, and OTHER + b once it is given to another."""
+
+
+def cache_shape() -> tuple[int, ...]:
+    """The shape that the release's CPU backend gives a cache, with which its NIXL worker can deal."""
+    # From 0.29 the layout is the configuration's, and K and V of a block lie together.
+    shape_of = getattr(CPUAttentionBackend, "get_kv_cache_shape", lambda *_: (BLOCKS, 2, 32, 64))
+    shape: tuple[int, ...] = shape_of(BLOCKS, 32, 2, 32)
+    topology: Any = getattr(utils, "TransferTopology", None)
+    if len(shape) == 4 and hasattr(topology, "split_k_and_v"):
+        topology.split_k_and_v = False  # 0.23.0 to 0.25.1 take the CPU's cache for two, and cannot register it
+    return shape
+
+
+class Side:
+    """One engine's half of the connector: its worker, and where asked for its side channel, and its cache."""
+
+    def __init__(self, model_config: Any, *, guarded: bool = True) -> None:
+        config = nixl_agents.make_config(model_config, "NixlConnector", {})
+        # The port is both sides' own: only one of them listens on it at a time.
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        with set_current_vllm_config(config), plain(not guarded):
+            self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+            self.worker = self.connector.connector_worker
+            self.scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+            shape = cache_shape()
+            self.cache = torch.zeros(shape)
+            self.dimension = list(shape).index(BLOCKS)
+            self.connector.register_kv_caches({"layer": self.cache})
+        self.engine_id = self.worker.engine_id
+
+    def listen(self) -> None:
+        metadata = self.connector.get_handshake_metadata()
+        if hasattr(self.scheduler, "set_xfer_handshake_metadata_pp_aware"):
+            self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
+        else:
+            self.scheduler.set_xfer_handshake_metadata({0: metadata})
+
+    def deaf(self) -> None:
+        self.scheduler.shutdown()
+
+    def block(self, number: int) -> Any:
+        return self.cache.select(self.dimension, number)
+
+    def fill(self, blocks: Iterable[int], contents: float) -> None:
+        for number in blocks:
+            self.block(number).fill_(contents + number)
+
+    def step(self, **told: Any) -> None:
+        """Begin a step in which the worker is told something."""
+        metadata = self.metadata()
+        for name, value in told.items():
+            setattr(metadata, name, value)
+        self.worker.start_load_kv(metadata)
+
+    def metadata(self) -> Any:
+        module = sys.modules[type(self.worker).__module__]
+        return module.NixlConnectorMetadata()
+
+    def ended(self) -> tuple[set[str], set[str], set[str], set[int]]:
+        """End a step: what was sent, received, and failed by id or by blocks."""
+        results = self.connector.get_transfer_results(set()) if BY_REQUEST else None
+        if results is None:
+            sent, received = self.connector.get_finished(set())
+            failed: set[str] = set()
+        else:
+            sent, received, failed = results.finished_sending, results.finished_recving, results.failed_recving
+        return sent or set(), received or set(), failed or set(), self.connector.get_block_ids_with_load_errors()
+
+
+def plain(wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """While a worker is made, its agent is one of stock's: an engine without the bundle."""
+    if not wanted:
+        return contextlib.nullcontext()
+    return mock.patch.object(nixl_agent, "__init__", inspect.unwrap(nixl_agent.__init__))
+
+
+class Story:
+    """One prefill and one decode, and the requests between them."""
+
+    def __init__(self, prefill: Side, decode: Side) -> None:
+        self.prefill, self.decode = prefill, decode
+
+    def prefilled(self, request_id: str, blocks: list[int], lease: float = 600.0) -> None:
+        """Compute a request, end it, and begin its lease."""
+        self.prefill.step(reqs_in_batch={request_id})
+        self.prefill.fill(blocks, READER)
+        self.prefill.ended()
+        self.prefill.step(reqs_to_send={request_id: time.perf_counter() + lease})
+
+    def expire(self, request_id: str, blocks: list[int]) -> None:
+        """Let the lease end, and give the blocks to another request, which fills them."""
+        self.prefill.worker._reqs_to_send[request_id] = time.perf_counter() - 1
+        assert request_id in self.prefill.ended()[0]
+        self.prefill.fill(blocks, OTHER)
+
+    def begin(self, request_id: str, of: str, blocks: list[int]) -> None:
+        """Decode is told to read a request's blocks into its own of the same numbers; it has begun afterwards."""
+        metadata = self.decode.metadata()
+        groups: Any = (blocks,) if GROUPS else blocks
+        more = {"awaiting_kvs": True} if "awaiting_kvs" in RECEIVE else {}
+        params = {
+            "remote_block_ids": groups,
+            "remote_engine_id": self.prefill.engine_id,
+            "remote_request_id": of,
+            "remote_host": "127.0.0.1",
+            "remote_port": PORT,
+            "tp_size": 1,
+        }
+        for number in blocks:
+            self.decode.block(number).zero_()
+        metadata.add_new_req_to_recv(request_id, groups, params, **more)
+        self.decode.worker.start_load_kv(metadata)
+        worker = self.decode.worker
+        if self.prefill.engine_id not in worker._remote_agents:
+            wait(lambda: not worker._ready_requests.empty())
+            self.decode.step()
+        assert request_id in worker._recving_transfers, "the read was not begun"
+
+    def received(self, request_id: str, blocks: list[int]) -> dict[str, Any]:
+        """Wait for decode's word; whose contents it has, and whether it says that the load failed."""
+        found: list[tuple[set[str], set[int]]] = []
+
+        def told() -> bool:
+            _, received, failed, invalid = self.decode.ended()
+            if request_id in received:
+                found.append((failed, invalid))
+            return bool(found)
+
+        wait(told)
+        ((failed, invalid),) = found
+        values = {float(self.decode.block(number)[..., :].unique().item()) - number for number in blocks}
+        contents = {READER: "its own", OTHER: "another's"}
+        return {
+            "contents": sorted(contents.get(value, "none") for value in values),
+            "failed": request_id in failed if BY_REQUEST else bool(invalid),
+            "invalid": sorted(invalid) == sorted(blocks) if invalid else None,
+        }
+
+    def told(self, request_id: str) -> bool:
+        """Whether prefill hears, within a second, that its request was read."""
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            if request_id in self.prefill.ended()[0]:
+                return True
+        return False
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until, "nothing happened"
+        time.sleep(0.001)
+
+
+def in_time(story: Story) -> dict[str, Any]:
+    """The lease holds: prefill keeps the blocks until decode has said that it has read them, and not longer."""
+    story.prefilled("p-in-time", [1, 2])
+    story.begin("d-in-time", "p-in-time", [1, 2])
+    result = story.received("d-in-time", [1, 2])
+    return {**result, "told": story.told("p-in-time")}
+
+
+def late(story: Story) -> dict[str, Any]:
+    """The router brings the request after its lease has ended."""
+    story.prefilled("p-late", [3, 4])
+    story.expire("p-late", [3, 4])
+    story.begin("d-late", "p-late", [3, 4])
+    return story.received("d-late", [3, 4])
+
+
+def stopped(story: Story) -> dict[str, Any]:
+    """The lease ends while the read is under way, and decode is stopped: it asks for its read's state later."""
+    story.prefilled("p-stopped", [5, 6])
+    story.begin("d-stopped", "p-stopped", [5, 6])
+    # Prefill has not looked for notifications since: stock's lease ends although the bytes may have been read.
+    story.prefill.worker.nixl_wrapper.get_new_notifs = dict  # none has come yet
+    story.expire("p-stopped", [5, 6])
+    del story.prefill.worker.nixl_wrapper.get_new_notifs
+    return {"failed": story.received("d-stopped", [5, 6])["failed"]}
+
+
+def again(story: Story) -> dict[str, Any]:
+    """A second reader comes with the request's parameters after the first has read it, as after a router's retry."""
+    story.prefilled("p-again", [7, 8])
+    story.begin("d-first", "p-again", [7, 8])
+    first = story.received("d-first", [7, 8])
+    assert story.told("p-again")
+    story.prefill.fill([7, 8], OTHER)
+    story.begin("d-second", "p-again", [7, 8])
+    return {"first": first, "second": story.received("d-second", [7, 8])}
+
+
+def same_id(story: Story) -> dict[str, Any]:
+    """After its lease has ended, another request comes with its id, and the first's reader after that."""
+    story.prefilled("p-same", [9, 10])
+    story.expire("p-same", [9, 10])
+    story.prefilled("p-same", [11, 12])
+    story.begin("d-same", "p-same", [9, 10])
+    return story.received("d-same", [9, 10])
+
+
+def aborted(story: Story) -> dict[str, Any]:
+    """Prefill is told that a request of a batch is not to be read after all."""
+    story.prefilled("p-aborted", [13, 14])
+    del story.prefill.worker._reqs_to_send["p-aborted"]  # as if it had not finished
+    story.prefill.step(reqs_not_processed={"p-aborted"})
+    story.prefill.fill([13, 14], OTHER)
+    story.begin("d-aborted", "p-aborted", [13, 14])
+    return story.received("d-aborted", [13, 14])
+
+
+def passed(story: Story) -> dict[str, Any]:
+    """A lease whose time is over, begun after one that still runs; something else than the worker frees its blocks."""
+    story.prefilled("p-runs", [15, 16])
+    story.prefilled("p-passed", [17, 18], lease=-1.0)
+    story.prefill.ended()
+    story.prefill.fill([17, 18], OTHER)
+    story.begin("d-passed", "p-passed", [17, 18])
+    result = story.received("d-passed", [17, 18])
+    for request_id in story.prefill.worker._reqs_to_send:  # so that the next case begins with none
+        story.prefill.worker._reqs_to_send[request_id] = time.perf_counter() - 1
+    story.prefill.ended()
+    return result
+
+
+def hybrid(story: Story) -> dict[str, Any]:
+    """The lease has ended, and the worker takes its model for one of several kinds of layers."""
+    worker = story.decode.worker
+    story.prefilled("p-hybrid", [19, 20])
+    story.expire("p-hybrid", [19, 20])
+    before, worker._is_hma_required = getattr(worker, "_is_hma_required", None), True
+    story.begin("d-hybrid", "p-hybrid", [19, 20])
+    result = story.received("d-hybrid", [19, 20])
+    worker._is_hma_required = before
+    return result
+
+
+CASES = (in_time, late, stopped, again, same_id, aborted, passed, hybrid)
+
+
+def main() -> None:
+    global BASE, BY_REQUEST, GROUPS, RECEIVE
+    real.quiet()
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        nixl_agents.begin_distributed(model_config, Path(directory) / "rendezvous")
+        probe = nixl_agents.make_worker(model_config)
+        BASE = type(probe)
+        metadata = sys.modules[BASE.__module__].NixlConnectorMetadata
+        RECEIVE = inspect.signature(metadata.add_new_req_to_recv).parameters
+        GROUPS = "BlockIds" in str(RECEIVE["local_block_ids"].annotation) or "tuple" in str(
+            RECEIVE["local_block_ids"].annotation
+        )
+        BY_REQUEST = hasattr(BASE, "get_transfer_results")
+        del probe
+        prefill = Side(model_config)
+        prefill.listen()
+        decode = Side(model_config)
+        story = Story(prefill, decode)
+        result: dict[str, Any] = {case.__name__: case(story) for case in CASES}
+        without = Side(model_config, guarded=False)
+        result["decode_without"] = in_time(Story(prefill, without))
+        prefill.deaf()
+        without.listen()
+        result["prefill_without"] = {"in_time": in_time(Story(without, decode)), "late": late(Story(without, decode))}
+    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
+    sys.stderr.flush()
+    atexit._run_exitfuncs()  # the bundle's report among them
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

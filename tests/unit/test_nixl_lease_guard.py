@@ -1,0 +1,469 @@
+"""The lease guard with a stand-in for NIXL's class of agents, for what the real ones do not do when asked to.
+
+The stand-in's transfers copy memory of this process when they are asked for their state, or fail, or never end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.patches.nixl_lease_guard import board as boards
+from vllm_livepatch.patches.nixl_lease_guard import wrappers
+from vllm_livepatch.sitecustomize import guard
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+BASE = wrappers.BASES[0]
+
+
+class Transfer:
+    """A transfer: of blocks, where it has no descriptors, or of a board."""
+
+    def __init__(self, here: Any = None, there: Any = None, notification: bytes = b"") -> None:
+        self.here, self.there, self.notification = here, there, notification
+        self.state = "PROC"
+        self.copies = True
+        self.busy = False  # NIXL refuses to release it
+        self.released = False
+
+
+class Agent:
+    """NIXL's class of agents, as far as a worker uses it."""
+
+    refuses_memory = False
+
+    def __init__(self, name: str, config: Any = None) -> None:
+        self.name = name
+        self.sent: list[tuple[bytes, bytes]] = []
+        self.transfers: list[Transfer] = []
+        self.registered: list[Any] = []
+        self.unreadable = False
+        self.ready: Callable[[Transfer], None] = lambda transfer: None
+
+    def register_memory(self, regions: Any, kind: str) -> None:
+        if self.refuses_memory:
+            raise RuntimeError("no such backend")
+        self.registered += regions
+
+    def add_remote_agent(self, metadata: str) -> bytes:
+        return metadata.encode()
+
+    def remove_remote_agent(self, name: bytes) -> None: ...
+
+    def prep_xfer_dlist(self, agent_name: bytes, descriptors: Any) -> int:
+        return 7  # an int in older NIXLs, and used again
+
+    def release_dlist_handle(self, handle: int) -> None: ...
+
+    def get_xfer_descs(self, regions: Any, kind: str) -> Any:
+        return regions
+
+    def initialize_xfer(self, kind: str, here: Any, there: Any, name: bytes) -> Transfer:
+        if self.unreadable:
+            raise RuntimeError("no such memory")
+        return self.made(Transfer(here, there))
+
+    def make_prepped_xfer(self, kind: str, *sides: Any, notif_msg: bytes = b"") -> Transfer:
+        return self.made(Transfer(notification=notif_msg))
+
+    def made(self, transfer: Transfer) -> Transfer:
+        self.transfers.append(transfer)
+        return transfer
+
+    def transfer(self, transfer: Transfer) -> str:
+        self.ready(transfer)
+        return self.check_xfer_state(transfer)
+
+    def check_xfer_state(self, transfer: Transfer) -> str:
+        if transfer.state == "DONE" and transfer.here and transfer.copies:
+            ctypes.memmove(transfer.here[0][0], transfer.there[0][0], transfer.here[0][1])
+        return transfer.state
+
+    def release_xfer_handle(self, transfer: Transfer) -> None:
+        if transfer.busy:
+            raise RuntimeError("in progress")
+        transfer.released = True
+
+    def send_notif(self, name: bytes, notif_msg: bytes) -> None:
+        self.sent.append((name, notif_msg))
+
+
+class World:
+    """A prefill's and a decode's worker, whose agents are the stand-in's, with the patch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: float = 3600.0, hybrid: str = "") -> None:
+        kind = type("nixl_agent", (Agent,), dict(vars(Agent)))
+        api = ModuleType("nixl._api")
+        api.nixl_agent = kind  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "nixl._api", api)
+        self.agent_class: Any = kind
+        facts = {"hybrid": hybrid}
+        self.context = PatchContext("nixl-lease-guard", {"CHECK_SECONDS": limit}, facts, lambda: None)
+        made = wrappers.wrappers(self.context)
+
+        class Worker:
+            def __init__(self, name: str) -> None:
+                self.nixl_wrapper = kind(name, None)
+                self._reqs_to_process: set[str] = set()
+                self._reqs_to_send: dict[str, float] = {}
+                self._recving_metadata: dict[str, Any] = {}
+                self._invalid_block_ids: Any = set()
+                self._is_hma_required = True
+                self.delivered: set[str] = set()
+
+            def start_load_kv(self, metadata: Any) -> None:
+                self._reqs_to_process |= metadata.reqs_in_batch
+                self._reqs_to_process -= metadata.reqs_not_processed
+
+            def _get_new_notifs(self) -> set[str]:
+                return self.delivered
+
+            def get_finished(self) -> tuple[set[str], set[str]]:
+                return self._get_new_notifs(), set()
+
+            def _read_blocks(self, request_id: str, remote_request_id: str, side: int, kind: str = "READ") -> Any:
+                agent = self.nixl_wrapper
+                return agent.make_prepped_xfer(kind, 1, [0], side, [0], notif_msg=f"{remote_request_id}:1".encode())
+
+        for name in ("__init__", "start_load_kv", "_get_new_notifs", "get_finished", "_read_blocks"):
+            target = f"{BASE}.{name}"
+            setattr(Worker, name, guard.in_place_of(vars(Worker)[name], made[target], self.context, target))
+        self.worker_class: Any = Worker
+        self.prefill: Any = Worker("prefill")
+        self.decode: Any = Worker("decode")
+        self.agent: Any = self.decode.nixl_wrapper
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self.context.counters
+
+    @property
+    def board(self) -> boards.Board:
+        found = wrappers.guard_of(self.prefill)
+        assert found is not None
+        return found.board
+
+    def begin(self, *request_ids: str) -> None:
+        self.prefill.start_load_kv(SimpleNamespace(reqs_in_batch=set(request_ids), reqs_not_processed=set()))
+
+    def meet(self) -> int:
+        """Decode shakes hands with prefill; the handle of prefill's descriptors."""
+        name = self.agent.add_remote_agent(self.prefill.nixl_wrapper.name)
+        return int(self.agent.prep_xfer_dlist(name, ()))
+
+    def read(self, request_id: str, side: int | None = None) -> Transfer:
+        """Decode reads a request's blocks; they have come."""
+        side = self.meet() if side is None else side
+        handle: Transfer = self.decode._read_blocks(
+            request_id=f"d-{request_id}", remote_request_id=request_id, side=side
+        )
+        assert self.agent.check_xfer_state(handle) == "PROC"
+        handle.state = "DONE"
+        return handle
+
+    def boards_come(self) -> None:
+        """From now on, reads of boards end at once."""
+
+        def ready(transfer: Transfer) -> None:
+            transfer.state = "DONE"
+
+        self.agent.ready = ready
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+# The board
+
+
+def held(board: boards.Board, request_id: str) -> bool:
+    """What a reader finds."""
+    place = board.address + boards.bucket_of(request_id) * boards.BUCKET
+    return boards.held(ctypes.string_at(place, boards.BUCKET), request_id)
+
+
+def test_a_name_says_where_the_board_is() -> None:
+    board = boards.Board()
+    name = boards.name_with("an-agent", board)
+    assert name.startswith("an-agent")
+    assert boards.board_at(name) == boards.board_at(name.encode()) == board.address
+    assert boards.board_at("an-agent") is boards.board_at(b"an-agent") is boards.board_at(name + "x") is None
+
+
+def test_a_board_says_what_is_held() -> None:
+    board = boards.Board()
+    assert not held(board, "a")
+    assert board.publish("a")
+    assert board.publish("a")  # in another batch
+    assert held(board, "a")
+    assert not held(board, "b")
+    assert board.withdraw("a")
+    assert not held(board, "a")
+    assert not board.withdraw("a")
+    assert board.publish("a")  # it was read, and comes again
+
+
+def test_an_id_whose_lease_ended_unread_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boards, "REMEMBERED", 2)
+    board = boards.Board()
+    for name in "abc":
+        assert board.publish(name)
+        board.withdraw(name, unread=True)
+    assert [board.publish(name) for name in "abc"] == [True, False, False]  # the last two are remembered
+    assert not held(board, "b")
+
+
+def test_a_full_bucket_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boards, "bucket_of", lambda request_id: boards.BUCKETS - 1)
+    board = boards.Board()
+    names = [str(number) for number in range(boards.ENTRIES + 1)]
+    assert [board.publish(name) for name in names] == [True] * boards.ENTRIES + [False]
+    assert [held(board, name) for name in names] == [True] * boards.ENTRIES + [False]
+    assert board.landed(0) == bytes(boards.BUCKET)  # the last bucket ends where the landings begin
+    board.withdraw("3")
+    assert board.publish(names[-1])
+    assert held(board, names[-1])
+
+
+# Decode
+
+
+def test_prefill_is_told_when_the_lease_was_seen_to_hold(world: World) -> None:
+    world.begin("a")
+    handle = world.read("a")
+    assert handle.notification == b""  # the read itself tells nothing
+    assert world.agent.check_xfer_state(handle) == "PROC"  # the board is being read
+    assert world.agent.sent == []
+    world.agent.transfers[-1].state = "DONE"
+    assert world.agent.check_xfer_state(handle) == "DONE"
+    assert world.agent.check_xfer_state(handle) == "DONE"
+    assert world.agent.sent == [(world.prefill.nixl_wrapper.name.encode(), b"a:1")]  # once
+    world.agent.release_xfer_handle(handle)
+    assert all(transfer.released for transfer in world.agent.transfers)
+    assert len(wrappers.guard_of(world.decode).board.free_landings) == boards.LANDINGS  # type: ignore[union-attr]
+    assert world.counters == {"lease_held": 1}
+
+
+def test_a_lost_lease_is_a_failed_transfer(world: World) -> None:
+    world.boards_come()
+    handle = world.read("a")
+    assert world.agent.check_xfer_state(handle) == "ERR"
+    assert world.agent.sent == []
+    assert world.counters == {"lease_lost": 1}
+
+
+def test_a_transfer_that_failed_is_not_asked_about(world: World) -> None:
+    world.begin("a")
+    handle = world.read("a")
+    handle.state = "ERR"
+    count = len(world.agent.transfers)
+    assert world.agent.check_xfer_state(handle) == "ERR"
+    assert len(world.agent.transfers) == count
+    assert world.counters == {}
+
+
+def test_a_board_that_never_comes_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, limit=0.0)
+    world.begin("a")
+    handle = world.read("a")
+    assert world.agent.check_xfer_state(handle) == "ERR"
+    assert world.counters == {"lease_unknown": 1}
+    # It may still write into its landing, so that is given to nobody until NIXL lets it go.
+    check = world.agent.transfers[-1]
+    check.busy = True
+    world.agent.release_xfer_handle(handle)
+    free = wrappers.guard_of(world.decode).board.free_landings  # type: ignore[union-attr]
+    assert len(free) == boards.LANDINGS - 1
+    check.busy = False
+    world.boards_come()
+    other = world.read("a")
+    assert world.agent.check_xfer_state(other) == "DONE"
+    world.agent.release_xfer_handle(other)
+    assert (len(free), check.released) == (boards.LANDINGS, True)
+
+
+def test_reads_wait_for_a_landing(world: World) -> None:
+    world.begin("a", "b")
+    decode = wrappers.guard_of(world.decode)
+    assert decode is not None
+    del decode.board.free_landings[1:]
+    first, second = world.read("a"), world.read("b")
+    assert [world.agent.check_xfer_state(handle) for handle in (first, second)] == ["PROC", "PROC"]
+    world.agent.transfers[-1].state = "DONE"
+    assert [world.agent.check_xfer_state(handle) for handle in (first, second)] == ["DONE", "PROC"]
+    world.boards_come()
+    world.agent.release_xfer_handle(first)
+    assert world.agent.check_xfer_state(second) == "DONE"
+
+
+def test_what_an_earlier_read_left_does_not_answer(world: World) -> None:
+    world.begin("a")
+    world.boards_come()
+    decode = wrappers.guard_of(world.decode)
+    assert decode is not None
+    del decode.board.free_landings[1:]
+    first = world.read("a")
+    assert world.agent.check_xfer_state(first) == "DONE"
+    world.agent.release_xfer_handle(first)
+
+    def nothing(transfer: Transfer) -> None:
+        transfer.state, transfer.copies = "DONE", False
+
+    world.agent.ready = nothing
+    assert world.agent.check_xfer_state(world.read("a")) == "ERR"
+
+
+@pytest.mark.parametrize("state", ["ERR", "raises", "cannot be made"])
+def test_a_board_that_cannot_be_read_is_a_failed_transfer(world: World, state: str) -> None:
+    world.begin("a")
+    handle = world.read("a")
+
+    def ready(transfer: Transfer) -> None:
+        transfer.state = "ERR"
+        if state == "raises":
+            raise RuntimeError("the peer has gone")
+
+    world.agent.ready = ready
+    world.agent.unreadable = state == "cannot be made"
+    assert world.agent.check_xfer_state(handle) == "ERR"
+    world.agent.release_xfer_handle(handle)
+    assert len(wrappers.guard_of(world.decode).board.free_landings) == boards.LANDINGS  # type: ignore[union-attr]
+    assert world.counters == {"lease_unknown": 1}
+    assert not world.context.aside
+
+
+def test_prefill_need_not_be_reached_afterwards(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.begin("a")
+    world.boards_come()
+
+    def raises(agent: Any, name: bytes, notif_msg: bytes) -> None:
+        raise RuntimeError("the peer has gone")
+
+    monkeypatch.setattr(world.agent_class, "send_notif", raises)
+    assert world.agent.check_xfer_state(world.read("a")) == "DONE"
+    assert not world.context.aside
+
+
+@pytest.mark.parametrize(("hybrid", "expected"), [("", set()), ("set", {3, 4, 5})])
+def test_blocks_that_the_release_leaves_out_are_named(
+    monkeypatch: pytest.MonkeyPatch, hybrid: str, expected: set[int]
+) -> None:
+    world = World(monkeypatch, hybrid=hybrid)
+    world.boards_come()
+    world.decode._recving_metadata["d-a"] = SimpleNamespace(local_block_ids=([3, 4], [5]))
+    assert world.agent.check_xfer_state(world.read("a")) == "ERR"
+    assert world.decode._invalid_block_ids == expected
+    world.decode._is_hma_required = False  # such a model's blocks are named by the release itself
+    world.decode._invalid_block_ids = set()
+    assert world.agent.check_xfer_state(world.read("a")) == "ERR"
+    assert world.decode._invalid_block_ids == set()
+
+
+# Who is asked
+
+
+@pytest.mark.parametrize("why", ["no board", "unreadable", "gone", "released"])
+def test_reads_of_others_are_left_alone(world: World, why: str) -> None:
+    name = world.prefill.nixl_wrapper.name
+    world.agent.unreadable = why == "unreadable"
+    met = world.agent.add_remote_agent("prefill" if why == "no board" else name)
+    side = world.agent.prep_xfer_dlist(met, ())
+    if why == "gone":
+        world.agent.release_dlist_handle(side)
+        world.agent.remove_remote_agent(met)
+        side = world.agent.prep_xfer_dlist(met, ())
+    if why == "released":
+        world.agent.release_dlist_handle(side)  # and its number goes to another
+    handle = world.decode._read_blocks(request_id="d-a", remote_request_id="a", side=side)
+    assert handle.notification == b"a:1"
+    handle.state = "DONE"
+    assert world.agent.check_xfer_state(handle) == "DONE"
+    assert world.counters == ({"peer_unguarded": 1} if why in ("no board", "unreadable") else {})
+
+
+def test_what_is_no_read_of_a_worker_is_left_alone(world: World) -> None:
+    side = world.meet()
+    written = world.decode._read_blocks(request_id="d-a", remote_request_id="a", side=side, kind="WRITE")
+    other = world.agent.make_prepped_xfer("READ", 1, [0], side, [0], notif_msg=b"other")
+    assert (written.notification, other.notification) == (b"a:1", b"other")
+    assert world.agent_class("eplb").name == "eplb"  # an agent that no worker makes
+
+
+def test_without_memory_for_it_nothing_is_guarded(world: World) -> None:
+    world.agent_class.refuses_memory = True
+    worker = world.worker_class("third")
+    assert wrappers.guard_of(worker) is None
+    assert worker._read_blocks(request_id="d-a", remote_request_id="a", side=1).notification == b"a:1"
+    worker.start_load_kv(SimpleNamespace(reqs_in_batch={"a"}, reqs_not_processed=set()))
+    assert worker.get_finished() == (set(), set())
+    assert world.counters == {"unguarded": 1}
+
+
+# Prefill
+
+
+def test_a_request_is_on_the_board_while_its_blocks_are_kept(world: World) -> None:
+    world.begin("read", "aborted", "ended", "passed", "kept")
+    assert all(held(world.board, name) for name in ("read", "aborted", "ended", "passed", "kept"))
+    world.prefill.start_load_kv(SimpleNamespace(reqs_in_batch=set(), reqs_not_processed={"aborted"}))
+    world.prefill.delivered = {"read"}
+    world.prefill._get_new_notifs()
+    world.prefill._reqs_to_send = {"kept": float("inf"), "passed": 0.0}
+    world.prefill.delivered = set()
+    world.prefill.get_finished()
+    names = ("read", "aborted", "passed", "kept", "ended")
+    assert [held(world.board, name) for name in names] == [False, False, False, True, True]
+    assert world.counters == {"lease_ended": 1}
+    world.begin("read", "aborted", "passed")  # their ids are used again
+    assert [held(world.board, name) for name in names[:3]] == [True, True, False]
+    assert world.counters == {"lease_ended": 1, "not_vouched": 1}
+
+
+def test_what_was_aborted_in_the_same_step_is_not_on_the_board(world: World) -> None:
+    world.prefill.start_load_kv(SimpleNamespace(reqs_in_batch={"a"}, reqs_not_processed={"a"}))
+    assert not held(world.board, "a")
+
+
+def test_a_rank_that_keeps_nothing_says_nothing(world: World) -> None:
+    class Nothing(set[str]):
+        def __ior__(self, other: Any) -> Any:
+            return self
+
+    world.prefill._reqs_to_process = Nothing()
+    world.begin("a")
+    assert not held(world.board, "a")
+
+
+# The patch's own errors
+
+
+def test_a_prefill_that_stands_aside_says_so(world: World) -> None:
+    world.begin("a")
+    world.boards_come()
+    handle = world.read("gone")
+    world.context.stand_aside("somewhere", RuntimeError())
+    assert ctypes.string_at(world.board.address, boards.BUCKET) == boards.ASIDE
+    assert world.agent.check_xfer_state(handle) == "DONE"  # begun before, and its reader heard nothing
+    assert world.agent.sent[-1][1] == b"gone:1"
+    assert world.counters == {"prefill_aside": 1}
+    side = world.meet()
+    after = world.decode._read_blocks(request_id="d-b", remote_request_id="b", side=side)
+    assert after.notification == b"b:1"
+
+
+def test_an_error_while_a_read_is_judged_passes_nothing_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.boards_come()
+    handle = world.read("a")
+
+    def raises(*_: Any) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(world.context, "say", raises)
+    assert world.agent.check_xfer_state(handle) == "ERR"
+    assert world.context.aside
