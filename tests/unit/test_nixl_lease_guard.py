@@ -432,7 +432,7 @@ def test_what_was_aborted_in_the_same_step_is_not_on_the_board(world: World) -> 
 
 def test_a_rank_that_keeps_nothing_says_nothing(world: World) -> None:
     class Nothing(set[str]):
-        def __ior__(self, other: Any) -> Any:
+        def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
             return self
 
     world.prefill._reqs_to_process = Nothing()
