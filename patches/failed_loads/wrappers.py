@@ -37,7 +37,7 @@ class _Step:
 
     def __init__(self, output: Any) -> None:
         self.output = output
-        self.withheld: set[str] = set()
+        self.withheld: frozenset[str] = frozenset()
 
 
 class _Loads:
@@ -50,14 +50,16 @@ class _Loads:
         self.answering: Any = None  # the scheduler output whose answer the scheduler acts on
         self.asks = False  # whether the connector's `get_num_new_matched_tokens` is wrapped
 
-    def answered(self, output: Any) -> set[str]:
+    def answered(self, output: Any) -> frozenset[str]:
         """Take a step, and whatever was scheduled before it, from those under way; whose tokens of it are withheld."""
+        if self.steps and self.steps[0].output is output:  # as in every step but for a few
+            return self.steps.popleft().withheld
         if any(step.output is output for step in self.steps):
             while self.steps:
                 step = self.steps.popleft()
                 if step.output is output:
                     return step.withheld
-        return set()
+        return frozenset()
 
     def began_anew(self, name: str) -> bool:
         """Whether a request was let in again in a step under way."""
@@ -69,7 +71,7 @@ class _Loads:
             if restarted and name in tables_given(step.output):
                 return
             if name in step.output.num_scheduled_tokens:
-                step.withheld.add(name)
+                step.withheld |= {name}
 
 
 class _Losses:

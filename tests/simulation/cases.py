@@ -75,4 +75,20 @@ CASES = (
             ],
         ),
     ),
+    Case(
+        "the word of an empty send comes when the next request of its id has just ended",
+        "10,000 worlds of 0.1.1, seed 2231",
+        "0.32.0",
+        "Scheduler",
+        "freed while being sent",
+        _plan(
+            "lmcache",
+            [
+                {"name": "r0", "arrives": 1, "prompt": 47, "hit": 47, "failing_loads": 1},
+                {"name": "r0", "arrives": 4, "prompt": 26, "outputs": 1, "sends": True, "send_steps": 9},
+            ],
+            policy="fail",
+            blocks=48,
+        ),
+    ),
 )

@@ -62,6 +62,7 @@ class Scheduler:
         self.connector = connector
         self.requests: dict[str, Any] = {}
         self.finished_recving_kv_req_ids: set[str] = set()
+        self.finished_req_ids: set[str] = set()  # that the workers are told of with the next step
         self.freed: list[Any] = []
         self.kv_cache_manager = SimpleNamespace(get_block_ids=lambda request_id: ([7, 8],))
 
@@ -153,6 +154,20 @@ def test_what_lmcache_announces_of_a_request_that_never_ran_is_not_waited_for(co
     scheduler.finish_requests(["a"], FINISHED)
     told(scheduler, sent=["a"])
     assert scheduler.freed[2:] == [request], "its own send, not the one that was never reported"
+
+
+def test_lmcache_cannot_have_sent_what_it_was_not_told_of() -> None:
+    """The word is of an earlier request with that id, whose empty send was not waited for."""
+    scheduler = patched(LMCacheMPConnector())
+    request = Request("a")
+    scheduler.add_request(request)
+    scheduler.finish_requests(["a"], FINISHED)
+    scheduler.finished_req_ids = {"a"}
+    told(scheduler, sent=["a"])
+    assert scheduler.freed == []
+    scheduler.finished_req_ids = set()
+    told(scheduler, sent=["a"])
+    assert scheduler.freed == [request]
 
 
 @pytest.mark.parametrize(
