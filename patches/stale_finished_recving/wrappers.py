@@ -168,6 +168,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def sorted_out(scheduler: Any, ledger: Ledger, output: Any) -> _Sorted:
         requests, aside = scheduler.requests, livepatch.aside
         found = _Sorted()
+        # The workers hear with the next step that these have finished, and LMCache's sends none before.
+        untold = scheduler.finished_req_ids if ledger.announces_always else ()
         for request_id in ledger.unsorted[0].union(output.finished_recving or ()):
             request = requests.get(request_id)
             held = ledger.held.get(request_id)
