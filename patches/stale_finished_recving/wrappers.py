@@ -187,11 +187,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             if request_id in ledger.given_up:
                 found.late.append(request_id)
                 found.dropped.append(("send_late", request_id))
-            elif (
-                held is not None and held.send and ledger.announces_always and request_id in scheduler.finished_req_ids
-            ):
-                # The workers are not told of its end before the next step: this is the empty send of an earlier request
-                # with its id, which ran and ended in the one step between.
+            elif held is not None and held.send and request_id in untold:
+                # The empty send of an earlier request with its id: this one ran and ended in the one step between.
                 found.dropped.append(("send_late", request_id))
             elif held is not None and held.send:
                 found.sent.append(held)
