@@ -113,7 +113,7 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"]["withheld"]
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", ["0.14.1", "0.16.0", "0.17.0", "0.29.0", "0.33.0"])
 def test_engine_policy(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """`ON_LOSS=engine`: where the policy is `fail`, the request ends with an error, and nobody gets a wrong token."""
     environ = {"LIVEPATCH_FAILED_LOADS_ON_LOSS": "engine"}

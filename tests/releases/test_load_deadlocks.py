@@ -21,20 +21,8 @@ STALLS = {
     "urgent_newcomer": [("0.14.1", "0.30.0")],
 }
 """The first and last release of each stretch that a shape stops."""
-RELEASES = [
-    "0.14.1",
-    "0.17.1",
-    "0.18.1",
-    "0.19.1",
-    "0.22.1",
-    "0.23.0",
-    "0.24.0",
-    "0.25.1",
-    "0.30.0",
-    "0.31.0",
-    "0.33.0",
-]
-"""The first and the last pinned, and those on both sides of each end."""
+RELEASES = ["0.14.1", "0.18.1", "0.22.1", "0.24.0", "0.30.0", "0.31.0"]
+"""Ends of stretches, and releases past them; the others were driven by hand, see docs/load-deadlocks.md."""
 
 
 @pytest.mark.parametrize("release", RELEASES)
