@@ -20,7 +20,9 @@ NEEDED = RELEASES[: RELEASES.index("0.22.1") + 1]
 
 SECONDS = {"HANDSHAKE": "0.5", "TRANSFER": "0.3", "DEFER": "0.3"}
 OPTIONS = {f"LIVEPATCH_MORIIO_TIMEOUTS_{name}_SECONDS": seconds for name, seconds in SECONDS.items()}
-ALONE = {"LIVEPATCH_STALE_FINISHED_RECVING": "off", "LIVEPATCH_KV_BLOCK_REAPER": "off"}
+ALONE = dict.fromkeys(
+    ("LIVEPATCH_STALE_FINISHED_RECVING", "LIVEPATCH_KV_BLOCK_REAPER", "LIVEPATCH_FAILED_LOADS"), "off"
+)
 """What the patch claims it does without the others."""
 STOCK_SECONDS = "1"
 """How long a stock step may spin for a peer that is silent; nothing else takes a tenth of that."""

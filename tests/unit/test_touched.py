@@ -66,7 +66,6 @@ ALLOWED = {
         **dict.fromkeys(("exception", "logger"), "the module's logger"),
         **dict.fromkeys(("_livepatch_writes", "livepatch_kind"), "what the patch itself sets"),
     },
-    "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
     "nixl-lease-guard": {
         **dict.fromkeys(
             ("nixl_agent", "get_xfer_descs", "initialize_xfer", "register_memory", "send_notif", "transfer"),
