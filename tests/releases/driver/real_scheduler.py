@@ -89,7 +89,7 @@ def make_model_config(directory: Path) -> Any:
 
 
 def as_on_a_gpu(vllm_config: Any, scheduler: str) -> None:
-    """Let `scheduler` overlap its steps where the CPU platform (from 0.27.0) switches that off for every engine."""
+    """Let `scheduler` overlap its steps: from 0.27.1 on the CPU platform switches that off for every engine."""
     vllm_config.scheduler_config.async_scheduling = scheduler == AsyncScheduler.__name__
 
 
