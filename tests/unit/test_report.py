@@ -139,6 +139,8 @@ def test_a_process_that_was_killed_is_told_apart_and_cleaned(patched: Sandbox) -
 
 def test_a_recycled_pid_is_another_process(patched: Sandbox) -> None:
     process = waiting(patched, USE_STEP)
+    # Its last write: one that came after ours would be the report of the live process again.
+    until(lambda: live(patched)[0]["patches"][0]["counters"] == {"calls": 1})
     (file,) = patched.state.iterdir()
     content = json.loads(file.read_text("ascii"))
     content["start_ticks"] -= 1
