@@ -16,7 +16,7 @@ from . import guard
 SAY_EVERY_SECONDS = 30.0
 
 _Error = TypeVar("_Error", bound=BaseException)
-_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
+_Wrapper = TypeVar("_Wrapper", bound="Callable[..., Any] | guard.Before | guard.After")
 
 
 class PatchContext:
@@ -49,7 +49,7 @@ class PatchContext:
         self._failed = failed
         self._first = threading.Lock()  # taken by the first error, and kept
         self._put_back: list[Callable[[], None]] = []
-        self._lasting: list[Callable[..., Any]] = []
+        self._lasting: list[object] = []
 
     def count(self, kind: str, number: int = 1) -> None:
         """Add to a counter that `status` shows."""
@@ -86,7 +86,15 @@ class PatchContext:
         self._lasting.append(wrapper)
         return wrapper
 
-    def lasts(self, wrapper: Callable[..., Any]) -> bool:
+    def before(self, look: Callable[[Any, Any, Any], None]) -> guard.Before:
+        """In a wrapper's place: `look(instance, args, kwargs)` before each call of a method."""
+        return guard.Before(look)
+
+    def after(self, look: Callable[[Any, Any, Any, Any], None]) -> guard.After:
+        """In a wrapper's place: `look(instance, args, kwargs, answer)` after each call of a method that returned."""
+        return guard.After(look)
+
+    def lasts(self, wrapper: object) -> bool:
         return any(wrapper is one for one in self._lasting)
 
     def around(self, function: Callable[..., Any], wrapper: guard.Wrapper) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+_UNSEEN: Any = object()
 KEPT_AS = "_livepatch_loads"
 ARRIVED = "_livepatch_arrived"
 """Attribute of a request: what `stale-finished-recving` notes when a load has arrived."""
@@ -324,13 +326,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     def loads_of(scheduler: Any) -> _Loads | None:
         """The scheduler's loads, None where its connector is another than LMCache's MP connector."""
-        kept = vars(scheduler)
-        if KEPT_AS not in kept:
-            ours = hasattr(scheduler.connector, "request_trackers") and hasattr(
-                scheduler.connector, "scheduler_adapter"
-            )
-            kept[KEPT_AS] = _Loads(scheduler, livepatch) if ours else None
-        found: _Loads | None = kept[KEPT_AS]
+        found: _Loads | None = getattr(scheduler, KEPT_AS, _UNSEEN)
+        if found is _UNSEEN:
+            connector = scheduler.connector
+            ours = hasattr(connector, "request_trackers") and hasattr(connector, "scheduler_adapter")
+            found = _Loads(scheduler, livepatch) if ours else None
+            setattr(scheduler, KEPT_AS, found)
         return found
 
     def schedule(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:

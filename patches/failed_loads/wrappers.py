@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .losses import Table, block_sizes, spread, tables_given
@@ -30,48 +30,39 @@ DEEPEST = 256
 """More steps than any engine has under way: what is never answered is not kept for ever."""
 
 
-class _Step:
-    """A scheduled step that is not answered yet, and the requests whose tokens of it are not to be delivered."""
-
-    __slots__ = ("output", "withheld")
-
-    def __init__(self, output: Any) -> None:
-        self.output = output
-        self.withheld: frozenset[str] = frozenset()
-
-
 class _Loads:
     """What is known of one scheduler's steps under way."""
 
-    __slots__ = ("answering", "asks", "steps")
+    __slots__ = ("answering", "asks", "steps", "withheld")
 
     def __init__(self) -> None:
-        self.steps: deque[_Step] = deque(maxlen=DEEPEST)
-        self.answering: Any = None  # the scheduler output whose answer the scheduler acts on
+        self.steps: deque[Any] = deque(maxlen=DEEPEST)  # the scheduler outputs of steps that are not answered yet
+        self.withheld: dict[int, set[str]] = {}  # whose tokens of a step are not to be delivered, by `id` of its output
+        self.answering: Any = None  # the scheduler output whose answer the scheduler acts on, or acted on last
         self.asks = False  # whether the connector's `get_num_new_matched_tokens` is wrapped
 
-    def answered(self, output: Any) -> frozenset[str]:
+    def answered(self, output: Any) -> Iterable[str]:
         """Take a step, and whatever was scheduled before it, from those under way; whose tokens of it are withheld."""
-        if self.steps and self.steps[0].output is output:  # as in every step but for a few
-            return self.steps.popleft().withheld
-        if any(step.output is output for step in self.steps):
-            while self.steps:
-                step = self.steps.popleft()
-                if step.output is output:
-                    return step.withheld
-        return frozenset()
+        steps = self.steps
+        if not (steps and steps[0] is output):  # as in every step but for a few
+            if all(step is not output for step in steps):
+                return ()
+            while steps[0] is not output:
+                self.withheld.pop(id(steps.popleft()), None)
+        steps.popleft()
+        return self.withheld.pop(id(output), ()) if self.withheld else ()
 
     def began_anew(self, name: str) -> bool:
         """Whether a request was let in again in a step under way."""
-        return any(name in tables_given(step.output) for step in self.steps)
+        return any(name in tables_given(step) for step in self.steps)
 
     def withhold(self, name: str, restarted: bool) -> None:
         """Deliver no token of the steps under way to a request; `restarted`: only of those before it began anew."""
         for step in self.steps:
-            if restarted and name in tables_given(step.output):
+            if restarted and name in tables_given(step):
                 return
-            if name in step.output.num_scheduled_tokens:
-                step.withheld |= {name}
+            if name in step.num_scheduled_tokens:
+                self.withheld.setdefault(id(step), set()).add(name)
 
 
 class _Losses:
@@ -99,14 +90,14 @@ class _Losses:
         ]
 
 
-def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
     # To 0.16 the policy is `recompute` by default, so that `fail` is an operator's choice.
     recompute = livepatch.options["ON_LOSS"] == "recompute" and livepatch.facts.get("fails_by_default", True)
 
     def loads_of(scheduler: Any) -> _Loads:
         """The scheduler's record, made when it is first asked for; whoever lost a load is then computed here."""
-        loads: _Loads | None = vars(scheduler).get(STATE)
+        loads: _Loads | None = getattr(scheduler, STATE, None)
         if loads is None:
             loads = _Loads()
             setattr(scheduler, STATE, loads)
@@ -114,11 +105,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 scheduler.recompute_kv_load_failures = True
         return loads
 
-    def schedule(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        output = wrapped(*args, **kwargs)
+    def scheduled(scheduler: Any, args: Any, kwargs: Any, output: Any) -> None:
         if scheduler.connector is not None and output.num_scheduled_tokens:
-            loads_of(scheduler).steps.append(_Step(output))
-        return output
+            loads = loads_of(scheduler)
+            if len(loads.steps) == DEEPEST:
+                loads.withheld.pop(id(loads.steps[0]), None)
+            loads.steps.append(output)
 
     def asked(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
         """Of a request whose load was lost, the connector is asked as if all of it were computed here."""
@@ -187,10 +179,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         livepatch.count(kind, number)
         livepatch.say(kind, f"KV of {number} requests could not be loaded: {kind}")
 
-    def update(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def answered(scheduler: Any, args: Any, kwargs: Any) -> None:
         """Deliver no token that was sampled in a step on lost KV."""
         if scheduler.connector is None:
-            return wrapped(*args, **kwargs)
+            return
         loads = loads_of(scheduler)
         output = args[0] if args else kwargs["scheduler_output"]
         answer = args[1] if len(args) > 1 else kwargs["model_runner_output"]
@@ -202,10 +194,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 known = [scheduler.requests[name] for name in failed if name in scheduler.requests]
                 mark(scheduler, loads, known)
         loads.answering = output
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            loads.answering = None
 
     def withhold(answer: Any, name: str) -> None:
         """The model runner has sampled nothing for this request: as for a part of a prompt."""
@@ -220,8 +208,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         answer.prompt_logprobs_dict.pop(name, None)
 
     return {
-        f"{SCHEDULER}.schedule": schedule,
+        f"{SCHEDULER}.schedule": livepatch.after(scheduled),
         f"{SCHEDULER}._handle_invalid_blocks": handle,
         # What was sampled on lost KV stays undelivered when the patch stands aside.
-        f"{SCHEDULER}.update_from_output": livepatch.lasting(update),
+        f"{SCHEDULER}.update_from_output": livepatch.lasting(livepatch.before(answered)),
     }

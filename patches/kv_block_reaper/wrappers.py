@@ -123,8 +123,8 @@ def _variable(name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
     seconds: float = livepatch.options["IDLE_SECONDS"]
     only_idle: bool = livepatch.options["ONLY_IDLE"]
     # The connectors that lose completions in these releases; which one serves is only known now.
@@ -134,7 +134,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def watch(scheduler: Any) -> Watch | None:
         """The scheduler's watch, None where its connector needs none and nobody asked for one."""
-        found = vars(scheduler).get(_STATE, _UNSEEN)
+        found: Any = getattr(scheduler, _STATE, _UNSEEN)
         if found is _UNSEEN:
             found = begun(scheduler.connector)
             setattr(scheduler, _STATE, found)
@@ -157,7 +157,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def reap(scheduler: Any, state: Watch) -> None:
         """Free what is due; costs nothing for what is not."""
         holds = state.holds
-        if not holds or (only_idle and scheduler.running):
+        if only_idle and scheduler.running:
             return
         now = time.monotonic()
         while holds:
@@ -212,30 +212,26 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 state.holds.move_to_end(request_id)
         return result
 
-    def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        state = vars(scheduler).get(_STATE)
+    def freed(scheduler: Any, args: Any, kwargs: Any) -> None:
+        state = getattr(scheduler, _STATE, None)
         if state is not None and (state.holds or state.receives):
             request = args[0] if args else kwargs["request"]
             state.holds.pop(request.request_id, None)
             state.receives.pop(request.request_id, None)
-        return wrapped(*args, **kwargs)
 
-    def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def added(scheduler: Any, args: Any, kwargs: Any) -> None:
         # To 0.21 the engine sleeps while blocks are held and nothing else is to do: who comes next finds them free.
-        state = vars(scheduler).get(_STATE)
-        if state is not None:
+        state = getattr(scheduler, _STATE, None)
+        if state is not None and state.holds:
             reap(scheduler, state)
-        return wrapped(*args, **kwargs)
 
-    def after_schedule(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
-        state = vars(scheduler).get(_STATE)
-        if state is not None:
+    def scheduled(scheduler: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        state = getattr(scheduler, _STATE, None)
+        if state is not None and state.holds:
             reap(scheduler, state)
-        return result
 
     def transfers_ended(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        state = vars(scheduler).get(_STATE)
+        state = getattr(scheduler, _STATE, None)
         if state is None or not (state.reaped or state.receives):
             return wrapped(*args, **kwargs)
         received = (args[0] if args else kwargs["kv_connector_output"]).finished_recving
@@ -310,9 +306,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     return {
         f"{SCHEDULER}.finish_requests": finish,
         f"{SCHEDULER}._free_request": free_request,
-        f"{SCHEDULER}._free_blocks": free_blocks,
-        f"{SCHEDULER}.add_request": add_request,
-        f"{SCHEDULER}._update_after_schedule": after_schedule,
+        f"{SCHEDULER}._free_blocks": livepatch.before(freed),
+        f"{SCHEDULER}.add_request": livepatch.before(added),
+        f"{SCHEDULER}._update_after_schedule": livepatch.after(scheduled),
         # What was freed here stays so when the patch stands aside: its completions must still be left out.
         f"{SCHEDULER}._update_from_kv_xfer_finished": livepatch.lasting(transfers_ended),
         f"{NIXL}.worker:NixlConnectorWorker._get_new_notifs": notifications,

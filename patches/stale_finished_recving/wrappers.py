@@ -7,28 +7,19 @@ Source: vllm#43226, vllm#46240, vllm PR#53631, vllm PR#56089, vllm PR#52954.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import early_sends
+from .ledger import Held, Ids, Ledger, Sorted
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 Call = Callable[..., Any]
-Ids = set[str] | None
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-
-ANNOUNCES_ALWAYS = "LMCacheMPConnector"
-"""Class name of the connectors, LMCache's and vLLM's own, that announce a send of every request, whether it ran or not.
-
-They report it at the next step, or never where their server was lost; and a load that they refuse is reported by its
-blocks, to LMCache 0.4.7 by nothing else.
-"""
 
 LEDGER = "_livepatch_transfers"
 """Attribute of a scheduler: its `Ledger`. `kv-block-reaper` looks for it."""
@@ -36,122 +27,10 @@ LEDGER = "_livepatch_transfers"
 ARRIVED = "_livepatch_arrived"
 """Attribute of a request that was preempted: how often, when its load had arrived."""
 
-REMEMBERED = 65536
-"""How many ids are remembered of which a send was given up."""
-
-
-class _Held:
-    """A finished request that keeps its blocks, and which of its transfers have not ended yet.
-
-    `empty_send`: the connector announced a send of a request that never ran, so that there is nothing to send. Its
-    completion may come, or not (see docs/connector-completions.md): nobody waits for it.
-    """
-
-    __slots__ = ("empty_send", "receive", "request", "send")
-
-    def __init__(self, request: Any, receive: bool, send: bool, empty_send: bool) -> None:
-        self.request = request
-        self.receive = receive
-        self.send = send
-        self.empty_send = empty_send
-
-
-class Ledger:
-    """What one scheduler still waits for on behalf of requests that have finished."""
-
-    __slots__ = ("announces_always", "finishing", "given_up", "held", "parked", "receiving", "unsorted")
-
-    def __init__(self, connector: Any) -> None:
-        self.announces_always = announces_always(connector)
-        self.held: dict[str, _Held] = {}
-        # New requests with the id of a held one. Workers tell transfers apart by request id alone.
-        self.parked: dict[str, list[Any]] = {}
-        # Sends whose blocks were freed without their completion (by the reaper), oldest first: should it come after
-        # all, it is not the completion of a later request with the same id.
-        self.given_up: OrderedDict[str, int] = OrderedDict()
-        # The requests that are being finished while their receive is pending.
-        self.receiving: set[str] = set()
-        self.finishing = False  # whether that is at somebody's request: else a request ends by its own last token
-        # Completions (received, sent) of held requests that an error of ours has kept us from sorting.
-        self.unsorted: tuple[set[str], set[str]] = set(), set()
-
-    def came_late(self, request_id: str) -> None:
-        """A send's completion was that of an earlier request, whose blocks were freed without it."""
-        count = self.given_up.pop(request_id, 0)
-        if count > 1:
-            self.given_up[request_id] = count - 1
-
-    def give_up_send(self, request_id: str) -> None:
-        self.given_up[request_id] = self.given_up.pop(request_id, 0) + 1
-        if len(self.given_up) > REMEMBERED:
-            self.given_up.popitem(last=False)
-
-
-class _Sorter:
-    """Stands where the scheduler tells its connector, which it does first in every release.
-
-    The connector may change what it is told (MoRI-IO does), so the ids are sorted between the connector's look at them
-    and the scheduler's; afterwards the output has again what the connector left in it.
-    """
-
-    __slots__ = ("output", "raw", "see", "sort")
-
-    def __init__(self, see: Any, sort: Callable[[Any], tuple[Ids, Ids]]) -> None:
-        self.see = see
-        self.sort = sort
-        self.output: Any = None  # the one that the scheduler is acting on; another caller's passes through
-        self.raw: tuple[Ids, Ids] | None = None
-
-    def __call__(self, output: Any) -> Any:
-        result = None if self.see is None else self.see(output)
-        if output is self.output:
-            received, sent = output.finished_recving, output.finished_sending
-            if received or sent or output.invalid_block_ids:
-                self.raw = received, sent
-                output.finished_recving, output.finished_sending = self.sort(output)
-        return result
-
-    def done(self) -> None:
-        if self.raw is not None:
-            self.output.finished_recving, self.output.finished_sending = self.raw
-            self.raw = None
-        self.output = None
-
-
-class _Sorted:
-    """What is to be done about the completions of one worker's output. Nothing is changed while it is found out."""
-
-    def __init__(self) -> None:
-        self.ready: set[str] = set()
-        self.received: list[_Held] = []
-        self.sent: list[_Held] = []
-        self.late: list[str] = []
-        self.dropped: list[tuple[str, str]] = []  # kind, request id
-        self.passed: set[str] = set()  # sends that are left to the release
-
-
-def leaves(connector: Any) -> Iterator[Any]:
-    """The connector itself, or the children of a MultiConnector."""
-    children = getattr(connector, "_connectors", None)
-    if isinstance(children, list):
-        for child in children:
-            yield from leaves(child)
-    else:
-        yield connector
-
-
-def announces_always(connector: Any) -> bool:
-    """Whether each send that this connector announces of a request that never ran is one of `ANNOUNCES_ALWAYS`.
-
-    NIXL, the usual other child, announces none of an aborted request.
-    """
-    kinds = {type(leaf).__name__ for leaf in leaves(connector)}
-    return ANNOUNCES_ALWAYS in kinds and all(kind == ANNOUNCES_ALWAYS or kind.startswith("Nixl") for kind in kinds)
-
 
 def ledger_of(scheduler: Any) -> Ledger:
     """The scheduler's ledger, made when it is first asked for."""
-    ledger: Ledger | None = vars(scheduler).get(LEDGER)
+    ledger: Ledger | None = getattr(scheduler, LEDGER, None)
     if ledger is None:
         ledger = Ledger(scheduler.connector)
         setattr(scheduler, LEDGER, ledger)
@@ -165,9 +44,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     # To 0.15 the id of a load that has arrived stays behind when its request is aborted.
     lingers: bool = livepatch.facts.get("lingers", False)
 
-    def sorted_out(scheduler: Any, ledger: Ledger, output: Any) -> _Sorted:
+    def sorted_out(scheduler: Any, ledger: Ledger, output: Any) -> Sorted:
         requests, aside = scheduler.requests, livepatch.aside
-        found = _Sorted()
+        found = Sorted()
         # The workers hear with the next step that these have finished, and LMCache's sends none before.
         untold = scheduler.finished_req_ids if ledger.announces_always else ()
         for request_id in ledger.unsorted[0].union(output.finished_recving or ()):
@@ -203,7 +82,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             found.received += refused(scheduler, ledger, output.invalid_block_ids)
         return found
 
-    def refused(scheduler: Any, ledger: Ledger, failed: set[int]) -> Iterator[_Held]:
+    def refused(scheduler: Any, ledger: Ledger, failed: set[int]) -> Iterator[Held]:
         """The held requests whose load LMCache has refused, or given up: to 0.4.7 only their blocks are reported."""
         for request_id, held in ledger.held.items():
             if held.receive and held.empty_send:
@@ -245,7 +124,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             livepatch.stand_aside("reporting completions", error)
         return found.ready or None, freed | found.passed or None
 
-    def report(found: _Sorted, kept: Mapping[str, _Held]) -> None:
+    def report(found: Sorted, kept: Mapping[str, Held]) -> None:
         for kind, request_id in found.dropped:
             livepatch.count(kind)
             livepatch.say(kind, f"dropped a completion the scheduler cannot act on: {kind}, request {request_id}")
@@ -256,23 +135,44 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             livepatch.count(kind)
             livepatch.say(kind, f"request {request_id}: its {ended} has ended, its {pending} has not; blocks are kept")
 
+    def sort(scheduler: Any, ledger: Ledger, output: Any) -> None:
+        received, sent = output.finished_recving, output.finished_sending
+        if received or sent or output.invalid_block_ids:
+            ledger.raw = received, sent
+            output.finished_recving, output.finished_sending = actionable(scheduler, output)
+
+    def stand_in(scheduler: Any, ledger: Ledger, connector: Any) -> None:
+        """Stand where the scheduler tells its connector, which it does first in every release.
+
+        The connector may change what it is told (MoRI-IO does), so the ids are sorted between the connector's look at
+        them and the scheduler's; afterwards the output has again what the connector left in it.
+        """
+        see = connector.update_connector_output
+
+        def update_connector_output(output: Any) -> Any:
+            result = see(output)
+            if output is ledger.output and ledger.see is update_connector_output:  # another caller's passes through
+                sort(scheduler, ledger, output)
+            return result
+
+        ledger.see = connector.update_connector_output = update_connector_output
+
     def update(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         output = args[0] if args else kwargs["kv_connector_output"]
+        ledger = ledger_of(scheduler)
         connector = scheduler.connector
         if connector is None:
-            sorter = _Sorter(None, functools.partial(actionable, scheduler))
-            sorter.output = output
-            sorter(output)
-        else:
-            sorter = vars(connector).get("update_connector_output")
-            if type(sorter) is not _Sorter:
-                sorter = _Sorter(connector.update_connector_output, functools.partial(actionable, scheduler))
-                connector.update_connector_output = sorter
-            sorter.output = output
+            sort(scheduler, ledger, output)
+        elif connector.update_connector_output is not ledger.see:
+            stand_in(scheduler, ledger, connector)
+        ledger.output = output
         try:
             return wrapped(*args, **kwargs)
         finally:
-            sorter.done()
+            ledger.output = None
+            if ledger.raw is not None:
+                output.finished_recving, output.finished_sending = ledger.raw
+                ledger.raw = None
 
     def finish(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         """Note whose receive is pending, and abort parked requests, too."""
@@ -341,14 +241,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return True, params  # to 0.15 a token that was under way finishes a held request once more
         if (receives or announced) and not livepatch.aside:
             empty = receives and ledger.announces_always and not request.num_preemptions
-            ledger.held[request.request_id] = _Held(request, receives, bool(announced), empty)
+            ledger.held[request.request_id] = Held(request, receives, bool(announced), empty)
             return True, params
         return announced, params
 
     def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         request = args[0] if args else kwargs["request"]
         result = wrapped(*args, **kwargs)
-        ledger: Ledger | None = vars(scheduler).get(LEDGER)
+        ledger: Ledger | None = getattr(scheduler, LEDGER, None)
         held = None if ledger is None else ledger.held.get(request.request_id)
         if ledger is not None and held is not None and held.request is request:
             del ledger.held[request.request_id]
@@ -369,7 +269,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         """A request waits until transfers of an earlier one with its id have ended: nobody could tell them apart."""
         request = args[0] if args else kwargs["request"]
-        ledger: Ledger | None = vars(scheduler).get(LEDGER)
+        ledger: Ledger | None = getattr(scheduler, LEDGER, None)
         held = None if ledger is None else ledger.held.get(request.request_id)
         session = held is not None and getattr(held.request, "streaming_queue", None) is not None
         if ledger is None or session or (held is None and request.request_id not in ledger.parked):

@@ -42,13 +42,11 @@ MUTANTS = (
     Mutant("frees-at-receive", "if not one.receive and (one.empty_send or not one.send)}", "if not one.receive}"),
     Mutant(
         "every-send-empty",
-        "_Held(request, receives, bool(announced), empty)",
-        "_Held(request, receives, bool(announced), True)",
+        "Held(request, receives, bool(announced), empty)",
+        "Held(request, receives, bool(announced), True)",
     ),
     Mutant("no-receive-noted", "ledger.receiving.add(request_id)", "pass"),
-    Mutant(
-        "no-send-noted", "_Held(request, receives, bool(announced), empty)", "_Held(request, receives, False, empty)"
-    ),
+    Mutant("no-send-noted", "Held(request, receives, bool(announced), empty)", "Held(request, receives, False, empty)"),
     Mutant("drops-ready", "found.ready.add(request_id)\n            elif held", "pass\n            elif held"),
     Mutant(
         "no-parking",

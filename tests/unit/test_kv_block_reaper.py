@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from vllm_livepatch.patches.stale_finished_recving import wrappers as stale
 from vllm_livepatch.sitecustomize import guard
 from vllm_livepatch.sitecustomize.context import PatchContext
 
+LOOKS = PatchContext("looks", {}, {}, lambda: None)
 OPTIONS = {"IDLE_SECONDS": 10.0, "ONLY_IDLE": False}
 
 
@@ -106,7 +108,10 @@ def scheduler_class(*patches: Mapping[str, Callable[..., Any]]) -> type[Any]:
         for target, wrapper in made.items():
             owner, _, name = target.partition(":")[2].rpartition(".")
             if owner == "Scheduler":
-                setattr(Scheduler, name, wrapt.FunctionWrapper(vars(Scheduler)[name], wrapper))
+                put: Any = wrapt.FunctionWrapper
+                if isinstance(wrapper, (guard.Before, guard.After)):
+                    put = functools.partial(guard.in_place_of, context=LOOKS, target=f"engine:Scheduler.{name}")
+                setattr(Scheduler, name, put(vars(Scheduler)[name], wrapper))
     return Scheduler
 
 

@@ -52,7 +52,7 @@ class Patched:
         self.release: Any = type("Release", (Release,), {attribute: vars(Release).get(attribute), **members})
         self.put(attribute, wrapper)
 
-    def put(self, attribute: str, wrapper: Callable[..., Any]) -> None:
+    def put(self, attribute: str, wrapper: Any) -> None:
         original = vars(self.release)[attribute]
         setattr(
             self.release, attribute, guard.in_place_of(original, wrapper, self.context, f"engine:Release.{attribute}")
@@ -355,6 +355,72 @@ def test_a_report_that_cannot_be_made_is_no_error_either() -> None:
     patched.context._failed = lambda detail: 1 / 0  # type: ignore[assignment]
     assert patched.release().step(7) == [7]
     assert patched.context.aside
+
+
+@pytest.mark.parametrize("form", ["before", "after"])
+def test_a_look_at_the_calls_of_a_method(form: str) -> None:
+    seen: list[Any] = []
+
+    def look(instance: Any, args: Any, kwargs: Any, *answer: Any) -> None:
+        seen.append((args, kwargs, *answer, len(instance.calls)))
+
+    patched = Patched(before)
+    patched.release = type("Release", (Release,), {"step": Release.step})
+    patched.put("step", getattr(patched.context, form)(look))
+    release = patched.release()
+    assert release.step(7, also=1) == [7]
+    assert seen == [((7,), {"also": 1}, 0) if form == "before" else ((7,), {"also": 1}, [7], 1)]
+    assert patched.release.step.__wrapped__ is Release.step
+    with pytest.raises(Refused):
+        release.step(Refused())
+    assert len(seen) == (2 if form == "before" else 1)
+    assert patched.release.step(release, 8) == [8]
+    assert (release.calls[-1], len(seen), patched.context.aside) == ((8, 0), 3 if form == "before" else 2, False)
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("form", ["before", "after"])
+def test_an_error_of_a_look_is_no_error_of_the_call(form: str, lasting: bool) -> None:
+    seen: list[Any] = []
+
+    def look(instance: Any, args: Any, kwargs: Any, *answer: Any) -> None:
+        seen.append(args)
+        raise Broken(form)
+
+    patched = Patched(before)
+    patched.release = type("Release", (Release,), {"step": Release.step})
+    made = getattr(patched.context, form)(look)
+    patched.put("step", patched.context.lasting(made) if lasting else made)
+    release = patched.release()
+    assert [release.step(7, also=1), release.step(8)] == [[7], [8]]
+    assert (release.calls, patched.context.aside) == ([(7, 1), (8, 0)], True)
+    assert seen == ([(7,), (8,)] if lasting else [(7,)])
+    (said,) = patched.said
+    assert said.startswith(f"engine:Release.step: Broken: {form} (")
+
+
+def test_a_look_is_for_methods() -> None:
+    context = PatchContext("around", {}, {}, lambda: None)
+    look = context.before(lambda instance, args, kwargs: None)
+    for original, target in ((Release.step, "engine:step"), (staticmethod(Release.step), "engine:Release.step")):
+        with pytest.raises(guard.Unwrappable):
+            guard.in_place_of(original, look, context, target)
+
+
+def test_a_look_at_what_somebody_else_wrapped() -> None:
+    """An object that binds in its own way, as wrapt's do."""
+    wrapt = pytest.importorskip("wrapt")
+    bound: list[Any] = []
+
+    def theirs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        bound.append(instance)
+        return wrapped(*args, **kwargs)
+
+    patched = Patched(before)
+    patched.release = type("Release", (Release,), {"step": wrapt.FunctionWrapper(Release.step, theirs)})
+    patched.put("step", patched.context.after(lambda instance, args, kwargs, answer: None))
+    release = patched.release()
+    assert (release.step(7), bound) == ([7], [release])
 
 
 def test_a_lasting_wrapper_goes_on_and_is_guarded_still() -> None:
