@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from . import guard
+from . import guard, redaction
 
 SAY_EVERY_SECONDS = 30.0
 
@@ -139,8 +139,9 @@ def _described(error: BaseException) -> str:
 def to_stderr(message: str) -> None:
     """One line, whole or not at all: processes that share a stderr do not mix theirs, and a closed one hurts nobody.
 
-    With LIVEPATCH_LOG=json it is an object: `time` (seconds since 1970), `logger`, `pid`, `message`.
+    Without secrets. With LIVEPATCH_LOG=json it is an object: `time` (seconds since 1970), `logger`, `pid`, `message`.
     """
+    message = redaction.sentence(message)
     line = f"vllm-livepatch: {message}\n"
     if os.environ.get("LIVEPATCH_LOG", "").strip().lower() == "json":
         said = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}

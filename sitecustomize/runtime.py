@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import application, cache, guard, installed, overrides, settings
+from . import application, cache, guard, installed, overrides, redaction, settings
 from .changed_module import ChangedModule, part_of_import
 from .changes import Change, HunkError
 from .context import PatchContext, to_stderr
@@ -61,7 +61,7 @@ class _PatchState:
             "name": self.patch.name,
             "state": self.state,
             "reason": self.reason,
-            "detail": self.detail,
+            "detail": None if self.detail is None else redaction.sentence(self.detail),
             "verdict": None if self.decision is None else self.decision.verdict,
             "targets": [*self.targets, *self.patch.added],
             "counters": {} if self.context is None else dict(self.context.counters),

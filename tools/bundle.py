@@ -10,15 +10,17 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import wrapt
 from vllm_livepatch import sitecustomize
+from vllm_livepatch.tools import bundled
+from vllm_livepatch.tools.bundled.verifying import MANIFEST as MANIFEST
+from vllm_livepatch.tools.bundled.verifying import differences as differences
 from vllm_livepatch.tools.catalogue import Entry
 from vllm_livepatch.tools.errors import UserError
 
 PACKAGE = "_vllm_livepatch"
-MANIFEST = "manifest.json"
 _TARGETS, _FINDING = "\nTARGETS = {}  #", '\nFINDING = ""  #'
 
 
@@ -39,7 +41,12 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
     for source in sorted(runtime.glob("*.py")):
         if source.name not in ("entry.py", "finding.py"):
             files[f"{PACKAGE}/sitecustomize/{source.name}"] = source.read_bytes()
-    for folder in ("", "patches/", "vendor/"):
+    answering = Path(next(iter(bundled.__path__)))
+    files["__main__.py"] = (answering / "main.py").read_bytes()
+    for source in (answering.parent / "errors.py", *sorted(answering.glob("*.py"))):
+        if source.name != "main.py":
+            files[f"{PACKAGE}/tools/{source.relative_to(answering.parent).as_posix()}"] = source.read_bytes()
+    for folder in ("", "patches/", "tools/", "vendor/"):
         files[f"{PACKAGE}/{folder}__init__.py"] = b""
     for item in entries.values():
         place = f"{PACKAGE}/patches/{item.folder.name}"
@@ -129,42 +136,6 @@ def write_zip(files: Mapping[str, bytes], out: Path) -> None:
         raise UserError(f"the bundle cannot be written to {out}: {error.strerror or error}") from error
 
 
-def differences(place: Path) -> tuple[list[str], int]:
-    """How a bundle (directory or zip) differs from its manifest, a sentence each; and how many files were compared.
-
-    Bytecode that an interpreter has cached beside the sources since is not the bundle's. Raises UserError where there
-    is no bundle, or its manifest cannot be read.
-    """
-    if not place.exists():
-        raise UserError(f"{place} does not exist")
-    files = _read_zip(place) if place.is_file() else _read_directory(place)
-    if MANIFEST not in files:
-        raise UserError(f"{place} is not a bundle: it has no {MANIFEST}")
-    try:
-        manifest = json.loads(files.pop(MANIFEST))
-        expected: dict[str, str] = dict(manifest["files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{place / MANIFEST} is damaged: {error}") from error
-    found: list[str] = []
-    for name, digest in sorted(expected.items()):
-        if name not in files:
-            found.append(f"{name} is missing")
-        elif hashlib.sha256(files[name]).hexdigest() != digest:
-            found.append(f"{name} was changed")
-    added = sorted(set(files) - set(expected))
-    found += [f"{name} was added" for name in added if _source_of(name) not in expected.keys() & files.keys()]
-    return found, len(expected)
-
-
-def _source_of(name: str) -> str | None:
-    """The source whose bytecode this file is, kept beside it. Without that source, it would be run for itself."""
-    path = PurePosixPath(name)
-    if path.suffix != ".pyc":
-        return None
-    folder = path.parent.parent if path.parent.name == "__pycache__" else path.parent
-    return str(folder / f"{path.name.partition('.')[0]}.py")
-
-
 def cached(files: Mapping[str, bytes]) -> Path:
     """A directory that holds this bundle, in the user's cache (or a temporary place where that cannot be written)."""
     name = hashlib.sha256(files[MANIFEST]).hexdigest()[:16]
@@ -201,17 +172,3 @@ def _usable(out: Path) -> None:
 
 def _json(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
-
-
-def _read_directory(place: Path) -> dict[str, bytes]:
-    return {
-        file.relative_to(place).as_posix(): file.read_bytes() for file in sorted(place.rglob("*")) if file.is_file()
-    }
-
-
-def _read_zip(place: Path) -> dict[str, bytes]:
-    try:
-        with zipfile.ZipFile(place) as archive:
-            return {name: archive.read(name) for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError) as error:
-        raise UserError(f"{place} is neither a directory nor a zip file: {error}") from error

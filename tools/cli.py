@@ -6,20 +6,18 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.tools import bundle, catalogue, pages, pairs
+from vllm_livepatch.tools import bundle, catalogue, monitor, pages, pairs
 from vllm_livepatch.tools import check as checking
 from vllm_livepatch.tools import from_diff as diffing
 from vllm_livepatch.tools import matrix as matrices
-from vllm_livepatch.tools import status as statuses
+from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.sources import SourcesError
 
@@ -178,21 +176,31 @@ def status(
     state_dir: Annotated[Path | None, typer.Option("--state-dir", metavar="DIR")] = None,
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="All processes together, in one screen.")] = False,
+    require: Annotated[
+        list[str] | None,
+        typer.Option("--require", metavar="PATCH", help="Exit 1 unless all processes have it; repeatable."),
+    ] = None,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove the reports of processes that have ended.")] = False,
+    prometheus: Annotated[
+        Path | None, typer.Option("--prometheus", metavar="FILE", help="Write metrics for node_exporter's textfiles.")
+    ] = None,
+    serve: Annotated[int | None, typer.Option("--serve", metavar="PORT", help="Answer Prometheus' scrapes.")] = None,
+    address: Annotated[str, typer.Option("--address", help="Where --serve listens.")] = "127.0.0.1",
 ) -> None:
     """Every live patched process: releases, patches, state, reason, targets, counters."""
-    directory = statuses.state_directory(state_dir)
-    if watch and not as_json:
-        with Live(console=Console(), refresh_per_second=2) as live:
-            while True:
-                live.update(pages.status_view(statuses.processes(directory)[0], directory))
-                time.sleep(1)
-    processes, ended = statuses.processes(directory)
-    if as_json:
-        _print_json(processes)
-    else:
-        Console().print(pages.status_view(processes, directory))
-    if ended:
-        print(f"removed the reports of {len(ended)} ended processes: {', '.join(map(str, ended))}", file=sys.stderr)
+    code = monitor.run(
+        statuses.state_directory(state_dir),
+        as_json=as_json,
+        watch=watch,
+        summary=summary,
+        require=require or (),
+        prune=prune,
+        prometheus=prometheus,
+        serve=serve,
+        address=address,
+    )
+    raise typer.Exit(code)
 
 
 @app.command("from-diff")

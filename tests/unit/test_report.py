@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.sitecustomize import report
 from vllm_livepatch.tools import bundle as tools_bundle
-from vllm_livepatch.tools import status
+from vllm_livepatch.tools.bundled import status
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, STEP, USE_STEP, WORK, Sandbox, until
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 
 
 def live(sandbox: Sandbox) -> list[dict[str, Any]]:
-    return status.processes(sandbox.state)[0]
+    return status.processes(sandbox.state)
 
 
 def waiting(sandbox: Sandbox, code: str, **more: str) -> subprocess.Popen[str]:
@@ -84,6 +84,7 @@ def test_spawn_fork_and_forkserver_children_each_leave_a_report(patched: Sandbox
         str(found[name]) for name in ("parent", "spawn", "forkserver")
     ]
     until(lambda: not live(patched))
+    assert set(status.prune(status.read(patched.state))) >= set(found.values())
     assert list(patched.state.iterdir()) == []
 
 
@@ -129,10 +130,12 @@ def test_a_process_that_was_killed_is_told_apart_and_cleaned(patched: Sandbox) -
     first.kill()  # a zombie until it is waited for: that is not a live process either
     until(lambda: report.start_ticks(first.pid) is None)
     assert (patched.state / f"{os.uname().nodename}-{first.pid}-none.json").exists() is False
-    alive, ended = status.processes(patched.state)
-    assert ([one["pid"] for one in alive], ended) == ([second.pid], [first.pid])
+    found = status.read(patched.state)
+    assert ([one["pid"] for one in found.live], [pid for pid, _ in found.ended]) == ([second.pid], [first.pid])
+    assert len(list(patched.state.iterdir())) == 2  # to look at something removes nothing
+    assert status.prune(found) == [first.pid]
     assert len(list(patched.state.iterdir())) == 1
-    assert status.processes(patched.state)[1] == []
+    assert status.read(patched.state).ended == []
     for process in (first, second):
         process.communicate("")
 
@@ -145,8 +148,8 @@ def test_a_recycled_pid_is_another_process(patched: Sandbox) -> None:
     content = json.loads(file.read_text("ascii"))
     content["start_ticks"] -= 1
     file.write_text(json.dumps(content), "ascii")
-    assert status.processes(patched.state) == ([], [process.pid])
-    assert not file.exists()
+    found = status.read(patched.state)
+    assert (found.live, found.ended) == ([], [(process.pid, file)])
     process.communicate("")
 
 
@@ -164,12 +167,12 @@ def test_what_is_no_report_is_passed_over_and_left_alone(patched: Sandbox, text:
     file = patched.state / "strange.json"
     file.write_text(text, "latin-1")
     (patched.state / "other.txt").write_text("somebody's")
-    assert status.processes(patched.state) == ([], [])
+    assert status.read(patched.state) == ([], [], [])
     assert file.exists()
 
 
 def test_a_directory_that_does_not_exist_has_no_processes(tmp_path: Path) -> None:
-    assert status.processes(tmp_path / "none") == ([], [])
+    assert status.read(tmp_path / "none") == ([], [], [])
 
 
 # A report that cannot be left is said once, in the one line, and changes nothing else.
