@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from vllm_livepatch.tools import bundle, bundled
 
 from tests.unit import interpreters
-from tests.unit.support import PATCHED, PYTHON, STOCK, USE_STEP, Done, Sandbox, finish
+from tests.unit.support import PATCHED, PYTHON, STOCK, USE_STEP, WORK, Done, Sandbox, finish
 from tests.unit.test_changed_module import diff_patch
 
 
@@ -111,11 +112,27 @@ def test_another_sitecustomize_after_it(patched: Sandbox) -> None:
     assert f"{patched.site}/sitecustomize.py runs after it" in ask(patched, "doctor").out
 
 
-def test_another_bundle_serves(patched: Sandbox) -> None:
+@pytest.mark.parametrize("early", [False, True], ids=["", "a target is imported before"])
+def test_another_bundle_serves(patched: Sandbox, early: bool) -> None:
+    """It is not mixed with the one that is asked, which answers of itself."""
     other = patched.root / "other"
     bundle.write_directory(bundle.contents(patched.entries()), other)
-    failed, _ = doctor(patched, path=[other, patched.bundle, patched.site])
-    assert failed == {"loaded": f"another bundle serves this process: {other}"}
+    patched.patch("more", [WORK])
+    patched.generate()
+    if early:
+        patched.write({"sitecustomize.py": "import fakeengine.scheduler\n"})
+    path = [other, patched.bundle, patched.site]
+    failed, _ = doctor(patched, path=path)
+    assert failed["loaded"] == f"another bundle serves this process: {other}"
+    found = json.loads(ask(patched, "doctor", "--json", path=path).out)["patches"]
+    assert [patch["name"] for patch in found] == ["around", "more"]
+
+
+def test_a_bundle_without_its_package(patched: Sandbox) -> None:
+    shutil.rmtree(patched.bundle / "_vllm_livepatch")
+    done = ask(patched, "doctor")
+    assert (done.code, done.out) == (1, "")
+    assert "is damaged" in done.err
 
 
 @pytest.mark.parametrize("value", ["off", "0", "banana"])
