@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from tests.unit import interpreters
+from tests.unit.prometheus import NO_PROMETHEUS
 from tests.unit.support import Cli, Sandbox
 
 # The same examples in every run, and none kept on disk: a test that fails, fails for everybody.
@@ -44,3 +45,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     lacking = interpreters.missing((*interpreters.UNSERVED, *interpreters.SERVED))
     if lacking:
         terminalreporter.write_line(f"This machine lacks these interpreters, nothing ran in them: {', '.join(lacking)}")
+    skipped = terminalreporter.stats.get("skipped", ())
+    without = [
+        report for report in skipped if isinstance(report.longrepr, tuple) and NO_PROMETHEUS in report.longrepr[2]
+    ]
+    if without:
+        terminalreporter.write_line(
+            f"This machine has no Prometheus and cannot fetch it: {len(without)} tests were not run"
+        )
