@@ -97,7 +97,7 @@ class Runtime:
         self._decided: set[str] = set()  # patches
         self._unsaid: list[_PatchState] = []  # decided on
         self._greeted = False
-        self._reporter = Reporter(self._look_over, lambda patches: self.report.write(self.packages, patches))
+        self._reporter = Reporter(self._look_over, self._write, self._end)
 
     def begin(self) -> None:
         """Serve: this is the process's one runtime."""
@@ -429,6 +429,15 @@ class Runtime:
         if found:
             state.settle("applied", "bypassed", "; ".join(found))
         return [f"{state.patch.name} is bypassed: {said}" for said in new]
+
+    def _write(self, patches: list[dict[str, Any]]) -> None:
+        self.report.write(self.packages, patches)
+
+    def _end(self, patches: list[dict[str, Any]] | None) -> None:
+        if not self.environment.keep:
+            self.report.remove()
+        elif patches is not None:
+            self._write(patches)
 
     def _checked_and_written(self) -> None:
         self._later(0.0)

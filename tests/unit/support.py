@@ -152,6 +152,7 @@ class Sandbox:
             "HOME": str(self.home),
             "LC_ALL": "C.UTF-8",
             "LIVEPATCH_STATE_DIR": str(self.state),
+            "LIVEPATCH_STATE_KEEP": "1",  # what a process reported is looked at when it has ended
             "PYTHONPATH": os.pathsep.join(map(str, path)),
             **more,
         }
