@@ -35,10 +35,13 @@ class Reporter(Generic[Content]):
         look: Callable[[], Content | None],
         write: Callable[[Content], None],
         end: Callable[[Content | None], None],
+        due_in: Callable[[], float] = lambda: float("inf"),
     ) -> None:
+        """`due_in` says in how many seconds `look` has something to do although nobody asks."""
         self._look = look
         self._write = write
         self._end = end
+        self._due_in = due_in
         self._begin()
 
     def _begin(self) -> None:
@@ -137,7 +140,7 @@ class Reporter(Generic[Content]):
             os.sched_yield()
 
     def _run(self) -> None:
-        heartbeat = time.monotonic() + HEARTBEAT_SECONDS
+        heartbeat = time.monotonic() + self._pause()
         while True:
             with self._changed:
                 while not self._stopping and min(self._asked, heartbeat) > time.monotonic():
@@ -148,7 +151,6 @@ class Reporter(Generic[Content]):
                 self._asked = float("inf")
                 self._begun += 1
                 closed = self._closed
-            heartbeat = time.monotonic() + HEARTBEAT_SECONDS
             self._tell_multiprocessing()
             try:
                 content = self._look()
@@ -161,3 +163,7 @@ class Reporter(Generic[Content]):
                     self._ended += 1
                     self._stuck = False
                     self._changed.notify_all()
+            heartbeat = time.monotonic() + self._pause()
+
+    def _pause(self) -> float:
+        return min(HEARTBEAT_SECONDS, max(0.0, self._due_in()))

@@ -127,6 +127,7 @@ def _patched(part: Part, work: Path) -> Part:
     """The same with the bundle in front of what is on its PYTHONPATH already."""
     path = os.pathsep.join([str(work / "bundle"), part.environment["PYTHONPATH"]])
     injected = {"PYTHONPATH": path, "LIVEPATCH_STATE_DIR": str(work / "state"), "LIVEPATCH": "strict"}
+    injected["LIVEPATCH_STATE_KEEP"] = "1"
     return replace(part, environment={**part.environment, **injected})
 
 

@@ -66,6 +66,17 @@ class Done:
     def lines(self) -> list[str]:
         return self.err.splitlines()
 
+    @property
+    def greeting(self) -> str:
+        """The process's one line, which comes when it is known what came of the patches: here, at its end."""
+        (found,) = (line for line in self.lines if "; LIVEPATCH=off turns it off" in line)
+        return found
+
+    @property
+    def others(self) -> list[str]:
+        """All lines but that."""
+        return [line for line in self.lines if line != self.greeting]
+
 
 def finish(command: Sequence[str | Path], environ: Mapping[str, str], **options: Any) -> Done:
     """Run a process to its end, with nothing on its stdin and nothing in its environment but `environ`."""

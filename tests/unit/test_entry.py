@@ -97,7 +97,7 @@ def test_the_entry_imports_nothing_that_site_has_not_imported() -> None:
 def test_what_is_importable_is_two_names(patched: Sandbox) -> None:
     """The bundle's copy of wrapt shadows nobody's, and nothing of ours imports either."""
     top = {path.name for path in patched.bundle.iterdir()} - {"__pycache__"}
-    assert top == {"sitecustomize.py", "_vllm_livepatch", "manifest.json"}
+    assert top == {"sitecustomize.py", "_vllm_livepatch", "manifest.json", "__main__.py"}
     patched.write({"wrapt/__init__.py": "whose = 'theirs'\n"})
     show = "import sys\nprint([name for name in sys.modules if 'wrapt' in name])\nimport wrapt\nprint(wrapt.whose)"
     assert patched.python(f"{USE_STEP}\n{show}").out == f"{PATCHED}[]\ntheirs\n"
@@ -199,9 +199,8 @@ def test_a_process_without_stderr(patched: Sandbox, how: str, damaged: bool) -> 
 
 
 def test_a_stderr_of_somebodys_own_is_written_to(patched: Sandbox) -> None:
-    done = patched.python(
-        f"import io, sys\nsys.stderr = own = io.StringIO()\n{USE_STEP}\nprint(own.getvalue(), end='')"
-    )
+    show = "atexit.register(lambda: print(own.getvalue(), end=''))"
+    done = patched.python(f"import atexit, io, sys\nsys.stderr = own = io.StringIO()\n{show}\n{USE_STEP}")
     assert done.out.startswith(f"{PATCHED}vllm-livepatch: ")
     assert done.err == ""
 
