@@ -1,0 +1,1 @@
+"""What a bundle holds of the tools: standard library only."""
