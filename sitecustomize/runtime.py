@@ -6,7 +6,6 @@ import atexit
 import dataclasses
 import functools
 import hashlib
-import importlib
 import os
 import sys
 import threading
@@ -16,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import application, cache, guard, installed, overrides, redaction, settings
+from . import application, cache, guard, installed, overrides, patch_code, redaction, settings
 from .changed_module import ChangedModule, part_of_import
 from .changes import Change, HunkError
 from .context import PatchContext, to_stderr
@@ -79,7 +78,8 @@ class _PatchState:
 class Runtime:
     """All patches of one bundle in one process."""
 
-    def __init__(self, catalogue: dict[str, Any], root: str, bundle: str) -> None:
+    def __init__(self, catalogue: dict[str, Any], root: str, bundle: dict[str, Any]) -> None:
+        """`bundle` is what the report says of it besides its version."""
         self.version: str = catalogue["version"]
         self._root = root
         self._digests: dict[str, str] = catalogue["digests"]
@@ -89,9 +89,8 @@ class Runtime:
         self.states = [_PatchState(patch) for patch in patches]
         self.packages: dict[str, str | None] = {}
         about = {
-            "bundle": bundle,
+            **bundle,
             "version": self.version,
-            "digest": catalogue.get("digest"),
             "settings": settings.asked(patches, self.environment),
         }
         self.report = ProcessReport(os.environ, about)
@@ -288,7 +287,7 @@ class Runtime:
             self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
 
     def _made(self, patch: Patch, context: PatchContext) -> dict[str, Callable[..., Any]]:
-        code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
+        code = patch_code.load(self._root, patch.name)
         return dict(code.wrappers(context))
 
     def _put_around(self, state: _PatchState, context: PatchContext, made: dict[str, Callable[..., Any]]) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from vllm_livepatch.tools import extensions
 
 from tests.unit import interpreters
 from tests.unit.prometheus import NO_PROMETHEUS
@@ -38,6 +39,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(extensions, "gathered", lambda wanted, tell: extensions.at_hand(wanted))  # asks no registry
     return Cli(monkeypatch, capfd)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.tools import bundle, catalogue, cli
+from vllm_livepatch.tools import bundle, catalogue, cli, placing
 
 # Not the tests' own environment: its .pth files would be in every comparison.
 PYTHON: str = getattr(sys, "_base_executable", sys.executable)
@@ -96,6 +96,12 @@ def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
         pause.wait(0.02)
 
 
+def package_of(bundle: Path) -> Path:
+    """The package of the one generation that a bundle has."""
+    (found,) = bundle.glob("livepatch-*/_vllm_livepatch")
+    return found
+
+
 class Sandbox:
     """One place with a fake engine (`site`), patches, a bundle, a home and a state directory."""
 
@@ -152,8 +158,13 @@ class Sandbox:
         return {entry.patch.name: entry for entry in map(catalogue.read, sorted(self.patches.iterdir()))}
 
     def generate(self) -> Path:
-        bundle.write_directory(bundle.contents(self.entries()), self.bundle)
+        placing.write_directory(bundle.contents(self.entries()), self.bundle)
         return self.bundle
+
+    @property
+    def package(self) -> Path:
+        """The bundle's own package: the rest of the bundle, beside the entry that names its folder."""
+        return package_of(self.bundle)
 
     def environ(self, *, path: Sequence[Path | str] | None = None, **more: str) -> dict[str, str]:
         """A process's whole environment. `path` is PYTHONPATH: the bundle, then the engine, unless told otherwise."""

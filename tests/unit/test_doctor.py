@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools import bundle, bundled
+from vllm_livepatch.tools import bundle, bundled, placing
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, STOCK, USE_STEP, WORK, Done, Sandbox, finish
@@ -54,7 +54,10 @@ def test_all_is_well_and_the_process_is_patched(patched: Sandbox, version: str) 
 def test_what_it_says(patched: Sandbox) -> None:
     answer = json.loads(ask(patched, "doctor", "--json").out)
     assert answer["bundle"] == str(patched.bundle)
-    assert answer["version"] == bundle.version()
+    assert (answer["version"], answer["digest"]) == (
+        bundle.version(),
+        bundle.digest(bundle.contents(patched.entries())),
+    )
     assert (answer["python"], answer["packages"]) == (PYTHON, {"fakeengine": "1.0"})
     assert [(patch["name"], patch["verdict"]) for patch in answer["patches"]] == [("around", "needed")]
     said = {check["name"]: check["said"] for check in answer["checks"]}
@@ -116,7 +119,7 @@ def test_another_sitecustomize_after_it(patched: Sandbox) -> None:
 def test_another_bundle_serves(patched: Sandbox, early: bool) -> None:
     """It is not mixed with the one that is asked, which answers of itself."""
     other = patched.root / "other"
-    bundle.write_directory(bundle.contents(patched.entries()), other)
+    placing.write_directory(bundle.contents(patched.entries()), other)
     patched.patch("more", [WORK])
     patched.generate()
     if early:
@@ -129,7 +132,7 @@ def test_another_bundle_serves(patched: Sandbox, early: bool) -> None:
 
 
 def test_a_bundle_without_its_package(patched: Sandbox) -> None:
-    shutil.rmtree(patched.bundle / "_vllm_livepatch")
+    shutil.rmtree(patched.package)
     done = ask(patched, "doctor")
     assert (done.code, done.out) == (1, "")
     assert "is damaged" in done.err
@@ -151,7 +154,7 @@ def test_words_that_mean_nothing(patched: Sandbox) -> None:
 
 
 def test_a_damaged_bundle(patched: Sandbox) -> None:
-    (patched.bundle / "_vllm_livepatch/patches/around/wrappers.py").write_text("")
+    (patched.package / "patches/around/wrappers.py").write_text("")
     failed, _ = doctor(patched)
     assert "_vllm_livepatch/patches/around/wrappers.py was changed" in failed["bundle"]
 
@@ -199,7 +202,7 @@ def test_places_that_cannot_be_written(patched: Sandbox) -> None:
 
 def test_from_a_zip(patched: Sandbox) -> None:
     place = patched.root / "livepatch.zip"
-    bundle.write_zip(bundle.contents(patched.entries()), place)
+    placing.write_zip(bundle.contents(patched.entries()), place)
     assert doctor(patched, place=place, path=[place, patched.site]) == ({}, [])
     assert "in pure Python" in ask(patched, "doctor", place=place, path=[place, patched.site]).out
     assert ask(patched, "verify", place=place, path=[place]).code == 0
@@ -218,6 +221,11 @@ def test_verify(patched: Sandbox) -> None:
     assert "all as written" in done.out
     (patched.bundle / "more.py").write_text("")
     assert ask(patched, "verify").out == "more.py was added\n"
+    (patched.bundle / "more.py").unlink()
+    digest = bundle.digest(bundle.contents(patched.entries()))
+    assert ask(patched, "verify", "--digest", digest).code == 0
+    assert ask(patched, "verify", "--digest", digest[:-1]).code == 1
+    (patched.bundle / "more.py").write_text("")
     done = ask(patched, "verify", "--json")
     assert done.code == 1
     assert json.loads(done.out)["differences"] == ["more.py was added"]

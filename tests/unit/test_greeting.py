@@ -85,7 +85,8 @@ def test_a_process_that_lives_says_it(patched: Sandbox) -> None:
     assert process.stderr is not None
     said = process.stderr.readline()
     assert process.poll() is None
-    assert f"; applied=around armed=0 skipped=0 failed=- bundle={bundle.version()}" in said
+    digest = bundle.digest(bundle.contents(patched.entries()))
+    assert f"; applied=around armed=0 skipped=0 failed=- bundle={bundle.version()}+{digest[:19]}; LIVEPATCH=off" in said
     assert process.communicate("")[1] == ""
 
 

@@ -159,7 +159,7 @@ def test_the_form_of_a_process_in_status(sandbox: Sandbox) -> None:
     assert list(one) == [*keys, "version", "digest", "settings", "heartbeat", "pid_namespace"]
     assert (one["version"], one["digest"], one["pid_namespace"]) == (
         tools_bundle.version(),
-        None,
+        tools_bundle.digest(tools_bundle.contents(sandbox.entries())),
         report.pid_namespace(),
     )
     assert one["settings"] == {"mode": "auto", "toggles": {}, "options": {}}

@@ -1,4 +1,4 @@
-"""What a bundle answers by itself (`python BUNDLE doctor`).
+"""What a bundle holds of the tools, and answers by itself (`python BUNDLE doctor`).
 
-It is in the bundle, too: of the standard library only, and imported relatively, since the import root is another there.
+Of the standard library only, and imported relatively, since the import root is another one there.
 """

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ..errors import UserError
 from . import doctor, status, summary, verdicts
-from .verifying import differences
+from .verifying import verified
 
 
 def main(place: str, arguments: Sequence[str] | None = None) -> NoReturn:
@@ -46,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         one = commands.add_parser(command.__name__.strip("_"), help=said, description=said, allow_abbrev=False)
         one.add_argument("--json", action="store_true", help="for scripts")
         one.set_defaults(command=command)
+        if command is _verify:
+            one.add_argument("--digest", metavar="sha256:HEX", help="the bundle's, as `generate` printed it")
         if command is _status:
             one.add_argument("--state-dir", type=Path, metavar="DIR", help="where the reports are")
             one.add_argument("--watch", action="store_true", help="look again every second, until Ctrl-C")
@@ -71,7 +73,7 @@ def _doctor(options: argparse.Namespace) -> int:
                 "patched": not failed,
                 "bundle": options.place,
                 "version": found.version,
-                "digest": found.digest,
+                "digest": diagnosis.digest,
                 "python": sys.executable,
                 "checks": [check._asdict() for check in diagnosis.checks],
                 "packages": diagnosis.packages,
@@ -131,12 +133,14 @@ def settled(reports: status.Reports, require: Sequence[str], prune: bool) -> int
 
 
 def _verify(options: argparse.Namespace) -> int:
-    found, compared = differences(Path(options.place))
+    found = verified(Path(options.place), options.digest)
     if options.json:
-        _print_json({"bundle": options.place, "files": compared, "differences": found})
+        said = {"digest": found.digest, "files": found.compared, "differences": found.differences}
+        _print_json({"bundle": options.place, **said})
     else:
-        print("\n".join(found) or f"{options.place}: {compared} files, all as written")
-    return 1 if found else 0
+        as_written = f"{options.place}: {found.compared} files, all as written, {found.digest}"
+        print("\n".join(found.differences) or as_written)
+    return 1 if found.differences else 0
 
 
 def _check(options: argparse.Namespace) -> int:

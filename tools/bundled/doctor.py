@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ...sitecustomize import cache, report, settings
 from ..errors import UserError
 from .verdicts import Catalogue, Judged, here
-from .verifying import differences
+from .verifying import verified
 
 Finding = tuple[str, str]
 """OK, WARNING or FAILED, and a sentence."""
@@ -29,6 +29,7 @@ class Check(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
+    digest: str | None  # of the bundle, None where it cannot be told
     checks: list[Check]
     packages: dict[str, str | None]
     patches: list[Judged]
@@ -41,8 +42,9 @@ class Diagnosis(NamedTuple):
 def examine(place: str, catalogue: Catalogue) -> Diagnosis:
     """All that is to be said of the bundle at `place` in this process, started as those that it serves."""
     packages, judged = here(catalogue)
+    digest, bundle = _bundle(place, catalogue)
     checks = [
-        Check("bundle", *_bundle(place, catalogue)),
+        Check("bundle", *bundle),
         Check("interpreter", *_interpreter()),
         Check("LIVEPATCH", *_mode(catalogue)),
         Check("path", *_path(place)),
@@ -53,19 +55,21 @@ def examine(place: str, catalogue: Catalogue) -> Diagnosis:
         Check("state directory", *(cache.in_time(_state) or (WARNING, "its file system does not answer"))),
         *(Check("patches", *found) for found in _patches(packages, judged)),
     ]
-    return Diagnosis(checks, packages, judged)
+    return Diagnosis(digest, checks, packages, judged)
 
 
-def _bundle(place: str, catalogue: Catalogue) -> Finding:
-    said = f"{place}, version {catalogue.version}" + (f", {catalogue.digest}" if catalogue.digest else "")
+def _bundle(place: str, catalogue: Catalogue) -> tuple[str | None, Finding]:
+    """Its digest, and whether it is what that is the digest of."""
+    said = f"{place}, version {catalogue.version}"
     try:
-        found, compared = differences(Path(place))
+        found = verified(Path(place))
     except (UserError, OSError) as error:
-        return FAILED, f"{said}: {error}"
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        return FAILED, f"{said} is not what generate wrote: {', '.join(found[:3])}{more}"
-    return OK, f"{said}: {compared} files, all as written"
+        return None, (FAILED, f"{said}: {error}")
+    wrong = found.differences
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return found.digest, (FAILED, f"{said} is not what generate wrote: {', '.join(wrong[:3])}{more}")
+    return found.digest, (OK, f"{said}, {found.digest}: {found.compared} files, all as written")
 
 
 def _interpreter() -> Finding:

@@ -46,7 +46,6 @@ class Catalogue:
     """What a bundle says of itself and its patches."""
 
     version: str
-    digest: str | None  # bundles of version 0.1 lack it
     patches: tuple[Patch, ...]
     changes: Mapping[str, tuple[Change, ...]]  # of the diffs among them, by name
 
@@ -60,7 +59,6 @@ def catalogue() -> Catalogue:
         changes = said["changes"].items()
         return Catalogue(
             said["version"],
-            said.get("digest"),
             tuple(to_patch(name, facts) for name, facts in sorted(said["patches"].items())),
             {name: tuple(Change.from_json(change) for change in each) for name, each in changes},
         )
