@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from . import guard
+from . import guard, redaction
 
 SAY_EVERY_SECONDS = 30.0
 
@@ -144,22 +144,34 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}{place}"
 
 
+before_lines: list[Callable[[], None]] = []
+"""Called before anything is said: the process's own line comes first."""
+
+
 def to_stderr(message: str) -> None:
+    """Say one line, behind the process's own."""
+    for say in before_lines:
+        say()
+    line(message)
+
+
+def line(message: str) -> None:
     """One line, whole or not at all: processes that share a stderr do not mix theirs, and a closed one hurts nobody.
 
-    With LIVEPATCH_LOG=json it is an object: `time` (seconds since 1970), `logger`, `pid`, `message`.
+    Without secrets. With LIVEPATCH_LOG=json it is an object: `time` (seconds since 1970), `logger`, `pid`, `message`.
     """
-    line = f"vllm-livepatch: {message}\n"
+    message = redaction.sentence(message)
+    text = f"vllm-livepatch: {message}\n"
     if os.environ.get("LIVEPATCH_LOG", "").strip().lower() == "json":
         said = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}
-        line = json.dumps(said) + "\n"
+        text = json.dumps(said) + "\n"
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr, or a closed one
         try:
             descriptor = sys.stderr.fileno()
         except (OSError, ValueError):  # somebody's own, without a file
-            sys.stderr.write(line)
+            sys.stderr.write(text)
             sys.stderr.flush()
             return
         sys.stderr.flush()
         # In one piece, and past the buffer: what that cannot write becomes the process's exit code, 120.
-        os.write(descriptor, line.encode("utf-8", "backslashreplace"))
+        os.write(descriptor, text.encode("utf-8", "backslashreplace"))

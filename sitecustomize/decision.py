@@ -115,6 +115,7 @@ class Environment:
     errors: tuple[str, ...] = ()  # values that are no values: one sentence each
     notes: tuple[str, ...] = ()  # names of ours that mean nothing, a sentence each; under strict they count as errors
     traced: bool = False  # a patch changes traced code here; found out only for patches whose `auto` asks
+    keep: bool = False  # LIVEPATCH_STATE_KEEP: a process that ends leaves its report
 
 
 @dataclass(frozen=True)

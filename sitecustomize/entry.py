@@ -8,7 +8,9 @@ import os
 import sys
 
 TARGETS = {}  # generate: the modules that the bundle's patches name, and what is done to them
+GENERATION = ""  # generate: the folder beside this file that holds the rest; an upgrade puts another one beside it
 FINDING = ""  # generate: the text of sitecustomize/finding.py; only a process that looks for a target compiles it
+HERE = os.path.dirname(os.path.abspath(__file__))
 OFF = ("off", "0", "false", "no", "disabled")
 compiled = {}
 
@@ -26,7 +28,7 @@ def finding():
     if not compiled:
         names = {"__name__": "_vllm_livepatch.sitecustomize.finding"}
         exec(compile(FINDING, "<vllm-livepatch: finding.py>", "exec", 0, True), names)
-        names["TARGETS"] = TARGETS
+        names["TARGETS"], names["PLACE"] = TARGETS, os.path.join(HERE, GENERATION)
         compiled.setdefault("names", names)  # of two threads the first one's counts
     return compiled["names"]
 
@@ -46,8 +48,7 @@ def arm():
 
 def run_next():
     """Run the `sitecustomize` that this one hides, as if this one were not there: it gets the name in `sys.modules`."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    rest = sys.path[sys.path.index(here) + 1 :] if here in sys.path else []
+    rest = sys.path[sys.path.index(HERE) + 1 :] if HERE in sys.path else []
     if sys.version_info[0] == 2:
         import imp
 

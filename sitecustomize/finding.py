@@ -18,7 +18,9 @@ else:
     Any = object
 
 TARGETS: dict[str, str] = {}
-"""The entry's: modules, and what is done to them."""
+"""The entry's: modules, and what is done to them; the bundle's own package is among them."""
+PLACE = ""
+"""The entry's: the folder that holds the bundle's own package, as it was when this process started."""
 FORK_WAITS = 5000  # milliseconds, at most
 finding: set[tuple[str, int]] = set()  # (module, thread): who looks for what right now
 inside: set[int] = set()  # threads that import or run code of ours
@@ -28,6 +30,8 @@ told_of_forks: list[bool] = []
 
 
 def find_spec(name: str, path: Any, target: Any) -> Any:
+    if TARGETS.get(name) == "own":
+        return own_spec(name)
     asked = name, get_ident()
     if asked in finding:  # a finder behind us may ask all finders again
         return None
@@ -47,6 +51,17 @@ def find_spec(name: str, path: Any, target: Any) -> Any:
         hook: Any = sys.modules.get("_vllm_livepatch.sitecustomize.hook")
         if hasattr(hook, "is_gone") and hook.is_gone(name):
             return None
+    return spec
+
+
+def own_spec(name: str) -> Any:
+    """Of the bundle that this process started with, whichever the entry beside it names by now."""
+    archive: Any = sys.path_importer_cache.get(os.path.dirname(PLACE))
+    if hasattr(archive, "archive"):  # replaced, its parts lie elsewhere than they did when it was looked at
+        archive.invalidate_caches()
+    spec = sys.modules["_frozen_importlib_external"].PathFinder.find_spec(name, [PLACE])
+    if spec is None:  # another one must not be found in its place
+        raise ModuleNotFoundError(f"{PLACE} is not there: was it replaced since this process started?", name=name)
     return spec
 
 

@@ -7,10 +7,11 @@ is imported, and everything that a decision needs is imported with this module.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import sys
-from importlib.machinery import ModuleSpec
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -144,5 +145,23 @@ def _from_bundle() -> Runtime:
     root = __name__.partition(".")[0]
     package = sys.modules[root]
     where = os.path.dirname(str(package.__file__))
-    data = package.__spec__.loader.get_data(os.path.join(where, "catalogue.json"))  # type: ignore[union-attr]
-    return Runtime(json.loads(data.decode("utf-8")), root, os.path.dirname(where))
+    place = os.path.dirname(where)
+    read = package.__spec__.loader.get_data  # type: ignore[union-attr]
+    catalogue = json.loads(read(os.path.join(where, "catalogue.json")).decode("utf-8"))
+    try:
+        digest = "sha256:" + hashlib.sha256(read(os.path.join(place, "manifest.json"))).hexdigest()
+    except OSError:
+        digest = None
+    about = {"bundle": os.path.dirname(place), "digest": digest, "wrapt": _form_of_wrapt(where)}
+    return Runtime(catalogue, root, about)
+
+
+def _form_of_wrapt(where: str) -> str:
+    """Which form a patch gets that imports the bundle's wrapt: the interpreter takes the extension that names it.
+
+    There is none for it where the bundle was made without, and it cannot load one from a zip file.
+    """
+    if os.environ.get("WRAPT_DISABLE_EXTENSIONS"):
+        return "pure"
+    stem = os.path.join(where, "vendor", "wrapt", "_wrappers")
+    return "compiled" if any(os.path.isfile(stem + suffix) for suffix in EXTENSION_SUFFIXES) else "pure"

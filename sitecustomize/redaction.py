@@ -1,4 +1,4 @@
-"""A command line without its secrets. Pure. What might be one is hidden: a report that shows less hurts nobody."""
+"""A command line, or a sentence, without its secrets. Pure. What might be one is hidden: showing less hurts nobody."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ _USER = re.compile(r"(://)[^/\s@]+(@)")
 _SCHEME = re.compile(r"\b(bearer|basic)(\s+)[^\s\"']+", re.IGNORECASE)
 # Hugging Face, OpenAI and the like, GitHub, GitLab, Slack, AWS, JSON web tokens.
 _KNOWN = re.compile(r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|eyJ[\w-]{8,}\.)[\w./+=-]{12,}", re.ASCII)
+# In a sentence a colon may be one: only after a name in quotes it is what a dictionary shows.
+_SAID = re.compile(
+    r"""((?P<name>[A-Za-z_][\w.-]*)\s*=\s*|(?P<quote>["'])(?P<quoted>[A-Za-z_][\w.-]*)(?P=quote)\s*:\s*"""
+    r"""|(?<!\S)--?(?P<flag>[A-Za-z][\w.-]*)\s+)(?P<value>"[^"]*"|'[^']*'|[^\s,;&}\])"']+)"""
+)
+_SWITCHES = frozenset(("auto", "on", "off", "force", "strict", "none", "true", "false"))
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -53,6 +59,17 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
         first = bool(flag)
         shown.append(_text(argument))
     return shown
+
+
+def sentence(text: str) -> str:
+    """A log line, or a report's sentence: errors in it may quote what they met."""
+    return _SAID.sub(_said, _forms(text))
+
+
+def _said(found: re.Match[str]) -> str:
+    name, value = found["name"] or found["quoted"] or found["flag"], found["value"].strip("\"'")
+    shown = not is_secret(name) or value.lower() in _SWITCHES or _harmless(name, value)
+    return found[0] if shown else f"{found[1]}{HIDDEN}"
 
 
 def is_secret(name: str) -> bool:
@@ -84,10 +101,14 @@ def _text(text: str) -> str:
             return text if _harmless(name, rest) else f"{name}{HIDDEN}"
         if rest.startswith(("{", "[")) or _WHOLE.fullmatch(rest) is not None:
             return f"{name}{_text(rest)}"
+    return _PAIR.sub(_pair, _forms(text))
+
+
+def _forms(text: str) -> str:
+    """Without those that are known by their form."""
     text = _USER.sub(rf"\1{HIDDEN}\2", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
-    text = _KNOWN.sub(rf"\1{HIDDEN}", text)
-    return _PAIR.sub(_pair, text)
+    return _KNOWN.sub(rf"\1{HIDDEN}", text)
 
 
 def _pair(found: re.Match[str]) -> str:

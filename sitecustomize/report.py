@@ -94,6 +94,7 @@ class ProcessReport:
         self._namespace = pid_namespace()
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._token = os.urandom(8).hex()
+        self._written = False
 
     def late(self) -> None:
         """A write was waited for, and has not come back."""
@@ -101,7 +102,7 @@ class ProcessReport:
 
     def write(self, packages: Mapping[str, str | None], patches: list[dict[str, Any]]) -> None:
         host = os.uname().nodename
-        content = {
+        content: dict[str, Any] = {
             "pid": self._pid,
             "host": host,
             "argv": without_secrets(sys.orig_argv),
@@ -118,12 +119,27 @@ class ProcessReport:
             os.makedirs(directory(self._environ), mode=0o700, exist_ok=True)
             place = opened(self._environ)
             try:
-                self._replace(place, f"{host.replace(os.sep, '_')}-{self._pid}-{self._token}.json", content)
+                self._replace(place, self._name(), content)
+                self._written = True
             finally:
                 os.close(place)
             self.error = None
         except OSError as error:
             self.error = f"no report in {self._where()}: {error.strerror or error}"
+
+    def remove(self) -> None:
+        """The process ends: it is nobody whose report `status` should show."""
+        if not self._written:
+            return
+        with contextlib.suppress(OSError):
+            place = opened(self._environ)
+            try:
+                os.unlink(self._name(), dir_fd=place)
+            finally:
+                os.close(place)
+
+    def _name(self) -> str:
+        return f"{os.uname().nodename.replace(os.sep, '_')}-{self._pid}-{self._token}.json"
 
     def _replace(self, place: int, name: str, content: dict[str, Any]) -> None:
         temporary = f".{os.urandom(8).hex()}.tmp"

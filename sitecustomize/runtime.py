@@ -6,7 +6,6 @@ import atexit
 import dataclasses
 import functools
 import hashlib
-import importlib
 import os
 import sys
 import threading
@@ -16,12 +15,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import application, cache, guard, installed, overrides, settings
+from . import application, cache, guard, installed, overrides, patch_code, redaction, settings
 from .changed_module import ChangedModule, part_of_import
 from .changes import Change, HunkError
 from .context import PatchContext, to_stderr
 from .decision import Decision, Patch, decide, module_of
 from .facts import to_patch
+from .greeting import Greeting, Outcome
 from .report import ProcessReport
 from .reporting import Reporter
 from .source_changes import Made, SourceChanges, TooLate, no_place
@@ -52,6 +52,13 @@ class _PatchState:
         """Those of the variant that was met; all of them before that."""
         return self.patch.targets_of(None if self.decision is None else self.decision.variant)
 
+    @property
+    def missing(self) -> bool:
+        """Wanted, and not applied."""
+        decision = self.decision
+        refused = decision is not None and decision.wanted and not decision.apply
+        return self.state == "failed" or (self.state == "skipped" and refused)
+
     def settle(self, state: str, reason: str | None = None, detail: str | None = None) -> None:
         self.state, self.reason, self.detail = state, reason, detail
 
@@ -61,7 +68,7 @@ class _PatchState:
             "name": self.patch.name,
             "state": self.state,
             "reason": self.reason,
-            "detail": self.detail,
+            "detail": None if self.detail is None else redaction.sentence(self.detail),
             "verdict": None if self.decision is None else self.decision.verdict,
             "targets": [*self.targets, *self.patch.added],
             "counters": {} if self.context is None else dict(self.context.counters),
@@ -71,7 +78,8 @@ class _PatchState:
 class Runtime:
     """All patches of one bundle in one process."""
 
-    def __init__(self, catalogue: dict[str, Any], root: str, bundle: str) -> None:
+    def __init__(self, catalogue: dict[str, Any], root: str, bundle: dict[str, Any]) -> None:
+        """`bundle` is what the report says of it besides its version."""
         self.version: str = catalogue["version"]
         self._root = root
         self._digests: dict[str, str] = catalogue["digests"]
@@ -81,9 +89,8 @@ class Runtime:
         self.states = [_PatchState(patch) for patch in patches]
         self.packages: dict[str, str | None] = {}
         about = {
-            "bundle": bundle,
+            **bundle,
             "version": self.version,
-            "digest": catalogue.get("digest"),
             "settings": settings.asked(patches, self.environment),
         }
         self.report = ProcessReport(os.environ, about)
@@ -97,12 +104,14 @@ class Runtime:
         self._decided: set[str] = set()  # patches
         self._unsaid: list[_PatchState] = []  # decided on
         self._greeted = False
-        self._reporter = Reporter(self._look_over, lambda patches: self.report.write(self.packages, patches))
+        name = f"{self.version}+{about['digest'][: len('sha256:') + 12]}" if about["digest"] else self.version
+        self._greeting = Greeting(self.version, name, self._outcomes, self._trouble)
+        self._reporter = Reporter(self._look_over, self._write, self._end, self._greeting.due_in)
 
     def begin(self) -> None:
         """Serve: this is the process's one runtime."""
-        os.register_at_fork(before=self._reporter.about_to_fork, after_in_child=self._forked)
-        atexit.register(self._reporter.close)
+        os.register_at_fork(before=self._about_to_fork, after_in_child=self._forked)
+        atexit.register(self._close)
 
     # The course of one target's import
 
@@ -214,23 +223,34 @@ class Runtime:
         with self._lock:  # two threads may meet two targets at once
             greets, self._greeted = not self._greeted, True
         if greets:
-            self._greet(state.patch)
+            self._greet()
         if decision.reason in ("unverified", "forced"):
-            to_stderr(f"{state.patch.name}: {decision.detail}")
+            self._greeting.behind(f"{state.patch.name}: {decision.detail}")
         if decision.wanted and not decision.apply:
             self._not_applied(state)
 
-    def _greet(self, patch: Patch) -> None:
+    def _greet(self) -> None:
+        self._greeting.begin(self.packages)
         if not self._reporter.flush(_FIRST_SECONDS):
             self.report.late()
-        release = self.packages.get(patch.package) or "of unknown release"
-        trouble = f"; {self.report.error}" if self.report.error else ""
-        to_stderr(f"{self.version}, pid {os.getpid()}, {patch.package} {release}; LIVEPATCH=off turns it off{trouble}")
+            self._greeting.say()  # nobody would come to it later
         troubles = (*self.environment.errors, *self.environment.notes)
         if troubles and self.environment.mode == "strict":
-            end_process("; ".join(troubles))
+            self._end_process("; ".join(troubles))
         for said in troubles:
-            to_stderr(said)
+            self._greeting.behind(said)
+
+    def _outcomes(self) -> list[Outcome]:
+        """What came of each patch so far."""
+        with self._lock:
+            return [Outcome(state.patch.name, state.state, state.missing) for state in self.states]
+
+    def _trouble(self) -> str:
+        return f"; {self.report.error}" if self.report.error else ""
+
+    def _end_process(self, why: str) -> None:
+        self._greeting.say()
+        end_process(why)
 
     def _apply(self, state: _PatchState, targets: list[str]) -> None:
         patch, decision = state.patch, state.decision
@@ -267,7 +287,7 @@ class Runtime:
             self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
 
     def _made(self, patch: Patch, context: PatchContext) -> dict[str, Callable[..., Any]]:
-        code = importlib.import_module(f"{self._root}.patches.{patch.name.replace('-', '_')}.wrappers")
+        code = patch_code.load(self._root, patch.name)
         return dict(code.wrappers(context))
 
     def _put_around(self, state: _PatchState, context: PatchContext, made: dict[str, Callable[..., Any]]) -> bool:
@@ -388,8 +408,8 @@ class Runtime:
     def _not_applied(self, state: _PatchState) -> None:
         said = f"{state.patch.name} is not applied ({state.reason}): {state.detail}"
         if self.environment.mode == "strict":
-            end_process(said)
-        to_stderr(said)
+            self._end_process(said)
+        self._greeting.behind(said)
 
     # The report
 
@@ -419,6 +439,8 @@ class Runtime:
             to_stderr(f"{state.patch.name} is applied no more ({state.reason}): {state.detail}")
         for said in bypassed:
             to_stderr(said)
+        if self._greeting.due_in() <= 0:
+            self._greeting.say()
         return content
 
     @staticmethod
@@ -430,12 +452,31 @@ class Runtime:
             state.settle("applied", "bypassed", "; ".join(found))
         return [f"{state.patch.name} is bypassed: {said}" for said in new]
 
+    def _write(self, patches: list[dict[str, Any]]) -> None:
+        self.report.write(self.packages, patches)
+
+    def _end(self, patches: list[dict[str, Any]] | None) -> None:
+        self._greeting.say()
+        if not self.environment.keep:
+            self.report.remove()
+        elif patches is not None:
+            self._write(patches)
+
     def _checked_and_written(self) -> None:
+        self._greeting.wait()
         self._later(0.0)
 
     def _later(self, seconds: float) -> None:
         """Have the report written in so many seconds at the latest, and wait for nothing."""
         self._reporter.soon(seconds)
+
+    def _close(self) -> None:
+        self._reporter.close()
+        self._greeting.say()  # where a file system that hangs keeps the thread that would
+
+    def _about_to_fork(self) -> None:
+        self._greeting.say()  # the thread that would say it ends here
+        self._reporter.about_to_fork()
 
     def _forked(self) -> None:
         self._lock = threading.RLock()

@@ -38,12 +38,18 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
                 toggles[patch.name] = "off"
     if "LIVEPATCH_LOG" in environ:
         _one_of("LIVEPATCH_LOG", environ["LIVEPATCH_LOG"], LOGS, errors, {}, "text")
-    known = {"LIVEPATCH_STATE_DIR", "LIVEPATCH_LOG"}
+    keep = False
+    if "LIVEPATCH_STATE_KEEP" in environ:
+        keep = (
+            _one_of("LIVEPATCH_STATE_KEEP", environ["LIVEPATCH_STATE_KEEP"], ("on", "off"), errors, _SWITCH, "off")
+            == "on"
+        )
+    known = {"LIVEPATCH_STATE_DIR", "LIVEPATCH_STATE_KEEP", "LIVEPATCH_LOG"}
     for patch in patches:
         known |= {variable(patch.name), *(variable(patch.name, option.name) for option in patch.options)}
     strangers = sorted(name for name in environ if name.startswith("LIVEPATCH_") and name not in known)
     notes = tuple(f"{name} names nothing in this bundle" for name in strangers)
-    return Environment(mode, toggles, options, tuple(errors), notes)
+    return Environment(mode, toggles, options, tuple(errors), notes, keep=keep)
 
 
 def asked(patches: Sequence[Patch], environment: Environment) -> dict[str, Any]:

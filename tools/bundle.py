@@ -1,4 +1,4 @@
-"""The bundle: written whole or not at all, and the same bytes for the same input."""
+"""What is in a bundle: the same bytes for the same input."""
 
 from __future__ import annotations
 
@@ -7,53 +7,100 @@ import json
 import os
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from types import ModuleType
 
 import wrapt
 from vllm_livepatch import sitecustomize
+from vllm_livepatch.tools import bundled, sbom
+from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
 from vllm_livepatch.tools.catalogue import Entry
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.placing import write_directory
 
 PACKAGE = "_vllm_livepatch"
-MANIFEST = "manifest.json"
-_TARGETS, _FINDING = "\nTARGETS = {}  #", '\nFINDING = ""  #'
+_TARGETS, _FINDING, _GENERATION = "\nTARGETS = {}  #", '\nFINDING = ""  #', b'\nGENERATION = ""  #'
 
 
 def version() -> str:
     return metadata.version("vllm-livepatch")
 
 
-def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
-    """Every file of the bundle by its path in it, `manifest.json` included."""
-    runtime = Path(next(iter(sitecustomize.__path__)))
-    files: dict[str, bytes] = {}
-    entry, finding = ((runtime / name).read_text("utf-8") for name in ("entry.py", "finding.py"))
-    if entry.count(_TARGETS) != 1 or entry.count(_FINDING) != 1 or "'''" in finding or not finding.isascii():
-        raise AssertionError("entry.py has no place for the targets and for finding.py")
-    targets = json.dumps(_targets(entries), sort_keys=True)
+def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+    """Every file of the bundle by its path in it. `extensions` are wrapt's compiled forms, by file name.
+
+    At the top lies what is looked for there: by Python's start, and by people. All else is in one folder, the
+    generation, which is named by what is in it: an upgrade puts another one beside it, and then replaces the entry,
+    which names it.
+    """
+    package = {**_runtime(), **_answers(), **_patches(entries), **_wrapt(extensions or {})}
+    digests = {name: _digest(item.folder) for name, item in entries.items()}
+    bill = sbom.make(version(), metadata.version("wrapt"), digests, extensions or {})
+    main = (_rooms(bundled) / "main.py").read_bytes()
+    top = {"sitecustomize.py": _entry(entries), "__main__.py": main, sbom.SBOM: bill}
+    generation = f"livepatch-{version()}-{_digest_of({**package, **top})[:16]}"
+    files = {f"{generation}/{PACKAGE}/{name}": data for name, data in package.items()}
+    for name, data in top.items():
+        files[name] = data.replace(_GENERATION, f'\nGENERATION = "{generation}"  #'.encode())
+    files[MANIFEST] = files[f"{generation}/{MANIFEST}"] = _json(
+        {
+            "vllm-livepatch": version(),
+            "wrapt": metadata.version("wrapt"),
+            "python": ">=3.10,<3.15",
+            "patches": sorted(entries),
+            "extensions": sorted(extensions or {}),
+            "generation": generation,
+            "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
+        }
+    )
+    return files
+
+
+def digest(files: Mapping[str, bytes]) -> str:
+    """What names a bundle, whoever made it and whatever holds it: the digest of its manifest."""
+    return "sha256:" + hashlib.sha256(files[MANIFEST]).hexdigest()
+
+
+def _entry(entries: Mapping[str, Entry]) -> bytes:
+    """What Python's start runs, the generation's name still to come."""
+    entry, finding = ((_rooms(sitecustomize) / name).read_text("utf-8") for name in ("entry.py", "finding.py"))
+    places = (_TARGETS, _FINDING, _GENERATION.decode())
+    if any(entry.count(place) != 1 for place in places) or "'''" in finding or not finding.isascii():
+        raise AssertionError("entry.py has no place for the targets, the generation and finding.py")
+    targets = json.dumps({**_targets(entries), PACKAGE: "own"}, sort_keys=True)
     entry = entry.replace(_TARGETS, f"\nTARGETS = {targets}  #")
-    files["sitecustomize.py"] = entry.replace(_FINDING, f"\nFINDING = r'''{finding}'''  #").encode()
-    for source in sorted(runtime.glob("*.py")):
-        if source.name not in ("entry.py", "finding.py"):
-            files[f"{PACKAGE}/sitecustomize/{source.name}"] = source.read_bytes()
-    for folder in ("", "patches/", "vendor/"):
-        files[f"{PACKAGE}/{folder}__init__.py"] = b""
+    return entry.replace(_FINDING, f"\nFINDING = r'''{finding}'''  #").encode()
+
+
+def _runtime() -> dict[str, bytes]:
+    """What runs in the process once a target is imported."""
+    sources = sorted(_rooms(sitecustomize).glob("*.py"))
+    files = {
+        f"sitecustomize/{source.name}": source.read_bytes()
+        for source in sources
+        if source.name not in ("entry.py", "finding.py", "vendored.py")
+    }
+    return {**files, "__init__.py": b""}
+
+
+def _answers() -> dict[str, bytes]:
+    """What the bundle answers by itself: its own commands."""
+    tools = _rooms(bundled).parent
+    sources = [tools / "errors.py", *(source for source in _rooms(bundled).glob("*.py") if source.name != "main.py")]
+    files = {f"tools/{source.relative_to(tools).as_posix()}": source.read_bytes() for source in sorted(sources)}
+    return {**files, "tools/__init__.py": b""}
+
+
+def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
+    """The patches' code, and what is known of them."""
+    files: dict[str, bytes] = {"patches/__init__.py": b""}
     for item in entries.values():
-        place = f"{PACKAGE}/patches/{item.folder.name}"
-        files[f"{place}/__init__.py"] = b""
+        files[f"patches/{item.folder.name}/__init__.py"] = b""
         for source in sorted(item.folder.rglob("*")):
             if source.is_file() and "__pycache__" not in source.parts and source.name != "patch.toml":
-                files[f"{place}/{source.relative_to(item.folder).as_posix()}"] = source.read_bytes()
-    # The compiled part serves the interpreter that its file name says; on another one wrapt does without.
-    for source in sorted(Path(wrapt.__file__).parent.iterdir()):
-        if source.suffix == ".py" or (source.suffix == ".so" and "." in source.stem):
-            files[f"{PACKAGE}/vendor/wrapt/{source.name}"] = source.read_bytes()
-    for licence in metadata.files("wrapt") or []:
-        if licence.name == "LICENSE":
-            files[f"{PACKAGE}/vendor/wrapt/LICENSE"] = Path(str(licence.locate())).read_bytes()
+                files[f"patches/{item.folder.name}/{source.relative_to(item.folder).as_posix()}"] = source.read_bytes()
     catalogue = {
         "version": version(),
         "patches": {name: item.facts for name, item in sorted(entries.items())},
@@ -64,17 +111,22 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
             if item.patch.diff
         },
     }
-    files[f"{PACKAGE}/catalogue.json"] = _json(catalogue)
-    files[MANIFEST] = _json(
-        {
-            "vllm-livepatch": version(),
-            "wrapt": metadata.version("wrapt"),
-            "python": ">=3.10,<3.15",
-            "patches": sorted(entries),
-            "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
-        }
-    )
-    return files
+    return {**files, "catalogue.json": _json(catalogue)}
+
+
+def _wrapt(extensions: Mapping[str, bytes]) -> dict[str, bytes]:
+    """For patches that import it. An interpreter takes the extension whose name says that it is for it, or none."""
+    files = {"vendor/__init__.py": (_rooms(sitecustomize) / "vendored.py").read_bytes()}
+    for source in sorted(Path(wrapt.__file__).parent.glob("*.py")):
+        files[f"vendor/wrapt/{source.name}"] = source.read_bytes()
+    for licence in metadata.files("wrapt") or []:
+        if licence.name == "LICENSE":
+            files["vendor/wrapt/LICENSE"] = Path(str(licence.locate())).read_bytes()
+    return {**files, **{f"vendor/wrapt/{name}": data for name, data in extensions.items()}}
+
+
+def _rooms(package: ModuleType) -> Path:
+    return Path(next(iter(package.__path__)))
 
 
 def _targets(entries: Mapping[str, Entry]) -> dict[str, str]:
@@ -87,91 +139,13 @@ def _targets(entries: Mapping[str, Entry]) -> dict[str, str]:
     return targets
 
 
-def write_directory(files: Mapping[str, bytes], out: Path) -> None:
-    """Write the bundle beside `out` and move it there. An older bundle is replaced; anything else is left alone."""
-    _usable(out)
-    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / MANIFEST).is_file())):
-        raise UserError(f"{out} exists and is not a bundle: name a new directory")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            new = Path(temporary, "new")
-            for name, data in files.items():
-                file = new / name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(data)
-            os.chmod(new, 0o755)
-            if out.exists():
-                out.rename(Path(temporary, "old"))
-            new.rename(out)
-    except OSError as error:
-        raise UserError(f"the bundle cannot be written to {out}: {error.strerror or error}") from error
-
-
-def write_zip(files: Mapping[str, bytes], out: Path) -> None:
-    """The same as one file, which goes on PYTHONPATH as it is."""
-    _usable(out)
-    if out.is_dir() or (out.exists() and not zipfile.is_zipfile(out)):
-        raise UserError(f"{out} exists and is not a zip file: name a new one")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            new = Path(temporary, "new.zip")
-            with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as archive:
-                for name, data in sorted(files.items()):
-                    info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-                    info.external_attr = 0o644 << 16
-                    # What every process reads at its start is not worth unpacking; the rest is read by few.
-                    packed = zipfile.ZIP_STORED if name == "sitecustomize.py" else zipfile.ZIP_DEFLATED
-                    archive.writestr(info, data, packed)
-            new.replace(out)
-    except OSError as error:
-        raise UserError(f"the bundle cannot be written to {out}: {error.strerror or error}") from error
-
-
-def differences(place: Path) -> tuple[list[str], int]:
-    """How a bundle (directory or zip) differs from its manifest, a sentence each; and how many files were compared.
-
-    Bytecode that an interpreter has cached beside the sources since is not the bundle's. Raises UserError where there
-    is no bundle, or its manifest cannot be read.
-    """
-    if not place.exists():
-        raise UserError(f"{place} does not exist")
-    files = _read_zip(place) if place.is_file() else _read_directory(place)
-    if MANIFEST not in files:
-        raise UserError(f"{place} is not a bundle: it has no {MANIFEST}")
-    try:
-        manifest = json.loads(files.pop(MANIFEST))
-        expected: dict[str, str] = dict(manifest["files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{place / MANIFEST} is damaged: {error}") from error
-    found: list[str] = []
-    for name, digest in sorted(expected.items()):
-        if name not in files:
-            found.append(f"{name} is missing")
-        elif hashlib.sha256(files[name]).hexdigest() != digest:
-            found.append(f"{name} was changed")
-    added = sorted(set(files) - set(expected))
-    found += [f"{name} was added" for name in added if _source_of(name) not in expected.keys() & files.keys()]
-    return found, len(expected)
-
-
-def _source_of(name: str) -> str | None:
-    """The source whose bytecode this file is, kept beside it. Without that source, it would be run for itself."""
-    path = PurePosixPath(name)
-    if path.suffix != ".pyc":
-        return None
-    folder = path.parent.parent if path.parent.name == "__pycache__" else path.parent
-    return str(folder / f"{path.name.partition('.')[0]}.py")
-
-
 def cached(files: Mapping[str, bytes]) -> Path:
     """A directory that holds this bundle, in the user's cache (or a temporary place where that cannot be written)."""
     name = hashlib.sha256(files[MANIFEST]).hexdigest()[:16]
     for place in (cache_directory() / "bundles", Path(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}-bundles")):
         out = place / name
         try:
-            if out.is_dir() and not differences(out)[0]:
+            if out.is_dir() and not verified(out).differences:
                 return out
             shutil.rmtree(out, ignore_errors=True)
             write_directory(files, out)
@@ -187,6 +161,11 @@ def cache_directory() -> Path:
     return Path(base) / "vllm-livepatch"
 
 
+def _digest_of(files: Mapping[str, bytes]) -> str:
+    lines = (f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def _digest(folder: Path) -> str:
     """What a patch folder holds, its bytecode left out."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
@@ -194,24 +173,5 @@ def _digest(folder: Path) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def _usable(out: Path) -> None:
-    if os.pathsep in str(out.absolute()):
-        raise UserError(f"{out} has a {os.pathsep!r} in it, so that PYTHONPATH cannot name it")
-
-
 def _json(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
-
-
-def _read_directory(place: Path) -> dict[str, bytes]:
-    return {
-        file.relative_to(place).as_posix(): file.read_bytes() for file in sorted(place.rglob("*")) if file.is_file()
-    }
-
-
-def _read_zip(place: Path) -> dict[str, bytes]:
-    try:
-        with zipfile.ZipFile(place) as archive:
-            return {name: archive.read(name) for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError) as error:
-        raise UserError(f"{place} is neither a directory nor a zip file: {error}") from error

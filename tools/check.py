@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
-from vllm_livepatch.sitecustomize import cache, installed, settings
-from vllm_livepatch.sitecustomize.changes import Change, HunkError
-from vllm_livepatch.sitecustomize.decision import Decision, Installed, Patch, decide, module_of
-from vllm_livepatch.sitecustomize.source_changes import no_place, placed
+from vllm_livepatch.sitecustomize import installed
+from vllm_livepatch.sitecustomize.changes import Change
+from vllm_livepatch.sitecustomize.decision import Patch, module_of
 from vllm_livepatch.tools import published, registry
+from vllm_livepatch.tools.bundled.verdicts import Judged, judge
 from vllm_livepatch.tools.drift import Drift, drift
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.sources import SourcesError
@@ -37,28 +37,14 @@ print(json.dumps([sys.path, found]))
 
 
 @dataclass(frozen=True)
-class Checked:
-    """One patch against what is installed."""
+class Checked(Judged):
+    """One patch against what is installed, and what drifted."""
 
-    patch: Patch
-    installed: Installed
-    decision: Decision
     drift: Drift | None = None
 
-    @property
-    def blocked(self) -> bool:
-        """Wanted, and could not apply."""
-        return self.decision.wanted and not self.decision.apply
-
     def described(self) -> dict[str, Any]:
-        return {
-            "name": self.patch.name,
-            "verdict": self.decision.verdict,
-            "reason": self.decision.reason,
-            "detail": self.decision.detail,
-            "targets": [{"target": name, "fingerprint": self.installed.code.get(name)} for name in self.patch.names],
-            **({"drift": self.drift.described()} if self.drift is not None else {}),
-        }
+        drifted = {} if self.drift is None else {"drift": self.drift.described()}
+        return {**super().described(), **drifted}
 
 
 class Several(installed.Tree):
@@ -186,50 +172,9 @@ def explained(answers: Iterable[Checked], tree: installed.Tree, asked: Collectio
     ]
 
 
-def together(patches: Iterable[Patch], of_names: installed.OfNames) -> installed.OfNames:
-    """`of_names` that is asked for all patches' names of a module at once, since parsing is what takes the time."""
-    wanted: dict[str, dict[str, str]] = {}
-    for patch in patches:
-        for name in patch.names:
-            wanted.setdefault(module_of(name), {})[name] = name.partition(":")[2]
-
-    def asked(source: str, names: Mapping[str, str]) -> dict[str, str | None]:
-        everything = {
-            **names,
-            **{key: name for module in map(module_of, names) for key, name in wanted[module].items()},
-        }
-        found = of_names(source, everything)
-        return {name: found[name] for name in names}
-
-    return asked
-
-
 def check(
     patches: Iterable[Patch], tree: installed.Tree, changes: Mapping[str, Sequence[Change]] | None = None
 ) -> tuple[dict[str, str | None], list[Checked]]:
-    """The releases of the packages that are there, and each patch's decision, as this environment's variables have it.
-
-    `changes` are those of the diffs among the patches, by name. As in a process, diffs come first, each on what those
-    before it make of the modules, and wrappers are decided on what all of them make.
-    """
-    chosen = list(patches)
-    environment = settings.read(chosen, os.environ)
-    of_names = together(chosen, cache.Fingerprints(cache.directory(os.environ)).of_names)
-    packages: dict[str, str | None] = {}
-    answers: dict[str, Checked] = {}
-    texts: dict[str, str] = {}
-    for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
-        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts), of_names)
-        if found.release is not None or any(found.code.get(name) for name in patch.names_of(patch.package)):
-            packages[patch.package] = found.release
-        packages.update(found.companions)
-        decision = decide(patch, found, environment)
-        if decision.apply and patch.diff and changes is not None:
-            try:
-                texts.update(placed(changes[patch.name], installed.Overlay(tree, texts)))
-            except HunkError as error:
-                decision = no_place(error)
-        if decision.apply and patch.traced:
-            environment = dataclasses.replace(environment, traced=True)
-        answers[patch.name] = Checked(patch, found, decision)
-    return packages, [answers[patch.name] for patch in chosen]
+    """As `judge`, which says more."""
+    packages, answers = judge(patches, tree, changes)
+    return packages, [Checked(answer.patch, answer.installed, answer.decision) for answer in answers]

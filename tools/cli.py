@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.tools import bundle, catalogue, pages, pairs
+from vllm_livepatch.tools import bundle, catalogue, extensions, monitor, pages, pairs, placing, published
 from vllm_livepatch.tools import check as checking
 from vllm_livepatch.tools import from_diff as diffing
 from vllm_livepatch.tools import matrix as matrices
-from vllm_livepatch.tools import status as statuses
+from vllm_livepatch.tools.bundled import status as statuses
+from vllm_livepatch.tools.bundled import verifying
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.sources import SourcesError
 
@@ -37,18 +37,25 @@ def generate(
     patch: PatchNames = None,
     patch_dir: PatchDirs = None,
     zip_file: Annotated[Path | None, typer.Option("--zip", metavar="FILE", help="The bundle as one file.")] = None,
+    python: Annotated[
+        list[str] | None, typer.Option("--python", metavar="X.Y", help="wrapt's compiled form for it; repeatable.")
+    ] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option("--arch", metavar="A", help="x86_64 or aarch64; repeatable. Default: all.")
+    ] = None,
 ) -> None:
     """Write a self-contained bundle. PYTHONPATH=DIR (or FILE) is all that a process needs."""
     if out is None and zip_file is None:
         raise UserError("name a directory with --out, or a file with --zip")
     entries = catalogue.choose(catalogue.load(patch_dir or ()), patch or ())
-    files = bundle.contents(entries)
+    files = bundle.contents(entries, extensions.gathered(extensions.chosen(python or (), arch or ()), published.say))
     if out is not None:
-        bundle.write_directory(files, out)
+        placing.write_directory(files, out)
     if zip_file is not None:
-        bundle.write_zip(files, zip_file)
+        placing.write_zip(files, zip_file)
     for place in filter(None, (out, zip_file)):
         print(f"{place}: {len(files)} files, {len(entries)} patches ({', '.join(sorted(entries))})")
+        print(f"  {bundle.digest(files)}")
         print(f'  export PYTHONPATH={shlex.quote(str(place.absolute()))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
 
 
@@ -59,7 +66,8 @@ def run(
     patch_dir: PatchDirs = None,
 ) -> NoReturn:
     """Run COMMAND with the bundle injected, its children included."""
-    place = bundle.cached(bundle.contents(catalogue.choose(catalogue.load(patch_dir or ()), patch or ())))
+    entries = catalogue.choose(catalogue.load(patch_dir or ()), patch or ())
+    place = bundle.cached(bundle.contents(entries, extensions.at_hand(extensions.chosen())))
     before = os.environ.get("PYTHONPATH")
     environ = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{before}" if before else str(place)}
     try:
@@ -178,21 +186,31 @@ def status(
     state_dir: Annotated[Path | None, typer.Option("--state-dir", metavar="DIR")] = None,
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="All processes together, in one screen.")] = False,
+    require: Annotated[
+        list[str] | None,
+        typer.Option("--require", metavar="PATCH", help="Exit 1 unless all processes have it; repeatable."),
+    ] = None,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove the reports of processes that have ended.")] = False,
+    prometheus: Annotated[
+        Path | None, typer.Option("--prometheus", metavar="FILE", help="Write metrics for node_exporter's textfiles.")
+    ] = None,
+    serve: Annotated[int | None, typer.Option("--serve", metavar="PORT", help="Answer Prometheus' scrapes.")] = None,
+    address: Annotated[str, typer.Option("--address", help="Where --serve listens.")] = "127.0.0.1",
 ) -> None:
     """Every live patched process: releases, patches, state, reason, targets, counters."""
-    directory = statuses.state_directory(state_dir)
-    if watch and not as_json:
-        with Live(console=Console(), refresh_per_second=2) as live:
-            while True:
-                live.update(pages.status_view(statuses.processes(directory)[0], directory))
-                time.sleep(1)
-    processes, ended = statuses.processes(directory)
-    if as_json:
-        _print_json(processes)
-    else:
-        Console().print(pages.status_view(processes, directory))
-    if ended:
-        print(f"removed the reports of {len(ended)} ended processes: {', '.join(map(str, ended))}", file=sys.stderr)
+    code = monitor.run(
+        statuses.state_directory(state_dir),
+        as_json=as_json,
+        watch=watch,
+        summary=summary,
+        require=require or (),
+        prune=prune,
+        prometheus=prometheus,
+        serve=serve,
+        address=address,
+    )
+    raise typer.Exit(code)
 
 
 @app.command("from-diff")
@@ -222,14 +240,21 @@ def from_diff(
 
 
 @app.command()
-def verify(place: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
-    """The bundle is what `generate` wrote. Exit 1 where it is not."""
-    found, compared = bundle.differences(place)
-    for difference in found:
+def verify(
+    place: Annotated[Path, typer.Argument(metavar="DIR")],
+    digest: Annotated[
+        str | None, typer.Option("--digest", metavar="sha256:HEX", help="What `generate` printed.")
+    ] = None,
+) -> None:
+    """The bundle is what `generate` wrote. Exit 1 where it is not, 2 where there is none."""
+    if digest is not None and not re.fullmatch("sha256:[0-9a-f]{64}", digest):
+        raise UserError(f"--digest {digest} is not sha256: and 64 hexadecimal digits, as `generate` prints it")
+    found = verifying.verified(place, digest)
+    for difference in found.differences:
         print(difference)
-    if found:
+    if found.differences:
         raise typer.Exit(1)
-    print(f"{place}: {compared} files, all as written")
+    print(f"{place}: {found.compared} files, all as written, {found.digest}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)

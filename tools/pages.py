@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from vllm_livepatch.sitecustomize.decision import Patch, variable
+from vllm_livepatch.tools.bundled import summary as plain
 from vllm_livepatch.tools.check import Checked
 from vllm_livepatch.tools.drift import Drift
 
@@ -183,18 +183,12 @@ def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableT
         return Text(f"no live patched process has a report in {directory}")
     parts: list[RenderableType] = []
     for process in processes:
-        packages = ", ".join(f"{name} {release}" for name, release in process["packages"].items())
-        head = f"pid {process['pid']} on {process['host']} since {process['started']}: {packages or 'no package yet'}"
-        if process["heartbeat"]:
-            head += f", last heard of {max(0.0, time.time() - process['heartbeat']):.0f} s ago"
-        parts += [Text(head, style="bold"), Text("  " + " ".join(" ".join(process["argv"]).split())[:200], style="dim")]
+        parts += [Text(plain.head(process), style="bold"), Text(f"  {plain.command_of(process)}", style="dim")]
         table = _table("  patch", "state", "verdict", "counters", "why")
         for patch in process["patches"]:
-            counters = ", ".join(f"{kind} {number}" for kind, number in sorted(patch["counters"].items()))
-            why = f"{patch['reason']}: {patch['detail']}" if patch["reason"] else ""
-            table.add_row(
-                f"  {patch['name']}", coloured(patch["state"]), patch["verdict"] or "", counters or "-", Text(why)
-            )
+            counters = plain.counted(patch["counters"]) or "-"
+            row = (coloured(patch["state"]), patch["verdict"] or "", counters, Text(plain.why(patch)))
+            table.add_row(f"  {patch['name']}", *row)
         parts.append(table)
         reasons = {patch["reason"] for patch in process["patches"]}
         parts += [Text(f"  {reason}: {said}", style="dim") for reason, said in MEANINGS.items() if reason in reasons]

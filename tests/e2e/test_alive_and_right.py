@@ -20,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from vllm_livepatch.tools import bundle, catalogue, environments
+from vllm_livepatch.tools import bundle, catalogue, environments, placing
 from vllm_livepatch.tools.lab import logs, model, revisions, topology
 from vllm_livepatch.tools.lab.arm import USAGE, drained
 from vllm_livepatch.tools.lab.client import Client, RequestFailed
@@ -138,7 +138,7 @@ async def play_scene(parts: Supervisor, peers: Peers, client: Client, decode: st
 
 
 async def play(work: Path, python: Path, path: list[Path]) -> Seen:
-    bundle.write_directory(bundle.contents(catalogue.load()), work / "bundle-now")
+    placing.write_directory(bundle.contents(catalogue.load()), work / "bundle-now")
     earlier = revisions.checkout(VERSION_0_1_0)
     revisions.command_line("generate", "--out", str(work / "bundle-earlier"), path=earlier)
     deployed = deployment(python, work, path)

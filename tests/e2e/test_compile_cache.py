@@ -50,6 +50,7 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process instead of three
             "XDG_CACHE_HOME": str(self.work / "user"),
             "LIVEPATCH_STATE_DIR": str(self.work / f"state-{name}"),
+            "LIVEPATCH_STATE_KEEP": "1",
         }
         environ = topology.environment(self.python, {**own, **injected})
         command = [str(self.python), str(DRIVER), str(self.work / "model"), model.prompts(1, 20, 1)[0]]

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from vllm_livepatch.tools import bundle, catalogue, environments
+from vllm_livepatch.tools import bundle, catalogue, environments, placing
 from vllm_livepatch.tools.lab import model, topology
 from vllm_livepatch.tools.lab.arm import USAGE, drained
 from vllm_livepatch.tools.lab.client import Client
@@ -127,11 +127,12 @@ def _patched(part: Part, work: Path) -> Part:
     """The same with the bundle in front of what is on its PYTHONPATH already."""
     path = os.pathsep.join([str(work / "bundle"), part.environment["PYTHONPATH"]])
     injected = {"PYTHONPATH": path, "LIVEPATCH_STATE_DIR": str(work / "state"), "LIVEPATCH": "strict"}
+    injected["LIVEPATCH_STATE_KEEP"] = "1"
     return replace(part, environment={**part.environment, **injected})
 
 
 async def play(work: Path, python: Path, path: list[Path]) -> Seen:
-    bundle.write_directory(bundle.contents(catalogue.load()), work / "bundle")
+    placing.write_directory(bundle.contents(catalogue.load()), work / "bundle")
     (work / "state").mkdir()
     deployed = deployment(python, work, path)
     urls = {part.name: part.health.removesuffix("/health") for part in deployed.parts}

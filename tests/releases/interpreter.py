@@ -121,6 +121,7 @@ def _environ(variables: Mapping[str, str], work: Path) -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
         "LIVEPATCH_STATE_DIR": str(work / "state"),
+        "LIVEPATCH_STATE_KEEP": "1",
         "LMCACHE_TRACK_USAGE": "false",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -38,7 +38,7 @@ def in_the_process(package: str, version: str, bundle: Path, work: Path) -> tupl
     """What the process's report says of each patch; and the target modules that the release lacks."""
     modules = {module for entry in ENTRIES.values() if entry.patch.package == package for module in entry.patch.modules}
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("LIVEPATCH", "PYTHON"))}
-    environ["LIVEPATCH_STATE_DIR"] = str(work / "state")
+    environ |= {"LIVEPATCH_STATE_DIR": str(work / "state"), "LIVEPATCH_STATE_KEEP": "1"}
     environ["PYTHONPATH"] = os.pathsep.join([str(bundle), str(sources.site_packages(package, version))])
     done = subprocess.run(
         [getattr(sys, "_base_executable", sys.executable), str(DRIVER), *sorted(modules)],

@@ -27,7 +27,7 @@ class Mutant:
         """A copy of the bundle with the fault in it."""
         made = directory / self.name
         shutil.copytree(bundle, made, ignore=shutil.ignore_patterns("__pycache__"))
-        file = made / self.file
+        (file,) = made.glob(f"*/{self.file}")
         text = file.read_text(encoding="utf-8")
         assert text.count(self.old) == 1, f"{self.name}: the text to be replaced is there {text.count(self.old)} times"
         file.write_text(text.replace(self.old, self.new), encoding="utf-8")

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from vllm_livepatch.tools import extensions
 
 from tests.unit import interpreters
+from tests.unit.prometheus import NO_PROMETHEUS
 from tests.unit.support import Cli, Sandbox
 
 # The same examples in every run, and none kept on disk: a test that fails, fails for everybody.
@@ -37,6 +39,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(extensions, "gathered", lambda wanted, tell: extensions.at_hand(wanted))  # asks no registry
     return Cli(monkeypatch, capfd)
 
 
@@ -44,3 +47,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     lacking = interpreters.missing((*interpreters.UNSERVED, *interpreters.SERVED))
     if lacking:
         terminalreporter.write_line(f"This machine lacks these interpreters, nothing ran in them: {', '.join(lacking)}")
+    skipped = terminalreporter.stats.get("skipped", ())
+    without = [
+        report for report in skipped if isinstance(report.longrepr, tuple) and NO_PROMETHEUS in report.longrepr[2]
+    ]
+    if without:
+        terminalreporter.write_line(
+            f"This machine has no Prometheus and cannot fetch it: {len(without)} tests were not run"
+        )

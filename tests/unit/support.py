@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.tools import bundle, catalogue, cli
+from vllm_livepatch.tools import bundle, catalogue, cli, placing
 
 # Not the tests' own environment: its .pth files would be in every comparison.
 PYTHON: str = getattr(sys, "_base_executable", sys.executable)
@@ -66,6 +66,17 @@ class Done:
     def lines(self) -> list[str]:
         return self.err.splitlines()
 
+    @property
+    def greeting(self) -> str:
+        """The process's one line, which comes when it is known what came of the patches: here, at its end."""
+        (found,) = (line for line in self.lines if "; LIVEPATCH=off turns it off" in line)
+        return found
+
+    @property
+    def others(self) -> list[str]:
+        """All lines but that."""
+        return [line for line in self.lines if line != self.greeting]
+
 
 def finish(command: Sequence[str | Path], environ: Mapping[str, str], **options: Any) -> Done:
     """Run a process to its end, with nothing on its stdin and nothing in its environment but `environ`."""
@@ -83,6 +94,12 @@ def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
             return found
         assert time.monotonic() < deadline, "it did not happen in time"
         pause.wait(0.02)
+
+
+def package_of(bundle: Path) -> Path:
+    """The package of the one generation that a bundle has."""
+    (found,) = bundle.glob("livepatch-*/_vllm_livepatch")
+    return found
 
 
 class Sandbox:
@@ -141,8 +158,13 @@ class Sandbox:
         return {entry.patch.name: entry for entry in map(catalogue.read, sorted(self.patches.iterdir()))}
 
     def generate(self) -> Path:
-        bundle.write_directory(bundle.contents(self.entries()), self.bundle)
+        placing.write_directory(bundle.contents(self.entries()), self.bundle)
         return self.bundle
+
+    @property
+    def package(self) -> Path:
+        """The bundle's own package: the rest of the bundle, beside the entry that names its folder."""
+        return package_of(self.bundle)
 
     def environ(self, *, path: Sequence[Path | str] | None = None, **more: str) -> dict[str, str]:
         """A process's whole environment. `path` is PYTHONPATH: the bundle, then the engine, unless told otherwise."""
@@ -152,6 +174,7 @@ class Sandbox:
             "HOME": str(self.home),
             "LC_ALL": "C.UTF-8",
             "LIVEPATCH_STATE_DIR": str(self.state),
+            "LIVEPATCH_STATE_KEEP": "1",  # what a process reported is looked at when it has ended
             "PYTHONPATH": os.pathsep.join(map(str, path)),
             **more,
         }

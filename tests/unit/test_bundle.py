@@ -12,7 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import bundle, catalogue
+from vllm_livepatch.tools import bundle, catalogue, placing
+from vllm_livepatch.tools.bundled.verifying import verified
 from vllm_livepatch.tools.errors import UserError
 
 from tests.unit import interpreters
@@ -42,26 +43,51 @@ def test_everything_it_needs_is_in_it(patched: Sandbox) -> None:
     assert patched.report()["bundle"] == str(moved)
 
 
+def generation(files: dict[str, bytes]) -> str:
+    return str(json.loads(files["manifest.json"])["generation"])
+
+
 def test_two_names_are_importable(own: dict[str, bytes]) -> None:
-    assert {name.split("/")[0] for name in own} == {"sitecustomize.py", "_vllm_livepatch", "manifest.json"}
+    assert {name.split("/")[0] for name in own} == {
+        "sitecustomize.py",
+        "manifest.json",
+        "sbom.cdx.json",
+        "__main__.py",  # which no import finds: every interpreter has one from its start
+        generation(own),
+    }
+    assert not generation(own).isidentifier()
+    inside = {name.split("/")[1] for name in own if name.startswith(f"{generation(own)}/")}
+    assert inside == {"_vllm_livepatch", "manifest.json"}
 
 
 def test_the_manifest_has_the_versions_and_every_file(own: dict[str, bytes]) -> None:
     manifest = json.loads(own["manifest.json"])
-    assert list(manifest) == sorted(["vllm-livepatch", "wrapt", "python", "patches", "files"])
+    keys = ["vllm-livepatch", "wrapt", "python", "patches", "extensions", "generation", "files"]
+    assert list(manifest) == sorted(keys)
     assert manifest["vllm-livepatch"] == metadata.version("vllm-livepatch")
     assert manifest["wrapt"] == metadata.version("wrapt")
     assert manifest["patches"] == sorted(catalogue.load())
-    assert set(manifest["files"]) == set(own) - {"manifest.json"}
+    copy = f"{generation(own)}/manifest.json"
+    assert own[copy] == own["manifest.json"]
+    assert set(manifest["files"]) == set(own) - {"manifest.json", copy}
     for name, digest in manifest["files"].items():
         assert digest == hashlib.sha256(own[name]).hexdigest()
+
+
+def test_the_digest_is_what_sha256sum_says_of_the_manifest(patched: Sandbox) -> None:
+    said = finish(["sha256sum", str(patched.bundle / "manifest.json")], {"PATH": os.environ["PATH"]}).out
+    assert f"sha256:{said.split()[0]}" == bundle.digest(bundle.contents(patched.entries()))
+    patched.python(USE_STEP)
+    assert patched.report()["digest"] == bundle.digest(bundle.contents(patched.entries()))
 
 
 def test_the_entry_names_every_target_module_and_no_other(own: dict[str, bytes]) -> None:
     entries = catalogue.load().values()
     named = {module for entry in entries for module in (*entry.patch.modules, *entry.patch.added)}
     line = next(line for line in own["sitecustomize.py"].decode().splitlines() if line.startswith("TARGETS = "))
-    assert sorted(json.loads(line.partition(" = ")[2].partition("  #")[0])) == sorted(named)
+    targets = json.loads(line.partition(" = ")[2].partition("  #")[0])
+    assert targets.pop("_vllm_livepatch") == "own"
+    assert sorted(targets) == sorted(named)
 
 
 def test_no_bytecode_and_no_caches_are_in_it(own: dict[str, bytes]) -> None:
@@ -69,22 +95,22 @@ def test_no_bytecode_and_no_caches_are_in_it(own: dict[str, bytes]) -> None:
 
 
 def test_the_licence_of_wrapt_comes_with_it(own: dict[str, bytes]) -> None:
-    assert b"Redistribution" in own["_vllm_livepatch/vendor/wrapt/LICENSE"]
+    assert b"Redistribution" in own[f"{generation(own)}/_vllm_livepatch/vendor/wrapt/LICENSE"]
 
 
 def test_the_same_bytes_for_the_same_input(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two", "three"):
         sandbox.patch(name)
     first = bundle.contents(sandbox.entries())
-    bundle.write_directory(first, sandbox.bundle)
-    bundle.write_zip(first, sandbox.root / "first.zip")
+    placing.write_directory(first, sandbox.bundle)
+    placing.write_zip(first, sandbox.root / "first.zip")
     monkeypatch.setenv("TZ", "Pacific/Kiritimati")
     for file in sandbox.patches.rglob("*"):
         os.utime(file, (1, 1))
     entries = dict(reversed(sandbox.entries().items()))
     second = bundle.contents(entries)
     assert second == first
-    bundle.write_zip(dict(reversed(second.items())), sandbox.root / "second.zip")
+    placing.write_zip(dict(reversed(second.items())), sandbox.root / "second.zip")
     assert (sandbox.root / "first.zip").read_bytes() == (sandbox.root / "second.zip").read_bytes()
 
 
@@ -101,7 +127,7 @@ def test_a_change_of_a_patch_changes_the_manifest(patched: Sandbox) -> None:
 @pytest.fixture
 def zipped(patched: Sandbox) -> Path:
     place = patched.root / "livepatch.zip"
-    bundle.write_zip(bundle.contents(patched.entries()), place)
+    placing.write_zip(bundle.contents(patched.entries()), place)
     return place
 
 
@@ -129,7 +155,8 @@ def test_the_zip_has_the_directorys_files(patched: Sandbox, zipped: Path) -> Non
     with zipfile.ZipFile(zipped) as archive:
         found = {name: archive.read(name) for name in archive.namelist()}
     assert found == bundle.contents(patched.entries())
-    assert bundle.differences(zipped) == ([], len(found) - 1)
+    same = verified(zipped, verified(patched.bundle).digest)
+    assert (same.differences, same.compared) == ([], len(found) - 2)
 
 
 # verify
@@ -138,40 +165,63 @@ def test_the_zip_has_the_directorys_files(patched: Sandbox, zipped: Path) -> Non
 def test_a_bundle_as_it_was_written_has_no_differences(patched: Sandbox) -> None:
     patched.python(USE_STEP)  # leaves bytecode beside the sources
     assert list(patched.bundle.rglob("*.pyc"))
-    found, compared = bundle.differences(patched.bundle)
-    assert found == []
-    assert compared == len(bundle.contents(patched.entries())) - 1
+    found = verified(patched.bundle)
+    assert (found.differences, found.earlier) == ([], [])
+    assert found.compared == len(bundle.contents(patched.entries())) - 2
+    assert found.digest == bundle.digest(bundle.contents(patched.entries()))
+
+
+def test_another_digest_is_a_difference(patched: Sandbox) -> None:
+    digest = verified(patched.bundle).digest
+    assert verified(patched.bundle, digest).differences == []
+    other = f"sha256:{'0' * 64}"
+    assert verified(patched.bundle, other).differences == [f"the bundle's digest is {digest}, not {other}"]
+
+
+def test_a_directory_that_is_no_bundle_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify /` took two minutes to say that there is no manifest."""
+    monkeypatch.setattr(Path, "rglob", lambda *_: pytest.fail("it was read"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"is not a bundle: it has no manifest\.json"):
+        verified(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"name": "somebody else\'s"}')
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        verified(tmp_path)
 
 
 def test_every_kind_of_difference_is_found(patched: Sandbox) -> None:
     (patched.bundle / "sitecustomize.py").write_bytes(b"\n" + (patched.bundle / "sitecustomize.py").read_bytes())
-    (patched.bundle / "_vllm_livepatch/catalogue.json").unlink()
-    (patched.bundle / "_vllm_livepatch/more.py").write_text("")
+    (patched.package / "catalogue.json").unlink()
+    (patched.package / "more.py").write_text("")
+    (patched.package.parent / "manifest.json").write_text("{}")
     (patched.bundle / "top.txt").write_text("")
-    assert bundle.differences(patched.bundle)[0] == [
-        "_vllm_livepatch/catalogue.json is missing",
+    folder = patched.package.relative_to(patched.bundle)
+    assert verified(patched.bundle).differences == [
+        f"{folder}/catalogue.json is missing",
+        f"{folder.parent}/manifest.json was changed",
         "sitecustomize.py was changed",
-        "_vllm_livepatch/more.py was added",
+        f"{folder}/more.py was added",
         "top.txt was added",
     ]
 
 
 def test_bytecode_that_would_run_instead_of_a_source_is_a_difference(patched: Sandbox) -> None:
     """Beside a source nobody takes it; in its place, or under a new name, an interpreter would run it."""
-    (patched.bundle / "_vllm_livepatch/other.pyc").write_bytes(b"")
-    (patched.bundle / "_vllm_livepatch/sitecustomize/hook.py").unlink()
-    (patched.bundle / "_vllm_livepatch/sitecustomize/hook.pyc").write_bytes(b"")
-    assert bundle.differences(patched.bundle)[0] == [
-        "_vllm_livepatch/sitecustomize/hook.py is missing",
-        "_vllm_livepatch/other.pyc was added",
-        "_vllm_livepatch/sitecustomize/hook.pyc was added",
+    (patched.package / "other.pyc").write_bytes(b"")
+    (patched.package / "sitecustomize/hook.py").unlink()
+    (patched.package / "sitecustomize/hook.pyc").write_bytes(b"")
+    folder = patched.package.relative_to(patched.bundle)
+    assert verified(patched.bundle).differences == [
+        f"{folder}/sitecustomize/hook.py is missing",
+        f"{folder}/other.pyc was added",
+        f"{folder}/sitecustomize/hook.pyc was added",
     ]
 
 
 def test_a_changed_zip_is_found(patched: Sandbox, zipped: Path) -> None:
     with zipfile.ZipFile(zipped, "a") as archive:
         archive.writestr("more.py", "")
-    assert bundle.differences(zipped)[0] == ["more.py was added"]
+    assert verified(zipped).differences == ["more.py was added"]
 
 
 MANIFESTS = ["", "{", "[]", "{}", '{"files": 1}', '{"files": ["a"]}', "\xff", "null"]
@@ -181,7 +231,7 @@ MANIFESTS = ["", "{", "[]", "{}", '{"files": 1}', '{"files": ["a"]}', "\xff", "n
 def test_a_corrupt_manifest_is_said_to_be_one(patched: Sandbox, text: str) -> None:
     (patched.bundle / "manifest.json").write_text(text, "latin-1")
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-        bundle.differences(patched.bundle)
+        verified(patched.bundle)
 
 
 def test_what_is_no_bundle(patched: Sandbox, tmp_path: Path) -> None:
@@ -189,26 +239,17 @@ def test_what_is_no_bundle(patched: Sandbox, tmp_path: Path) -> None:
     text.write_text("no zip file")
     for place, said in ((patched.site, "has no manifest"), (text, "is not a"), (tmp_path / "none", "does not exist")):
         with pytest.raises(UserError, match=said):
-            bundle.differences(place)
+            verified(place)
 
 
-# Writing: whole or not at all
-
-
-def test_an_older_bundle_is_replaced_as_a_whole(patched: Sandbox) -> None:
-    (patched.bundle / "left over.txt").write_text("")
-    patched.patch("other")
-    patched.generate()
-    assert bundle.differences(patched.bundle)[0] == []
-    assert sorted(json.loads((patched.bundle / "manifest.json").read_text())["patches"]) == ["around", "other"]
-    assert sorted(path.name for path in patched.root.iterdir() if path.name.startswith(".")) == []
+# Writing: whole or not at all. How it is done under processes that are starting: test_upgrade.py.
 
 
 def test_an_empty_directory_may_be_given(patched: Sandbox) -> None:
     shutil.rmtree(patched.bundle)
     patched.bundle.mkdir()
     patched.generate()
-    assert bundle.differences(patched.bundle)[0] == []
+    assert verified(patched.bundle).differences == []
 
 
 def everything(place: Path) -> dict[str, bytes]:
@@ -217,13 +258,15 @@ def everything(place: Path) -> dict[str, bytes]:
 
 def test_somebody_elses_directory_or_file_is_left_alone(patched: Sandbox) -> None:
     files = bundle.contents(patched.entries())
+    (patched.root / "theirs").mkdir()
+    (patched.root / "theirs" / "manifest.json").write_text('{"name": "an extension of a browser"}')
     before = everything(patched.root)
-    for place in (patched.site, patched.site / "fakeengine/worker.py", patched.home.parent):
+    for place in (patched.root / "theirs", patched.site, patched.site / "fakeengine/worker.py", patched.home.parent):
         with pytest.raises(UserError, match="exists and is not a bundle: name a new directory"):
-            bundle.write_directory(files, place)
+            placing.write_directory(files, place)
     for place in (patched.site, patched.site / "fakeengine/worker.py"):
         with pytest.raises(UserError, match="exists and is not a zip file: name a new one"):
-            bundle.write_zip(files, place)
+            placing.write_zip(files, place)
     assert everything(patched.root) == before
 
 
@@ -233,9 +276,11 @@ def test_a_full_disk_leaves_nothing_half_written(patched: Sandbox, kind: str, ex
     """As much as fits is 5,000 bytes a file: the first files can be written, a later one cannot."""
     out = patched.root / "out"
     files = bundle.contents(patched.entries())
-    write = bundle.write_directory if kind == "directory" else bundle.write_zip
+    write = placing.write_directory if kind == "directory" else placing.write_zip
     if existing:
         write(files, out)
+        patched.patch("other")
+        files = bundle.contents(patched.entries())
     before = everything(patched.root)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
@@ -251,13 +296,13 @@ def test_a_full_disk_leaves_nothing_half_written(patched: Sandbox, kind: str, ex
 def test_a_read_only_place_leaves_nothing_half_written(patched: Sandbox, kind: str) -> None:
     """Below a file, and below a directory of the kernel's, nobody can make anything: not even root."""
     for place in (patched.site / "fakeengine/worker.py/bundle", Path("/proc/livepatch/bundle")):
-        write = bundle.write_directory if kind == "--out" else bundle.write_zip
+        write = placing.write_directory if kind == "--out" else placing.write_zip
         with pytest.raises(UserError, match="the bundle cannot be written to"):
             write(bundle.contents(patched.entries()), place)
 
 
 def test_a_place_that_pythonpath_cannot_name(patched: Sandbox) -> None:
-    for write in (bundle.write_directory, bundle.write_zip):
+    for write in (placing.write_directory, placing.write_zip):
         with pytest.raises(UserError, match="PYTHONPATH cannot name it"):
             write(bundle.contents(patched.entries()), patched.root / "with:colon")
 
@@ -274,9 +319,9 @@ def test_the_cached_bundle_is_made_once_and_made_good(
     assert first.stat().st_ino == stamp
     (first / "sitecustomize.py").write_text("")
     assert bundle.cached(files) == first
-    assert bundle.differences(first)[0] == []
+    assert verified(first).differences == []
     (first / "manifest.json").write_text("{")
-    assert bundle.differences(bundle.cached(files))[0] == []
+    assert verified(bundle.cached(files)).differences == []
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

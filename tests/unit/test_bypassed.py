@@ -51,7 +51,7 @@ def run(sandbox: Sandbox, body: str, **environ: str) -> list[str]:
     sandbox.generate()
     done = sandbox.python(PROGRAM.format(body=body), **environ)
     assert done.code == 0, done.err
-    return done.lines[1:]
+    return done.others
 
 
 @pytest.mark.parametrize("body", list(CALLS.values()), ids=list(CALLS))
@@ -80,7 +80,7 @@ def test_a_class_that_is_there_when_the_patch_is_applied(sandbox: Sandbox) -> No
     sandbox.generate()
     done = sandbox.python("import fakeengine.scheduler, sys; print('imported', file=sys.stderr)")
     said = f"vllm-livepatch: around is bypassed: fakeengine.scheduler.Own overrides {STEP} without calling it"
-    assert sorted(done.lines[1:]) == ["imported", said]
+    assert sorted(done.others) == ["imported", said]
 
 
 def test_an_override_that_is_a_target_itself(sandbox: Sandbox) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from vllm_livepatch.tools import bundle, catalogue, check
+from vllm_livepatch.tools import bundle, catalogue, check, placing
 from vllm_livepatch.tools.errors import UserError
 
 from tests.unit import interpreters
@@ -156,7 +156,7 @@ def test_it_can_be_turned_off(changed: Sandbox, variable: str) -> None:
 
 def test_a_zip_file_of_a_bundle(changed: Sandbox) -> None:
     place = changed.root / "bundle.zip"
-    bundle.write_zip(bundle.contents(changed.entries()), place)
+    placing.write_zip(bundle.contents(changed.entries()), place)
     assert changed.python(USE, path=[place, changed.site]).out == CHANGED
 
 

@@ -241,9 +241,11 @@ def test_status_shows_live_processes_and_cleans_up_after_dead_ones(patched: Sand
         assert word in done.out
     process.communicate(b"")
     done = cli(*arguments, "--json")
+    assert (done.code, done.out, done.err) == (0, "[]\n", "")
+    done = cli(*arguments, "--json", "--prune")
     assert (done.code, done.out) == (0, "[]\n")
     assert done.err == f"removed the reports of 1 ended processes: {process.pid}\n"
-    assert (cli(*arguments, "--json").out, cli(*arguments, "--json").err) == ("[]\n", "")
+    assert cli(*arguments, "--json", "--prune").err == "removed the reports of 0 ended processes: -\n"
     assert "no live patched process has a report" in cli(*arguments).out
 
 

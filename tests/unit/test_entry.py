@@ -96,8 +96,16 @@ def test_the_entry_imports_nothing_that_site_has_not_imported() -> None:
 
 def test_what_is_importable_is_two_names(patched: Sandbox) -> None:
     """The bundle's copy of wrapt shadows nobody's, and nothing of ours imports either."""
-    top = {path.name for path in patched.bundle.iterdir()} - {"__pycache__"}
-    assert top == {"sitecustomize.py", "_vllm_livepatch", "manifest.json"}
+    generation = patched.package.parent.name
+    assert {path.name for path in patched.bundle.iterdir()} - {"__pycache__"} == {
+        "sitecustomize.py",
+        generation,
+        "manifest.json",
+        "sbom.cdx.json",
+        "__main__.py",  # which no import finds: every interpreter has one from its start
+    }
+    assert not generation.isidentifier()
+    assert {path.name for path in patched.package.parent.iterdir()} == {"_vllm_livepatch", "manifest.json"}
     patched.write({"wrapt/__init__.py": "whose = 'theirs'\n"})
     show = "import sys\nprint([name for name in sys.modules if 'wrapt' in name])\nimport wrapt\nprint(wrapt.whose)"
     assert patched.python(f"{USE_STEP}\n{show}").out == f"{PATCHED}[]\ntheirs\n"
@@ -142,23 +150,21 @@ def test_a_target_that_was_imported_before_the_entry_ran(patched: Sandbox) -> No
 # A damaged bundle: the process works, unpatched, and says so in one line; under strict it ends.
 
 DAMAGE = {
-    "catalogue.json is no JSON": lambda bundle: (bundle / "_vllm_livepatch/catalogue.json").write_text("{"),
-    "catalogue.json is something else": lambda bundle: (bundle / "_vllm_livepatch/catalogue.json").write_text("[]"),
-    "catalogue.json is missing": lambda bundle: (bundle / "_vllm_livepatch/catalogue.json").unlink(),
-    "catalogue.json has a fault": lambda bundle: (bundle / "_vllm_livepatch/catalogue.json").write_text(
-        (bundle / "_vllm_livepatch/catalogue.json").read_text().replace('"targets"', '"tragets"')
+    "catalogue.json is no JSON": lambda package: (package / "catalogue.json").write_text("{"),
+    "catalogue.json is something else": lambda package: (package / "catalogue.json").write_text("[]"),
+    "catalogue.json is missing": lambda package: (package / "catalogue.json").unlink(),
+    "catalogue.json has a fault": lambda package: (package / "catalogue.json").write_text(
+        (package / "catalogue.json").read_text().replace('"targets"', '"tragets"')
     ),
-    "a part of the runtime is missing": lambda bundle: (bundle / "_vllm_livepatch/sitecustomize/report.py").unlink(),
-    "a part of the runtime is cut off": lambda bundle: (bundle / "_vllm_livepatch/sitecustomize/hook.py").write_text(
-        "def"
-    ),
-    "the package is gone": lambda bundle: shutil.rmtree(bundle / "_vllm_livepatch"),
+    "a part of the runtime is missing": lambda package: (package / "sitecustomize/report.py").unlink(),
+    "a part of the runtime is cut off": lambda package: (package / "sitecustomize/hook.py").write_text("def"),
+    "the package is gone": lambda package: shutil.rmtree(package),
 }
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))
 def test_a_damaged_bundle(patched: Sandbox, damage: str) -> None:
-    DAMAGE[damage](patched.bundle)
+    DAMAGE[damage](patched.package)
     code = f"{USE_STEP}\nimport importlib; importlib.reload(importlib.import_module('fakeengine.scheduler'))"
     done = patched.python(code)
     assert (done.code, done.out) == (0, STOCK)
@@ -192,16 +198,15 @@ def test_a_bundle_that_is_taken_away_from_under_a_process(patched: Sandbox) -> N
 )
 def test_a_process_without_stderr(patched: Sandbox, how: str, damaged: bool) -> None:
     if damaged:
-        (patched.bundle / "_vllm_livepatch/sitecustomize/report.py").unlink()
+        (patched.package / "sitecustomize/report.py").unlink()
     code = f"import io, os, sys\n{how}\n{USE_STEP}"
     bare, done = patched.bare(code), patched.python(code)
     assert (done.code, done.out, done.err) == (bare.code, STOCK if damaged else PATCHED, bare.err)
 
 
 def test_a_stderr_of_somebodys_own_is_written_to(patched: Sandbox) -> None:
-    done = patched.python(
-        f"import io, sys\nsys.stderr = own = io.StringIO()\n{USE_STEP}\nprint(own.getvalue(), end='')"
-    )
+    show = "atexit.register(lambda: print(own.getvalue(), end=''))"
+    done = patched.python(f"import atexit, io, sys\nsys.stderr = own = io.StringIO()\n{show}\n{USE_STEP}")
     assert done.out.startswith(f"{PATCHED}vllm-livepatch: ")
     assert done.err == ""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize import cache
-from vllm_livepatch.tools import status
+from vllm_livepatch.tools.bundled import status
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, USE_STEP, Sandbox, finish
@@ -72,11 +72,13 @@ def test_a_process_of_another_pid_namespace_is_never_called_ended(patched: Sandb
     content = json.loads(file.read_text("ascii"))
     for other in ("pid:[1] another", None):
         file.write_text(json.dumps(content | {"pid_namespace": other}), "ascii")
-        (one,) = status.processes(patched.state)[0]
-        assert (one["pid_namespace"], one["heartbeat"]) == (other, content["heartbeat"])
+        found = status.read(patched.state)
+        assert [(one["pid_namespace"], one["heartbeat"]) for one in found.live] == [(other, content["heartbeat"])]
+        assert (found.seen, status.prune(found)) == ([False], [])
         assert file.exists()
     file.write_text(json.dumps(content), "ascii")
-    assert status.processes(patched.state) == ([], [content["pid"]])
+    found = status.read(patched.state)
+    assert (found.live, status.prune(found)) == ([], [content["pid"]])
 
 
 def test_planted_links_and_pipes_are_not_followed(patched: Sandbox) -> None:
@@ -87,7 +89,7 @@ def test_planted_links_and_pipes_are_not_followed(patched: Sandbox) -> None:
     os.mkfifo(patched.state / "pipe.json")
     before = (patched.root / "real.json").read_bytes()
     patched.python(USE_STEP)
-    assert status.processes(patched.state)[0] == []
+    assert status.processes(patched.state) == []
     assert (patched.root / "real.json").read_bytes() == before
     assert file.is_symlink()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.tools.bundled import verifying
 
 from tests.unit import interpreters
 from tests.unit.support import STEP, WORK, Done, Sandbox, finish
@@ -90,9 +91,7 @@ def test_the_zip_leaves_an_unsupported_interpreter_unchanged(patched: Sandbox, v
 def test_an_interpreter_that_writes_bytecode_into_the_bundle_does_no_harm(patched: Sandbox, version: str) -> None:
     """2.7 writes it beside the source, where a newer one must not take it for its own."""
     finish([str(interpreters.find(version)), "-c", "pass"], patched.environ(), cwd=patched.root)
-    from vllm_livepatch.tools import bundle
-
-    assert bundle.differences(patched.bundle)[0] == []
+    assert verifying.verified(patched.bundle).differences == []
     assert (
         patched.python("from fakeengine.scheduler import Scheduler; print(Scheduler().step(7))").out
         == "['patched', 7]\n"

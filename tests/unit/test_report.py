@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.sitecustomize import report
+from vllm_livepatch.sitecustomize import report, reporting
 from vllm_livepatch.tools import bundle as tools_bundle
-from vllm_livepatch.tools import status
+from vllm_livepatch.tools.bundled import status
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, STEP, USE_STEP, WORK, Sandbox, until
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 
 
 def live(sandbox: Sandbox) -> list[dict[str, Any]]:
-    return status.processes(sandbox.state)[0]
+    return status.processes(sandbox.state)
 
 
 def waiting(sandbox: Sandbox, code: str, **more: str) -> subprocess.Popen[str]:
@@ -66,12 +66,13 @@ def test_spawn_fork_and_forkserver_children_each_leave_a_report(patched: Sandbox
     script = patched.root / "family.py"
     script.write_text(FAMILY, "utf-8")
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen([PYTHON, str(script)], env=patched.environ(), text=True, **pipes)
+    environ = patched.environ(LIVEPATCH_STATE_KEEP="0")
+    process = subprocess.Popen([PYTHON, str(script)], env=environ, text=True, **pipes)
     assert process.stdout is not None
     found = {name: pid for name, pid, step in eval(process.stdout.readline()) if step == ["patched", 7]}
     assert list(found) == ["parent", "spawn", "fork", "forkserver"]
+    until(lambda: set(found.values()) <= {one["pid"] for one in live(patched)})
     by_pid = {one["pid"]: one for one in live(patched)}
-    assert set(found.values()) <= set(by_pid)
     for name, pid in found.items():
         (patch,) = by_pid[pid]["patches"]
         assert patch["state"] == "applied", name
@@ -83,8 +84,61 @@ def test_spawn_fork_and_forkserver_children_each_leave_a_report(patched: Sandbox
     assert [line.split("pid ")[1].split(",")[0] for line in err.splitlines()] == [
         str(found[name]) for name in ("parent", "spawn", "forkserver")
     ]
+    # Each has removed its report at its end: also those that multiprocessing ends without the interpreter's own way.
+    assert set(by_pid) == set(found.values())
     until(lambda: not live(patched))
     assert list(patched.state.iterdir()) == []
+
+
+ENDS = {
+    "the end": ("", 0),
+    "an exit": ("sys.exit(3)", 3),
+    "an error": ("1 / 0", 1),
+    "a fork before": ("os.waitpid(os.fork() or os._exit(0), 0)", 0),
+}
+
+
+@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("how", ENDS)
+def test_a_process_removes_its_report_at_its_end(patched: Sandbox, how: str, version: str) -> None:
+    code, expected = ENDS[how]
+    listed = "print(len(os.listdir(os.environ['LIVEPATCH_STATE_DIR'])))"
+    script = f"import os, sys\n{USE_STEP}\n{listed}\n{code}"
+    for keep, left in (("0", 0), ("1", 1)):
+        done = patched.python(script, python=str(interpreters.find(version)), LIVEPATCH_STATE_KEEP=keep)
+        assert (done.code, done.out) == (expected, f"{PATCHED}1\n"), done.err
+        assert len(list(patched.state.iterdir())) == left
+
+
+def test_a_process_that_is_killed_leaves_it(patched: Sandbox) -> None:
+    process = waiting(patched, USE_STEP, LIVEPATCH_STATE_KEEP="0")
+    until(lambda: live(patched))
+    process.kill()
+    process.communicate()
+    assert [pid for pid, _ in status.read(patched.state).ended] == [process.pid]
+
+
+@pytest.mark.parametrize("how", ["os._exit(0)", "sys.exit()", "os.execv(sys.executable, [sys.executable, '-c', ''])"])
+def test_a_fork_leaves_no_report_until_it_counts_something(patched: Sandbox, how: str) -> None:
+    """What forks most, forks to become another program or to do a little."""
+    script = f"import os, sys\n{USE_STEP}\nsys.stdout.flush()\npid = os.fork()\nif not pid:\n    WORK; {how}\nprint(os.waitpid(pid, 0)[1])"
+    done = patched.python(script.replace("WORK", "pass"))
+    assert (done.code, done.out, len(done.lines)) == (0, f"{PATCHED}0\n", 1), done.err
+    assert len(patched.reports()) == 1
+    done = patched.python(script.replace("WORK", "Scheduler().step(1)"))
+    assert done.out == f"{PATCHED}0\n"
+    assert len(patched.reports()) == (3 if how == "sys.exit()" else 2)  # the other two end before it is written
+
+
+def test_a_fork_that_lives_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine core that was forked may count nothing for hours, and `status` shows it."""
+    written: list[int] = []
+    reporter = reporting.Reporter(lambda: 1, written.append, lambda content: written.append(2))
+    monkeypatch.setattr(reporting, "CHILD_SECONDS", 0.05)
+    reporter.forked_child()
+    until(lambda: written == [1])
+    reporter.close()
+    assert written == [1, 2]
 
 
 def test_counters_arrive_without_the_process_ending(patched: Sandbox) -> None:
@@ -105,7 +159,7 @@ def test_the_form_of_a_process_in_status(sandbox: Sandbox) -> None:
     assert list(one) == [*keys, "version", "digest", "settings", "heartbeat", "pid_namespace"]
     assert (one["version"], one["digest"], one["pid_namespace"]) == (
         tools_bundle.version(),
-        None,
+        tools_bundle.digest(tools_bundle.contents(sandbox.entries())),
         report.pid_namespace(),
     )
     assert one["settings"] == {"mode": "auto", "toggles": {}, "options": {}}
@@ -129,10 +183,12 @@ def test_a_process_that_was_killed_is_told_apart_and_cleaned(patched: Sandbox) -
     first.kill()  # a zombie until it is waited for: that is not a live process either
     until(lambda: report.start_ticks(first.pid) is None)
     assert (patched.state / f"{os.uname().nodename}-{first.pid}-none.json").exists() is False
-    alive, ended = status.processes(patched.state)
-    assert ([one["pid"] for one in alive], ended) == ([second.pid], [first.pid])
+    found = status.read(patched.state)
+    assert ([one["pid"] for one in found.live], [pid for pid, _ in found.ended]) == ([second.pid], [first.pid])
+    assert len(list(patched.state.iterdir())) == 2  # to look at something removes nothing
+    assert status.prune(found) == [first.pid]
     assert len(list(patched.state.iterdir())) == 1
-    assert status.processes(patched.state)[1] == []
+    assert status.read(patched.state).ended == []
     for process in (first, second):
         process.communicate("")
 
@@ -145,8 +201,8 @@ def test_a_recycled_pid_is_another_process(patched: Sandbox) -> None:
     content = json.loads(file.read_text("ascii"))
     content["start_ticks"] -= 1
     file.write_text(json.dumps(content), "ascii")
-    assert status.processes(patched.state) == ([], [process.pid])
-    assert not file.exists()
+    found = status.read(patched.state)
+    assert (found.live, found.ended) == ([], [(process.pid, file)])
     process.communicate("")
 
 
@@ -164,12 +220,12 @@ def test_what_is_no_report_is_passed_over_and_left_alone(patched: Sandbox, text:
     file = patched.state / "strange.json"
     file.write_text(text, "latin-1")
     (patched.state / "other.txt").write_text("somebody's")
-    assert status.processes(patched.state) == ([], [])
+    assert status.read(patched.state) == ([], [], [])
     assert file.exists()
 
 
 def test_a_directory_that_does_not_exist_has_no_processes(tmp_path: Path) -> None:
-    assert status.processes(tmp_path / "none") == ([], [])
+    assert status.read(tmp_path / "none") == ([], [], [])
 
 
 # A report that cannot be left is said once, in the one line, and changes nothing else.

@@ -255,3 +255,10 @@ def test_how_lines_are_written(value: str) -> None:
 def test_lines_are_written_as_text_or_json() -> None:
     (error,) = read({"LIVEPATCH_LOG": "xml"}).errors
     assert error == "LIVEPATCH_LOG='xml' is none of text, json; it counts as text"
+
+
+@pytest.mark.parametrize(("given", "keep"), [("1", True), ("On", True), ("off", False), ("", False), ("banana", False)])
+def test_whether_ended_processes_leave_their_reports(given: str, keep: bool) -> None:
+    environment = read({"LIVEPATCH_STATE_KEEP": given})
+    assert (environment.keep, environment.notes) == (keep, ())
+    assert bool(environment.errors) == (given in ("", "banana"))

@@ -202,7 +202,8 @@ def test_one_line_a_process_and_one_for_each_wanted_and_unapplied_patch(sandbox:
     assert all(line.startswith("vllm-livepatch: ") for line in done.lines)
     (greeting, *rest) = done.lines
     assert greeting.split(", ")[0] == f"vllm-livepatch: {greeting.split()[1].rstrip(',')}"
-    assert f"pid {sandbox.report()['pid']}, fakeengine 1.0; LIVEPATCH=off turns it off" in greeting
+    came = "applied=applies,applies-too armed=0 skipped=3 failed=breaks,has-drifted"
+    assert f", pid {sandbox.report()['pid']}, fakeengine 1.0; {came} bundle=" in greeting
     assert [line.split(":")[1].split("(")[0].strip() for line in rest] == [
         "has-drifted is not applied",
         "breaks is not applied",

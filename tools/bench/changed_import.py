@@ -29,7 +29,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import bundle, catalogue, diffs, environments, sources
+from vllm_livepatch.tools import bundle, catalogue, diffs, environments, placing, sources
 
 MODULES = ("vllm.v1.core.sched.scheduler", "vllm.v1.core.kv_cache_manager", "vllm.v1.core.kv_cache_utils")
 NAME = "bench-change"
@@ -63,7 +63,7 @@ def patch_of(release: str, place: Path) -> None:
     diff = diffs.parse("".join(lines).encode())
     diffs.write(diff, NAME, "the benchmark", [diffs.judge(diff, release, tree.source)], place / "patches")
     entries = catalogue.choose(catalogue.load([place / "patches"]), [NAME])
-    bundle.write_directory(bundle.contents(entries), place / "bundle")
+    placing.write_directory(bundle.contents(entries), place / "bundle")
 
 
 def imported(python: Path, path: list[Path], cache: Path, state: Path) -> tuple[float, float]:

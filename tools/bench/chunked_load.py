@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from vllm_livepatch.tools import bundle, catalogue, environments, matrix
+from vllm_livepatch.tools import bundle, catalogue, environments, matrix, placing
 from vllm_livepatch.tools.lab import model, topology
 from vllm_livepatch.tools.lab.client import Client, Said
 from vllm_livepatch.tools.lab.supervisor import Supervisor
@@ -70,7 +70,7 @@ async def measure(
     tiny = model.make(place / "model", seed=1)
     asked = [(prompt,) for prompt in model.prompts(prompts, PROMPT_TOKENS, seed=1)]
     injected = place / "bundle"
-    bundle.write_directory(bundle.contents(catalogue.load()), injected)
+    placing.write_directory(bundle.contents(catalogue.load()), injected)
     settings = {"off": "off", "on": "on"}
     deployed = {}
     for arm in arms:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_livepatch.tools import bundle, catalogue, sources
+from vllm_livepatch.tools import bundle, catalogue, placing, sources
 from vllm_livepatch.tools.errors import UserError
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -31,7 +31,7 @@ def run(
         raise UserError("this benchmark needs a checkout of the project, for its release tests")
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary, "bundle")
-        bundle.write_directory(bundle.contents(catalogue.load()), place)
+        placing.write_directory(bundle.contents(catalogue.load()), place)
         done = subprocess.run(
             [str(python), str(DRIVERS / f"{driver}.py"), *map(str, arguments)],
             env={

@@ -21,7 +21,7 @@ from pathlib import Path
 import wrapt
 from rich.console import Console
 from rich.table import Table
-from vllm_livepatch.tools import bundle, catalogue
+from vllm_livepatch.tools import bundle, catalogue, placing
 
 TARGET = "vllm.v1.core.sched.scheduler"
 
@@ -72,9 +72,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         files = bundle.contents(catalogue.load())
-        bundle.write_directory(files, place / "bundle")
-        bundle.write_directory(files, place / "readonly")
-        bundle.write_zip(files, place / "bundle.zip")
+        placing.write_directory(files, place / "bundle")
+        placing.write_directory(files, place / "readonly")
+        placing.write_zip(files, place / "bundle.zip")
         shutil.copytree(Path(wrapt.__file__).parent, place / "wrapt" / "wrapt")
         off = place / "unwritable"  # bytecode cannot be kept beside it: what an unprivileged user pays each time
         (place / "readonly").rename(off)

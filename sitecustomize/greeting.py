@@ -1,0 +1,90 @@
+"""The one line of a process, which says what came of its patches, and what is to be said behind it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from . import context
+
+QUIET_SECONDS = 5.0
+"""After the last import of a target: what an engine needs at its start comes within a second or two."""
+LATEST_SECONDS = 30.0
+"""After the last import where no patch was applied yet: `vllm.envs` is imported long before a scheduler."""
+
+
+class Outcome(NamedTuple):
+    """One patch in this process. `missing`: wanted, and not applied."""
+
+    name: str
+    state: str
+    missing: bool
+
+
+class Greeting:
+    """Said once: when the process has stopped importing targets, or something else is to be said, or it forks or ends.
+
+    `outcomes` and `trouble` are asked for then; `bundle` is its version and digest.
+    """
+
+    def __init__(
+        self, version: str, bundle: str, outcomes: Callable[[], list[Outcome]], trouble: Callable[[], str]
+    ) -> None:
+        self._version = version
+        self._bundle = bundle
+        self._outcomes = outcomes
+        self._trouble = trouble
+        self._packages: Mapping[str, str | None] = {}
+        self._last: float | None = None  # time.monotonic() of the last import of a target
+        self._lock = threading.Lock()
+        self._said = False
+        self._behind: list[str] = []
+
+    def begin(self, packages: Mapping[str, str | None]) -> None:
+        """The first target is being imported; `packages` will have the releases that are met."""
+        self._packages = packages
+        self._last = time.monotonic()
+        context.before_lines.append(self.say)
+
+    def wait(self) -> None:
+        """A target was imported: more of them may follow."""
+        self._last = time.monotonic()
+
+    def due_in(self) -> float:
+        """Seconds until it is to be said; infinite where it was, or where no target was imported."""
+        if self._last is None or self._said:
+            return float("inf")
+        anything = any(one.state in ("applied", "failed") for one in self._outcomes())
+        return self._last + (QUIET_SECONDS if anything else LATEST_SECONDS) - time.monotonic()
+
+    def behind(self, message: str) -> None:
+        """Say this, and the process's line first."""
+        with self._lock:
+            if not self._said:
+                self._behind.append(message)
+                return
+        context.to_stderr(message)
+
+    def say(self) -> None:
+        """Say it, unless it was said, or there is nothing to tell."""
+        with self._lock:
+            if self._last is None or self._said:
+                return
+            self._said = True
+            behind, self._behind = self._behind, []
+        releases = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in self._packages.items())
+        head = f"{self._version}, pid {os.getpid()}, {releases}"
+        context.line(f"{head}; {self._described()}; LIVEPATCH=off turns it off{self._trouble()}")
+        for message in behind:
+            context.line(message)
+
+    def _described(self) -> str:
+        found = self._outcomes()
+        applied = ",".join(one.name for one in found if one.state == "applied")
+        failed = ",".join(one.name for one in found if one.missing)
+        armed = sum(one.state == "armed" for one in found)
+        skipped = sum(one.state == "skipped" and not one.missing for one in found)
+        return f"applied={applied or '-'} armed={armed} skipped={skipped} failed={failed or '-'} bundle={self._bundle}"

@@ -1,0 +1,107 @@
+"""The one line of a process: when it is said, and what of."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+from vllm_livepatch.sitecustomize import context
+from vllm_livepatch.sitecustomize.greeting import LATEST_SECONDS, QUIET_SECONDS, Greeting, Outcome
+from vllm_livepatch.tools import bundle
+
+from tests.unit import interpreters
+from tests.unit.support import PATCHED, PYTHON, USE_STEP, WORK, Sandbox
+
+ARMED = Outcome("b", "armed", False)
+APPLIED = Outcome("a", "applied", False)
+REFUSED = Outcome("c", "skipped", True)
+
+
+class Said:
+    """A greeting of a process with these outcomes, and the lines that were said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome) -> None:
+        self.lines: list[str] = []
+        self.outcomes = list(outcomes)
+        self.now = 100.0
+        monkeypatch.setattr(context, "line", self.lines.append)
+        monkeypatch.setattr(context, "before_lines", [])
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.greeting = Greeting("1.2", "1.2+sha256:abc", lambda: self.outcomes, lambda: "; a trouble")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Said:
+    return Said(monkeypatch, APPLIED, ARMED, REFUSED)
+
+
+def test_what_it_says(said: Said) -> None:
+    said.greeting.say()
+    assert said.lines == []  # no target was imported
+    said.greeting.begin({"vllm": "0.29.0", "lmcache": None})
+    said.greeting.say()
+    said.greeting.say()
+    (line,) = said.lines
+    assert line.partition(", pid ")[0] == "1.2"
+    assert line.endswith(
+        ", vllm 0.29.0, lmcache of unknown release; applied=a armed=1 skipped=0 failed=c bundle=1.2+sha256:abc; "
+        "LIVEPATCH=off turns it off; a trouble"
+    )
+
+
+def test_when_it_is_due(said: Said) -> None:
+    assert said.greeting.due_in() == float("inf")
+    said.greeting.begin({})
+    assert said.greeting.due_in() == QUIET_SECONDS
+    said.now += QUIET_SECONDS - 1
+    said.greeting.wait()
+    assert said.greeting.due_in() == QUIET_SECONDS
+    said.outcomes = [ARMED, REFUSED]  # the first module that is a target is often not the last
+    assert said.greeting.due_in() == LATEST_SECONDS
+    said.now += LATEST_SECONDS
+    assert said.greeting.due_in() == 0
+    said.greeting.say()
+    assert said.greeting.due_in() == float("inf")
+
+
+def test_it_comes_before_all_else_that_is_said(said: Said) -> None:
+    said.greeting.begin({})
+    said.greeting.behind("one")
+    assert said.lines == []
+    context.to_stderr("two")
+    said.greeting.behind("three")
+    assert [line.partition(",")[0] for line in said.lines] == ["1.2", "one", "two", "three"]
+
+
+WAITING = "import sys\n{use}\nprint('ready', flush=True)\nsys.stdin.read()"
+
+
+def test_a_process_that_lives_says_it(patched: Sandbox) -> None:
+    """By itself, once it imports nothing more."""
+    command = [PYTHON, "-c", WAITING.format(use=USE_STEP)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=patched.environ(), text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stderr is not None
+    said = process.stderr.readline()
+    assert process.poll() is None
+    digest = bundle.digest(bundle.contents(patched.entries()))
+    assert f"; applied=around armed=0 skipped=0 failed=- bundle={bundle.version()}+{digest[:19]}; LIVEPATCH=off" in said
+    assert process.communicate("")[1] == ""
+
+
+@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+def test_a_process_that_forks_says_it_before(patched: Sandbox, version: str) -> None:
+    code = f"import os\n{USE_STEP}\nif os.fork(): os.wait(); os._exit(0)\nelse: os._exit(0)"
+    done = patched.python(code, "-u", python=str(interpreters.find(version)))
+    assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err
+    assert "applied=around" in done.greeting
+
+
+def test_what_is_imported_later_is_in_it(sandbox: Sandbox) -> None:
+    sandbox.patch()
+    sandbox.patch("later", [WORK])
+    sandbox.generate()
+    done = sandbox.python(f"{USE_STEP}\nimport time; time.sleep(0.3)\nimport fakeengine.worker")
+    assert "; applied=around,later armed=0 skipped=0 failed=- " in done.greeting
+    assert len(done.lines) == 1

@@ -1,0 +1,190 @@
+"""`status`, of the tool and of the bundle: what a script decides by, and what a person sees of hundreds of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit import fleet
+from tests.unit.support import PYTHON, Cli, Done, Sandbox, finish, until
+
+Ask = Callable[..., Done]
+NAMES = [f"patch-number-{number}" for number in range(25)]
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    place = tmp_path / "state"
+    place.mkdir()
+    return place
+
+
+@pytest.fixture(params=["the tool", "the bundle"])
+def ask(request: pytest.FixtureRequest, cli: Cli, state: Path) -> Ask:
+    """`status` with these options, in either way to ask."""
+    if request.param == "the tool":
+        return lambda *options: cli("status", "--state-dir", str(state), *options)
+    patched: Sandbox = request.getfixturevalue("patched")
+    return lambda *options: finish(
+        [PYTHON, patched.bundle, "status", "--state-dir", state, *options], patched.environ()
+    )
+
+
+def test_two_hundred_processes_fit_one_screen(ask: Ask, state: Path) -> None:
+    for number in range(199):
+        fleet.leave(
+            state,
+            *(fleet.patch(name, counters={"calls": 2, "b": 1, "c": 1, "d": 1}) for name in NAMES),
+            host=f"node{number % 20}",
+        )
+    failed = [fleet.patch(name, "failed", "raised") for name in NAMES]
+    fleet.leave(state, *failed, host="node20", version="0.1.1", digest=None, packages={"vllm": "0.30.0"}, silent=1000.0)
+    done = ask("--summary")
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 200
+    assert lines[:4] == [
+        "200 processes on 21 hosts, 1 of them not heard of for three minutes",
+        "bundle 0.1.1: 1 processes; vllm 0.30.0",
+        "bundle 0.2.0+sha256:ab77c0deab77: 199 processes; vllm 0.29.0",
+        "more than one bundle is in use",
+    ]
+    row = next(line for line in lines if line.split()[0] == NAMES[3])
+    assert row.split() == [NAMES[3], "199", "0", "0", "1", "calls", "398,", "b", "199,", "c", "199,", "..."]
+    assert f"{NAMES[0]} is failed in 1 processes, such as pid " in done.out
+    assert lines[-1] == f"and {len(NAMES) - 8} more"
+    found = json.loads(ask("--summary", "--json").out)
+    assert (found["processes"], found["hosts"], found["unheard"]) == (200, 21, 1)
+    assert found["bundles"]["0.1.1"] == {"processes": 1, "packages": ["vllm 0.30.0"]}
+    assert found["patches"][NAMES[0]]["counters"]["calls"] == 398
+    assert found["troubles"][0]["processes"] == 1
+
+
+def test_nobody_is_there(ask: Ask) -> None:
+    assert ask("--summary").out == "0 processes on 0 hosts\n"
+    assert ask("--json").out == "[]\n"
+    assert "no live patched process has a report" in ask().out
+    done = ask("--require", "around")
+    assert (done.code, done.err) == (1, "vllm-livepatch: no live patched process is there\n")
+
+
+ENOUGH = {
+    "applied": (fleet.patch("around"), 0),
+    "armed": (fleet.patch("around", "armed"), 0),
+    "partly": (fleet.patch("around", "applied", "partly"), 0),
+    "skipped": (fleet.patch("around", "skipped", "drifted"), 1),
+    "not needed": (fleet.patch("around", "skipped", "fixed-upstream"), 1),
+    "failed": (fleet.patch("around", "failed", "raised"), 1),
+    "absent": (fleet.patch("other"), 1),
+}
+
+
+@pytest.mark.parametrize("what", ENOUGH)
+def test_require_looks_at_each_process(cli: Cli, state: Path, what: str) -> None:
+    found, code = ENOUGH[what]
+    fleet.leave(state, fleet.patch("around"))
+    fleet.leave(state, found, pid=77)
+    for arguments in (["--require", "around"], ["--require", "around", "--json"], ["--require", "around", "--summary"]):
+        done = cli("status", "--state-dir", str(state), *arguments)
+        assert done.code == code
+        assert bool(done.lines) == bool(code)
+        assert all("pid 77 on node1" in line for line in done.lines)
+
+
+def test_require_of_several_and_in_either_spelling(ask: Ask, state: Path) -> None:
+    fleet.leave(state, fleet.patch("one-two"), fleet.patch("three", "failed", "raised"))
+    assert ask("--require", "one_two").code == 0
+    done = ask("--require", "one-two", "--require", "three")
+    assert done.code == 1
+    assert len(done.lines) == 1
+    assert "three is failed in pid " in done.err
+    assert done.err.endswith("(raised: why it is raised)\n")
+
+
+def test_one_that_fell_silent_is_no_witness(ask: Ask, state: Path) -> None:
+    """What an earlier container left in a shared directory says nothing of this one, for good or bad."""
+    file = fleet.leave(state, fleet.patch("around"), silent=181.0)
+    done = ask("--require", "around")
+    assert (done.code, done.err) == (1, "vllm-livepatch: no process was heard of lately\n")
+    assert ", last heard of 18" in ask().out  # it is shown, with the age of what it says
+    file.unlink()
+    fleet.leave(state, fleet.patch("around", "failed", "raised"), silent=181.0)
+    fleet.leave(state, fleet.patch("around"), silent=100.0)
+    assert ask("--require", "around").code == 0
+    fleet.leave_own(state, fleet.patch("around", "failed", "raised"), silent=1000.0)  # seen to be alive
+    assert ask("--require", "around").code == 1
+
+
+def test_prune_removes_what_is_known_to_have_ended(ask: Ask, state: Path) -> None:
+    stay = {
+        fleet.leave_own(state),
+        fleet.leave(state, silent=1e6),  # another host's
+        fleet.leave_own(state, alive=False, pid_namespace="pid:[1] here"),
+        fleet.leave_own(state, alive=False, pid_namespace=None),  # of version 0.1
+    }
+    ended = fleet.leave_own(state, alive=False)
+    assert ask().err == ""
+    assert ended.exists()
+    assert len(json.loads(ask("--json").out)) == len(stay)
+    done = ask("--prune", "--json")
+    assert (done.code, len(json.loads(done.out))) == (0, len(stay))
+    assert done.err == f"removed the reports of 1 ended processes: {os.getpid()}\n"
+    assert set(state.iterdir()) == stay
+
+
+@pytest.mark.parametrize("more", [[], ["--summary"]], ids=["", "summary"])
+def test_watch_as_json_is_a_line_each_time(state: Path, more: list[str]) -> None:
+    fleet.leave_own(state, fleet.patch("around"))
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_livepatch.tools.cli",
+        "status",
+        "--watch",
+        "--json",
+        "--state-dir",
+        str(state),
+    ]
+    process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = json.loads(process.stdout.readline())
+    fleet.leave(state, fleet.patch("around"))
+    second = until(lambda: more_than(first, json.loads(process.stdout.readline())))  # type: ignore[union-attr]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    counts = (1, 2)
+    assert (number(first), number(second)) == counts
+
+
+def number(found: Any) -> int:
+    return int(found["processes"]) if isinstance(found, dict) else len(found)
+
+
+def more_than(first: Any, second: Any) -> Any:
+    return second if number(second) > number(first) else None
+
+
+SECRETS = ["sk-aaaabbbbccccddddeeee", "hush1", "hush2", "hush3", "hush4", "hush5"]
+
+
+def test_no_secret_reaches_a_screen(ask: Ask, state: Path) -> None:
+    """Also of what version 0.1 wrote, which kept whole command lines; and of errors that quote what they met."""
+    argv = ["vllm", "serve", "--api-key", "hush1", f"--x={SECRETS[0]}", "--db", "redis://me:hush2@host"]
+    detail = "ConnectionError: redis://me:hush3@host refused token='hush4', {'password': 'hush5'}"
+    broken = fleet.patch("around", "failed", "raised", detail=detail)
+    fleet.leave(state, broken, argv=argv)
+    for options in ([], ["--json"], ["--summary"], ["--summary", "--json"], ["--require", "around"]):
+        done = ask(*options)
+        said = done.out + done.err
+        assert "around" in said
+        assert [secret for secret in SECRETS if secret in said] == [], options

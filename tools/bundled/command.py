@@ -1,0 +1,169 @@
+"""`python BUNDLE doctor|status|verify|check`: what a container answers that has the bundle and nothing else of ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import UserError
+from . import doctor, status, summary, verdicts
+from .verifying import verified
+
+
+def main(place: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command of the bundle at `place` to the process's end. Bad input is one line on stderr, and exit 2."""
+    options = _parser().parse_args(arguments)
+    options.place = place
+    try:
+        code = options.command(options)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"vllm-livepatch: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # piped into head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python BUNDLE", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command, said in (
+        (_doctor, "whether this interpreter, as it is started here, would be patched; exit 1 where not"),
+        (_status, "every live patched process; with --require, exit 1 where a patch is missing"),
+        (_verify, "whether this bundle is what `generate` wrote; exit 1 where not"),
+        (_check, "every patch's verdict for what is installed here; exit 1 where a needed one could not apply"),
+    ):
+        one = commands.add_parser(command.__name__.strip("_"), help=said, description=said, allow_abbrev=False)
+        one.add_argument("--json", action="store_true", help="for scripts")
+        one.set_defaults(command=command)
+        if command is _verify:
+            one.add_argument("--digest", metavar="sha256:HEX", help="the bundle's, as `generate` printed it")
+        if command is _status:
+            one.add_argument("--state-dir", type=Path, metavar="DIR", help="where the reports are")
+            one.add_argument("--watch", action="store_true", help="look again every second, until Ctrl-C")
+            one.add_argument("--summary", action="store_true", help="all processes together, in one screen")
+            one.add_argument(
+                "--require",
+                action="append",
+                default=[],
+                metavar="PATCH",
+                help="has to be applied everywhere; repeatable",
+            )
+            one.add_argument("--prune", action="store_true", help="remove the reports of processes that have ended")
+    return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    found = verdicts.catalogue()
+    diagnosis = doctor.examine(options.place, found)
+    failed = diagnosis.failed
+    if options.json:
+        _print_json(
+            {
+                "patched": not failed,
+                "bundle": options.place,
+                "version": found.version,
+                "digest": diagnosis.digest,
+                "python": sys.executable,
+                "checks": [check._asdict() for check in diagnosis.checks],
+                "packages": diagnosis.packages,
+                "patches": [answer.described() for answer in diagnosis.patches],
+            }
+        )
+        return 1 if failed else 0
+    for check in diagnosis.checks:
+        print(f"{check.result:8} {check.name}: {check.said}")
+    if failed:
+        print(f"not fit to be patched: {'; '.join(dict.fromkeys(check.name for check in failed))}")
+        return 1
+    print("processes that are started like this one are patched")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    return show_status(
+        status.state_directory(options.state_dir),
+        as_json=options.json,
+        watch=options.watch,
+        as_summary=options.summary,
+        require=options.require,
+        prune=options.prune,
+    )
+
+
+def show_status(
+    directory: Path, *, as_json: bool, watch: bool, as_summary: bool, require: Sequence[str], prune: bool
+) -> int:
+    """Print what the state directory holds, in plain text or as JSON: the exit code."""
+    while True:
+        reports = status.read(directory)
+        if as_json:
+            found: Any = summary.summary(reports) if as_summary else reports.live
+            print(json.dumps(found, indent=None if watch else 1), flush=True)
+        elif as_summary:
+            print(summary.summary_text(summary.summary(reports)), flush=True)
+        else:
+            print(summary.processes_text(reports), flush=True)
+        if not watch:
+            return settled(reports, require, prune)
+        time.sleep(1)
+
+
+def settled(reports: status.Reports, require: Sequence[str], prune: bool) -> int:
+    """Prune and require, as asked: the exit code."""
+    if prune:
+        gone = status.prune(reports)
+        print(
+            f"removed the reports of {len(gone)} ended processes: {', '.join(map(str, gone)) or '-'}", file=sys.stderr
+        )
+    lacking = status.unmet(reports, require) if require else []
+    for said in lacking:
+        print(f"vllm-livepatch: {said}", file=sys.stderr)
+    return 1 if lacking else 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    found = verified(Path(options.place), options.digest)
+    if options.json:
+        said = {"digest": found.digest, "files": found.compared, "differences": found.differences}
+        _print_json({"bundle": options.place, **said})
+    else:
+        as_written = f"{options.place}: {found.compared} files, all as written, {found.digest}"
+        print("\n".join(found.differences) or as_written)
+    return 1 if found.differences else 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    packages, judged = verdicts.here(verdicts.catalogue())
+    if options.json:
+        _print_json({"packages": packages, "patches": [answer.described() for answer in judged]})
+    else:
+        releases = (f"{name} {release or 'of unknown release'}" for name, release in packages.items())
+        print(f"checked: {', '.join(releases) or 'none of the packages that these patches are for'}")
+        rows = [
+            (
+                answer.patch.name,
+                answer.decision.verdict,
+                "yes" if answer.decision.apply else "no",
+                answer.decision.detail,
+            )
+            for answer in judged
+        ]
+        print("\n".join(summary.columns([("patch", "verdict", "applies", "why"), *rows])))
+    if not packages:
+        return 2
+    return 1 if any(answer.blocked for answer in judged) else 0
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))

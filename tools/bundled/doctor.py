@@ -1,0 +1,229 @@
+"""`doctor`: whether this interpreter, as it is started here, would be patched, and why not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...sitecustomize import cache, report, settings
+from ..errors import UserError
+from .verdicts import Catalogue, Judged, here
+from .verifying import verified
+
+Finding = tuple[str, str]
+"""OK, WARNING or FAILED, and a sentence."""
+OK, WARNING, FAILED = "ok", "warning", "failed"
+
+
+class Check(NamedTuple):
+    name: str
+    result: str
+    said: str
+
+
+class Diagnosis(NamedTuple):
+    digest: str | None  # of the bundle, None where it cannot be told
+    checks: list[Check]
+    packages: dict[str, str | None]
+    patches: list[Judged]
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if check.result == FAILED]
+
+
+def examine(place: str, catalogue: Catalogue) -> Diagnosis:
+    """All that is to be said of the bundle at `place` in this process, started as those that it serves."""
+    packages, judged = here(catalogue)
+    digest, bundle = _bundle(place, catalogue)
+    checks = [
+        Check("bundle", *bundle),
+        Check("interpreter", *_interpreter()),
+        Check("LIVEPATCH", *_mode(catalogue)),
+        Check("path", *_path(place)),
+        Check("loaded", *_loaded(place)),
+        *(Check("imported earlier", *found) for found in _imported_earlier(catalogue)),
+        Check("wrapt", *_wrapt()),
+        Check("cache", *_cache()),
+        Check("state directory", *(cache.in_time(_state) or (WARNING, "its file system does not answer"))),
+        *(Check("patches", *found) for found in _patches(packages, judged)),
+    ]
+    return Diagnosis(digest, checks, packages, judged)
+
+
+def _bundle(place: str, catalogue: Catalogue) -> tuple[str | None, Finding]:
+    """Its digest, and whether it is what that is the digest of."""
+    said = f"{place}, version {catalogue.version}"
+    try:
+        found = verified(Path(place))
+    except (UserError, OSError) as error:
+        return None, (FAILED, f"{said}: {error}")
+    wrong = found.differences
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return found.digest, (FAILED, f"{said} is not what generate wrote: {', '.join(wrong[:3])}{more}")
+    return found.digest, (OK, f"{said}, {found.digest}: {found.compared} files, all as written")
+
+
+def _interpreter() -> Finding:
+    said = f"{sys.executable}, Python {'.'.join(map(str, sys.version_info[:3]))}"
+    flags = {
+        "-I": sys.flags.isolated,
+        "-E": sys.flags.ignore_environment and not sys.flags.isolated,
+        "-S": sys.flags.no_site,
+    }
+    given = [flag for flag, value in flags.items() if value]
+    if not given:
+        return OK, said
+    means = "no sitecustomize is run" if given == ["-S"] else "PYTHONPATH is not looked at"
+    return FAILED, f"{said} was started with {' '.join(given)}: {means}"
+
+
+def _mode(catalogue: Catalogue) -> Finding:
+    environment = settings.read(catalogue.patches, os.environ)
+    asked = settings.asked(catalogue.patches, environment)
+    given = {**asked["toggles"], **{name: str(values) for name, values in asked["options"].items()}}
+    said = f"{environment.mode}" + "".join(f", {name} {value}" for name, value in given.items())
+    troubles = "; ".join((*environment.errors, *environment.notes))
+    if environment.mode == "off":
+        return FAILED, troubles or "LIVEPATCH is off: nothing is patched"
+    if not troubles:
+        return OK, said
+    if environment.mode == "strict":
+        return FAILED, f"under strict this ends every process that imports a target: {troubles}"
+    return WARNING, f"{said}; {troubles}"
+
+
+def _path(place: str) -> Finding:
+    """Who is called `sitecustomize`, in the order of the path that `site` looked along."""
+    named = os.environ.get("PYTHONPATH", "")
+    found = [origin for entry in _site_path() if (origin := _sitecustomize_in(entry)) is not None]
+    own = os.path.join(place, "sitecustomize.py")
+    first = next((number for number, origin in enumerate(found) if _same(origin, own)), None)
+    if first is None:
+        if sys.flags.ignore_environment or not named:
+            return FAILED, "PYTHONPATH is ignored" if named else "PYTHONPATH is not set"
+        return FAILED, f"PYTHONPATH is {named!r}, and does not name {place}"
+    after = f"; {', '.join(found[first + 1 :])} runs after it" if found[first + 1 :] else ""
+    if first == 0:
+        return OK, f"{own} is the first sitecustomize{after}"
+    before = ", ".join(found[:first])
+    if _served_by() is None:
+        return FAILED, f"{before} comes before {own} and does not run the next one: name {place} first in PYTHONPATH"
+    return WARNING, f"{before} comes before {own}, and runs the next one{after}"
+
+
+def _site_path() -> list[str]:
+    """`sys.path` without what the start of this program put in front of it."""
+    return [entry for entry in sys.path[1:] if entry]
+
+
+def _sitecustomize_in(entry: str) -> str | None:
+    spec = PathFinder.find_spec("sitecustomize", [entry])
+    if spec is None:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), entry)
+
+
+def _loaded(place: str) -> Finding:
+    serving = _served_by()
+    if serving is None:
+        try:
+            with open(os.path.join(place, "sitecustomize.py"), "rb"):
+                pass
+        except NotADirectoryError:
+            pass  # a zip file
+        except OSError as error:
+            return FAILED, f"the bundle was not loaded in this process: {error}"
+        return FAILED, "the bundle was not loaded in this process"
+    if not _same(serving, place):
+        return FAILED, f"another bundle serves this process: {serving}"
+    return OK, "the bundle was loaded in this process"
+
+
+def _served_by() -> str | None:
+    """The bundle whose finder is in place here."""
+    for finder in sys.meta_path:
+        if getattr(finder, "__name__", "") == "LivepatchFinder":
+            find_spec: Any = getattr(finder, "find_spec", None)
+            if isinstance(find_spec, types.FunctionType):
+                return os.path.dirname(os.path.abspath(str(find_spec.__globals__.get("__file__", ""))))
+    return None
+
+
+def _imported_earlier(catalogue: Catalogue) -> Iterator[Finding]:
+    """Targets that a .pth file, or another sitecustomize, has imported: what became of their patches is known."""
+    targets = {module for patch in catalogue.patches for module in patch.modules}
+    earlier = sorted(targets & sys.modules.keys())
+    if not earlier:
+        yield OK, "no target was imported before the program began"
+        return
+    yield WARNING, f"imported before the program began: {', '.join(earlier)}"
+    hook = sys.modules.get(f"{__name__.partition('.')[0]}.sitecustomize.hook")
+    runtime = getattr(hook, "_made", {}).get("runtime", (None,))[0]
+    for state in () if runtime is None else runtime.states:
+        if state.state == "failed":
+            yield FAILED, f"{state.patch.name} failed here ({state.reason}): {state.detail}"
+
+
+def _wrapt() -> Finding:
+    """Patches are plain functions; wrapt is for those of others."""
+    root = f"{__name__.partition('.')[0]}.vendor.wrapt"
+    try:
+        module = importlib.import_module(root)
+    except Exception as error:
+        return WARNING, f"the bundle's copy cannot be imported: {type(error).__name__}: {error}"
+    compiled = f"{root}._wrappers" in sys.modules
+    return OK, f"{module.__version__}, {'compiled' if compiled else 'in pure Python: a call through it takes longer'}"
+
+
+def _cache() -> Finding:
+    found = cache.in_time(cache.directory, os.environ)
+    if found is None:
+        return WARNING, "no cache directory can be used: each process parses again what the patches name"
+    return OK, found
+
+
+def _state() -> Finding:
+    """Nothing is made there: a process makes it when it has something to report."""
+    try:
+        where = report.directory(os.environ)
+        if os.path.isdir(where):
+            os.close(report.opened(os.environ))
+            above = where
+        else:
+            above = os.path.dirname(where)
+            while not os.path.lexists(above):
+                above = os.path.dirname(above)
+    except OSError as error:
+        return WARNING, f"no report can be left in {error.filename or tempfile.gettempdir()}: {error.strerror or error}"
+    if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
+        return WARNING, f"no report can be left in {where}: {above} cannot be written to"
+    return OK, where
+
+
+def _patches(packages: dict[str, str | None], judged: list[Judged]) -> Iterator[Finding]:
+    if not packages:
+        names = sorted({answer.patch.package for answer in judged})
+        yield FAILED, f"none of the packages that the patches are for is installed here ({', '.join(names)})"
+        return
+    found = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in packages.items())
+    applied = [answer.patch.name for answer in judged if answer.decision.apply]
+    yield OK, f"{found}: would apply {', '.join(applied) or 'none, since none is needed'}"
+    for answer in judged:
+        if answer.blocked:
+            yield (
+                FAILED,
+                f"{answer.patch.name} would not be applied ({answer.decision.reason}): {answer.decision.detail}",
+            )
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

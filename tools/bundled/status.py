@@ -1,0 +1,156 @@
+"""`status`: the reports that processes left, and what a script and a person ask of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...sitecustomize import report
+from ...sitecustomize.redaction import sentence, without_secrets
+from ...sitecustomize.reporting import HEARTBEAT_SECONDS
+from ..errors import UserError
+
+_KEYS = ("pid", "host", "argv", "python", "started", "bundle", "packages", "patches")
+_LATER_KEYS = ("version", "digest", "settings", "heartbeat", "pid_namespace")  # reports of version 0.1 lack them
+_LARGEST = 16 << 20  # bytes
+UNHEARD_SECONDS = 3 * HEARTBEAT_SECONDS
+"""After which one who cannot be looked at from here, and has not written, is no witness that anything is alive."""
+
+
+class Reports(NamedTuple):
+    """What a state directory holds. A process of another host or PID namespace (the directory can be shared) cannot be
+    looked at from here, and counts as live: its `heartbeat` says when it last wrote.
+    """
+
+    live: list[dict[str, Any]]  # oldest first
+    seen: list[bool]  # of each of those, whether it was seen to be alive: not only by what it wrote
+    ended: list[tuple[int, Path]]  # pids, and the reports that they left
+
+
+def state_directory(given: Path | None) -> Path:
+    """Where the reports are. A directory that somebody named must exist; the default one may not, yet."""
+    named = given or (Path(os.environ["LIVEPATCH_STATE_DIR"]) if os.environ.get("LIVEPATCH_STATE_DIR") else None)
+    if named is not None and not named.is_dir():
+        raise UserError(f"{named} is not a directory")
+    if named is None:
+        try:
+            os.close(report.opened({}))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise UserError(f"{error.filename} is not used: {error.strerror or error}") from error
+    return named or Path(report.directory({}))
+
+
+def read(directory: Path) -> Reports:
+    """Every report. Nothing is removed."""
+    found: list[tuple[dict[str, Any], bool]] = []
+    ended: list[tuple[int, Path]] = []
+    here = (os.uname().nodename, report.pid_namespace())
+    for file in sorted(directory.glob("*.json")) if directory.is_dir() else ():
+        try:
+            content = json.loads(_read(file))
+            process = {key: content[key] for key in _KEYS} | {key: content.get(key) for key in _LATER_KEYS}
+            process["argv"] = without_secrets(process["argv"])  # version 0.1 wrote them as they were
+            for patch in process["patches"]:
+                patch["detail"] = patch["detail"] and sentence(patch["detail"])
+            ticks, pid = content.get("start_ticks"), int(process["pid"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # not a report of ours, or gone
+        can_tell = process["pid_namespace"] is not None and (process["host"], process["pid_namespace"]) == here
+        if can_tell and not _alive(pid, ticks):
+            ended.append((pid, file))
+        else:
+            found.append((process, can_tell))
+    found.sort(key=lambda one: (one[0]["started"], one[0]["pid"]))
+    return Reports([process for process, _ in found], [seen for _, seen in found], ended)
+
+
+def processes(directory: Path) -> list[dict[str, Any]]:
+    """The reports of live processes, oldest first."""
+    return read(directory).live
+
+
+def prune(reports: Reports) -> list[int]:
+    """Remove the reports of processes that are known to have ended: the pids of those that are gone now."""
+    gone: list[int] = []
+    for pid, file in reports.ended:
+        try:
+            file.unlink()
+            gone.append(pid)
+        except OSError:
+            continue  # somebody else's, or a read-only place: left for its owner
+    return gone
+
+
+def age(process: dict[str, Any]) -> float | None:
+    """How many seconds ago it last wrote; None for a report of version 0.1."""
+    return None if process["heartbeat"] is None else max(0.0, time.time() - process["heartbeat"])
+
+
+def is_heard_of(process: dict[str, Any]) -> bool:
+    """Whether it has written in its last three heartbeats."""
+    seconds = age(process)
+    return seconds is not None and seconds <= UNHEARD_SECONDS
+
+
+def is_missing(process: dict[str, Any], patch: dict[str, Any]) -> bool:
+    """Whether a patch was wanted in a process and is not applied."""
+    if patch["state"] != "skipped":
+        return bool(patch["state"] == "failed")
+    toggle = ((process["settings"] or {}).get("toggles") or {}).get(patch["name"], "auto")
+    nothing_to_mend = patch["reason"] in ("fixed-upstream", "not-present") and toggle not in ("on", "force")
+    return patch["reason"] not in ("off", "optional") and not nothing_to_mend
+
+
+def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
+    """Why not every live process has all of these patches: a sentence each, none where each has them.
+
+    Where its target was not imported a process needs none. One that is not seen to be alive, and was not heard of for
+    three heartbeats, is left out.
+    """
+    found: list[str] = []
+    witnesses = [
+        process for process, seen in zip(reports.live, reports.seen, strict=True) if seen or is_heard_of(process)
+    ]
+    if not witnesses:
+        return ["no live patched process is there" if not reports.live else "no process was heard of lately"]
+    for name in required:
+        asked = name.replace("_", "-")
+        for process in witnesses:
+            who = f"pid {process['pid']} on {process['host']}"
+            patch = next((patch for patch in process["patches"] if patch["name"] == asked), None)
+            if patch is None:
+                found.append(f"{who} has no patch called {asked} in its bundle")
+            elif patch["state"] not in ("applied", "armed"):
+                why = ": ".join(filter(None, (patch["reason"], patch["detail"])))
+                found.append(f"{asked} is {patch['state']} in {who} ({why})")
+    return found
+
+
+def _read(file: Path) -> str:
+    """A report's text. Raises OSError for what is no plain file: who may write here may have put a pipe, or a link."""
+    opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(opened, "rb") as stream:
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+            raise OSError("not a report")
+        return stream.read(_LARGEST).decode("ascii")
+
+
+def _alive(pid: int, ticks: int | None) -> bool:
+    now = report.start_ticks(pid)
+    if now is None:
+        try:
+            os.kill(pid, 0)
+        except PermissionError:  # it is there: /proc may hide others' processes
+            return True
+        except (OSError, OverflowError):
+            return False
+        return False  # a zombie, which can be signalled
+    return ticks is None or now == ticks

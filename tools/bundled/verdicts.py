@@ -1,0 +1,121 @@
+"""Every patch's verdict for what is installed, without importing it: as a process decides, by the same functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...sitecustomize import cache, installed, settings
+from ...sitecustomize.changes import Change, HunkError
+from ...sitecustomize.decision import Decision, Installed, Patch, decide, module_of
+from ...sitecustomize.facts import to_patch
+from ...sitecustomize.source_changes import no_place, placed
+from ..errors import UserError
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One patch against what is installed."""
+
+    patch: Patch
+    installed: Installed
+    decision: Decision
+
+    @property
+    def blocked(self) -> bool:
+        """Wanted, and could not apply."""
+        return self.decision.wanted and not self.decision.apply
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "name": self.patch.name,
+            "verdict": self.decision.verdict,
+            "reason": self.decision.reason,
+            "detail": self.decision.detail,
+            "targets": [{"target": name, "fingerprint": self.installed.code.get(name)} for name in self.patch.names],
+        }
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What a bundle says of itself and its patches."""
+
+    version: str
+    patches: tuple[Patch, ...]
+    changes: Mapping[str, tuple[Change, ...]]  # of the diffs among them, by name
+
+
+def catalogue() -> Catalogue:
+    """The catalogue of the bundle that this module is in. Raises UserError."""
+    try:
+        root = __name__.partition(".")[0]
+        package: Any = sys.modules[root]
+        said = json.loads(package.__spec__.loader.get_data(os.path.join(package.__path__[0], "catalogue.json")))
+        changes = said["changes"].items()
+        return Catalogue(
+            said["version"],
+            tuple(to_patch(name, facts) for name, facts in sorted(said["patches"].items())),
+            {name: tuple(Change.from_json(change) for change in each) for name, each in changes},
+        )
+    except (OSError, AttributeError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"the bundle's catalogue cannot be read: {error}") from error
+
+
+def judge(
+    patches: Iterable[Patch], tree: installed.Tree, changes: Mapping[str, Sequence[Change]] | None = None
+) -> tuple[dict[str, str | None], list[Judged]]:
+    """The releases of the packages that are there, and each patch's decision, as this environment's variables have it.
+
+    `changes` are those of the diffs among the patches, by name. As in a process, diffs come first, each on what those
+    before it make of the modules, and wrappers are decided on what all of them make.
+    """
+    chosen = list(patches)
+    environment = settings.read(chosen, os.environ)
+    of_names = together(chosen, cache.Fingerprints(cache.directory(os.environ)).of_names)
+    packages: dict[str, str | None] = {}
+    answers: dict[str, Judged] = {}
+    texts: dict[str, str] = {}
+    for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
+        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts), of_names)
+        if found.release is not None or any(found.code.get(name) for name in patch.names_of(patch.package)):
+            packages[patch.package] = found.release
+        packages.update(found.companions)
+        decision = decide(patch, found, environment)
+        if decision.apply and patch.diff and changes is not None:
+            try:
+                texts.update(placed(changes[patch.name], installed.Overlay(tree, texts)))
+            except HunkError as error:
+                decision = no_place(error)
+        if decision.apply and patch.traced:
+            environment = dataclasses.replace(environment, traced=True)
+        answers[patch.name] = Judged(patch, found, decision)
+    return packages, [answers[patch.name] for patch in chosen]
+
+
+def together(patches: Iterable[Patch], of_names: installed.OfNames) -> installed.OfNames:
+    """`of_names` that is asked for all patches' names of a module at once, since parsing is what takes the time."""
+    wanted: dict[str, dict[str, str]] = {}
+    for patch in patches:
+        for name in patch.names:
+            wanted.setdefault(module_of(name), {})[name] = name.partition(":")[2]
+
+    def asked(source: str, names: Mapping[str, str]) -> dict[str, str | None]:
+        everything = {
+            **names,
+            **{key: name for module in map(module_of, names) for key, name in wanted[module].items()},
+        }
+        found = of_names(source, everything)
+        return {name: found[name] for name in names}
+
+    return asked
+
+
+def here(found: Catalogue) -> tuple[dict[str, str | None], list[Judged]]:
+    """The verdicts for what this interpreter, as it was started, would import."""
+    packages = {package for patch in found.patches for package in patch.packages}
+    return judge(found.patches, installed.of_process(*sorted(packages)), found.changes)

@@ -1,0 +1,129 @@
+"""Whether a bundle is what `generate` wrote. The manifest is looked for first, and only its bundle is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ..errors import UserError
+
+MANIFEST = "manifest.json"
+GENERATION = re.compile(r"livepatch-[^/]+-[0-9a-f]{16}|_vllm_livepatch")
+"""Folders at a bundle's top that an upgrade leaves for running processes; the second is as version 0.1 wrote them."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """`differences` is a sentence each, `compared` counts the files, `earlier` are folders of replaced bundles."""
+
+    digest: str
+    differences: list[str]
+    compared: int
+    earlier: list[str]
+
+
+def verified(place: Path, digest: str | None = None) -> Verified:
+    """Compare a bundle (directory or zip) with its manifest, and that with `digest`.
+
+    Bytecode that an interpreter has cached beside the sources since is not the bundle's. What an upgrade left for the
+    processes that it found running is compared with the manifest that came with it. Raises UserError where there is no
+    bundle, or its manifest cannot be read.
+    """
+    if not place.exists():
+        raise UserError(f"{place} does not exist")
+    files: _Files = _Zip(place) if place.is_file() else _Directory(place)
+    manifest = files.read(MANIFEST)
+    if manifest is None:
+        raise UserError(f"{place} is not a bundle: it has no {MANIFEST}")
+    expected = _listed(manifest)
+    if isinstance(expected, str):
+        raise UserError(f"{place / MANIFEST} is damaged: {expected}")
+    own = "sha256:" + hashlib.sha256(manifest).hexdigest()
+    found = [f"the bundle's digest is {own}, not {digest}"] if digest not in (None, own) else []
+    compared = len(expected)
+    current = {name.partition("/")[0] for name in expected}
+    all_of_it = {**expected, **_own_manifests(current, manifest)}
+    names = set(files.names())
+    earlier = sorted({name.partition("/")[0] for name in names if "/" in name} - current)
+    earlier = [folder for folder in earlier if GENERATION.fullmatch(folder) and f"{folder}/{MANIFEST}" in names]
+    for folder in earlier:
+        listed = files.read(f"{folder}/{MANIFEST}") or b""
+        before = _listed(listed)
+        if isinstance(before, str):
+            found.append(f"{folder}/{MANIFEST} is damaged: {before}")
+            continue
+        all_of_it.update({name: sha256 for name, sha256 in before.items() if name.startswith(f"{folder}/")})
+        all_of_it[f"{folder}/{MANIFEST}"] = hashlib.sha256(listed).hexdigest()
+    for name, sha256 in sorted(all_of_it.items()):
+        content = files.read(name)
+        if content is None:
+            found.append(f"{name} is missing")
+        elif hashlib.sha256(content).hexdigest() != sha256:
+            found.append(f"{name} was changed")
+    sources = all_of_it.keys() & names
+    added = sorted(names - all_of_it.keys() - {MANIFEST})
+    found += [f"{name} was added" for name in added if _source_of(name) not in sources]
+    return Verified(own, found, compared, earlier)
+
+
+def _own_manifests(folders: set[str], manifest: bytes) -> dict[str, str]:
+    """A generation has a copy of the manifest, for the processes that run it."""
+    sha256 = hashlib.sha256(manifest).hexdigest()
+    return {f"{folder}/{MANIFEST}": sha256 for folder in folders if folder.startswith("livepatch-")}
+
+
+def _listed(manifest: bytes) -> dict[str, str] | str:
+    """The SHA-256 of each file, or what is wrong with the manifest."""
+    try:
+        found = json.loads(manifest)["files"]
+        return {str(name): str(sha256) for name, sha256 in dict(found).items()}
+    except (ValueError, KeyError, TypeError) as error:
+        return str(error)
+
+
+def _source_of(name: str) -> str | None:
+    """The source whose bytecode this file is, kept beside it. Without that source, it would be run for itself."""
+    path = PurePosixPath(name)
+    if path.suffix != ".pyc":
+        return None
+    folder = path.parent.parent if path.parent.name == "__pycache__" else path.parent
+    return str(folder / f"{path.name.partition('.')[0]}.py")
+
+
+class _Directory:
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def names(self) -> list[str]:
+        return [file.relative_to(self._place).as_posix() for file in self._place.rglob("*") if file.is_file()]
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self._place / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+        except OSError as error:
+            raise UserError(f"{self._place / name} cannot be read: {error.strerror or error}") from error
+
+
+class _Zip:
+    def __init__(self, place: Path) -> None:
+        try:
+            with zipfile.ZipFile(place) as archive:
+                self._files: Mapping[str, bytes] = {name: archive.read(name) for name in archive.namelist()}
+        except (zipfile.BadZipFile, OSError) as error:
+            raise UserError(f"{place} is neither a directory nor a zip file: {error}") from error
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def read(self, name: str) -> bytes | None:
+        return self._files.get(name)
+
+
+_Files = _Directory | _Zip
