@@ -6,7 +6,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import diffs, pages, registry, sources
+from vllm_livepatch.tools import diffs, pages, registry, sources, threads
 from vllm_livepatch.tools.errors import UserError
 
 _FETCHED_AT_ONCE = 4
@@ -108,8 +107,7 @@ def _trees(package: str) -> Iterator[tuple[str, Path | sources.SourcesError]]:
             return error
 
     versions = [pin.version for pin in registry.pins(package)]
-    with ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
-        yield from zip(versions, pool.map(fetched, versions), strict=True)
+    yield from zip(versions, threads.each(fetched, versions, _FETCHED_AT_ONCE), strict=True)
 
 
 def _modules(place: Path, package: str) -> Iterator[tuple[str, bool, str]]:

@@ -229,8 +229,8 @@ def test_no_network(index: LocalIndex, monkeypatch: pytest.MonkeyPatch, told: li
     monkeypatch.setattr(Shelf, "offered", unreachable(gone.url))
     shelf = Shelf(told.append)
     assert shelf.tree("demo", "1.0").source("demo.one") == first
-    assert told == ["demo 1.0 is from the cache: the registry cannot be reached; is there a network?"]
-    assert refusal(shelf, "1.1") == "the registry cannot be reached; is there a network?"
+    assert told == ["demo 1.0 is from the cache: the registry at 127.0.0.1 cannot be reached; is there a network?"]
+    assert refusal(shelf, "1.1") == "the registry at 127.0.0.1 cannot be reached; is there a network?"
 
 
 def unreachable(url: str) -> Any:
