@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.live import Live
-from vllm_livepatch.tools import bundle, catalogue, checking, pages, waiting
+from vllm_livepatch.tools import bundle, catalogue, checking, displaced, pages, waiting
 from vllm_livepatch.tools import from_diff as diffing
 from vllm_livepatch.tools import matrix as matrices
 from vllm_livepatch.tools import status as statuses
@@ -66,6 +66,8 @@ def generate(
     if out is None and zip_file is None:
         raise UserError("name a directory with --out, or a file with --zip")
     entries = catalogue.choose(catalogue.load(patch_dir or ()), patch or ())
+    for warning in displaced.warnings(entries.values()):
+        print(f"vllm-livepatch: warning: {warning}", file=sys.stderr)
     files = bundle.contents(entries)
     if out is not None:
         bundle.write_directory(files, out)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import diffs, pages, registry, sources, threads
+from vllm_livepatch.tools import catalogue, diffs, displaced, pages, registry, sources, threads
 from vllm_livepatch.tools.errors import UserError
 
 _FETCHED_AT_ONCE = 4
@@ -53,6 +53,10 @@ def make(
 
     `tell` is given a line for each release.
     """
+    name = name.replace("_", "-")
+    shipped = catalogue.load()
+    if name in shipped:
+        raise UserError(f"{name} is a patch that comes with vllm-livepatch: give yours another name")
     diffs.folder_of(name, out)
     diff = diffs.parse(data, include, exclude)
     modules = ", ".join(change.module for change in diff.changes)
@@ -72,6 +76,9 @@ def make(
         raise UserError(f"no release of {diff.package} can be read: {unread[0][1] if unread else 'none is pinned'}")
     applies = any(item.verdict == "needed" for item in judged)
     folder = diffs.write(diff, name, origin or name, judged, out) if applies else None
+    if folder is not None:
+        for warning in displaced.warnings([*shipped.values(), catalogue.read(folder)], _sources):
+            tell(f"warning: {warning}")
     return Outcome(diff, tuple(judged), tuple(unread), folder)
 
 
@@ -95,6 +102,11 @@ def show(outcome: Outcome, console: Console) -> None:
         return
     console.print(Text(f"{outcome.folder}: the patch"))
     console.print(Text(f"  vllm-livepatch generate --out BUNDLE --patch-dir {outcome.folder.parent}"))
+
+
+def _sources(package: str, release: str) -> Tree:
+    """The tree of a release that was just judged."""
+    return Tree([str(sources.site_packages(package, release))])
 
 
 def _trees(package: str) -> Iterator[tuple[str, Path | sources.SourcesError]]:
