@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from vllm_livepatch.tools import bundle, catalogue, checking, displaced, pages, waiting
 from vllm_livepatch.tools import from_diff as diffing
+from vllm_livepatch.tools import guard as guards
 from vllm_livepatch.tools import matrix as matrices
 from vllm_livepatch.tools import status as statuses
 from vllm_livepatch.tools.errors import UserError
@@ -61,10 +62,13 @@ def generate(
     patch: PatchNames = None,
     patch_dir: PatchDirs = None,
     zip_file: Annotated[Path | None, typer.Option("--zip", metavar="FILE", help="The bundle as one file.")] = None,
+    guard: Annotated[
+        Path | None, typer.Option("--guard", metavar="DIR", help="A plugin of vLLM that notices a missing bundle.")
+    ] = None,
 ) -> None:
     """Write a self-contained bundle. PYTHONPATH=DIR (or FILE) is all that a process needs."""
-    if out is None and zip_file is None:
-        raise UserError("name a directory with --out, or a file with --zip")
+    if out is None and zip_file is None and guard is None:
+        raise UserError("name a directory with --out or --guard, or a file with --zip")
     entries = catalogue.choose(catalogue.load(patch_dir or ()), patch or ())
     for warning in displaced.warnings(entries.values()):
         print(f"vllm-livepatch: warning: {warning}", file=sys.stderr)
@@ -76,6 +80,10 @@ def generate(
     for place in filter(None, (out, zip_file)):
         print(f"{place}: {len(files)} files, {len(entries)} patches ({', '.join(sorted(entries))})")
         print(f'  export PYTHONPATH={shlex.quote(str(place.absolute()))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+    if guard is not None:
+        guards.write(entries, guard)
+        print(f"{guard}: vllm-livepatch-guard; where VLLM_PLUGINS is set, add livepatch to it")
+        print(f"  pip install {shlex.quote(str(guard.absolute()))}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -34,7 +34,8 @@ def warnings(entries: Iterable[Entry], tree_of: TreeOf = published.tree) -> Iter
         if entry.patch.diff:
             found, unread = displaced(entry, shipped, tree_of)
             for name, releases in found.items():
-                yield f"{entry.patch.name} disables {name} on {entry.patch.package} {releases}: it changes the same code"
+                where = f"{entry.patch.package} {releases}"
+                yield f"{entry.patch.name} disables {name} on {where}: it changes the same code"
             if unread:
                 yield f"whether {entry.patch.name} disables other patches is not known: {unread}"
 
