@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 from vllm_livepatch.tools import bundle, catalogue, checking, displaced, pages, waiting
+from vllm_livepatch.tools import deploy as deploying
 from vllm_livepatch.tools import from_diff as diffing
 from vllm_livepatch.tools import guard as guards
 from vllm_livepatch.tools import matrix as matrices
@@ -253,6 +254,22 @@ def verify(place: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
     if found:
         raise typer.Exit(1)
     print(f"{place}: {compared} files, all as written")
+
+
+@app.command()
+def deploy(
+    form: Annotated[str, typer.Argument(metavar="FORM", help=f"One of: {', '.join(deploying.FORMS)}.")],
+    image: Annotated[str, typer.Option("--image", metavar="IMAGE", help="The engine's.")] = "vllm/vllm-openai:latest",
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="What is served.")] = "MODEL",
+    bundle_image: Annotated[
+        str, typer.Option("--bundle-image", metavar="IMAGE", help="The bundle's own, on Kubernetes.")
+    ] = "",
+    image_volume: Annotated[
+        bool, typer.Option("--image-volume", help="Kubernetes mounts the bundle's image, and copies nothing.")
+    ] = False,
+) -> None:
+    """Print what to paste so that an engine starts with the bundle."""
+    print(deploying.text(form, image, model, bundle_image, image_volume), end="")
 
 
 app.command("lab")(lab)
