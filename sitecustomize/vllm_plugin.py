@@ -18,9 +18,12 @@ import zipfile
 from .report import ProcessReport
 
 VERSION = ""  # generate: the version of what it writes
-PATCHES: dict[str, list[str]] = {}  # generate: each patch, and the modules that it is about
+MODULES: dict[str, list[str]] = {}  # generate: each patch, and the modules that it is about
+DEFAULT: list[str] = []  # generate: the patches that apply by themselves, wherever they are needed
 NAME = "livepatch"
 """Of the entry point: what VLLM_PLUGINS must name, where it is set."""
+ON = ("on", "force", "1", "true", "yes", "enabled")
+OFF = ("off", "0", "false", "no", "disabled")
 ARMED = ("", "auto", "strict", "1", "true", "yes", "on", "enabled")
 """The values of LIVEPATCH that are not off, as sitecustomize/settings.py has them."""
 EXIT_STRICT = 78
@@ -31,7 +34,7 @@ def check() -> None:
     mode = os.environ.get("LIVEPATCH", "").strip().lower()
     if mode not in ARMED or is_armed():
         return
-    imported = sorted({module for modules in PATCHES.values() for module in modules if module in sys.modules})
+    imported = sorted({module for modules in MODULES.values() for module in modules if module in sys.modules})
     before = f"; {len(imported)} of its targets' modules are imported already" if imported else ""
     said = f"no bundle is armed in this process, nothing is patched: {why_not()}{before}"
     if mode == "strict":
@@ -40,7 +43,7 @@ def check() -> None:
     _say(f"{said} (pid {os.getpid()})")
     report = ProcessReport(os.environ, {"bundle": "", "version": VERSION, "digest": None, "settings": {}})
     vllm = sys.modules.get("vllm")
-    report.write({"vllm": getattr(vllm, "__version__", None)}, [_described(name, said) for name in sorted(PATCHES)])
+    report.write({"vllm": getattr(vllm, "__version__", None)}, [_described(name, said) for name in sorted(MODULES)])
 
 
 def is_armed() -> bool:
@@ -95,9 +98,11 @@ def _is_bundle(place: str) -> bool:
 
 def _described(name: str, said: str) -> dict[str, object]:
     """A patch as `status` shows it."""
-    before = [module for module in PATCHES[name] if module in sys.modules]
+    before = [module for module in MODULES[name] if module in sys.modules]
     detail = f"{said.partition(';')[0]}; imported before: {', '.join(before) or 'none of its modules'}"
-    state = {"state": "skipped", "reason": "late", "detail": detail, "verdict": None}
+    asked = os.environ.get(f"LIVEPATCH_{name.upper().replace('-', '_')}", "").strip().lower()
+    wanted = asked in ON or (name in DEFAULT and asked not in OFF)
+    state = {"state": "skipped", "reason": "late" if wanted else "optional", "detail": detail, "verdict": None}
     return {"name": name, **state, "targets": [], "counters": {}}
 
 

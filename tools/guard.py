@@ -20,7 +20,7 @@ from vllm_livepatch.tools.errors import UserError
 PACKAGE = "vllm_livepatch_guard"
 ENTRY_POINT = f"[vllm.general_plugins]\nlivepatch = {PACKAGE}:check\n"
 WHEEL = "Wheel-Version: 1.0\nGenerator: vllm-livepatch\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-PLACES = ('\nVERSION = ""  #', "\nPATCHES: dict[str, list[str]] = {}  #")
+PLACES = ('\nVERSION = ""  #', "\nMODULES: dict[str, list[str]] = {}  #", "\nDEFAULT: list[str] = []  #")
 BACKEND = '''\
 """Makes the wheel of the files that are here, for `pip install DIR`: it needs nothing but the standard library."""
 
@@ -48,7 +48,8 @@ def contents(entries: Mapping[str, Entry]) -> dict[str, bytes]:
     runtime = Path(next(iter(sitecustomize.__path__)))
     plugin = (runtime / "vllm_plugin.py").read_text("utf-8")
     modules = {name: sorted({module_of(one) for one in entry.patch.targets}) for name, entry in sorted(entries.items())}
-    for place, value in zip(PLACES, (version, modules), strict=True):
+    default = [name for name, entry in sorted(entries.items()) if entry.patch.auto == "needed"]
+    for place, value in zip(PLACES, (version, modules, default), strict=True):
         if plugin.count(place) != 1:
             raise AssertionError(f"vllm_plugin.py has no place for{place}")
         plugin = plugin.replace(place, f"{place.rpartition('= ')[0]}= {json.dumps(value)}  #")

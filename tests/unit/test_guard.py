@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 from vllm_livepatch.sitecustomize import settings, vllm_plugin
-from vllm_livepatch.tools import bundle
+from vllm_livepatch.tools import bundle, catalogue
 
 from tests.unit.support import DEADLINE, PYTHON, Cli, Done, Sandbox, finish
 
@@ -66,6 +66,20 @@ def test_without_a_bundle_it_says_so_and_leaves_a_report(patched: Sandbox, guard
     assert patched.reports()[0]["version"] == bundle.version()
     logged = run(patched, guard, LIVEPATCH_LOG="json")
     assert json.loads(logged.lines[0])["message"].startswith("no bundle is armed")
+
+
+def test_only_what_is_wanted_counts_as_missing(patched: Sandbox, cli: Cli) -> None:
+    """As `status --require` and the alerts take a reason: `optional` and `off` lack nothing."""
+    for name in ("asked", "not-asked"):
+        patched.patch(name, auto="off")
+    guard = patched.root / "guard"
+    chosen = [word for name in ("around", "asked", "not-asked") for word in ("--patch", name)]
+    assert cli("generate", "--guard", str(guard), "--patch-dir", str(patched.patches), *chosen).code == 0
+    run(patched, guard, LIVEPATCH_ASKED="On")
+    run(patched, guard, LIVEPATCH_AROUND="0")
+    found = [{patch["name"]: patch["reason"] for patch in report["patches"]} for report in patched.reports()]
+    assert {"around": "late", "asked": "late", "not-asked": "optional"} in found
+    assert {"around": "optional", "asked": "optional", "not-asked": "optional"} in found
 
 
 def test_status_shows_it(patched: Sandbox, guard: Path, cli: Cli) -> None:
@@ -141,3 +155,8 @@ def test_it_takes_the_words_that_the_bundle_takes() -> None:
     for word in (*vllm_plugin.ARMED, "off", "0", "no", "false", "disabled", "what"):
         mode = settings.read([], {"LIVEPATCH": word} if word else {}).mode
         assert (mode != "off") == (word in vllm_plugin.ARMED), word
+    words = (*vllm_plugin.ON, *vllm_plugin.OFF, "auto", "what")
+    patch = catalogue.load()["kv-block-reaper"].patch
+    for word in words:
+        toggle = settings.read([patch], {"LIVEPATCH_KV_BLOCK_REAPER": word}).toggles[patch.name]
+        assert (toggle in ("on", "force"), toggle == "off") == (word in vllm_plugin.ON, word in vllm_plugin.OFF), word
