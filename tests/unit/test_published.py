@@ -374,3 +374,12 @@ def test_a_file_that_is_no_wheel(tmp_path: Path, name: str, content: bytes | Non
 
 def test_nothing_of_a_target_was_executed() -> None:
     assert "demo" not in sys.modules
+
+
+def test_the_list_of_files_is_read_once(index: LocalIndex, shelf: Shelf) -> None:
+    """It is most of what there is to read, in a wheel of thousands of files."""
+    tree = shelf.tree("demo", "1.0")
+    before = index.requests
+    for module in ("demo.one", "demo.two", "demo.deep.three"):
+        assert tree.source(module)
+    assert index.requests == before + 3
