@@ -154,8 +154,7 @@ def check(
 ) -> None:
     """Every patch's verdict for what is installed, or was published, without importing it.
 
-    Exit 1 where a needed one could not apply, or a required one would not, and where vLLM and LMCache do not fit
-    together; 2 where neither is there.
+    Exit 1: a needed one could not apply, a required one would not, or vLLM and LMCache do not fit. Exit 2: neither is.
     """
     if index_url is not None:
         os.environ["PIP_INDEX_URL"] = index_url

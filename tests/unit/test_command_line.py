@@ -250,7 +250,9 @@ def test_threads_that_nobody_waits_for() -> None:
     assert [next(found), next(found)] == [0, 10]
     with pytest.raises(ValueError, match="2"):
         next(found)
-    assert all(thread.daemon for thread in threading.enumerate() if "work" in thread.name)
+    working = [thread for thread in threading.enumerate() if "work" in thread.name]
+    assert working
+    assert all(thread.daemon for thread in working)
     held.set()
     assert list(threads.each(str, [])) == []
     assert list(threads.each(str, range(20), at_once=3)) == [str(number) for number in range(20)]
