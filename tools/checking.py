@@ -69,7 +69,8 @@ def find(question: Question) -> Answer:
     if question.diff:
         answers = check.explained(answers, tree, others)
     pair = pairs.of_tree(tree)
-    return Answer(packages, answers, pair.described() if pair else None, _unmet(required, answers))
+    described = pair.described(None if question.diff else lambda problem: "") if pair else None
+    return Answer(packages, answers, described, _unmet(required, answers))
 
 
 def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[str, ...]:

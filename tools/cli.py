@@ -141,7 +141,7 @@ def check(
     index_url: Annotated[
         str | None, typer.Option("--index-url", metavar="URL", help="The index to ask; pip's otherwise.")
     ] = None,
-    diff: Annotated[bool, typer.Option(help="Fetch and show what drifted.")] = True,
+    diff: Annotated[bool, typer.Option(help="Fetch other releases to show what differs.")] = True,
     require: Annotated[
         list[str] | None,
         typer.Option("--require", metavar="NAME", help="Fail where this patch would not apply; repeatable."),

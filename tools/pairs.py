@@ -70,12 +70,12 @@ class Pair:
         """No way to LMCacheMPConnector works: not by itself, nor from LMCache's own module."""
         return not any(one.works for one in self.connectors if one.name == MP and one.module_path in (None, OWN))
 
-    def described(self) -> dict[str, Any]:
-        """As `check --json` has it."""
+    def described(self, releases: Callable[[Problem], str] | None = None) -> dict[str, Any]:
+        """As `check --json` has it. `releases` says in which a problem is none; by itself it has all of them read."""
 
         def problem(one: Problem) -> dict[str, Any]:
             told = {"module": one.module, "line": one.line, "subject": one.subject}
-            return {**told, "detail": one.detail, "releases": found_in(one)}
+            return {**told, "detail": one.detail, "releases": (releases or found_in)(one)}
 
         connectors = [
             {
@@ -157,7 +157,8 @@ def print_pair(console: Console, pair: Mapping[str, Any]) -> None:
         console.print(verdict + Text(f"{asked}: {one['class']} ({one['how']})"))
         for problem in one["problems"]:
             where = f"{problem['module']}:{problem['line']}"
-            console.print(Text(f"       {where}: {problem['detail']} (not so in {problem['releases']})"))
+            others = f" (not so in {problem['releases']})" if problem["releases"] else ""
+            console.print(Text(f"       {where}: {problem['detail']}{others}"))
 
 
 def _connector(border: Border, name: str, path: str | None, reached: set[int]) -> Connector | None:

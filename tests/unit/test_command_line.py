@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize import decision
-from vllm_livepatch.tools import bundle, catalogue, registry, threads
+from vllm_livepatch.tools import bundle, catalogue, pairs, registry, threads
+from vllm_livepatch.tools.border import Problem
 from vllm_livepatch.tools.lab import options, printing
 
 from tests.unit.support import DEADLINE, Cli, Sandbox, until
@@ -298,3 +299,26 @@ def test_a_wheel_has_the_benchmarks(tmp_path: Path) -> None:
     done = subprocess.run(bench, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert "python -c pass" in done.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["--no-diff"]])
+def test_no_diff_reads_no_other_release_for_a_pair(
+    sandbox: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """In which of 36 releases a problem is none takes their lists of files: most of what a check of a pair reads."""
+    asked: list[Problem] = []
+
+    def found_in(problem: Problem) -> str:
+        asked.append(problem)
+        return "vllm 0.22.1"
+
+    problem = Problem("lmcache.one", 7, "vllm", "vllm.two:three", "vllm has no three")
+    connector = pairs.Connector(pairs.MP, None, "lmcache.one:One", "built in", (problem,))
+    monkeypatch.setattr(pairs, "of_tree", lambda tree: pairs.Pair("1.0", "2.0", (connector,), ()))
+    monkeypatch.setattr(pairs, "found_in", found_in)
+    sandbox.patch()
+    done = cli("check", "--site-packages", str(sandbox.site), "--patch-dir", str(sandbox.patches), *words)
+    assert done.code == 1
+    assert "lmcache.one:7: vllm has no three" in done.out
+    assert asked == ([] if words else [problem])
+    assert ("(not so in vllm 0.22.1)" in done.out) == (not words)
