@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,21 @@ def read(folder: Path) -> Entry:
     return Entry(folder, facts, patch)
 
 
+def known(entries: Collection[str], name: str) -> str:
+    """A patch's name as somebody typed it, with `_` or `-`, as the catalogue has it. Raises UserError."""
+    if name.replace("_", "-") in entries:
+        return name.replace("_", "-")
+    near = difflib.get_close_matches(name.replace("_", "-").lower(), entries, 1)
+    rest = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(entries))}"
+    raise UserError(f"no patch is called {name}; {rest}")
+
+
 def choose(entries: dict[str, Entry], names: Sequence[str]) -> dict[str, Entry]:
     """The entries called `names`, all where none is named; with what keeps apart the compiled artifacts of those that
     change traced code. Raises UserError.
     """
-    unknown = [name for name in names if name not in entries]
-    if unknown:
-        raise UserError(f"no patch is called {unknown[0]}; there are {', '.join(sorted(entries))}")
-    chosen = {name: entry for name, entry in entries.items() if not names or name in names}
+    wanted = {known(entries, name) for name in names}
+    chosen = {name: entry for name, entry in entries.items() if not names or name in wanted}
     if any(entry.patch.traced for entry in chosen.values()) and KEEPS_APART in entries:
         chosen[KEEPS_APART] = entries[KEEPS_APART]
     return chosen

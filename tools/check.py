@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Patch, module_of
-from vllm_livepatch.tools import published, registry
+from vllm_livepatch.tools import published, registry, threads
 from vllm_livepatch.tools.bundled.verdicts import Judged, judge
 from vllm_livepatch.tools.drift import Drift, drift
 from vllm_livepatch.tools.errors import UserError
@@ -122,8 +121,7 @@ def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[
 
     try:
         trees = [published.wheel_file(wheel) for wheel in wheels]
-        with ThreadPoolExecutor() as pool:
-            trees += pool.map(lambda asked: opened(*asked), wanted)
+        trees += threads.each(lambda asked: opened(*asked), wanted)
     except SourcesError as error:
         raise UserError(str(error)) from error
     known = {package for patch in patches for package in patch.packages} | {

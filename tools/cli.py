@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,22 +14,58 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.tools import bundle, catalogue, extensions, monitor, pages, pairs, placing, published
-from vllm_livepatch.tools import check as checking
+from vllm_livepatch.tools import (
+    bundle,
+    catalogue,
+    checking,
+    displaced,
+    extensions,
+    monitor,
+    pages,
+    placing,
+    published,
+    waiting,
+)
+from vllm_livepatch.tools import deploy as deploying
 from vllm_livepatch.tools import from_diff as diffing
+from vllm_livepatch.tools import guard as guards
 from vllm_livepatch.tools import matrix as matrices
 from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled import verifying
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab.options import lab
 from vllm_livepatch.tools.sources import SourcesError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-PatchNames = Annotated[list[str] | None, typer.Option("--patch", metavar="NAME", help="Only this patch; repeatable.")]
+app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def _names(incomplete: str) -> list[str]:
+    """For a shell that completes a patch's name."""
+    typed = (name.replace("-", "_") if "_" in incomplete else name for name in catalogue.load())
+    return [name for name in typed if name.startswith(incomplete)]
+
+
+PatchNames = Annotated[
+    list[str] | None,
+    typer.Option("--patch", metavar="NAME", help="Only this patch; repeatable.", autocompletion=_names),
+]
 PatchDirs = Annotated[
     list[Path] | None, typer.Option("--patch-dir", metavar="DIR", help="A directory of your own patches; repeatable.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"vllm-livepatch {bundle.version()}")
+        raise typer.Exit
+
+
+@app.callback(help="Patches for vLLM and LMCache, applied as their modules are imported.")
+def _options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Show it.")] = False,
+) -> None:
+    """What can be said before a command."""
 
 
 @app.command()
@@ -43,11 +80,16 @@ def generate(
     arch: Annotated[
         list[str] | None, typer.Option("--arch", metavar="A", help="x86_64 or aarch64; repeatable. Default: all.")
     ] = None,
+    guard: Annotated[
+        Path | None, typer.Option("--guard", metavar="DIR", help="A plugin of vLLM that notices a missing bundle.")
+    ] = None,
 ) -> None:
     """Write a self-contained bundle. PYTHONPATH=DIR (or FILE) is all that a process needs."""
-    if out is None and zip_file is None:
-        raise UserError("name a directory with --out, or a file with --zip")
+    if out is None and zip_file is None and guard is None:
+        raise UserError("name a directory with --out or --guard, or a file with --zip")
     entries = catalogue.choose(catalogue.load(patch_dir or ()), patch or ())
+    for warning in displaced.warnings(entries.values()):
+        print(f"vllm-livepatch: warning: {warning}", file=sys.stderr)
     files = bundle.contents(entries, extensions.gathered(extensions.chosen(python or (), arch or ()), published.say))
     if out is not None:
         placing.write_directory(files, out)
@@ -57,6 +99,10 @@ def generate(
         print(f"{place}: {len(files)} files, {len(entries)} patches ({', '.join(sorted(entries))})")
         print(f"  {bundle.digest(files)}")
         print(f'  export PYTHONPATH={shlex.quote(str(place.absolute()))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+    if guard is not None:
+        guards.write(entries, guard)
+        print(f"{guard}: vllm-livepatch-guard; where VLLM_PLUGINS is set, add livepatch to it")
+        print(f"  pip install {shlex.quote(str(guard.absolute()))}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -88,12 +134,15 @@ def list_patches(patch_dir: PatchDirs = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME")], patch_dir: PatchDirs = None, as_json: AsJson = False
+    name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=_names)],
+    patch_dir: PatchDirs = None,
+    as_json: AsJson = False,
 ) -> None:
     """One patch: why, origin, upstream state, releases, options."""
-    entry = catalogue.choose(catalogue.load(patch_dir or ()), [name])[name]
+    entries = catalogue.load(patch_dir or ())
+    entry = entries[catalogue.known(entries, name)]
     if as_json:
-        _print_json({"name": name, **entry.facts})
+        _print_json({"name": entry.patch.name, **entry.facts})
     else:
         pages.print_page(Console(), entry.patch)
 
@@ -111,45 +160,30 @@ def check(
     index_url: Annotated[
         str | None, typer.Option("--index-url", metavar="URL", help="The index to ask; pip's otherwise.")
     ] = None,
-    diff: Annotated[bool, typer.Option(help="Fetch and show what drifted.")] = True,
+    diff: Annotated[bool, typer.Option(help="Fetch other releases to show what differs.")] = True,
+    require: Annotated[
+        list[str] | None,
+        typer.Option("--require", metavar="NAME", help="Fail where this patch would not apply; repeatable."),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", metavar="S", min=0.001, help="Give up after so many seconds.")
+    ] = None,
     patch_dir: PatchDirs = None,
     as_json: AsJson = False,
 ) -> None:
     """Every patch's verdict for what is installed, or was published, without importing it.
 
-    Exit 1 where a needed one could not apply, and where vLLM and LMCache do not fit together.
+    Exit 1: a needed one could not apply, a required one would not, or vLLM and LMCache do not fit. Exit 2: neither is.
     """
-    if python is not None and site_packages is not None:
-        raise UserError("--python and --site-packages exclude each other")
     if index_url is not None:
         os.environ["PIP_INDEX_URL"] = index_url
-    entries = catalogue.load(patch_dir or ())
-    patches = [entry.patch for entry in entries.values()]
-    others = checking.released(release or (), wheel or (), patches)
-    tree: installed.Tree | None = None
-    if site_packages is not None:
-        tree = checking.directory_tree(site_packages)
-    elif python is not None or not others:
-        wanted = {package for patch in patches for package in patch.packages}
-        tree = checking.interpreter_tree(python or sys.executable, sorted(wanted))
-    else:
-        patches = [patch for patch in patches if patch.package in others]
-    tree = checking.Several(tree, others) if others or tree is None else tree
-    changes = {patch.name: entries[patch.name].changes() for patch in patches}
-    packages, answers = checking.check(patches, tree, changes)
-    for name in others.keys() - packages.keys() - {"torch"}:
-        packages[name] = installed.release(name, tree)
-    if diff:
-        answers = checking.explained(answers, tree, others)
-    pair = pairs.of_tree(tree)
-    if as_json:
-        judged = {"patches": [answer.described() for answer in answers], "pairs": [pair.described()] if pair else []}
-        _print_json({"packages": packages, **judged})
-    else:
-        pages.print_check(Console(), packages, answers)
-        if pair:
-            pairs.print_pair(Console(soft_wrap=True), pair)
-    if any(answer.blocked for answer in answers) or (pair and pair.broken):
+    question = checking.Question(
+        release or (), wheel or (), python, site_packages, diff, required=require or (), patch_dirs=patch_dir or ()
+    )
+    with waiting.deadline(timeout), waiting.progress():
+        answer = checking.find(question)
+    checking.show(answer, as_json)
+    if answer.failed:
         raise typer.Exit(1)
 
 
@@ -257,17 +291,23 @@ def verify(
     print(f"{place}: {found.compared} files, all as written, {found.digest}")
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
-def lab(context: typer.Context) -> None:
-    """A real topology on this machine, with load and faults: see `lab --help`."""
-    try:
-        from vllm_livepatch.tools.lab.command import command
-    except ImportError as error:
-        raise UserError(f"the lab needs more packages (pip install 'vllm-livepatch[lab]'): {error}") from error
-    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    inner.command("lab")(command)
-    code = inner(context.args, prog_name="vllm-livepatch lab", standalone_mode=False)
-    raise typer.Exit(code if isinstance(code, int) else 0)
+@app.command()
+def deploy(
+    form: Annotated[str, typer.Argument(metavar="FORM", help=f"One of: {', '.join(deploying.FORMS)}.")],
+    image: Annotated[str, typer.Option("--image", metavar="IMAGE", help="The engine's.")] = "vllm/vllm-openai:latest",
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="What is served.")] = "MODEL",
+    bundle_image: Annotated[
+        str, typer.Option("--bundle-image", metavar="IMAGE", help="The bundle's own, on Kubernetes.")
+    ] = "",
+    image_volume: Annotated[
+        bool, typer.Option("--image-volume", help="Kubernetes mounts the bundle's image, and copies nothing.")
+    ] = False,
+) -> None:
+    """Print what to paste so that an engine starts with the bundle."""
+    print(deploying.text(form, image, model, bundle_image, image_volume), end="")
+
+
+app.command("lab")(lab)
 
 
 def _print_json(value: Any) -> None:
@@ -276,20 +316,22 @@ def _print_json(value: Any) -> None:
 
 def main() -> NoReturn:
     """Run the command line."""
-    end_with(app)
+    end_with(app, prog_name="vllm-livepatch")
 
 
-def end_with(app: typer.Typer, name: str = "vllm-livepatch", bare: Sequence[str] = ("--help",)) -> NoReturn:
+def end_with(
+    app: typer.Typer, name: str = "vllm-livepatch", bare: Sequence[str] = ("--help",), prog_name: str | None = None
+) -> NoReturn:
     """Run a command line to the process's end; bad input is one line on stderr, of ``name``, and exit 2.
 
-    ``bare`` is what it does when nothing is said.
+    ``bare`` is what it does when nothing is said, ``prog_name`` what its help calls it.
     """
     try:
-        code = app(sys.argv[1:] or list(bare), standalone_mode=False)
+        code = app(sys.argv[1:] or list(bare), standalone_mode=False, prog_name=prog_name)
     except (UserError, SourcesError) as error:
         _fail(name, str(error))
     except KeyboardInterrupt:
-        sys.exit(130)
+        _interrupted()
     except BrokenPipeError:  # piped into head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -297,11 +339,17 @@ def end_with(app: typer.Typer, name: str = "vllm-livepatch", bare: Sequence[str]
         # click's errors, wherever this release of typer keeps its click.
         formatted = getattr(error, "format_message", None)
         if formatted is None:
-            if type(error).__name__ == "Abort":
-                sys.exit(130)
+            if type(error).__name__ == "Abort":  # what Ctrl-C becomes within a command
+                _interrupted()
             raise
         _fail(name, formatted() or "see --help")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupted() -> NoReturn:
+    """A second Ctrl-C, while the interpreter ends, ends it at once: without it, that would be a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(130)
 
 
 def _fail(name: str, message: str) -> NoReturn:

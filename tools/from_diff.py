@@ -6,7 +6,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import diffs, pages, registry, sources
+from vllm_livepatch.tools import catalogue, diffs, displaced, pages, registry, sources, threads
 from vllm_livepatch.tools.errors import UserError
 
 _FETCHED_AT_ONCE = 4
@@ -54,6 +53,10 @@ def make(
 
     `tell` is given a line for each release.
     """
+    name = name.replace("_", "-")
+    shipped = catalogue.load()
+    if name in shipped:
+        raise UserError(f"{name} is a patch that comes with vllm-livepatch: give yours another name")
     diffs.folder_of(name, out)
     diff = diffs.parse(data, include, exclude)
     modules = ", ".join(change.module for change in diff.changes)
@@ -73,6 +76,9 @@ def make(
         raise UserError(f"no release of {diff.package} can be read: {unread[0][1] if unread else 'none is pinned'}")
     applies = any(item.verdict == "needed" for item in judged)
     folder = diffs.write(diff, name, origin or name, judged, out) if applies else None
+    if folder is not None:
+        for warning in displaced.warnings([*shipped.values(), catalogue.read(folder)], _sources):
+            tell(f"warning: {warning}")
     return Outcome(diff, tuple(judged), tuple(unread), folder)
 
 
@@ -98,6 +104,11 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print(Text(f"  vllm-livepatch generate --out BUNDLE --patch-dir {outcome.folder.parent}"))
 
 
+def _sources(package: str, release: str) -> Tree:
+    """The tree of a release that was just judged."""
+    return Tree([str(sources.site_packages(package, release))])
+
+
 def _trees(package: str) -> Iterator[tuple[str, Path | sources.SourcesError]]:
     """The sources of every pinned release, oldest first; the error where they cannot be had."""
 
@@ -108,8 +119,7 @@ def _trees(package: str) -> Iterator[tuple[str, Path | sources.SourcesError]]:
             return error
 
     versions = [pin.version for pin in registry.pins(package)]
-    with ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
-        yield from zip(versions, pool.map(fetched, versions), strict=True)
+    yield from zip(versions, threads.each(fetched, versions, _FETCHED_AT_ONCE), strict=True)
 
 
 def _modules(place: Path, package: str) -> Iterator[tuple[str, bool, str]]:

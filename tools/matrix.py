@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -29,7 +28,7 @@ from vllm_livepatch.sitecustomize.decision import (
     module_of,
     public_release,
 )
-from vllm_livepatch.tools import published, registry, releases_file
+from vllm_livepatch.tools import published, registry, releases_file, threads
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.pages import COLOURS
 from vllm_livepatch.tools.registry import Pin
@@ -91,8 +90,7 @@ def make(patches: Iterable[Patch]) -> Matrix:
         }
 
     try:
-        with ThreadPoolExecutor() as pool:
-            columns = dict(zip(((pin.package, pin.version) for pin in pins), pool.map(column, pins), strict=True))
+        columns = dict(zip(((pin.package, pin.version) for pin in pins), threads.each(column, pins), strict=True))
     except SourcesError as error:
         raise UserError(str(error)) from error
     cells = {

@@ -13,6 +13,7 @@ from vllm_livepatch.sitecustomize.decision import Patch, variable
 from vllm_livepatch.tools.bundled import summary as plain
 from vllm_livepatch.tools.check import Checked
 from vllm_livepatch.tools.drift import Drift
+from vllm_livepatch.tools.listing import Listing
 
 COLOURS = {
     "needed": "green",
@@ -149,7 +150,7 @@ def print_page(console: Console, patch: Patch) -> None:
 def print_check(console: Console, packages: Mapping[str, str | None], answers: list[Checked]) -> None:
     found = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in packages.items())
     console.print(Text(f"checked: {found or 'none of the packages that these patches are for'}"))
-    table = _table("patch", "verdict", "applies", "why")
+    table = Listing("patch", "verdict", "applies", "why")
     for answer in answers:
         decision = answer.decision
         table.add_row(
@@ -184,7 +185,7 @@ def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableT
     parts: list[RenderableType] = []
     for process in processes:
         parts += [Text(plain.head(process), style="bold"), Text(f"  {plain.command_of(process)}", style="dim")]
-        table = _table("  patch", "state", "verdict", "counters", "why")
+        table = Listing("  patch", "state", "verdict", "counters", "why")
         for patch in process["patches"]:
             counters = plain.counted(patch["counters"]) or "-"
             row = (coloured(patch["state"]), patch["verdict"] or "", counters, Text(plain.why(patch)))

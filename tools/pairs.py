@@ -7,15 +7,14 @@ tests/releases/test_pairs.py.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.tools import published, registry
+from vllm_livepatch.tools import published, registry, threads
 from vllm_livepatch.tools.border import Border, Function, Missing, Module, Problem, Sources, top
 from vllm_livepatch.tools.calls import Construction, signature_of
 from vllm_livepatch.tools.sources import SourcesError
@@ -71,12 +70,12 @@ class Pair:
         """No way to LMCacheMPConnector works: not by itself, nor from LMCache's own module."""
         return not any(one.works for one in self.connectors if one.name == MP and one.module_path in (None, OWN))
 
-    def described(self) -> dict[str, Any]:
-        """As `check --json` has it."""
+    def described(self, releases: Callable[[Problem], str] | None = None) -> dict[str, Any]:
+        """As `check --json` has it. `releases` says in which a problem is none; by itself it has all of them read."""
 
         def problem(one: Problem) -> dict[str, Any]:
             told = {"module": one.module, "line": one.line, "subject": one.subject}
-            return {**told, "detail": one.detail, "releases": found_in(one)}
+            return {**told, "detail": one.detail, "releases": (releases or found_in)(one)}
 
         connectors = [
             {
@@ -136,8 +135,8 @@ def where(problem: Problem, releases: Sequence[str], tree_of: TreeOf) -> str:
 
     Raises SourcesError.
     """
-    with ThreadPoolExecutor() as pool:  # what has to be fetched is fetched together
-        holding = list(pool.map(lambda release: problem.holds(tree_of(problem.package, release)), releases))
+    # What has to be fetched is fetched together.
+    holding = list(threads.each(lambda release: problem.holds(tree_of(problem.package, release)), releases))
     spans: list[list[str]] = []
     for number, (release, holds) in enumerate(zip(releases, holding, strict=True)):
         if holds and number and holding[number - 1]:
@@ -149,16 +148,17 @@ def where(problem: Problem, releases: Sequence[str], tree_of: TreeOf) -> str:
     return f"{problem.package} " + ", ".join(" to ".join(span) for span in spans)
 
 
-def print_pair(console: Console, pair: Pair) -> None:
-    """For people: each way to ask, the class that it gives, and what is wrong with it."""
-    console.print(Text(f"\nvLLM {pair.vllm} with LMCache {pair.lmcache}:", style="bold"))
-    for one in pair.connectors:
-        verdict = Text("works  ", style="green") if one.works else Text("broken ", style="red")
-        console.print(verdict + Text(f"{one.asked}: {one.cls} ({one.how})"))
-        for problem in one.problems:
-            console.print(
-                Text(f"       {problem.module}:{problem.line}: {problem.detail} (not so in {found_in(problem)})")
-            )
+def print_pair(console: Console, pair: Mapping[str, Any]) -> None:
+    """For people, of a pair as described: each way to ask, the class that it gives, and what is wrong with it."""
+    console.print(Text(f"\nvLLM {pair['vllm']} with LMCache {pair['lmcache']}:", style="bold"))
+    for one in pair["connectors"]:
+        verdict = Text("works  ", style="green") if one["works"] else Text("broken ", style="red")
+        asked = f"{one['connector']} from {one['module_path']}" if one["module_path"] else one["connector"]
+        console.print(verdict + Text(f"{asked}: {one['class']} ({one['how']})"))
+        for problem in one["problems"]:
+            where = f"{problem['module']}:{problem['line']}"
+            others = f" (not so in {problem['releases']})" if problem["releases"] else ""
+            console.print(Text(f"       {where}: {problem['detail']}{others}"))
 
 
 def _connector(border: Border, name: str, path: str | None, reached: set[int]) -> Connector | None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 import threading
+import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
@@ -30,7 +31,7 @@ from vllm_livepatch.tools.sources import RangesRefusedError, SourcesError
 if TYPE_CHECKING:
     from pypi_simple import DistributionPackage
 
-GAP = 48 * 1024
+GAP = 16 * 1024
 """Bytes between two wanted files that are worth reading: requests are made together, so they cost little time."""
 
 Tell = archives.Tell
@@ -223,6 +224,8 @@ class _Kept:
     ) -> None:
         self._wheel, self._place, self._session, self._tell, self._find = wheel, place, session, tell, find
         self._fetched: dict[str, bytes] = {}
+        self._open: tuple[zipfile.ZipFile, sources.SpanFetcher] | None = None  # its list of files takes most to read
+        self._lock = threading.Lock()  # over what is open
         listed = _listed(place)
         if listed is None:
             self._fetch(())
@@ -255,7 +258,8 @@ class _Kept:
             self._keep(*archives.whole(wheel, self._session, self._tell, archives.of_source_archive))
             return
         try:
-            with sources.opened(wheel, self._session) as (archive, fetcher):
+            with self._lock, sources.reading(wheel):
+                archive, fetcher = self._open = self._open or sources.open_wheel(wheel, self._session)
                 listed = {info.filename: info.CRC for info in archive.infolist() if archives.is_python(info.filename)}
                 wanted = [archive.getinfo(name) for name in names if name in listed]
                 for info in wanted:

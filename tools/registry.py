@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import requests
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
@@ -33,7 +34,7 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 PINS_FILE = Path(__file__).with_name("releases.toml")
-TIMEOUT = (10.0, 60.0)
+TIMEOUT = (10.0, 30.0)
 """Seconds to connect, and seconds without a byte, after which a request counts as failed."""
 
 
@@ -141,9 +142,11 @@ def files(package: str, session: requests.Session | None = None) -> list[Distrib
             except NoSuchProjectError:
                 continue
             except (UnsupportedContentTypeError, UnsupportedRepoVersionError):
-                raise RegistryError("the registry answered with something that is no package index") from None
+                raise RegistryError(
+                    f"the registry{at(endpoint)} answered with something that is no package index"
+                ) from None
             except requests.RequestException as error:
-                raise RegistryError(f"the registry {what_happened(error)}") from error
+                raise RegistryError(f"the registry{at(endpoint)} {what_happened(error)}") from error
     if found is None:
         raise RegistryError(f"the registry has no package named {package}")
     return found
@@ -267,6 +270,7 @@ class Traffic:
 
     answers: int = 0
     bytes: int = 0
+    asking: str = ""  # the host of the last request
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, response: requests.models.Response, **_: object) -> None:
@@ -276,6 +280,26 @@ class Traffic:
 
 
 traffic = Traffic()
+
+
+class _Session(requests.Session):
+    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        traffic.asking = host(request.url or "")
+        return super().send(request, **options)
+
+
+def host(url: str) -> str:
+    """Return the name of an address's host: all of it that may be shown, since the rest may hold credentials."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def at(url: str) -> str:
+    """Return ` at HOST`, for a message; nothing where an address names none."""
+    found = host(url)
+    return f" at {found}" if found else ""
 
 
 @contextmanager
@@ -290,8 +314,9 @@ def new_session(session: requests.Session | None = None) -> Iterator[requests.Se
 
 def open_session() -> requests.Session:
     """Return a session that tries again when a server is briefly unable to answer."""
-    opened = requests.Session()
-    retry = Retry(total=3, backoff_factor=0.3, status_forcelist=(429, 500, 502, 503, 504))
+    opened = _Session()
+    # Who does not answer at all is asked once more, and not for minutes.
+    retry = Retry(total=3, connect=1, read=1, backoff_factor=0.3, status_forcelist=(429, 500, 502, 503, 504))
     for scheme in ("http://", "https://"):
         opened.mount(scheme, HTTPAdapter(max_retries=retry))
     opened.hooks["response"].append(traffic.count)

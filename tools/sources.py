@@ -18,7 +18,6 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -34,7 +33,7 @@ from remotezip import (
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from urllib3.exceptions import HTTPError
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools import registry, threads
 from vllm_livepatch.tools.registry import RegistryError, Wheel
 
 METADATA = ("METADATA", "RECORD", "entry_points.txt")
@@ -204,7 +203,7 @@ def reading(wheel: Wheel) -> Iterator[None]:
         yield
     except (RemoteZipError, requests.RequestException) as error:
         failure = RangesRefusedError if _are_ranges_refused(error) else SourcesError
-        raise failure(f"the registry's {wheel.name} {_what_happened(error)}") from error
+        raise failure(f"the registry's {wheel.name}{registry.at(wheel.url)} {_what_happened(error)}") from error
     except HTTPError as error:
         raise SourcesError(f"the registry's {wheel.name} broke off in the middle of a part") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
@@ -248,14 +247,13 @@ def read(
         if spans and start - spans[-1][1] <= gap:
             start = spans.pop()[0]
         spans.append((start, end))
-    with ThreadPoolExecutor(SPANS_AT_ONCE) as pool:
-        loaded = zip(list(spans), pool.map(lambda span: fetcher.span(*span), spans), strict=True)
-        for info in ordered:
-            while not fetcher.holds(info.header_offset):
-                (start, _), data = next(loaded)
-                fetcher.hold(start, data)
-            yield info.filename, archive.read(info)
-            advance(info.compress_size)
+    loaded = zip(list(spans), threads.each(lambda span: fetcher.span(*span), spans, SPANS_AT_ONCE), strict=True)
+    for info in ordered:
+        while not fetcher.holds(info.header_offset):
+            (start, _), data = next(loaded)
+            fetcher.hold(start, data)
+        yield info.filename, archive.read(info)
+        advance(info.compress_size)
 
 
 class SpanFetcher(RemoteFetcher):  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -200,8 +201,10 @@ def test_check_asks_an_interpreter(known: Sandbox, cli: Cli, monkeypatch: pytest
     assert json.loads(done.out)["packages"]["fakeengine"] == "1.0"
     assert not known.state.exists()
     monkeypatch.delenv("PYTHONPATH")
-    assert "fakeengine" not in json.loads(cli("check", "--python", PYTHON, "--json", *own(known)).out)["packages"]
-    assert cli("check", *own(known)).code == 0  # this interpreter
+    for arguments, asked in ((["--python", PYTHON, "--json"], PYTHON), ([], sys.executable)):
+        done = cli("check", *arguments, *own(known))
+        assert (done.code, done.out) == (2, "")
+        assert f"{asked} has neither fakeengine nor lmcache nor vllm" in done.err
 
 
 def test_the_release_is_that_of_what_provides_the_module(known: Sandbox, cli: Cli) -> None:

@@ -249,7 +249,7 @@ def test_a_file_that_cannot_be_read(file: str, said: str, tmp_path: Path) -> Non
     refused(tmp_path, file, said)
 
 
-@pytest.mark.parametrize("name", ["", "Mine", "my_patch", "-mine", "mine-", "../mine", "a b", "1st", "ä"])
+@pytest.mark.parametrize("name", ["", "Mine", "my__patch", "-mine", "mine-", "../mine", "a b", "1st", "ä"])
 def test_names_that_a_patch_cannot_have(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no patch name"):
         from_diff.make(PLAIN.encode(), name, tmp_path)

@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import printing, topology
+from vllm_livepatch.tools.lab import options, printing, topology
 
 NAMES = ["lmcache", "pd-mooncake", "pd-mooncake-lmcache", "pd-nixl", "pd-nixl-lmcache", "pd-nixl-multi"]
 KUBERNETES = "1.34"
@@ -28,7 +28,7 @@ def option(command: Any, name: str) -> str:
 
 
 def test_the_topologies_are_those_of_the_documentation() -> None:
-    assert topology.names() == NAMES
+    assert options.names() == NAMES
     with pytest.raises(UserError, match=r"no topology 'pd-nxil': there are lmcache, pd-"):
         topology.load("pd-nxil")
 

@@ -229,8 +229,8 @@ def test_no_network(index: LocalIndex, monkeypatch: pytest.MonkeyPatch, told: li
     monkeypatch.setattr(Shelf, "offered", unreachable(gone.url))
     shelf = Shelf(told.append)
     assert shelf.tree("demo", "1.0").source("demo.one") == first
-    assert told == ["demo 1.0 is from the cache: the registry cannot be reached; is there a network?"]
-    assert refusal(shelf, "1.1") == "the registry cannot be reached; is there a network?"
+    assert told == ["demo 1.0 is from the cache: the registry at 127.0.0.1 cannot be reached; is there a network?"]
+    assert refusal(shelf, "1.1") == "the registry at 127.0.0.1 cannot be reached; is there a network?"
 
 
 def unreachable(url: str) -> Any:
@@ -374,3 +374,12 @@ def test_a_file_that_is_no_wheel(tmp_path: Path, name: str, content: bytes | Non
 
 def test_nothing_of_a_target_was_executed() -> None:
     assert "demo" not in sys.modules
+
+
+def test_the_list_of_files_is_read_once(index: LocalIndex, shelf: Shelf) -> None:
+    """It is most of what there is to read, in a wheel of thousands of files."""
+    tree = shelf.tree("demo", "1.0")
+    before = index.requests
+    for module in ("demo.one", "demo.two", "demo.deep.three"):
+        assert tree.source(module)
+    assert index.requests == before + 3

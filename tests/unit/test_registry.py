@@ -100,7 +100,7 @@ def test_release_without_wheel(index: LocalIndex) -> None:
 
 def test_registry_that_refuses(index: LocalIndex) -> None:
     index.status = 403
-    assert refusal() == "the registry answered 403"
+    assert refusal() == "the registry at 127.0.0.1 answered 403"
 
 
 def test_registry_that_stays_busy(index: LocalIndex) -> None:
@@ -111,13 +111,13 @@ def test_registry_that_stays_busy(index: LocalIndex) -> None:
 
 def test_something_else_in_the_registrys_place(index: LocalIndex) -> None:
     index.content_type = "image/png"
-    assert refusal() == "the registry answered with something that is no package index"
+    assert refusal() == "the registry at 127.0.0.1 answered with something that is no package index"
 
 
 def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(LocalIndex()) as index:
         monkeypatch.setenv("PIP_INDEX_URL", index.url)
-    assert refusal() == "the registry cannot be reached; is there a network?"
+    assert refusal() == "the registry at 127.0.0.1 cannot be reached; is there a network?"
 
 
 @pytest.mark.parametrize("package", ["vllm", "lmcache"])

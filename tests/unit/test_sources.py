@@ -133,14 +133,14 @@ def test_connection_cut_short(index: LocalIndex) -> None:
 
 def test_ranges_ignored(index: LocalIndex) -> None:
     index.ignore_ranges = True
-    assert refusal() == f"the registry's {NAME} cannot be read in parts: byte ranges are not served"
+    assert refusal() == f"the registry's {NAME} at 127.0.0.1 cannot be read in parts: byte ranges are not served"
 
 
 def test_file_gone_between_page_and_download(index: LocalIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = registry.find_wheel("demo", "1.0")
     index.status = 404
     monkeypatch.setattr(registry, "find_wheel", lambda *args: wheel)
-    assert refusal() == f"the registry's {NAME} answered 404"
+    assert refusal() == f"the registry's {NAME} at 127.0.0.1 answered 404"
 
 
 @pytest.mark.parametrize("damage", ["member", "directory"])

@@ -1,4 +1,4 @@
-"""Runs of the release tests' drivers, which need a checkout, in the engine's environment and behind a bundle."""
+"""Runs of the release tests' drivers in the engine's environment and behind a bundle."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from typing import Any
 from vllm_livepatch.tools import bundle, catalogue, placing, sources
 from vllm_livepatch.tools.errors import UserError
 
-TESTS = Path(__file__).resolve().parents[2] / "tests"
-STANDINS = TESTS / "standins"
-DRIVERS = TESTS / "releases" / "driver"
+HERE, TESTS = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "tests"
+# In a wheel they are beside this module, in a checkout where the tests have them.
+STANDINS, DRIVERS = (
+    packed if (packed := HERE / name).is_dir() else TESTS / below
+    for name, below in (("standins", "standins"), ("driver", "releases/driver"))
+)
 
 
 def run(
@@ -27,8 +30,6 @@ def run(
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What driver/`driver`.py prints as JSON on a vLLM release, with ``path`` searched last. Raises UserError."""
-    if not DRIVERS.is_dir():
-        raise UserError("this benchmark needs a checkout of the project, for its release tests")
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary, "bundle")
         placing.write_directory(bundle.contents(catalogue.load()), place)

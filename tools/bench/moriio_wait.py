@@ -2,7 +2,7 @@
 
     python -m vllm_livepatch.tools.bench.moriio_wait [--release X] [--rounds N] [--transfers N]
 
-Runs from a checkout: the real class of the release waits for transfers of the tests' stand-in for mori.
+The real class of the release waits for transfers of the tests' stand-in for mori.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.tools import registry, sources
+from vllm_livepatch.tools.bench.drivers import DRIVERS
 
-DRIVERS = Path(__file__).resolve().parents[2] / "tests" / "releases" / "driver"
 GIB = 1 << 30
 CODE = """
 import ctypes, json, os, sys, time

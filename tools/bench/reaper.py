@@ -2,7 +2,7 @@
 
     python -m vllm_livepatch.tools.bench.reaper [--release X] [--rounds N] [--live N]
 
-Runs from a checkout: the scheduler is set up by the release tests' driver.
+The scheduler is set up by the release tests' driver.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Steps a second, patched over stock.
 
     python -m vllm_livepatch.tools.bench.scheduler_steps [--release X] [--rounds N] [--running N]
 
-Runs from a checkout: the scheduler is set up by the release tests' driver.
+The scheduler is set up by the release tests' driver.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import aiohttp
 import typer
@@ -24,58 +24,26 @@ from vllm_livepatch.tools.lab.supervisor import PartFailed
 
 
 def command(
-    name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help=f"One of: {', '.join(topology.names())}.")],
-    vllm: Annotated[str, typer.Option("--vllm", metavar="X", help="A release that has a CPU build.")] = "0.32.0",
-    lmcache: Annotated[str, typer.Option("--lmcache", metavar="Y")] = "0.5.6",
-    load: Annotated[
-        str,
-        typer.Option(
-            "--load",
-            metavar="SPEC",
-            help="storm, conversations or bench (vllm bench serve), with options: bench:rate=2,num=50, storm:api=chat.",
-        ),
-    ] = "storm",
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fault",
-            help="disconnects, late-reads[=SECONDS], lost-completions[=SHARE], slow-transfer[=SECONDS], or kill-PART "
-            "or stop-PART with @SECONDS and +SECONDS; repeatable.",
-        ),
-    ] = None,
-    patches: Annotated[
-        str, typer.Option("--patches", metavar="NAME,...", help="Only these, turned on. Default: all, as they decide.")
-    ] = "",
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="VARIABLE=VALUE", help="For the patched arm; repeatable.")
-    ] = None,
-    patch_dir: Annotated[
-        list[Path] | None, typer.Option("--patch-dir", metavar="DIR", help="Further patches; repeatable.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--with", metavar="NAME=NUMBER", help="A setting of the topology; repeatable.")
-    ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Stock beside patched, in one run.")] = False,
-    arm: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--arm", metavar="NAME=REVISION", help="Also the bundle of that git revision of this checkout; repeatable."
-        ),
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Cut the load into so many parts; the arms take turns.")] = 1,
-    seconds: Annotated[float, typer.Option(min=5, help="How long the load lasts.")] = 60,
-    clients: Annotated[int, typer.Option(min=1)] = 12,
-    seed: Annotated[int, typer.Option(help="Of the model, the prompts and the load.")] = 1,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="For logs, picture and JSON.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print the commands, as they would run here.")
-    ] = False,
-    form: Annotated[
-        str | None,
-        typer.Option("--print", metavar="FORM", help=f"For a real cluster instead: {', '.join(printing.FORMS)}."),
-    ] = None,
+    name: str,
+    vllm: str,
+    lmcache: str,
+    load: str,
+    fault: list[str] | None,
+    patches: str,
+    setting: list[str] | None,
+    patch_dir: list[Path] | None,
+    settings: list[str] | None,
+    compare: bool,
+    arm: list[str] | None,
+    rounds: int,
+    seconds: float,
+    clients: int,
+    seed: int,
+    out: Path | None,
+    dry_run: bool,
+    form: str | None,
 ) -> None:
-    """A real topology on this machine: engines, LMCache server, transports and router, with load and faults."""
+    """What `lab` does, given the options of `options.lab`. Raises UserError."""
     described = topology.set_up(topology.load(name), settings or ())
     asked = loads.parse(load)
     chosen = [word for word in patches.split(",") if word]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab.options import TOPOLOGIES, names
 from vllm_livepatch.tools.lab.supervisor import Part
 
 if sys.version_info >= (3, 11):
@@ -28,7 +29,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
-TOPOLOGIES = Path(__file__).with_name("topologies")
 _PORTS = range(15000, 32768)
 _given: set[int] = set()
 """Ports that were given out before: to another arm, whose parts may not have bound them yet."""
@@ -115,11 +115,6 @@ class Deployment:
 
 class _Template(string.Template):
     idpattern = r"[a-z_]+(?:\.[a-z]+)?"
-
-
-def names() -> list[str]:
-    """The topologies there are."""
-    return sorted(file.stem for file in TOPOLOGIES.glob("*.toml"))
 
 
 def load(name: str) -> Topology:

@@ -1,0 +1,119 @@
+"""Says in every vLLM process whether a bundle is armed in it; under LIVEPATCH=strict it ends one in which none is.
+
+`generate --guard` writes this as the one module of a distribution whose entry point in vLLM's own group of plugins vLLM
+runs in each of its processes, whether or not PYTHONPATH, and with it the bundle, has reached that process.
+
+Nothing is armed here. When vLLM runs its plugins, some of what patches replace has been imported (the engine core's own
+module always, the scheduler in newer releases), and others may have taken it from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zipfile
+
+from .report import ProcessReport
+
+VERSION = ""  # generate: the version of what it writes
+MODULES: dict[str, list[str]] = {}  # generate: each patch, and the modules that it is about
+DEFAULT: list[str] = []  # generate: the patches that apply by themselves, wherever they are needed
+NAME = "livepatch"
+"""Of the entry point: what VLLM_PLUGINS must name, where it is set."""
+ON = ("on", "force", "1", "true", "yes", "enabled")
+OFF = ("off", "0", "false", "no", "disabled")
+ARMED = ("", "auto", "strict", "1", "true", "yes", "on", "enabled")
+"""The values of LIVEPATCH that are not off, as sitecustomize/settings.py has them."""
+EXIT_STRICT = 78
+
+
+def check() -> None:
+    """The entry point. Where no bundle is armed: a line on stderr and a report, or the process's end."""
+    mode = os.environ.get("LIVEPATCH", "").strip().lower()
+    if mode not in ARMED or is_armed():
+        return
+    imported = sorted({module for modules in MODULES.values() for module in modules if module in sys.modules})
+    before = f"; {len(imported)} of its targets' modules are imported already" if imported else ""
+    said = f"no bundle is armed in this process, nothing is patched: {why_not()}{before}"
+    if mode == "strict":
+        _say(f"LIVEPATCH=strict: {said}")
+        os._exit(EXIT_STRICT)  # an exception would be vLLM's to catch
+    _say(f"{said} (pid {os.getpid()})")
+    report = ProcessReport(os.environ, {"bundle": "", "version": VERSION, "digest": None, "settings": {}})
+    vllm = sys.modules.get("vllm")
+    report.write({"vllm": getattr(vllm, "__version__", None)}, [_described(name, said) for name in sorted(MODULES)])
+
+
+def is_armed() -> bool:
+    """Whether a bundle's entry has run in this process."""
+    return any(getattr(finder, "__name__", "") == "LivepatchFinder" for finder in sys.meta_path)
+
+
+def why_not() -> str:
+    """Why no bundle is armed here, as far as can be told."""
+    if not (3, 10) <= sys.version_info[:2] <= (3, 14):
+        return f"bundles do not serve Python {sys.version_info[0]}.{sys.version_info[1]}"
+    if sys.flags.isolated or sys.flags.ignore_environment:
+        return "Python was started with -I or -E, which leave PYTHONPATH out"
+    if sys.flags.no_site:
+        return "Python was started with -S, which leaves sitecustomize out"
+    places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    if not places:
+        return "PYTHONPATH is not set in its environment"
+    found = [place for place in places if _is_bundle(place)]
+    if not found:
+        return f"PYTHONPATH={os.pathsep.join(places)} names no bundle (not mounted, empty, or not to be read)"
+    other = str(getattr(sys.modules.get("sitecustomize"), "__file__", ""))
+    if other and not other.startswith(found[0]):
+        return f"{other} ran as sitecustomize in the place of {found[0]}'s"
+    return f"{found[0]} is a bundle, and its sitecustomize did not run"
+
+
+def main() -> None:
+    """`python -m vllm_livepatch_guard`: the same for this interpreter, and whether vLLM would ask. Exit 1: it would not
+    be patched, or nobody would say so."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    off = os.environ.get("LIVEPATCH", "").strip().lower() not in ARMED
+    asked = chosen is None or NAME in chosen.split(",")
+    if off:
+        print("LIVEPATCH turns it off")
+    else:
+        print("a bundle is armed" if is_armed() else f"no bundle is armed: {why_not()}")
+    if not asked:
+        print(f"VLLM_PLUGINS={chosen} leaves the guard out: vLLM will not run it; add {NAME}")
+    sys.exit(0 if asked and (off or is_armed()) else 1)
+
+
+def _is_bundle(place: str) -> bool:
+    try:
+        if os.path.isfile(place):
+            with zipfile.ZipFile(place) as archive:
+                return "sitecustomize.py" in archive.namelist()
+        return os.path.isfile(os.path.join(place, "_vllm_livepatch", "catalogue.json"))
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def _described(name: str, said: str) -> dict[str, object]:
+    """A patch as `status` shows it."""
+    before = [module for module in MODULES[name] if module in sys.modules]
+    detail = f"{said.partition(';')[0]}; imported before: {', '.join(before) or 'none of its modules'}"
+    asked = os.environ.get(f"LIVEPATCH_{name.upper().replace('-', '_')}", "").strip().lower()
+    wanted = asked in ON or (name in DEFAULT and asked not in OFF)
+    state = {"state": "skipped", "reason": "late" if wanted else "optional", "detail": detail, "verdict": None}
+    return {"name": name, **state, "targets": [], "counters": {}}
+
+
+def _say(message: str) -> None:
+    """One line on stderr, as the bundle's own are."""
+    line = f"vllm-livepatch: {message}\n"
+    if os.environ.get("LIVEPATCH_LOG", "").strip().lower() == "json":
+        said = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}
+        line = json.dumps(said) + "\n"
+    try:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):  # no stderr, or a closed one
+        pass

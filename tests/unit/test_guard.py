@@ -1,0 +1,162 @@
+"""The distribution `vllm-livepatch-guard`: written, installed, and what it says of a process. vLLM runs it in tests/releases."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from vllm_livepatch.sitecustomize import settings, vllm_plugin
+from vllm_livepatch.tools import bundle, catalogue, placing
+
+from tests.unit.support import DEADLINE, PYTHON, Cli, Done, Sandbox, finish
+
+RUN = """\
+    from importlib.metadata import entry_points
+
+    (plugin,) = entry_points(group="vllm.general_plugins")
+    assert plugin.name == "livepatch", plugin
+    plugin.load()()
+    plugin.load()()
+    print("went on")
+    """
+
+
+@pytest.fixture
+def guard(patched: Sandbox, cli: Cli) -> Path:
+    place = patched.root / "guard"
+    done = cli("generate", "--guard", str(place), "--patch-dir", str(patched.patches), "--patch", "around")
+    assert (done.code, done.err) == (0, "")
+    assert f"pip install {place}" in done.out
+    return place
+
+
+def run(sandbox: Sandbox, guard: Path, *flags: str, before: str = "", bundle: bool = False, **variables: str) -> Done:
+    path = [*([sandbox.bundle] if bundle else []), guard, sandbox.site]
+    return sandbox.python(f"{before}\n{dedent(RUN)}", *flags, path=path, **variables)
+
+
+def test_with_a_bundle_it_is_silent(patched: Sandbox, guard: Path) -> None:
+    for mode in ("auto", "strict"):
+        assert run(patched, guard, bundle=True, LIVEPATCH=mode) == Done(0, "went on\n", "")
+    assert not patched.state.exists()
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "disabled", "what"])
+def test_turned_off_it_is_silent(patched: Sandbox, guard: Path, word: str) -> None:
+    assert run(patched, guard, LIVEPATCH=word) == Done(0, "went on\n", "")
+    assert not patched.state.exists()
+
+
+def test_without_a_bundle_it_says_so_and_leaves_a_report(patched: Sandbox, guard: Path, cli: Cli) -> None:
+    done = run(patched, guard, before="import fakeengine.scheduler")
+    assert (done.code, done.out) == (0, "went on\n")
+    first, second = done.lines  # vLLM itself asks once; who asks twice is told twice
+    assert first == second
+    said = "vllm-livepatch: no bundle is armed in this process, nothing is patched: PYTHONPATH="
+    assert first.startswith(said)
+    assert "; 1 of its targets' modules are imported already (pid " in first
+    around = patched.reports()[0]["patches"][0]
+    assert (around["name"], around["state"], around["reason"]) == ("around", "skipped", "late")
+    assert around["detail"].endswith("imported before: fakeengine.scheduler")
+    assert patched.reports()[0]["version"] == bundle.version()
+    logged = run(patched, guard, LIVEPATCH_LOG="json")
+    assert json.loads(logged.lines[0])["message"].startswith("no bundle is armed")
+
+
+def test_only_what_is_wanted_counts_as_missing(patched: Sandbox, cli: Cli) -> None:
+    """As `status --require` and the alerts take a reason: `optional` and `off` lack nothing."""
+    for name in ("asked", "not-asked"):
+        patched.patch(name, auto="off")
+    guard = patched.root / "guard"
+    chosen = [word for name in ("around", "asked", "not-asked") for word in ("--patch", name)]
+    assert cli("generate", "--guard", str(guard), "--patch-dir", str(patched.patches), *chosen).code == 0
+    run(patched, guard, LIVEPATCH_ASKED="On")
+    run(patched, guard, LIVEPATCH_AROUND="0")
+    found = [{patch["name"]: patch["reason"] for patch in report["patches"]} for report in patched.reports()]
+    assert {"around": "late", "asked": "late", "not-asked": "optional"} in found
+    assert {"around": "optional", "asked": "optional", "not-asked": "optional"} in found
+
+
+def test_status_shows_it(patched: Sandbox, guard: Path, cli: Cli) -> None:
+    command = [PYTHON, "-c", "from vllm_livepatch_guard import check; check(); print(flush=True); input()"]
+    environ = patched.environ(path=[guard])
+    process = subprocess.Popen(
+        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    arguments = ["status", "--state-dir", str(patched.state)]
+    (found,) = json.loads(cli(*arguments, "--json").out)
+    assert (found["pid"], found["patches"][0]["reason"]) == (process.pid, "late")
+    assert "no bundle is armed in this process" in cli(*arguments).out
+    process.communicate(b"\n", timeout=DEADLINE)
+
+
+@pytest.mark.parametrize("mode", ["strict", "Strict "])
+def test_strict_ends_it(patched: Sandbox, guard: Path, mode: str) -> None:
+    done = run(patched, guard, LIVEPATCH=mode)
+    assert (done.code, done.out, len(done.lines)) == (78, "", 1)
+    assert done.err.startswith("vllm-livepatch: LIVEPATCH=strict: no bundle is armed in this process")
+
+
+def test_why_there_is_none(patched: Sandbox, guard: Path) -> None:
+    def why(*flags: str, path: list[Path | str]) -> str:
+        code = f"import sys; sys.path.insert(0, {str(guard)!r}); import vllm_livepatch_guard; print(vllm_livepatch_guard.why_not())"
+        return patched.python(code, *flags, path=path).out.strip()
+
+    other = patched.write({"sitecustomize.py": ""}, patched.root / "other")
+    assert why(path=[]) == "PYTHONPATH is not set in its environment"
+    assert why(path=[patched.root / "none"]).startswith(f"PYTHONPATH={patched.root}/none names no bundle (not mounted")
+    for flag in ("-I", "-E"):
+        assert "-I or -E" in why(flag, path=[patched.bundle])
+    assert "-S" in why("-S", path=[patched.bundle])
+    assert why(path=[other, patched.bundle]) == (
+        f"{other}/sitecustomize.py ran as sitecustomize in the place of {patched.bundle}'s"
+    )
+    archive = patched.root / "bundle.zip"
+    placing.write_zip(bundle.contents(patched.entries()), archive)
+    assert why(path=[other, archive]).endswith(f"in the place of {archive}'s")
+
+
+def test_it_installs_offline_and_answers(patched: Sandbox, guard: Path) -> None:
+    """As `pip install DIR` does it, with nothing but what a new virtual environment has."""
+    place = patched.root / "venv"
+    venv.create(place)
+    python = place / "bin/python"
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    assert finish([*pip, "install", "-q", "--no-index", guard], patched.environ(path=[])).code == 0
+    ask: list[str | Path] = [python, "-m", "vllm_livepatch_guard"]
+    done = finish(ask, patched.environ(path=[]))
+    assert (done.code, done.out) == (1, "no bundle is armed: PYTHONPATH is not set in its environment\n")
+    armed = patched.environ(path=[patched.bundle])
+    assert finish(ask, armed) == Done(0, "a bundle is armed\n", "")
+    left_out = finish(ask, {**armed, "VLLM_PLUGINS": "mine,yours"})
+    assert left_out.code == 1
+    assert "VLLM_PLUGINS=mine,yours leaves the guard out: vLLM will not run it; add livepatch" in left_out.out
+    assert finish(ask, {**armed, "VLLM_PLUGINS": "mine,livepatch"}).code == 0
+    assert finish(ask, patched.environ(path=[], LIVEPATCH="off")) == Done(0, "LIVEPATCH turns it off\n", "")
+    assert finish([*pip, "check"], patched.environ(path=[])).code == 0
+
+
+def test_it_replaces_itself_and_nothing_else(patched: Sandbox, guard: Path, cli: Cli) -> None:
+    assert cli("generate", "--guard", str(guard)).code == 0
+    assert "kv-block-reaper" in (guard / "vllm_livepatch_guard/__init__.py").read_text()
+    done = cli("generate", "--guard", str(patched.site))
+    assert (done.code, done.out) == (2, "")
+    assert "exists and is not a guard" in done.err
+
+
+def test_it_takes_the_words_that_the_bundle_takes() -> None:
+    for word in (*vllm_plugin.ARMED, "off", "0", "no", "false", "disabled", "what"):
+        mode = settings.read([], {"LIVEPATCH": word} if word else {}).mode
+        assert (mode != "off") == (word in vllm_plugin.ARMED), word
+    words = (*vllm_plugin.ON, *vllm_plugin.OFF, "auto", "what")
+    patch = catalogue.load()["kv-block-reaper"].patch
+    for word in words:
+        toggle = settings.read([patch], {"LIVEPATCH_KV_BLOCK_REAPER": word}).toggles[patch.name]
+        assert (toggle in ("on", "force"), toggle == "off") == (word in vllm_plugin.ON, word in vllm_plugin.OFF), word

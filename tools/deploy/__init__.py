@@ -1,0 +1,57 @@
+"""`deploy`: what to paste so that an engine starts with the bundle. The texts are beside this module, as they read."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib import resources
+
+from vllm_livepatch.tools.bundle import version
+from vllm_livepatch.tools.errors import UserError
+
+FORMS = {
+    "docker": "docker.sh",
+    "kubernetes": "kubernetes.yaml",
+    "ray": "ray.yaml",
+    "slurm": "slurm.sh",
+    "systemd": "systemd.service",
+}
+_INIT = re.compile(r"^      initContainers:\n(?:        .*\n)+", re.MULTILINE)
+_COPIED = "        - {name: livepatch, emptyDir: {}}\n"
+_BELOW = r"FROM busybox\nCOPY --chmod=a+rX bundle /livepatch"
+_MOUNTED = """\
+        # From Kubernetes 1.36 on without a feature gate. The restricted standard's list of volumes has none of images:
+        # where a namespace enforces it, use the init container.
+        - name: livepatch
+          image: {reference: @BUNDLE_IMAGE@, pullPolicy: IfNotPresent}
+"""
+
+
+def text(form: str, image: str, model: str, bundle_image: str = "", image_volume: bool = False) -> str:
+    """What to paste. Raises UserError."""
+    if form not in FORMS:
+        raise UserError(f"there is no {form}; there are {', '.join(FORMS)}")
+    if image_volume and form != "kubernetes":
+        raise UserError("--image-volume is for kubernetes")
+    said = (resources.files(__name__) / FORMS[form]).read_text("utf-8")
+    if image_volume:
+        said = _as_image_volume(said)
+    quoted = shlex.quote if form in ("docker", "slurm", "systemd") else _yaml
+    bundle_image = bundle_image or f"registry.example.com/livepatch:{version()}"
+    values = {"IMAGE": image, "MODEL": model, "BUNDLE_IMAGE": bundle_image}
+    for name, value in values.items():
+        said = said.replace(f"@{name}@", quoted(value))
+    return said
+
+
+def _as_image_volume(said: str) -> str:
+    """The bundle's image mounted as it is, in place of the container that copies it."""
+    said = _INIT.sub("", said).replace(_COPIED, _MOUNTED)
+    return said.replace(
+        r"FROM busybox\nCOPY --chmod=a+rX bundle /livepatch", r"FROM scratch\nCOPY --chmod=a+rX bundle /"
+    )
+
+
+def _yaml(value: str) -> str:
+    """A plain word as it is, anything else in quotes."""
+    return value if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", value) and ": " not in value else f'"{value}"'

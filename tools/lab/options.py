@@ -1,0 +1,78 @@
+"""The options of `vllm-livepatch lab`. They can be read without what the lab itself needs, its extra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from vllm_livepatch.tools.errors import UserError
+
+TOPOLOGIES = Path(__file__).with_name("topologies")
+FORMS = ("kubernetes", "shell", "slurm")
+
+
+def names() -> list[str]:
+    """The topologies there are."""
+    return sorted(file.stem for file in TOPOLOGIES.glob("*.toml"))
+
+
+def lab(
+    name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help=f"One of: {', '.join(names())}.")],
+    vllm: Annotated[str, typer.Option("--vllm", metavar="X", help="A release that has a CPU build.")] = "0.32.0",
+    lmcache: Annotated[str, typer.Option("--lmcache", metavar="Y")] = "0.5.6",
+    load: Annotated[
+        str,
+        typer.Option(
+            "--load",
+            metavar="SPEC",
+            help="storm, conversations or bench (vllm bench serve), with options: bench:rate=2,num=50, storm:api=chat.",
+        ),
+    ] = "storm",
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fault",
+            help="disconnects, late-reads[=SECONDS], lost-completions[=SHARE], slow-transfer[=SECONDS], or kill-PART "
+            "or stop-PART with @SECONDS and +SECONDS; repeatable.",
+        ),
+    ] = None,
+    patches: Annotated[
+        str, typer.Option("--patches", metavar="NAME,...", help="Only these, turned on. Default: all, as they decide.")
+    ] = "",
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="VARIABLE=VALUE", help="For the patched arm; repeatable.")
+    ] = None,
+    patch_dir: Annotated[
+        list[Path] | None, typer.Option("--patch-dir", metavar="DIR", help="Further patches; repeatable.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--with", metavar="NAME=NUMBER", help="A setting of the topology; repeatable.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Stock beside patched, in one run.")] = False,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arm", metavar="NAME=REVISION", help="Also the bundle of that git revision of this checkout; repeatable."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Cut the load into so many parts; the arms take turns.")] = 1,
+    seconds: Annotated[float, typer.Option(min=5, help="How long the load lasts.")] = 60,
+    clients: Annotated[int, typer.Option(min=1)] = 12,
+    seed: Annotated[int, typer.Option(help="Of the model, the prompts and the load.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="For logs, picture and JSON.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the commands, as they would run here.")
+    ] = False,
+    form: Annotated[
+        str | None,
+        typer.Option("--print", metavar="FORM", help=f"For a real cluster instead: {', '.join(FORMS)}."),
+    ] = None,
+) -> None:
+    """A real topology on this machine: engines, LMCache server, transports and router, with load and faults."""
+    given = dict(locals())
+    try:
+        from vllm_livepatch.tools.lab.command import command
+    except ImportError as error:
+        raise UserError(f"the lab needs more packages (pip install 'vllm-livepatch[lab]'): {error}") from error
+    command(**given)

@@ -1,0 +1,1 @@
+"""vllm-livepatch: patches for vLLM and LMCache, applied as their modules are imported."""
