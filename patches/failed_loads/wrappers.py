@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector:LMCacheMPConnector"
 
 STATE = "_livepatch_lost_loads"
 """Attribute of a scheduler: its `_Loads`."""
@@ -219,9 +220,19 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             answer.pooler_output[index] = None
         answer.prompt_logprobs_dict.pop(name, None)
 
+    def load_errors(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """To 0.17.1 LMCache's connector says that no load has failed, whatever its worker's adapter knows."""
+        reported = wrapped(*args, **kwargs)
+        untold: set[int] | None = getattr(connector.worker_adapter, "error_block_ids", None)
+        if untold:
+            reported = reported | untold
+            untold.clear()
+        return reported
+
     return {
         f"{SCHEDULER}.schedule": schedule,
         f"{SCHEDULER}._handle_invalid_blocks": handle,
         # What was sampled on lost KV stays undelivered when the patch stands aside.
         f"{SCHEDULER}.update_from_output": livepatch.lasting(update),
+        f"{LMCACHE}.get_block_ids_with_load_errors": load_errors,
     }
