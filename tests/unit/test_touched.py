@@ -49,6 +49,7 @@ ALLOWED = {
         "resumable": "read by Scheduler.add_request, whose whole fingerprint is in the facts",
     },
     "lmcache-failed-loads": {"livepatch_blocks": "what the patch itself sets"},
+    "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
     "mp-block-transfer": {
         **dict.fromkeys(("Event", "ExternalStream", "Tensor_out", "aten", "query", "record"), TORCH),
         **dict.fromkeys(("_construct_storage_from_data_pointer", "index_put_", "set_", "is_inference"), TORCH),
