@@ -224,10 +224,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         """To 0.17.1 LMCache's connector says that no load has failed, whatever its worker's adapter knows."""
         reported = wrapped(*args, **kwargs)
         untold: set[int] | None = getattr(connector.worker_adapter, "error_block_ids", None)
-        if untold:
-            reported = reported | untold
-            untold.clear()
-        return reported
+        if not untold:  # or the release's own answer has them, from 0.18.1 on
+            return reported
+        told = set(untold)
+        untold.clear()
+        return told
 
     return {
         f"{SCHEDULER}.schedule": schedule,

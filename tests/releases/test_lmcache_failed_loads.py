@@ -99,3 +99,12 @@ def test_vllm_that_never_asks(vllm: str, warm: interpreter.Interpreter, bundle: 
     for patch in (PATCH, CONNECTORS_PATCH):
         said = interpreter.reported(tmp_path / "patched", patch)
         assert (said["state"], said["verdict"]) == ("applied", "needed"), said
+
+
+def test_a_connector_that_asks_a_worker_that_cannot_say(
+    warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """Without the worker's patch, an LMCache that has no place for failed blocks is as it came."""
+    off = {"LIVEPATCH_LMCACHE_FAILED_LOADS": "off"}
+    assert driven("0.4.1", "0.17.1", warm, tmp_path, bundle, **off) == stock("0.4.1", asked=False)
+    assert interpreter.reported(tmp_path, CONNECTORS_PATCH)["state"] == "applied"
