@@ -55,8 +55,7 @@ def driven(
     release: str, warm: interpreter.Interpreter, work: Path, *names: str, bundle: Path | None = None
 ) -> dict[str, Any]:
     releases = {"vllm": "0.29.0"} if release == INSTALLED else {"vllm": "0.29.0", "lmcache": release}
-    environ = {"LIVEPATCH_LMCACHE_REREGISTER_SILENT_SECONDS": "0.4"}
-    cases: dict[str, Any] = warm.run(DRIVER, releases, work, bundle=bundle, environ=environ, arguments=names)["cases"]
+    cases: dict[str, Any] = warm.run(DRIVER, releases, work, bundle=bundle, arguments=names)["cases"]
     return cases
 
 
