@@ -17,6 +17,7 @@ RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
 import importlib
+import inspect
 import json
 import logging
 import sys
@@ -36,6 +37,7 @@ from completion_world import V1, bare
 if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
     lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
 MODULE = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
+SOURCE = inspect.getsource(MODULE)
 OLD = "of another request"
 
 
@@ -82,8 +84,9 @@ class World:
         self.loads: dict[str, Load] = {}
         self.asked: dict[str, list[int]] = {}
         self.adapter = lmcache_adapter(MODULE.LMCacheMPWorkerAdapter)
-        if not hasattr(MODULE.LMCacheMPWorkerAdapter, "get_block_ids_with_load_errors"):
-            del self.adapter.error_block_ids  # to 0.4.1
+        for name in ("error_block_ids", "_dropped_retrieves"):  # from 0.4.2 on, and from 0.5.0 on
+            if name not in SOURCE:
+                delattr(self.adapter, name)
         given = {
             "_create_key": MagicMock(),
             "_block_ids_per_group": lambda operation: [operation.block_ids],
@@ -103,12 +106,13 @@ class World:
         self.connector = bare(connector_class(), worker_adapter=self.adapter, **given)
 
     def _begin(self, *args: Any, **kwargs: Any) -> Load:
-        (name,) = set(self.asked) - set(self.loads)
+        name = next(reversed(self.asked))
         self.loads[name] = Load(self.slots, name, self.asked[name])
         return self.loads[name]
 
     def load(self, name: str, *blocks: int, named: bool = False) -> None:
         """As the connector asks for it, or with arguments by name."""
+        self.asked.pop(name, None)
         self.asked[name] = list(blocks)
         given = {"token_ids": [1], "start": 0, "end": 1, "skip_first_n_tokens": 0}
         operation = SimpleNamespace(block_ids=list(blocks), flat_block_ids=list(blocks), **given)
@@ -192,6 +196,20 @@ def server_gone() -> list[Any]:
     return [world.told(), world.told()]
 
 
+def refused() -> list[Any]:
+    """The server is gone when a load is to begin, and back for the next one."""
+    world = World()
+    if not hasattr(MODULE, "HeartbeatThread"):
+        return []
+    unhealthy(world.adapter)
+    world.load("a", 1, 2)
+    steps = [world.told(), world.told()]
+    world.adapter._health_event.set()
+    world.load("b", 3, 4)
+    world.loads["b"].end(True)
+    return [*steps, world.told()]
+
+
 def lazily() -> list[Any]:
     """A load fails where stores wait in the scheduler, from 0.5.4 on."""
     world = World()
@@ -210,6 +228,7 @@ CASES: dict[str, Any] = {
     "fails_beside_others": fails_beside_others,
     "fails_and_again": fails_and_again,
     "server_gone": server_gone,
+    "refused": refused,
     "lazily": lazily,
 }
 
