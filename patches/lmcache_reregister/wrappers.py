@@ -78,7 +78,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         with registration.beating:
             began, was_healthy, context = clock(), beat._health_event.is_set(), adapter.transfer_ctx
             result = wrapped(*args, **kwargs)
-            if beat._health_event.is_set() and not beat.stop_requested:
+            if beat._health_event.is_set():
                 if not was_healthy:  # LMCache itself has just registered it
                     registration.renewed += 1
                     registration.answered = began

@@ -96,15 +96,22 @@ def stopped(server: Server, worker: Worker) -> Any:
 
 
 def by_a_heartbeat(server: Server, worker: Worker) -> Any:
-    """Nothing is asked of the engine: its next heartbeat registers it again."""
+    """Nothing is asked of the engine: its next heartbeat registers it again, but not when it is about to end."""
     worker.beat()
-    forgotten = silence(server, AFTER_A_PING) == 0
+    forgotten = [silence(server, AFTER_A_PING) == 0]
     worker.beat()
-    return {"forgotten": forgotten, "known": server.ask("known")}
+    known = [server.ask("known")]
+    forgotten.append(silence(server, NEVER_PINGED) == 0)
+    worker.adapter._heartbeat.stop()
+    worker.beat()
+    return {"forgotten": forgotten, "known": [*known, server.ask("known")]}
 
 
-def in_the_midst(server: Server, worker: Worker) -> Any:
-    """The worker is stopped, and forgotten, between the server's answer and its own copy of what the server has."""
+def in_the_midst(server: Server, worker: Worker, beats: bool = False, healthy: bool = True) -> Any:
+    """The worker is stopped, and forgotten, between the server's answer and its own copy of what the server has.
+
+    A heartbeat may register it again before the copy, or LMCache itself, where it found the server gone and back.
+    """
     worker.fill(5, FIRST)
     worker.store("a", 5, FIRST)
     worker.finished("a")
@@ -116,6 +123,10 @@ def in_the_midst(server: Server, worker: Worker) -> Any:
 
     def stopped_before(*args: Any, **kwargs: Any) -> None:
         forgotten.append(silence(server, AFTER_A_PING) == 0)
+        if not healthy:
+            worker.adapter._health_event.clear()
+        if beats:
+            worker.beat()
         copy(*args, **kwargs)
 
     module.scatter_cpu_to_paged_kv = stopped_before
@@ -123,7 +134,66 @@ def in_the_midst(server: Server, worker: Worker) -> Any:
         worker.load("b", 5, SECOND)
     finally:
         module.scatter_cpu_to_paged_kv = copy
-    return {"hit": hit, "forgotten": forgotten, "load": worker.finished()[1:]}
+    _, loaded = worker.adapter.get_finished(set())
+    requests = sorted(getattr(worker.adapter, "_failed_request_ids", ()))
+    blocks = sorted(worker.adapter.get_block_ids_with_load_errors())
+    if not hasattr(worker.adapter, "_failed_request_ids"):  # reported from 0.5.6 on, by requests and by blocks
+        requests = ["b"] * bool(blocks)
+    return {"hit": hit, "forgotten": forgotten, "loaded": sorted(loaded), "failed": [requests, blocks]}
+
+
+def in_a_registration(server: Server, worker: Worker) -> Any:
+    """The worker is stopped, and forgotten, as it has just registered again: by the patch, and by LMCache itself."""
+    adapter = worker.adapter
+    register = adapter._send_register_kv_caches_request
+    result = []
+
+    def stopped_after(*args: Any, **kwargs: Any) -> None:
+        register(*args, **kwargs)
+        result.append(silence(server, NEVER_PINGED) == 0)
+
+    for prompt, healthy in ((3, True), (4, False)):
+        worker.beat()
+        CLOCK.ahead += AFTER_A_PING
+        if not healthy:
+            adapter._health_event.clear()
+        adapter._send_register_kv_caches_request = stopped_after
+        worker.beat()
+        adapter._send_register_kv_caches_request = register
+        result.append(stored_and_loaded(worker, prompt))
+    return result
+
+
+def registration_fails(server: Server, worker: Worker) -> Any:
+    """The server answers a ping and no registration: nothing is asked of it until it does."""
+    adapter = worker.adapter
+    register = adapter._send_register_kv_caches_request
+
+    def unanswered(*args: Any, **kwargs: Any) -> None:
+        raise TimeoutError
+
+    adapter._send_register_kv_caches_request = unanswered
+    CLOCK.ahead += AFTER_A_PING
+    worker.store("c", 5, FIRST)
+    worker.load("d", 5, SECOND)
+    told = worker.finished("c")
+    adapter._send_register_kv_caches_request = register
+    return [told, stored_and_loaded(worker, 5)]
+
+
+def under_way(server: Server, worker: Worker) -> Any:
+    """A load that the server carries out itself goes on: it ends by the server's word."""
+    begun = importlib.import_module("lmcache.v1.multiprocess.futures").MessagingFuture()
+
+    def submit(*args: Any, **kwargs: Any) -> Any:
+        CLOCK.ahead += AFTER_A_PING
+        return begun
+
+    worker.adapter.transfer_ctx.submit_retrieve = submit
+    worker.load("e", 5, SECOND)
+    before = worker.finished()[1:]
+    begun.set_result(True)
+    return [before, worker.finished()[1:]]
 
 
 def silent_and_known(server: Server, worker: Worker) -> Any:
@@ -166,12 +236,17 @@ def event_left_out(server: Server, worker: Worker) -> Any:
 
 
 def server_gone(server: Server, worker: Worker) -> Any:
-    """The server is gone when the worker would register again: a store is left out, a load is reported as failed."""
+    """The server is gone when the worker would register again: a store is left out, a load is reported as failed.
+
+    The engine waits once, and not for the answer's whole time, which is the heartbeat's interval.
+    """
     server.kill()
     CLOCK.ahead += AFTER_A_PING
     worker.store("a", 5, FIRST)
+    asking = worker.adapter._livepatch_registration.asking
     worker.load("b", 5, SECOND)
-    return worker.finished("a")
+    waits_on = asking.is_alive() and worker.adapter._livepatch_registration.asking is asking
+    return [*worker.finished("a"), waits_on]
 
 
 CASES: dict[str, Any] = {
@@ -181,6 +256,11 @@ CASES: dict[str, Any] = {
     "stopped": stopped,
     "by_a_heartbeat": by_a_heartbeat,
     "in_the_midst": in_the_midst,
+    "in_the_midst_renewed": lambda *of: in_the_midst(*of, beats=True),
+    "in_the_midst_recovered": lambda *of: in_the_midst(*of, beats=True, healthy=False),
+    "in_a_registration": in_a_registration,
+    "registration_fails": registration_fails,
+    "under_way": under_way,
     "silent_and_known": silent_and_known,
     "preempted": preempted,
     "event_left_out": event_left_out,
@@ -208,7 +288,6 @@ def main() -> None:
     server.kill()
     json.dump(result, RESULT)
     RESULT.flush()
-    os._exit(0)  # not by the adapters' shutdown: their servers are gone
 
 
 if __name__ == "__main__":
