@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector:LMCacheMPConnector"
 
 STATE = "_livepatch_lost_loads"
 """Attribute of a scheduler: its `_Loads`."""
@@ -207,9 +208,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             answer.pooler_output[index] = None
         answer.prompt_logprobs_dict.pop(name, None)
 
+    def load_errors(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """To 0.17.1 LMCache's connector says that no load has failed, whatever its worker's adapter knows."""
+        reported = wrapped(*args, **kwargs)
+        untold: set[int] | None = getattr(connector.worker_adapter, "error_block_ids", None)
+        if not untold:  # or the release's own answer has them, from 0.18.1 on
+            return reported
+        told = set(untold)
+        untold.clear()
+        return told
+
     return {
         f"{SCHEDULER}.schedule": livepatch.after(scheduled),
         f"{SCHEDULER}._handle_invalid_blocks": handle,
         # What was sampled on lost KV stays undelivered when the patch stands aside.
         f"{SCHEDULER}.update_from_output": livepatch.lasting(livepatch.before(answered)),
+        f"{LMCACHE}.get_block_ids_with_load_errors": load_errors,
     }

@@ -42,11 +42,14 @@ STANDARD |= set(dir(Wrapped))
 TORCH = "torch's, and checked by what the release tests move"
 ALLOWED = {
     "chunked-lmcache-load": {"parameters": "of an inspect.Signature", "callback": "of a contextlib.ExitStack"},
+    "failed-loads": {"error_block_ids": "of LMCache's adapter; one that has no such set is left alone"},
     "kv-block-reaper": dict.fromkeys(("held", "receive"), "of the ledger of stale-finished-recving, ours"),
     "stale-finished-recving": {
         "_pause_state": "read by Scheduler.get_num_unfinished_requests, whose whole fingerprint is in the facts",
         "resumable": "read by Scheduler.add_request, whose whole fingerprint is in the facts",
     },
+    "lmcache-failed-loads": {"livepatch_blocks": "what the patch itself sets"},
+    "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
     "mp-block-transfer": {
         **dict.fromkeys(("Event", "ExternalStream", "Tensor_out", "aten", "query", "record"), TORCH),
         **dict.fromkeys(("_construct_storage_from_data_pointer", "index_put_", "set_", "is_inference"), TORCH),

@@ -124,7 +124,7 @@ def main() -> None:
     result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
     result["vllm"] = importlib.import_module("vllm").__file__
     # All servers first: a process that has used ZMQ cannot be forked.
-    servers = {name: Server(3600.0, 3600.0) for name in sys.argv[1:] or CASES}
+    servers = {name: Server() for name in sys.argv[1:] or CASES}
     for name, server in servers.items():
         began = time.monotonic()
         try:

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="import-not-found"
 """One LMCache's real MP server in a process of its own, and real adapters of its worker and scheduler, on CPU memory.
 
-The server is started by the release's own `run_cache_server`. Its option's shortest time to forget a worker, 30 s, is too
-long for a test: the two times are set after the options were checked.
+The server is started by the release's own `run_cache_server`, with the options' defaults: a worker is forgotten 120 s after
+its last ping, or 3600 s after its registration where it never pinged. A test does not wait for that: the server's clock is set
+forward, and its own look for silent workers is called.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ def free_port() -> int:
 class Server:
     """A server in a child process, which also says how many workers it knows."""
 
-    def __init__(self, reap: float, grace: float, port: int | None = None) -> None:
+    def __init__(self) -> None:
         import multiprocessing
 
-        self.port = port or free_port()
+        self.port = free_port()
         self.pipe, theirs = multiprocessing.Pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                serve(self.port, reap, grace, theirs)
+                serve(self.port, theirs)
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
@@ -71,13 +72,9 @@ class Server:
         assert self.pipe.poll(PATIENCE), f"the server does not answer to {question}"
         return self.pipe.recv()
 
-    def forgets(self) -> None:
-        """Wait until it knows no worker."""
-        until(lambda: self.ask("known") == 0)
-
-    def stop_me_until_forgotten(self) -> None:
-        """Let the server stop this process until it knows no worker."""
-        self.ask("stop")
+    def silence(self, seconds: float) -> int:
+        """Let so many seconds pass for the server, in which this process is stopped; how many workers it then knows."""
+        return int(self.ask(f"silence {seconds}"))
 
     def stop(self) -> None:
         """Stop it; when this returns it is stopped."""
@@ -92,34 +89,37 @@ class Server:
             left.unlink(missing_ok=True)
 
 
-def serve(port: int, reap: float, grace: float, pipe: Connection) -> None:
+def serve(port: int, pipe: Connection) -> None:
     parent = os.getppid()
+    clock, ahead = time.monotonic, 0.0
+    time.monotonic = lambda: clock() + ahead
     module = importlib.import_module("lmcache.v1.multiprocess.server")
     sys.argv = ["lmcache", "--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)]
     sys.argv += ["--supported-transfer-mode", "engine_driven", "--l1-size-gb", "0.1", "--no-l1-use-lazy"]
     sys.argv += ["--eviction-policy", "LRU", "--disable-observability", "--shm-name", f"lmcache-{port}"]
     given = module.parse_args()
     multiprocess = module.parse_args_to_mp_server_config(given)
-    multiprocess.worker_reap_timeout_seconds, multiprocess.worker_registration_grace_seconds = reap, grace
     others = (module.parse_args_to_config(given), module.parse_args_to_observability_config(given))
     result = module.run_cache_server(multiprocess, *others, return_engine=True, start_prometheus_http_server=False)
     engine = result[1]
 
+    def of(kind: str) -> Any:
+        (found,) = [one for one in engine._modules if type(one).__name__ == kind]
+        return found
+
     def known() -> int:
-        (transfers,) = [one for one in engine._modules if type(one).__name__ == "EngineDrivenTransferModule"]
-        return int(transfers.tracked_instance_count())
+        return int(of("EngineDrivenTransferModule").tracked_instance_count())
 
     while True:
-        question = pipe.recv()
-        if question == "known":
-            pipe.send(known())
-        elif question == "stop":
+        question, _, seconds = pipe.recv().partition(" ")
+        if question == "silence":
             os.kill(parent, signal.SIGSTOP)
-            until(lambda: known() == 0)
-            pipe.send("done")
-            os.kill(parent, signal.SIGCONT)
-        else:
-            pipe.send(question)
+            try:
+                ahead += float(seconds)
+                of("ManagementModule")._reap_cycle()
+            finally:
+                os.kill(parent, signal.SIGCONT)
+        pipe.send(known() if question in ("silence", "known") else question)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -132,7 +132,7 @@ def until(holds: Callable[[], bool]) -> None:
 class Worker:
     """A worker's adapter with a cache in CPU memory, whose blocks have contents, and the scheduler's adapter."""
 
-    def __init__(self, port: int, mq_timeout: float, interval: float = 0.2) -> None:
+    def __init__(self, port: int, mq_timeout: float, interval: float = 30.0) -> None:
         import zmq
 
         self.module = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
@@ -146,6 +146,16 @@ class Worker:
         self.caches = {f"layer{number}": torch.zeros(2, BLOCKS, BLOCK, 2, 8) for number in range(LAYERS)}
         self.adapter.register_kv_caches(self.caches)
         self.reported: list[tuple[set[str], set[str]]] = []
+
+    def beat(self) -> None:
+        """One heartbeat now, from which on the server expects more; the next comes after the interval."""
+        self.adapter._ensure_heartbeat_started()
+        self.adapter._heartbeat._execute()
+
+    def close(self) -> None:
+        """Let both adapters say goodbye, so that the server knows the worker no more."""
+        self.adapter.shutdown()
+        self.scheduler.shutdown()
 
     def fill(self, value: float, blocks: list[int]) -> None:
         for cache in self.caches.values():

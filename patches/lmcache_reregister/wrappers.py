@@ -1,0 +1,177 @@
+"""A worker that LMCache's server may have forgotten registers again, before anything else is asked of that server.
+
+The server forgets a worker of which it has heard nothing for a time that is 30 s or more, and says so to nobody: a ping
+is answered as ever. What the worker knows is how long ago it sent the last message that was answered, so it knows when
+it may have been forgotten: LMCache's own recovery then registers it, and does nothing where the server knows it still.
+
+Source: LMCache#4715, PR#4732, PR#4730, #4593.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+MODULE = "lmcache.integration.vllm.vllm_multi_process_adapter"
+ADAPTER = f"{MODULE}:LMCacheMPWorkerAdapter"
+
+WAIT_SECONDS = 1.0
+"""How long an engine's step waits for a server that is asked to register its worker again."""
+
+_STATE = "_livepatch_registration"
+"""Attribute of a worker's adapter."""
+
+
+def clock() -> float:
+    """Seconds, those included in which this machine was suspended, where it can tell."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class Registration:
+    """What a worker knows of its registration."""
+
+    __slots__ = ("answered", "asking", "beating", "earlier", "left_out", "renewed", "silent")
+
+    def __init__(self, silent: float) -> None:
+        self.silent = silent
+        self.answered = clock()  # when the last message was sent that a server answered which knew this worker
+        self.renewed = 0  # how often it was registered again
+        self.beating = threading.Lock()  # one heartbeat at a time
+        self.asking: threading.Thread | None = None  # a heartbeat that a step asked for
+        self.left_out = False  # no event was made: what the step would ask for with it is left out too
+        self.earlier: list[Any] = []  # the transfer contexts of earlier registrations: stores of theirs may still read
+
+    def in_doubt(self) -> bool:
+        return clock() - self.answered > self.silent
+
+
+class Failed:
+    """In place of the future of a load that is not to be relied on."""
+
+    def query(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> bool:
+        return False
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+    def register_kv_caches(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        registration = Registration(livepatch.options["SILENT_SECONDS"])
+        result = wrapped(*args, **kwargs)
+        setattr(adapter, _STATE, registration)
+        return result
+
+    def execute(wrapped: Call, beat: Any, args: Any, kwargs: Any) -> Any:
+        """One heartbeat, which is a worker's where it has somebody to tell that the server is back."""
+        adapter = getattr(beat._recover_callback, "__self__", None)
+        registration: Registration | None = getattr(adapter, _STATE, None)
+        if adapter is None or registration is None:
+            return wrapped(*args, **kwargs)
+        with registration.beating:
+            began, was_healthy, context = clock(), beat._health_event.is_set(), adapter.transfer_ctx
+            result = wrapped(*args, **kwargs)
+            if beat._health_event.is_set():
+                if not was_healthy:  # LMCache itself has just registered it
+                    registration.renewed += 1
+                    registration.answered = began
+                elif not registration.in_doubt() or again(beat, registration):
+                    registration.answered = began
+            if adapter.transfer_ctx is not context:
+                registration.earlier.append(context)
+        return result
+
+    def again(beat: Any, registration: Registration) -> bool:
+        """Let LMCache register the worker again; whether it did."""
+        if not beat._recover_callback():
+            return False
+        registration.renewed += 1
+        livepatch.count("registered_again")
+        said = f"nothing was heard for over {registration.silent:g} s: this worker has registered again"
+        livepatch.say("registered_again", f"{said} with LMCache's server, which may have forgotten it")
+        return True
+
+    def known(adapter: Any, registration: Registration) -> bool:
+        """Whether the server knows the worker; where that is in doubt, it is asked, and waited for once."""
+        if registration.in_doubt() and (registration.asking is None or not registration.asking.is_alive()):
+            registration.asking = threading.Thread(target=adapter._heartbeat._execute, daemon=True)
+            registration.asking.start()
+            registration.asking.join(WAIT_SECONDS)
+        return not registration.in_doubt()
+
+    def asked(wrapped: Call, adapter: Any, registration: Registration, args: Any, kwargs: Any) -> tuple[Any, int]:
+        """Leave out what the server is asked for, as where it is gone, if it may not know the worker.
+
+        Returns the answer, and how often the worker had been registered again when it was asked for.
+        """
+        sure = not registration.left_out
+        if adapter.is_healthy:
+            adapter._ensure_heartbeat_started()
+            sure = sure and known(adapter, registration)
+        renewed = registration.renewed
+        if sure:
+            return wrapped(*args, **kwargs), renewed
+        if adapter.is_healthy:
+            livepatch.count("left_out")
+        health, adapter._health_event = adapter._health_event, threading.Event()
+        try:
+            return wrapped(*args, **kwargs), renewed
+        finally:
+            adapter._health_event = health
+
+    def create_recorded_event(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        """The event that the step's stores or loads are asked for with, from 0.5.5 on; None where they are left out."""
+        registration: Registration | None = getattr(adapter, _STATE, None)
+        if registration is None:
+            return wrapped(*args, **kwargs)
+        healthy = adapter.is_healthy
+        if healthy:
+            adapter._ensure_heartbeat_started()
+        registration.left_out = not (healthy and known(adapter, registration))
+        return asked(wrapped, adapter, registration, args, kwargs)[0]
+
+    def submit_store_request(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        registration: Registration | None = getattr(adapter, _STATE, None)
+        if registration is None:
+            return wrapped(*args, **kwargs)
+        return asked(wrapped, adapter, registration, args, kwargs)[0]
+
+    def submit_retrieve_request(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        """A load during which the server may have forgotten the worker has failed: it may have read what came next."""
+        registration: Registration | None = getattr(adapter, _STATE, None)
+        if registration is None:
+            return wrapped(*args, **kwargs)
+        result, renewed = asked(wrapped, adapter, registration, args, kwargs)
+        if registration.renewed != renewed or registration.in_doubt():
+            request_id = args[0] if args else kwargs["request_id"]
+            future, *rest = adapter.retrieve_futures.get(request_id, (None,))
+            if future is not None and future.query():  # copied by the worker itself: it has ended
+                livepatch.count("load_in_doubt")
+                adapter.retrieve_futures[request_id] = (Failed(), *rest)
+                adapter.error_block_ids.update(rest[0])  # to 0.5.4 LMCache itself only logs a failed load
+        return result
+
+    def handle_preemptions(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        """Stores of earlier registrations may read the blocks that are about to be overwritten, too."""
+        result = wrapped(*args, **kwargs)
+        registration: Registration | None = getattr(adapter, _STATE, None)
+        if registration is not None and (args[0] if args else kwargs["need_flush_before_forward"]):
+            for context in registration.earlier:
+                context.flush_inflight_stores()
+        return result
+
+    return {
+        f"{ADAPTER}.register_kv_caches": register_kv_caches,
+        f"{MODULE}:HeartbeatThread._execute": execute,
+        f"{ADAPTER}.create_recorded_event": create_recorded_event,
+        f"{ADAPTER}.submit_store_request": submit_store_request,
+        f"{ADAPTER}.submit_retrieve_request": submit_retrieve_request,
+        f"{ADAPTER}.handle_preemptions": handle_preemptions,
+    }

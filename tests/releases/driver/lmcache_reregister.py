@@ -1,0 +1,294 @@
+# mypy: disable-error-code="import-not-found"
+"""Let a real LMCache server forget a real worker, and ask both for a store and a load; print what comes of it, as JSON."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+gc.disable()
+# vLLM and LMCache log to stdout, which here belongs to the result.
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import importlib
+import json
+import sys
+import time
+import traceback
+from typing import Any
+
+import lmcache_server
+
+lmcache_server.compiled()
+
+import lmcache
+from lmcache_server import Server, Worker
+
+TIMEOUT = 1.0
+"""mq_timeout, in seconds: how long an unpatched worker waits for an answer that does not come."""
+
+AFTER_A_PING, NEVER_PINGED = 121.0, 3601.0
+"""Seconds of silence after which the server has forgotten a worker, by its options' defaults."""
+
+FIRST, SECOND = [1, 2, 3, 4], [5, 6, 7, 8]
+
+
+class Clock:
+    """The worker's clock, which a case sets forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        read = time.clock_gettime
+        time.clock_gettime = lambda which: read(which) + self.ahead
+
+
+CLOCK = Clock()
+
+
+def silence(server: Server, seconds: float) -> int:
+    """The worker is stopped for so long, with the machine that it is on; how many workers the server then knows."""
+    known = server.silence(seconds)
+    CLOCK.ahead += seconds
+    return known
+
+
+def stored_and_loaded(worker: Worker, prompt: int) -> dict[str, Any]:
+    """A prompt is stored, asked for, and loaded to other blocks, by requests of its own."""
+    worker.fill(prompt, FIRST)
+    worker.store(f"store {prompt}", prompt, FIRST)
+    worker.finished(f"store {prompt}")
+    hit = worker.hit(f"load {prompt}", prompt, 64 + 1)
+    result: dict[str, Any] = {"hit": hit}
+    if hit:
+        worker.fill(0, SECOND)
+        worker.load(f"load {prompt}", prompt, SECOND)
+        _, loaded, failed = worker.finished()
+        result |= {"loaded": bool(loaded), "failed": failed, "right": worker.holds(prompt, SECOND)}
+    return result
+
+
+def well(server: Server, worker: Worker) -> Any:
+    """Nothing is forgotten."""
+    return stored_and_loaded(worker, 5)
+
+
+def not_there(server: Server, worker: Worker) -> Any:
+    """A load of what the server does not have is refused: its blocks hold what they held."""
+    worker.fill(5, SECOND)
+    worker.load("not there", 9, SECOND)
+    return [worker.finished()[1:], worker.holds(5, SECOND)]
+
+
+def never_pinged(server: Server, worker: Worker) -> Any:
+    """The engine is idle from its start until the server has forgotten it."""
+    forgotten = silence(server, NEVER_PINGED) == 0
+    return {"forgotten": forgotten, **stored_and_loaded(worker, 6), "known": server.ask("known")}
+
+
+def stopped(server: Server, worker: Worker) -> Any:
+    """The worker's process is stopped until the server has forgotten it; what was stored before is still there."""
+    before = stored_and_loaded(worker, 5)["hit"]
+    worker.beat()
+    forgotten = silence(server, AFTER_A_PING) == 0
+    after = {"before": before, "forgotten": forgotten, **stored_and_loaded(worker, 7)}
+    return {**after, "known": server.ask("known")}
+
+
+def by_a_heartbeat(server: Server, worker: Worker) -> Any:
+    """Nothing is asked of the engine: its next heartbeat registers it again, but not when it is about to end."""
+    worker.beat()
+    forgotten = [silence(server, AFTER_A_PING) == 0]
+    worker.beat()
+    known = [server.ask("known")]
+    forgotten.append(silence(server, NEVER_PINGED) == 0)
+    worker.adapter._heartbeat.stop()
+    worker.beat()
+    return {"forgotten": forgotten, "known": [*known, server.ask("known")]}
+
+
+def in_the_midst(server: Server, worker: Worker, beats: bool = False, healthy: bool = True) -> Any:
+    """The worker is stopped, and forgotten, between the server's answer and its own copy of what the server has.
+
+    A heartbeat may register it again before the copy, or LMCache itself, where it found the server gone and back.
+    """
+    worker.fill(5, FIRST)
+    worker.store("a", 5, FIRST)
+    worker.finished("a")
+    hit = worker.hit("b", 5, 65)
+    worker.beat()
+    module = importlib.import_module("lmcache.v1.multiprocess.transfer_context.worker_transfer")
+    copy = module.scatter_cpu_to_paged_kv
+    forgotten = []
+
+    def stopped_before(*args: Any, **kwargs: Any) -> None:
+        forgotten.append(silence(server, AFTER_A_PING) == 0)
+        if not healthy:
+            worker.adapter._health_event.clear()
+        if beats:
+            worker.beat()
+        copy(*args, **kwargs)
+
+    module.scatter_cpu_to_paged_kv = stopped_before
+    try:
+        worker.load("b", 5, SECOND)
+    finally:
+        module.scatter_cpu_to_paged_kv = copy
+    _, loaded = worker.adapter.get_finished(set())
+    requests = sorted(getattr(worker.adapter, "_failed_request_ids", ()))
+    blocks = sorted(worker.adapter.get_block_ids_with_load_errors())
+    if not hasattr(worker.adapter, "_failed_request_ids"):  # reported from 0.5.6 on, by requests and by blocks
+        requests = ["b"] * bool(blocks)
+    return {"hit": hit, "forgotten": forgotten, "loaded": sorted(loaded), "failed": [requests, blocks]}
+
+
+def in_a_registration(server: Server, worker: Worker) -> Any:
+    """The worker is stopped, and forgotten, as it has just registered again: by the patch, and by LMCache itself."""
+    adapter = worker.adapter
+    register = adapter._send_register_kv_caches_request
+    result = []
+
+    def stopped_after(*args: Any, **kwargs: Any) -> None:
+        register(*args, **kwargs)
+        result.append(silence(server, NEVER_PINGED) == 0)
+
+    for prompt, healthy in ((3, True), (4, False)):
+        worker.beat()
+        CLOCK.ahead += AFTER_A_PING
+        if not healthy:
+            adapter._health_event.clear()
+        adapter._send_register_kv_caches_request = stopped_after
+        worker.beat()
+        adapter._send_register_kv_caches_request = register
+        result.append(stored_and_loaded(worker, prompt))
+    return result
+
+
+def registration_fails(server: Server, worker: Worker) -> Any:
+    """The server answers a ping and no registration: nothing is asked of it until it does."""
+    adapter = worker.adapter
+    register = adapter._send_register_kv_caches_request
+
+    def unanswered(*args: Any, **kwargs: Any) -> None:
+        raise TimeoutError
+
+    adapter._send_register_kv_caches_request = unanswered
+    CLOCK.ahead += AFTER_A_PING
+    worker.store("c", 5, FIRST)
+    worker.load("d", 5, SECOND)
+    told = worker.finished("c")
+    adapter._send_register_kv_caches_request = register
+    return [told, stored_and_loaded(worker, 5)]
+
+
+def under_way(server: Server, worker: Worker) -> Any:
+    """A load that the server carries out itself goes on: it ends by the server's word."""
+    begun = importlib.import_module("lmcache.v1.multiprocess.futures").MessagingFuture()
+
+    def submit(*args: Any, **kwargs: Any) -> Any:
+        CLOCK.ahead += AFTER_A_PING
+        return begun
+
+    worker.adapter.transfer_ctx.submit_retrieve = submit
+    worker.load("e", 5, SECOND)
+    before = worker.finished()[1:]
+    begun.set_result(True)
+    return [before, worker.finished()[1:]]
+
+
+def silent_and_known(server: Server, worker: Worker) -> Any:
+    """A silence that is shorter than the server's patience: to register again does no harm."""
+    before = stored_and_loaded(worker, 5)
+    forgotten = silence(server, AFTER_A_PING / 2) == 0
+    return [before, forgotten, stored_and_loaded(worker, 8), server.ask("known")]
+
+
+def preempted(server: Server, worker: Worker) -> Any:
+    """What was begun under an earlier registration is waited for at a preemption."""
+    if not hasattr(worker.adapter, "handle_preemptions"):
+        return ["earlier", "now"]
+    flushed: list[str] = []
+    worker.adapter.transfer_ctx.flush_inflight_stores = lambda: flushed.append("earlier")
+    silence(server, NEVER_PINGED)
+    worker.store("a", 5, FIRST)
+    worker.adapter.transfer_ctx.flush_inflight_stores = lambda: flushed.append("now")
+    worker.adapter.handle_preemptions(False)
+    worker.adapter.handle_preemptions(True)
+    return sorted(flushed)
+
+
+def event_left_out(server: Server, worker: Worker) -> Any:
+    """No event was made in doubt, and the doubt is gone when a store is asked for with it."""
+    adapter = worker.adapter
+    if not hasattr(adapter, "create_recorded_event"):
+        return [None, [], True]
+    worker.beat()
+    adapter._heartbeat.stop()
+    execute, adapter._heartbeat._execute = adapter._heartbeat._execute, lambda: None
+    CLOCK.ahead += AFTER_A_PING
+    event = worker.event()
+    adapter._heartbeat._execute = execute
+    adapter._livepatch_registration.answered += AFTER_A_PING
+    adapter.submit_store_request("a", worker.operation(5, FIRST), event)
+    begun = list(adapter.store_futures)
+    worker.store("b", 5, FIRST)
+    return [event, begun, "b" in adapter.store_futures]
+
+
+def server_gone(server: Server, worker: Worker) -> Any:
+    """The server is gone when the worker would register again: a store is left out, a load is reported as failed.
+
+    The engine waits once, and not for the answer's whole time, which is the heartbeat's interval.
+    """
+    server.kill()
+    CLOCK.ahead += AFTER_A_PING
+    worker.store("a", 5, FIRST)
+    asking = worker.adapter._livepatch_registration.asking
+    worker.load("b", 5, SECOND)
+    waits_on = asking.is_alive() and worker.adapter._livepatch_registration.asking is asking
+    return [*worker.finished("a"), waits_on]
+
+
+CASES: dict[str, Any] = {
+    "well": well,
+    "not_there": not_there,
+    "never_pinged": never_pinged,
+    "stopped": stopped,
+    "by_a_heartbeat": by_a_heartbeat,
+    "in_the_midst": in_the_midst,
+    "in_the_midst_renewed": lambda *of: in_the_midst(*of, beats=True),
+    "in_the_midst_recovered": lambda *of: in_the_midst(*of, beats=True, healthy=False),
+    "in_a_registration": in_a_registration,
+    "registration_fails": registration_fails,
+    "under_way": under_way,
+    "silent_and_known": silent_and_known,
+    "preempted": preempted,
+    "event_left_out": event_left_out,
+    "server_gone": server_gone,
+}
+"""Of one server: the last one ends it."""
+
+
+def main() -> None:
+    result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
+    result["vllm"] = importlib.import_module("vllm").__file__
+    importlib.import_module("lmcache.v1.multiprocess.server")
+    server = Server()  # before anything else: a process that has used ZMQ cannot be forked
+    for name in sys.argv[1:] or CASES:
+        began = time.monotonic()
+        try:
+            worker = Worker(server.port, TIMEOUT)
+            result["cases"][name] = CASES[name](server, worker)
+            if name != "server_gone":
+                worker.close()
+        except Exception:
+            traceback.print_exc()
+            result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
+        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
+    server.kill()
+    json.dump(result, RESULT)
+    RESULT.flush()
+
+
+if __name__ == "__main__":
+    main()
