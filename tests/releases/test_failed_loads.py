@@ -24,6 +24,9 @@ STALE = "lost runs past its end, lost got a token sampled on lost KV"
 NEXT_TOO = f"{STALE}, next got a token sampled on lost KV"
 CACHED = "after got a token sampled on lost KV, again got a token sampled on lost KV"
 ASKED_FOR_EVER = "requests never end, requests never freed, pool not full, lost got another answer"
+LOADS_AGAIN_TO = "0.21.0"
+"""Up to here a request that is let in again loads again at once. Later its blocks may be in the prefix cache still."""
+RESUMED = {RIGHT, "it did not load again, no load failed"}
 GROUPS = (
     "groups_now",
     "groups_now_window",
@@ -96,6 +99,9 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
         found = outcomes(result, mode)
         if mode == "AsyncScheduler":
             assert "lost got a token sampled on lost KV" in found.pop("now_reset")
+        resumed = found.pop("now_resumed")
+        if Version(release) <= Version(LOADS_AGAIN_TO):
+            assert resumed == "lost got a token sampled on lost KV"
         assert found == expected | stock_of_groups(release, mode)
 
 
@@ -104,7 +110,10 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     """Whoever lost a load is computed here: every token is right, every request ends, nothing is left."""
     result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle)
     for mode, cases in STOCK.items():
-        assert outcomes(result, mode) == dict.fromkeys((*cases, "now_reset", *GROUPS), RIGHT)
+        found = outcomes(result, mode)
+        resumed = found.pop("now_resumed")
+        assert resumed == RIGHT if Version(release) <= Version(LOADS_AGAIN_TO) else resumed in RESUMED
+        assert found == dict.fromkeys((*cases, "now_reset", *GROUPS), RIGHT)
     assert failed(result) == (
         FAILED if Version(release) < Version(POLICY_WAS_RECOMPUTE) else {mode: {} for mode in STOCK}
     )
@@ -119,5 +128,8 @@ def test_engine_policy(release: str, warm: interpreter.Interpreter, bundle: Path
     environ = {"LIVEPATCH_FAILED_LOADS_ON_LOSS": "engine"}
     result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, environ=environ)
     for mode, cases in STOCK.items():
-        assert outcomes(result, mode) == dict.fromkeys((*cases, "now_reset", *GROUPS), RIGHT)
+        found = outcomes(result, mode)
+        resumed = found.pop("now_resumed")
+        assert resumed == RIGHT if Version(release) <= Version(LOADS_AGAIN_TO) else resumed in RESUMED
+        assert found == dict.fromkeys((*cases, "now_reset", *GROUPS), RIGHT)
     assert failed(result) == FAILED

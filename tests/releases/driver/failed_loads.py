@@ -208,19 +208,44 @@ def aborted(world: World) -> None:
     world.finish()
 
 
+def preempt_all(world: World) -> None:
+    """As `reset_prefix_cache` does for new weights."""
+    try:
+        world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    except RuntimeError as error:  # with steps under way, some releases refuse when all are preempted already
+        world.expect("Failed to reset" in str(error), "another error than the release's own")
+
+
 def reset(world: World) -> None:
-    """All requests are preempted before the failure is known (`reset_prefix_cache`, as for new weights)."""
+    """All requests are preempted before the failure is known."""
     world.add("lost", load="now", fails=((0, 1),))
     world.step()
-
-    def preempt_all() -> None:
-        try:
-            world.scheduler.reset_prefix_cache(reset_running_requests=True)
-        except RuntimeError as error:  # with steps under way, some releases refuse when all are preempted already
-            world.expect("Failed to reset" in str(error), "another error than the release's own")
-
-    world.step(between=preempt_all)
+    world.step(between=lambda: preempt_all(world))
     world.add("after", like="lost")
+    world.finish()
+
+
+def resumed(world: World) -> None:
+    """A request whose first load went well is preempted; what it loads when it is let in again fails, unknown to it yet
+    when it is preempted once more. Somebody else has the same prompt."""
+    world.add("lost", load="now")
+    world.steps(2)
+    world.fails["lost"] = [(0, 1)]
+    world.step(between=lambda: preempt_all(world))
+    again: list[int] = []
+
+    def preempt_who_loads() -> None:
+        scheduled = world.unanswered[-1][0]
+        if not again and any(load[0] == "lost" for load in scheduled.kv_connector_metadata.loads):
+            again.append(scheduled.num_scheduled_tokens["lost"])
+            preempt_all(world)
+
+    for _ in range(8):
+        world.step(between=preempt_who_loads)
+    world.expect(bool(again), "it did not load again")
+    for name in ("after", "later"):
+        world.add(name, like="lost", prompt=LONGER)
+        world.steps(12)
     world.finish()
 
 
@@ -237,6 +262,7 @@ CASES: dict[str, tuple[str, bool, Callable[[World], None]]] = {
     "now_shared": ("recompute", False, lambda world: sharing(world, "now", ((0, 1),))),
     "now_aborted": ("recompute", False, aborted),
     "now_reset": ("recompute", False, reset),
+    "now_resumed": ("recompute", False, resumed),
     "now_fail": ("fail", False, lambda world: sharing(world, "now", ((0, 1),))),
     "later": ("recompute", False, lambda world: sharing(world, "later", ((0, 1),))),
     "later_first": ("recompute", False, lambda world: alone(world, "later", ((0, 0),))),
