@@ -121,6 +121,17 @@ def test_a_change_of_a_patch_changes_the_manifest(patched: Sandbox) -> None:
     assert bundle.contents(patched.entries())["manifest.json"] != before
 
 
+def test_whatever_changes_the_folder_of_all_the_rest_is_another(
+    patched: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry's own text, too: a process that runs the old one has the folder that it names to itself."""
+    found = {generation(bundle.contents(patched.entries()))}
+    found.add(generation(bundle.contents(patched.entries(), {"_wrappers.one.so": b"1"})))
+    monkeypatch.setattr(bundle, "_entry", lambda entries: b'# another\nGENERATION = ""  # generate\n')
+    found.add(generation(bundle.contents(patched.entries())))
+    assert len(found) == 3
+
+
 # As one file
 
 

@@ -214,6 +214,8 @@ def test_back_to_an_earlier_bundle(sandbox: Sandbox) -> None:
     (first / "more.py").write_text("")
     differences = verified(sandbox.bundle).differences
     assert [line.rpartition("/")[2] for line in differences] == ["wrappers.py was changed", "more.py was added"]
+    for folder in sandbox.bundle.glob("livepatch-*"):
+        os.utime(folder, (0, 0))  # long ago; what is replaced now is replaced now
     upgrade(sandbox, 1)
     assert verified(sandbox.bundle).differences == []
     assert sandbox.python(USE_STEP).out == "[1, [7]]\n"

@@ -21,7 +21,7 @@ from pathlib import Path
 import wrapt
 from rich.console import Console
 from rich.table import Table
-from vllm_livepatch.tools import bundle, catalogue, placing
+from vllm_livepatch.tools import bundle, catalogue, extensions, placing
 
 TARGET = "vllm.v1.core.sched.scheduler"
 
@@ -71,7 +71,7 @@ def main() -> None:
     console = Console()
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        files = bundle.contents(catalogue.load())
+        files = bundle.contents(catalogue.load(), extensions.at_hand(extensions.chosen()))
         placing.write_directory(files, place / "bundle")
         placing.write_directory(files, place / "readonly")
         placing.write_zip(files, place / "bundle.zip")

@@ -27,7 +27,7 @@ from chunked_lmcache_load import tokens
 from paged_world import BLOCK, CHUNK, Plan, World
 from vllm.v1.core.sched.scheduler import Scheduler
 
-sys.path.append(sys.argv[3])
+sys.path += map(str, Path(sys.argv[3]).glob("livepatch-*"))
 from _vllm_livepatch.patches.chunked_lmcache_load import wrappers
 from _vllm_livepatch.sitecustomize import guard
 from _vllm_livepatch.sitecustomize.context import PatchContext
