@@ -66,6 +66,12 @@ class Patch:
     about: Mapping[str, Any] = field(default_factory=dict)  # why, origin, upstream threads: for people
     # What it relies on of other packages' code, by package: calls only. `not-present` is a release that has none of it.
     companions: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
+    version: int | None = None  # raised with each change of its code or facts
+
+    @property
+    def versioned(self) -> str:
+        """Its name, and its version where it has one."""
+        return self.name if self.version is None else f"{self.name}@{self.version}"
 
     @property
     def packages(self) -> tuple[str, ...]:

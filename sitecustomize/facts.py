@@ -13,6 +13,7 @@ from .decision import Option, Patch, PatchError, Variant, module_of
 
 _ENTRIES = {
     "title",
+    "version",
     "package",
     "targets",
     "calls",
@@ -49,7 +50,10 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         traced=bool(facts.get("traced", "diff" in facts)),
         apart=bool(facts.get("apart", False)),
         about=dict(facts.get("about", {})),
+        version=facts.get("version"),
     )
+    if patch.version is not None and (type(patch.version) is not int or patch.version < 1):
+        raise PatchError(f"patch {name}: version is a whole number from 1 on, not {patch.version!r}")
     if patch.auto not in ("needed", "rocm", "traced", "off"):
         raise PatchError(f"patch {name}: auto is needed, rocm, traced or off, not {patch.auto!r}")
     if not patch.targets:

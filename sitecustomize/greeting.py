@@ -17,7 +17,7 @@ LATEST_SECONDS = 30.0
 
 
 class Outcome(NamedTuple):
-    """One patch in this process. `missing`: wanted, and not applied."""
+    """One patch in this process, its version in its name. `missing`: wanted, and not applied."""
 
     name: str
     state: str

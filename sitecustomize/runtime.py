@@ -66,6 +66,7 @@ class _PatchState:
         """The object that `status --json` shows for this patch."""
         return {
             "name": self.patch.name,
+            "version": self.patch.version,
             "state": self.state,
             "reason": self.reason,
             "detail": None if self.detail is None else redaction.sentence(self.detail),
@@ -243,7 +244,7 @@ class Runtime:
     def _outcomes(self) -> list[Outcome]:
         """What came of each patch so far."""
         with self._lock:
-            return [Outcome(state.patch.name, state.state, state.missing) for state in self.states]
+            return [Outcome(state.patch.versioned, state.state, state.missing) for state in self.states]
 
     def _trouble(self) -> str:
         return f"; {self.report.error}" if self.report.error else ""

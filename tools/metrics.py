@@ -42,6 +42,11 @@ class Reports(Collector):
             "A patch that is wanted in a process and is not applied.",
             labels=("patch", "reason", "host", "pid"),
         )
+        versions = GaugeMetricFamily(
+            "livepatch_patch_version",
+            "The version of a patch in a process: raised with each change of its code or facts.",
+            labels=("patch", "host", "pid"),
+        )
         events = CounterMetricFamily(
             "livepatch_events",
             "What a patch has counted in a process: vllm-livepatch show PATCH tells what each kind is.",
@@ -59,11 +64,13 @@ class Reports(Collector):
                 heartbeat.add_metric(who, process["heartbeat"])
             for patch in process["patches"]:
                 states.add_metric((patch["name"], patch["state"], patch["verdict"] or "", *who), 1)
+                if patch.get("version") is not None:
+                    versions.add_metric((patch["name"], *who), patch["version"])
                 if status.is_missing(process, patch):
                     missing.add_metric((patch["name"], patch["reason"] or "", *who), 1)
                 for kind, number in patch["counters"].items():
                     events.add_metric((patch["name"], kind, *who), number)
-        yield from (info, states, missing, events, heartbeat)
+        yield from (info, states, versions, missing, events, heartbeat)
 
 
 def named(reports: status.Reports) -> list[tuple[str, Process]]:

@@ -70,6 +70,7 @@ def _span(found: list[str]) -> str:
 def summary(patch: Patch) -> dict[str, Any]:
     return {
         "name": patch.name,
+        "version": patch.version,
         "title": patch.title,
         "package": patch.package,
         "needed": releases(patch, "needed"),
@@ -90,14 +91,14 @@ def _companions(patch: Patch) -> dict[str, list[str]]:
 def catalogue_table(patches: Iterable[Patch]) -> Table:
     table = _table("patch", "needed on", "what it does")
     for patch in patches:
-        table.add_row(patch.name, f"{patch.package} {_span(releases(patch, 'needed'))}", patch.title)
+        table.add_row(patch.versioned, f"{patch.package} {_span(releases(patch, 'needed'))}", patch.title)
     return table
 
 
 def print_page(console: Console, patch: Patch) -> None:
     """The page for somebody who has the symptom."""
     about = patch.about
-    console.print(Text(patch.name, style="bold"), Text(patch.title))
+    console.print(Text(patch.versioned, style="bold"), Text(patch.title))
     for heading, entry in (("What one sees", "symptom"), ("Why", "why"), ("What changes", "change")):
         if entry in about:
             console.print(Text(f"\n{heading}", style="bold"))
@@ -189,7 +190,7 @@ def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableT
         for patch in process["patches"]:
             counters = plain.counted(patch["counters"]) or "-"
             row = (coloured(patch["state"]), patch["verdict"] or "", counters, Text(plain.why(patch)))
-            table.add_row(f"  {patch['name']}", *row)
+            table.add_row(f"  {plain.versioned(patch)}", *row)
         parts.append(table)
         reasons = {patch["reason"] for patch in process["patches"]}
         parts += [Text(f"  {reason}: {said}", style="dim") for reason, said in MEANINGS.items() if reason in reasons]

@@ -72,6 +72,7 @@ def test_list_and_show(known: Sandbox, cli: Cli) -> None:
     assert {entry["name"] for entry in listed} == {"around", "other", *catalogue.load()}
     assert next(entry for entry in listed if entry["name"] == "around") == {
         "name": "around",
+        "version": None,
         "title": "around, for the tests",
         "package": "fakeengine",
         "needed": ["1.0"],

@@ -209,11 +209,13 @@ def scraping(url: str, place: Path) -> Iterator[str]:
 
 
 def query(server: str, expression: str) -> list[dict[str, Any]]:
-    """Raises OSError while the server is on its way."""
+    """Raises OSError while the server is on its way, or nothing is found as yet."""
     asked = urllib.parse.urlencode({"query": expression})
     try:
         answer = json.loads(get(f"{server}/api/v1/query?{asked}"))
     except urllib.error.HTTPError as error:
+        if error.code == 503:  # it listens, and is not ready
+            return []
         raise AssertionError(f"{expression}: {error.read().decode()}") from error
     return list(answer["data"]["result"])
 

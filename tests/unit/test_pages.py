@@ -18,6 +18,7 @@ PATCHES = Path(__file__).resolve().parents[2] / "patches"
 def printed(*patches: dict[str, Any], width: int = 200) -> str:
     argv = ["vllm", "-c", "import one\nimport two"]
     process = {"pid": 1, "host": "here", "argv": argv, "started": "now", "packages": {}, "heartbeat": None}
+    process |= {"version": "0.2.0", "digest": None}
     console = Console(file=io.StringIO(), width=width)
     console.print(pages.status_view([{**process, "patches": list(patches)}], Path("somewhere")))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

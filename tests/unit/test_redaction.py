@@ -7,7 +7,9 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_livepatch.sitecustomize.redaction import HIDDEN, is_secret, without_secrets
+from vllm_livepatch.sitecustomize.redaction import HIDDEN, is_secret, sentence, without_secrets
+
+from tests.unit.support import PATCHED, USE_STEP, Sandbox
 
 SECRET = "s3cr3tValue"
 URL = f"postgres://user:{SECRET}@db:5432/name"
@@ -99,3 +101,57 @@ def test_any_command_line_is_shown_with_as_many_words(line: list[str]) -> None:
 @pytest.mark.parametrize("name", ["--tokenizer", "model", "--kv-transfer-config", "PATH", "--ssl-keyfile", "KEYBOARD"])
 def test_names_that_are_none(name: str) -> None:
     assert not is_secret(name)
+
+
+# What an error may quote, and what is to be read of it.
+SENTENCES = {
+    f"ConnectionError: {URL} refused": f"ConnectionError: postgres://{HIDDEN}@db:5432/name refused",
+    f"got HF_TOKEN='{SECRET}' here": f"got HF_TOKEN={HIDDEN} here",
+    f"{{'api_key': '{SECRET}', 'port': 80}}": f"{{'api_key': {HIDDEN}, 'port': 80}}",
+    f"vllm serve --api-key {SECRET} --port 80": f"vllm serve --api-key {HIDDEN} --port 80",
+    f"401 for Bearer {SECRET}": f"401 for Bearer {HIDDEN}",
+    f"no model at hf_{SECRET * 2}": f"no model at hf_{HIDDEN}",
+}
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+def test_what_is_shown_of_a_sentence(text: str) -> None:
+    assert SECRET in text
+    assert sentence(text) == SENTENCES[text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "compile-cache-key: forced onto code that was never verified: vllm.envs:compile_factors",
+        "off by default, LIVEPATCH_COMPILE_CACHE_KEY=on asks for it",
+        "LIVEPATCH_CHUNKED_LMCACHE_LOAD_MAX_TOKENS='8192' is not a whole number of at least 1",
+        "lmcache.utils:CacheEngineKey.to_string was replaced later by other.key: a function",
+        "TypeError: expected 3 tokens, got 4 (wrappers.py, line 12)",
+    ],
+)
+def test_what_is_no_secret_of_a_sentence_is_shown(text: str) -> None:
+    assert sentence(text) == text
+
+
+def test_no_secret_reaches_a_log_line_or_a_report(sandbox: Sandbox) -> None:
+    """A patch's own error quotes what it met."""
+    raises = f"""
+    def wrappers(livepatch):
+        def around(wrapped, instance, args, kwargs):
+            livepatch.say("met", "redis://me:{SECRET}@host")
+            raise ValueError("token='{SECRET}'")
+
+        return dict.fromkeys(TARGETS, around)
+    """
+    sandbox.patch(code=raises)
+    sandbox.generate()
+    for form in ("text", "json"):
+        done = sandbox.python(f"{USE_STEP}", LIVEPATCH_LOG=form)
+        assert (done.code, done.out != PATCHED) == (0, True)
+        assert "ValueError" in done.err
+        assert "redis://" in done.err
+        assert SECRET not in done.err
+    (one, two) = (file.read_text("ascii") for file in sandbox.state.iterdir())
+    assert "ValueError" in one
+    assert SECRET not in one + two

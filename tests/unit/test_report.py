@@ -169,10 +169,10 @@ def test_the_form_of_a_process_in_status(sandbox: Sandbox) -> None:
     assert one["bundle"] == str(sandbox.bundle)
     assert one["packages"] == {"fakeengine": "1.0"}
     assert one["started"].endswith("+00:00")
-    form = {"name", "state", "reason", "detail", "verdict", "targets", "counters"}
+    form = {"name", "version", "state", "reason", "detail", "verdict", "targets", "counters"}
     around, other = one["patches"]
     assert set(around) == set(other) == form
-    nothing: dict[str, object] = {"reason": None, "detail": None, "counters": {}}
+    nothing: dict[str, object] = {"version": None, "reason": None, "detail": None, "counters": {}}
     assert around == {"name": "around", "state": "applied", "verdict": "needed", "targets": [STEP], **nothing}
     assert other == {"name": "other", "state": "armed", "verdict": None, "targets": [WORK], **nothing}
 

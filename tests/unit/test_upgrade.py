@@ -232,7 +232,7 @@ def test_what_is_not_the_bundles_goes(patched: Sandbox) -> None:
     assert verified(patched.bundle).differences == []
     assert sorted(json.loads((patched.bundle / "manifest.json").read_text())["patches"]) == ["around", "other"]
     names = {path.name for path in patched.bundle.iterdir()}
-    assert names == {"sitecustomize.py", "manifest.json", "sbom.cdx.json", *generations(patched)}
+    assert names == {"sitecustomize.py", "__main__.py", "manifest.json", "sbom.cdx.json", *generations(patched)}
     assert not [path for path in patched.root.iterdir() if path.name.startswith(".")]
 
 

@@ -40,6 +40,11 @@ def command_of(process: dict[str, Any]) -> str:
     return " ".join(" ".join(process["argv"]).split())[:200]
 
 
+def versioned(patch: dict[str, Any]) -> str:
+    """Its name, and its version where the report has one."""
+    return patch["name"] if patch.get("version") is None else f"{patch['name']}@{patch['version']}"
+
+
 def why(patch: dict[str, Any]) -> str:
     return f"{patch['reason']}: {patch['detail']}" if patch["reason"] else ""
 
@@ -58,7 +63,7 @@ def processes_text(reports: Reports) -> str:
     for process in reports.live:
         lines += [head(process), f"  {command_of(process)}"]
         rows = [
-            (patch["name"], patch["state"], patch["verdict"] or "-", counted(patch["counters"]) or "-", why(patch))
+            (versioned(patch), patch["state"], patch["verdict"] or "-", counted(patch["counters"]) or "-", why(patch))
             for patch in process["patches"]
         ]
         lines += columns([("patch", "state", "verdict", "counters", "why"), *rows])
@@ -76,7 +81,7 @@ def summary(reports: Reports) -> dict[str, Any]:
         if packages_of(process) not in bundle["packages"]:
             bundle["packages"].append(packages_of(process))
         for patch in process["patches"]:
-            of_all = patches.setdefault(patch["name"], {**dict.fromkeys(STATES, 0), "counters": Counter()})
+            of_all = patches.setdefault(versioned(patch), {**dict.fromkeys(STATES, 0), "counters": Counter()})
             of_all[patch["state"]] += 1
             of_all["counters"].update(patch["counters"])
             if is_missing(process, patch):
