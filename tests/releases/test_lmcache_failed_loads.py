@@ -34,7 +34,7 @@ RIGHT = {
     "fails_beside_others": [["ab", [2, 3], []], ["c", [], []]],
     "fails_and_again": [["a", [1, 2], []], ["a", [], []]],
     "server_gone": [["ab", [1, 2, 3, 4], []], NOTHING],
-    "refused": [["a", [1, 2], []], NOTHING, ["b", [], []]],
+    "refused": [["ac/s", [1, 2, 5, 6], []], NOTHING, ["b", [], []]],
     "lazily": [["a", [1, 2], []], NOTHING],
 }
 FAILURES = 4
@@ -56,11 +56,11 @@ def stock(lmcache: str, asked: bool = True) -> dict[str, Any]:
     expected = right(lmcache)
     told = {case for case in ("server_gone", "refused") if asked}
     found = {
-        case: steps if case in told else [[ended, [], failed] for ended, failed, _ in steps]
+        case: [*steps] if case in told else [[ended, [], failed] for ended, failed, _ in steps]
         for case, steps in expected.items()
     }
     if found["refused"] and Version(lmcache) < Version("0.5.0"):
-        found["refused"] = [["", [1, 2] if asked else [], []], *found["refused"][1:]]
+        found["refused"][0] = ["c/s", [1, 2, 5, 6], []] if asked else ["c/s", [], [5, 6]]
     return found
 
 

@@ -122,12 +122,13 @@ class World:
         else:
             self.adapter.batched_submit_retrieve_requests([name], [operation], event)
 
-    def told(self) -> list[Any]:
+    def told(self, *ids: str) -> list[Any]:
         """What the engine is told in a step: the loads that have ended, the blocks that failed; and what is wrong.
 
-        Wrong are the blocks of ended loads that it takes for loaded, and that hold another request's KV.
+        Wrong are the blocks of ended loads that it takes for loaded, and that hold another request's KV. `ids` are
+        requests whose end the engine tells; those that are reported as sent stand behind a slash.
         """
-        _, ended = self.connector.get_finished(set())
+        sent, ended = self.connector.get_finished(set(ids))
         failed = self.connector.get_block_ids_with_load_errors()
         wrong = [
             block
@@ -135,7 +136,8 @@ class World:
             for block in self.asked[name]
             if block not in failed and self.slots[block] != name
         ]
-        return ["".join(sorted(ended or ())), sorted(failed), sorted(wrong)]
+        said = "".join(sorted(ended or ())) + "".join(f"/{name}" for name in sorted(sent or ()))
+        return [said, sorted(failed), sorted(wrong)]
 
 
 def succeeds() -> list[Any]:
@@ -197,13 +199,14 @@ def server_gone() -> list[Any]:
 
 
 def refused() -> list[Any]:
-    """The server is gone when a load is to begin, and back for the next one."""
+    """The server is gone when a load is to begin, beside one that is under way, and back for the next one."""
     world = World()
     if not hasattr(MODULE, "HeartbeatThread"):
         return []
+    world.load("c", 5, 6)
     unhealthy(world.adapter)
     world.load("a", 1, 2)
-    steps = [world.told(), world.told()]
+    steps = [world.told("s"), world.told()]
     world.adapter._health_event.set()
     world.load("b", 3, 4)
     world.loads["b"].end(True)
