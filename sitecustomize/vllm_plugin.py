@@ -90,8 +90,8 @@ def _is_bundle(place: str) -> bool:
     try:
         if os.path.isfile(place):
             with zipfile.ZipFile(place) as archive:
-                return "sitecustomize.py" in archive.namelist()
-        return os.path.isfile(os.path.join(place, "_vllm_livepatch", "catalogue.json"))
+                return {"sitecustomize.py", "manifest.json"} <= set(archive.namelist())
+        return all(os.path.isfile(os.path.join(place, name)) for name in ("sitecustomize.py", "manifest.json"))
     except (OSError, zipfile.BadZipFile):
         return False
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_had_is_left_out_and_told(
     elif fault == "no network":
         monkeypatch.setattr(registry, "Retry", lambda **_: 0)
         monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:9/simple/")
-        said, lacking = "the registry cannot be reached; is there a network?", "3.10 x86_64, 3.11 x86_64"
+        said, lacking = "the registry at 127.0.0.1 cannot be reached; is there a network?", "3.10 x86_64, 3.11 x86_64"
     else:
         extensions.gathered([good, bad], lambda line: None)  # they are in the cache, and do not fit
         monkeypatch.setattr(metadata, "version", lambda name: "2.0.0")
