@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +17,10 @@ from tests.unit.support import Cli, Sandbox
 # The same examples in every run, and none kept on disk: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=150)
 hypothesis.settings.load_profile("same")
+
+# A shell's background job ignores Ctrl-C, and so would each process that a test starts: tests send it to theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
