@@ -9,6 +9,7 @@ module always, the scheduler in newer releases), and others may have taken it fr
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -43,6 +44,8 @@ def check() -> None:
     _say(f"{said} (pid {os.getpid()})")
     report = ProcessReport(os.environ, {"bundle": "", "version": VERSION, "digest": None, "settings": {}})
     vllm = sys.modules.get("vllm")
+    if os.environ.get("LIVEPATCH_STATE_KEEP", "").strip().lower() not in ON:
+        atexit.register(report.remove)
     report.write({"vllm": getattr(vllm, "__version__", None)}, [_described(name, said) for name in sorted(MODULES)])
 
 

@@ -66,6 +66,9 @@ def test_without_a_bundle_it_says_so_and_leaves_a_report(patched: Sandbox, guard
     assert patched.reports()[0]["version"] == bundle.version()
     logged = run(patched, guard, LIVEPATCH_LOG="json")
     assert json.loads(logged.lines[0])["message"].startswith("no bundle is armed")
+    left = set(patched.state.iterdir())
+    assert run(patched, guard, LIVEPATCH_STATE_KEEP="0").code == 0
+    assert set(patched.state.iterdir()) == left, "a process removes its report at its end"
 
 
 def test_only_what_is_wanted_counts_as_missing(patched: Sandbox, cli: Cli) -> None:
