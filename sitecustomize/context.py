@@ -17,6 +17,7 @@ SAY_EVERY_SECONDS = 30.0
 
 _Error = TypeVar("_Error", bound=BaseException)
 _Wrapper = TypeVar("_Wrapper", bound="Callable[..., Any] | guard.Before | guard.After")
+_Function = Callable[..., Any]
 
 
 class PatchContext:
@@ -93,6 +94,17 @@ class PatchContext:
     def after(self, look: Callable[[Any, Any, Any, Any], None]) -> guard.After:
         """In a wrapper's place: `look(instance, args, kwargs, answer)` after each call of a method that returned."""
         return guard.After(look)
+
+    def shortcut(
+        self, make: Callable[[_Function, _Function], _Function], wrapper: guard.Wrapper | guard.Before | guard.After
+    ) -> guard.Shortcut:
+        """In a wrapper's place, where each step of an engine calls a method: `make(release, guarded)` stands there.
+
+        It gives a function with the method's parameters. That calls `release`, the release's own code, where this call
+        is none of the patch's business, and else `guarded`, which is `wrapper` around it. What that function does by
+        itself is not guarded: nothing there may raise.
+        """
+        return guard.Shortcut(make, wrapper)
 
     def lasts(self, wrapper: object) -> bool:
         return any(wrapper is one for one in self._lasting)

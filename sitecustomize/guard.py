@@ -80,6 +80,21 @@ class After:
         self.look = look
 
 
+class Shortcut:
+    """In a wrapper's place, for a method that each step of an engine calls: `make(release, guarded)` stands there.
+
+    It gives a function with the parameters of the method, which calls one of the two with the arguments of the caller:
+    `release`, the release's own code, or `guarded`, which is `wrapper` around it, guarded as any. Nothing guards that
+    function: it does what cannot raise, and leaves all else to `guarded`.
+    """
+
+    __slots__ = ("make", "wrapper")
+
+    def __init__(self, make: Callable[[Any, Any], Callable[..., Any]], wrapper: Wrapper | Before | After) -> None:
+        self.make = make
+        self.wrapper = wrapper
+
+
 class _Raised:
     """The release's own code answered with an error."""
 
@@ -98,14 +113,18 @@ class _Always:
     aside = False
 
 
-def in_place_of(original: Any, wrapper: Wrapper | Before | After, context: PatchContext, target: str) -> Any:
+def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, context: PatchContext, target: str) -> Any:
     """What takes the place of `original` in a class or module; of a property, its getter is wrapped.
 
     Raises Unwrappable for what a function cannot stand for: values that are kept (cached_property), slots, functions
     that are not Python's, objects that bind in ways of their own.
     """
     kind = type(original)
-    if isinstance(wrapper, (Before, After)):
+    if isinstance(wrapper, Shortcut):
+        if isinstance(original, types.FunctionType) and "." in target.partition(":")[2]:
+            guarded = in_place_of(original, wrapper.wrapper, context, target)
+            return _of_its_kind(original, wrapper.make(_callable(original), guarded))
+    elif isinstance(wrapper, (Before, After)):
         if isinstance(original, types.FunctionType) and "." in target.partition(":")[2]:
             return _of_its_kind(original, _looked_at(original, wrapper, context, target))
     elif kind is staticmethod or kind is classmethod:
@@ -167,7 +186,7 @@ def _looked_at(original: Any, look_at: Before | After, context: PatchContext, ta
     """A method, and a look at its calls."""
     gate: Any = _Always if context.lasts(look_at) else context
     look: Callable[..., None] = look_at.look
-    call = original if type(original) is types.FunctionType else functools.partial(_called, original)
+    call = _callable(original)
 
     def before(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not gate.aside and instance is not None:
@@ -216,6 +235,11 @@ def _function(
 def _bound(original: Any, instance: Any) -> Any:
     """Somebody else's object binds in its own way."""
     return original.__get__(instance, type(instance))
+
+
+def _callable(original: Any) -> Callable[..., Any]:
+    """The original as a function of its instance and its arguments."""
+    return original if type(original) is types.FunctionType else functools.partial(_called, original)
 
 
 def _called(original: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -321,8 +321,8 @@ class _Loads:
         release(token_ids=token_ids, start=start, end=end, request_id=tracker.request_id, **more)
 
 
-def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs), and when it is not needed."""
 
     def loads_of(scheduler: Any) -> _Loads | None:
         """The scheduler's loads, None where its connector is another than LMCache's MP connector."""
@@ -350,4 +350,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             loads.finished(args[0] if args else kwargs["request"])
         return wrapped(*args, **kwargs)
 
-    return {f"{SCHEDULER}.schedule": schedule, f"{SCHEDULER}._connector_finished": connector_finished}
+    def with_loads_only(release: Callable[..., Any], guarded: Callable[..., Any]) -> Callable[..., Any]:
+        def method(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if scheduler.__dict__.get(KEPT_AS, _UNSEEN) is None:
+                return release(scheduler, *args, **kwargs)
+            return guarded(scheduler, *args, **kwargs)
+
+        return method
+
+    made = {f"{SCHEDULER}.schedule": schedule, f"{SCHEDULER}._connector_finished": connector_finished}
+    return {target: livepatch.shortcut(with_loads_only, wrapper) for target, wrapper in made.items()}

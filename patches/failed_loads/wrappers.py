@@ -106,12 +106,45 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 scheduler.recompute_kv_load_failures = True
         return loads
 
-    def scheduled(scheduler: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def scheduled(scheduler: Any, args: Any, kwargs: Any) -> None:
+        output = args[0] if args else kwargs["scheduler_output"]
         if scheduler.connector is not None and output.num_scheduled_tokens:
             loads = loads_of(scheduler)
             if len(loads.steps) == DEEPEST:
                 loads.withheld.pop(id(loads.steps[0]), None)
             loads.steps.append(output)
+
+    def in_each_step(release: Call, guarded: Call) -> Call:
+        def _update_after_schedule(scheduler: Any, scheduler_output: Any) -> Any:
+            if scheduler.connector is None:
+                return release(scheduler, scheduler_output)
+            loads: _Loads | None = scheduler.__dict__.get(STATE)
+            if loads is None or len(loads.steps) == DEEPEST or livepatch.aside:
+                return guarded(scheduler, scheduler_output)
+            if scheduler_output.num_scheduled_tokens:
+                loads.steps.append(scheduler_output)
+            return release(scheduler, scheduler_output)
+
+        return _update_after_schedule
+
+    def in_each_answer(release: Call, guarded: Call) -> Call:
+        def update_from_output(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+            if scheduler.connector is None:
+                return release(scheduler, scheduler_output, model_runner_output)
+            loads: _Loads | None = scheduler.__dict__.get(STATE)
+            transfers = model_runner_output.kv_connector_output
+            if (
+                loads is None
+                or loads.withheld
+                or not (loads.steps and loads.steps[0] is scheduler_output)
+                or (transfers is not None and getattr(transfers, "failed_recving", None))
+            ):
+                return guarded(scheduler, scheduler_output, model_runner_output)
+            loads.steps.popleft()
+            loads.answering = scheduler_output
+            return release(scheduler, scheduler_output, model_runner_output)
+
+        return update_from_output
 
     def asked(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
         """Of a request whose load was lost, the connector is asked as if all of it were computed here."""
@@ -219,9 +252,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return told
 
     return {
-        f"{SCHEDULER}.schedule": livepatch.after(scheduled),
+        f"{SCHEDULER}._update_after_schedule": livepatch.shortcut(in_each_step, livepatch.before(scheduled)),
         f"{SCHEDULER}._handle_invalid_blocks": handle,
         # What was sampled on lost KV stays undelivered when the patch stands aside.
-        f"{SCHEDULER}.update_from_output": livepatch.lasting(livepatch.before(answered)),
+        f"{SCHEDULER}.update_from_output": livepatch.shortcut(
+            in_each_answer, livepatch.lasting(livepatch.before(answered))
+        ),
         f"{LMCACHE}.get_block_ids_with_load_errors": load_errors,
     }

@@ -303,14 +303,45 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 worker._reqs_to_send = dict(sorted(leases.items(), key=itemgetter(1)))
         return result
 
+    def holds_none(scheduler: Any) -> bool:
+        state: Watch | None = scheduler.__dict__.get(_STATE)
+        return state is None or not (state.holds or state.receives or state.reaped)
+
+    def of_request(release: Call, guarded: Call) -> Call:
+        def method(scheduler: Any, request: Any) -> Any:
+            return (release if holds_none(scheduler) else guarded)(scheduler, request)
+
+        return method
+
+    def in_each_step(release: Call, guarded: Call) -> Call:
+        def _update_after_schedule(scheduler: Any, scheduler_output: Any) -> Any:
+            return (release if holds_none(scheduler) else guarded)(scheduler, scheduler_output)
+
+        return _update_after_schedule
+
+    def in_each_answer(release: Call, guarded: Call) -> Call:
+        def _update_from_kv_xfer_finished(scheduler: Any, kv_connector_output: Any) -> Any:
+            return (release if holds_none(scheduler) else guarded)(scheduler, kv_connector_output)
+
+        return _update_from_kv_xfer_finished
+
+    def watched(release: Call, guarded: Call) -> Call:
+        def _free_request(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            known = scheduler.__dict__.get(_STATE, _UNSEEN) is not None
+            return (guarded if known else release)(scheduler, *args, **kwargs)
+
+        return _free_request
+
     return {
         f"{SCHEDULER}.finish_requests": finish,
-        f"{SCHEDULER}._free_request": free_request,
-        f"{SCHEDULER}._free_blocks": livepatch.before(freed),
-        f"{SCHEDULER}.add_request": livepatch.before(added),
-        f"{SCHEDULER}._update_after_schedule": livepatch.after(scheduled),
+        f"{SCHEDULER}._free_request": livepatch.shortcut(watched, free_request),
+        f"{SCHEDULER}._free_blocks": livepatch.shortcut(of_request, livepatch.before(freed)),
+        f"{SCHEDULER}.add_request": livepatch.shortcut(of_request, livepatch.before(added)),
+        f"{SCHEDULER}._update_after_schedule": livepatch.shortcut(in_each_step, livepatch.after(scheduled)),
         # What was freed here stays so when the patch stands aside: its completions must still be left out.
-        f"{SCHEDULER}._update_from_kv_xfer_finished": livepatch.lasting(transfers_ended),
+        f"{SCHEDULER}._update_from_kv_xfer_finished": livepatch.shortcut(
+            in_each_answer, livepatch.lasting(transfers_ended)
+        ),
         f"{NIXL}.worker:NixlConnectorWorker._get_new_notifs": notifications,
         f"{NIXL}.pull_worker:NixlPullConnectorWorker._get_new_notifs": notifications,
     }

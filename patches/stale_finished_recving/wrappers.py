@@ -37,8 +37,8 @@ def ledger_of(scheduler: Any) -> Ledger:
     return ledger
 
 
-def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs), and what comes before it."""
     # What `finish_requests` returns of each request that it aborted: nothing, (id, client index), or the request.
     aborted_as: str = livepatch.facts.get("aborted_as", "request")
     # To 0.15 the id of a load that has arrived stays behind when its request is aborted.
@@ -124,6 +124,30 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             livepatch.stand_aside("reporting completions", error)
         return found.ready or None, freed | found.passed or None
 
+    def as_it_should_be(scheduler: Any, ledger: Ledger, output: Any) -> bool:
+        """Whether the scheduler can act on all completions as they are; then they are entered in the ledger.
+
+        So it is in every step without a fault: `sorted_out` would find nothing else, at several times the cost.
+        """
+        held, requests = ledger.held, scheduler.requests
+        if ledger.given_up or any(ledger.unsorted) or output.invalid_block_ids:
+            return False
+        received, sent = output.finished_recving or (), output.finished_sending or ()
+        for request_id in received:
+            request = requests.get(request_id)
+            if request is None or request.num_preemptions:
+                return False
+            if request.status != type(request.status).WAITING_FOR_REMOTE_KVS:
+                return False
+        untold = scheduler.finished_req_ids if ledger.announces_always and sent else ()
+        for request_id in sent:
+            one = held.get(request_id)
+            if one is None or one.receive or not one.send or request_id in untold or request_id in received:
+                return False
+        for request_id in sent:
+            held[request_id].send = False
+        return True
+
     def report(found: Sorted, kept: Mapping[str, Held]) -> None:
         for kind, request_id in found.dropped:
             livepatch.count(kind)
@@ -136,10 +160,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             livepatch.say(kind, f"request {request_id}: its {ended} has ended, its {pending} has not; blocks are kept")
 
     def sort(scheduler: Any, ledger: Ledger, output: Any) -> None:
-        received, sent = output.finished_recving, output.finished_sending
-        if received or sent or output.invalid_block_ids:
-            ledger.raw = received, sent
-            output.finished_recving, output.finished_sending = actionable(scheduler, output)
+        try:
+            if as_it_should_be(scheduler, ledger, output):
+                return
+        except Exception as error:
+            livepatch.stand_aside("looking at completions", error)
+        ledger.raw = output.finished_recving, output.finished_sending
+        output.finished_recving, output.finished_sending = actionable(scheduler, output)
 
     def stand_in(scheduler: Any, ledger: Ledger, connector: Any) -> None:
         """Stand where the scheduler tells its connector, which it does first in every release.
@@ -151,7 +178,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
         def update_connector_output(output: Any) -> Any:
             result = see(output)
-            if output is ledger.output and ledger.see is update_connector_output:  # another caller's passes through
+            ended = output.finished_recving or output.finished_sending or output.invalid_block_ids
+            # Another caller's passes through.
+            if ended and output is ledger.output and ledger.see is update_connector_output:
                 sort(scheduler, ledger, output)
             return result
 
@@ -162,7 +191,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         ledger = ledger_of(scheduler)
         connector = scheduler.connector
         if connector is None:
-            sort(scheduler, ledger, output)
+            if output.finished_recving or output.finished_sending or output.invalid_block_ids:
+                sort(scheduler, ledger, output)
         elif connector.update_connector_output is not ledger.see:
             stand_in(scheduler, ledger, connector)
         ledger.output = output
@@ -295,13 +325,75 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         elif not ledger.parked:
             own.pop("get_num_unfinished_requests", None)
 
-    made = {
-        "_update_from_kv_xfer_finished": update,
-        "finish_requests": finish,
-        "_connector_finished": connector_finished,
-        "_free_blocks": free_blocks,
-        "add_request": add_request,
-    }
+    # What each step calls, where no fault is: with what cannot raise. All else is the wrappers'.
+
+    def in_each_answer(release: Call, guarded: Call) -> Call:
+        def _update_from_kv_xfer_finished(scheduler: Any, kv_connector_output: Any) -> Any:
+            ledger: Ledger | None = scheduler.__dict__.get(LEDGER)
+            connector = scheduler.connector
+            if ledger is None or connector is None or connector.update_connector_output is not ledger.see:
+                return guarded(scheduler, kv_connector_output)
+            ledger.output = kv_connector_output
+            try:
+                return release(scheduler, kv_connector_output)
+            finally:
+                ledger.output = None
+                if ledger.raw is not None:
+                    kv_connector_output.finished_recving, kv_connector_output.finished_sending = ledger.raw
+                    ledger.raw = None
+
+        return _update_from_kv_xfer_finished
+
+    def of_the_healthy(release: Call, guarded: Call) -> Call:
+        def _connector_finished(scheduler: Any, request: Any) -> Any:
+            ledger: Ledger | None = scheduler.__dict__.get(LEDGER)
+            request_id = request.request_id
+            if (
+                ledger is None
+                or ledger.receiving
+                or request.num_preemptions
+                or request_id in ledger.held
+                or livepatch.aside
+            ):
+                return guarded(scheduler, request)
+            answer = release(scheduler, request)
+            if answer[0]:
+                ledger.held[request_id] = Held(request, False, True, False)
+            return answer
+
+        return _connector_finished
+
+    def of_the_sent(release: Call, guarded: Call) -> Call:
+        def _free_blocks(scheduler: Any, request: Any) -> Any:
+            ledger: Ledger | None = scheduler.__dict__.get(LEDGER)
+            request_id = request.request_id
+            if ledger is None or not (ledger.parked or request_id in ledger.held):
+                return release(scheduler, request)
+            held = ledger.held.get(request_id)
+            if ledger.parked or held is None or held.request is not request or held.send:
+                return guarded(scheduler, request)
+            answer = release(scheduler, request)
+            ledger.held.pop(request_id, None)
+            return answer
+
+        return _free_blocks
+
+    def of_new_ids(release: Call, guarded: Call) -> Call:
+        def add_request(scheduler: Any, request: Any) -> Any:
+            ledger: Ledger | None = scheduler.__dict__.get(LEDGER)
+            if ledger is None or not (ledger.parked or request.request_id in ledger.held):
+                return release(scheduler, request)
+            return guarded(scheduler, request)
+
+        return add_request
+
     # Should the patch stand aside, what it holds must still not be freed before its transfers have ended.
-    lasting = {f"{SCHEDULER}.{name}": livepatch.lasting(wrapper) for name, wrapper in made.items()}
-    return {**lasting, **early_sends.wrappers(livepatch)}
+    last = livepatch.lasting
+    return {
+        f"{SCHEDULER}._update_from_kv_xfer_finished": livepatch.shortcut(in_each_answer, last(update)),
+        f"{SCHEDULER}.finish_requests": last(finish),
+        f"{SCHEDULER}._connector_finished": livepatch.shortcut(of_the_healthy, last(connector_finished)),
+        f"{SCHEDULER}._free_blocks": livepatch.shortcut(of_the_sent, last(free_blocks)),
+        f"{SCHEDULER}.add_request": livepatch.shortcut(of_new_ids, last(add_request)),
+        **early_sends.wrappers(livepatch),
+    }

@@ -1,7 +1,8 @@
 """Time the real scheduler under healthy load, patched and stock in turn in one process; print CPU seconds per step.
 
 Run with the bundle and a release's sources on PYTHONPATH. All methods that a patch wraps change places with those of
-stock, which are what is wrapped; each kind drives a scheduler of its own, so that neither meets what the other left.
+stock, which are what is wrapped; each kind drives a scheduler of its own, so that neither meets what the other left. In
+each round both are made anew: two of the same kind differ by some per cent, by where their objects lie in memory.
 Every request's life has both kinds of completion, each valid, as a deployment without a fault has them.
 """
 
@@ -11,6 +12,7 @@ import gc
 import inspect
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -23,8 +25,10 @@ os.dup2(2, 1)
 import real_scheduler as real
 from _vllm_livepatch.sitecustomize import guard
 
+OURS = str(Path(guard.__file__).parents[1])
 TOKENS = 40
-STEPS = 100
+STEPS = 50
+WARM_STEPS = 50
 
 
 class Load:
@@ -51,7 +55,7 @@ class Load:
 
 
 def is_stock(function: Any) -> bool:
-    return bool(function.__code__.co_filename != guard.__file__)
+    return not function.__code__.co_filename.startswith(OURS)
 
 
 def main() -> None:
@@ -61,23 +65,31 @@ def main() -> None:
     patched = {name: function for name, function in functions.items() if not is_stock(function)}
     stock = {name: inspect.unwrap(function, stop=is_stock) for name, function in patched.items()}
     methods = {"stock": stock, "patched": patched}
+    times: dict[str, list[float]] = {"stock": [], "patched": []}
+    begun = 0
+    gc.disable()
+    gc.collect()
+    gc.freeze()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        loads = {name: Load(model_config, running=int(sys.argv[2])) for name in methods}
-    times: dict[str, list[float]] = {"stock": [], "patched": []}
-    gc.disable()
-    for turn in range(rounds + 1):
-        for name in ("stock", "patched") if turn % 2 else ("patched", "stock"):
-            for method, function in methods[name].items():
-                setattr(real.Scheduler, method, function)
-            load = loads[name]
+        for turn in range(rounds + 1):
+            loads: dict[str, Load] = {}
+            spent: dict[str, list[float]] = {"stock": [], "patched": []}
             gc.collect()
-            begin = time.process_time()
-            for _ in range(STEPS):
-                load.step()
-            if turn:  # the first round warms up
-                times[name].append((time.process_time() - begin) / STEPS)
-    begun = sum(load.begun for load in loads.values())
+            for part in range(5):
+                for name in ("stock", "patched") if (turn + part) % 2 else ("patched", "stock"):
+                    for method, function in methods[name].items():
+                        setattr(real.Scheduler, method, function)
+                    if not part:  # made and warmed up
+                        loads[name] = Load(model_config, running=int(sys.argv[2]))
+                    begin = time.process_time()
+                    for _ in range(STEPS if part else WARM_STEPS):
+                        loads[name].step()
+                    if part:
+                        spent[name].append((time.process_time() - begin) / STEPS)
+            begun += sum(load.begun for load in loads.values())
+            for name in times if turn else ():  # the first round warms up
+                times[name].append(statistics.median(spent[name]))
     print(json.dumps({"times": times, "requests": begun, "wrapped": sorted(patched)}), file=RESULT, flush=True)
 
 
