@@ -109,7 +109,9 @@ class PatchContext:
     def lasts(self, wrapper: object) -> bool:
         return any(wrapper is one for one in self._lasting)
 
-    def around(self, function: Callable[..., Any], wrapper: guard.Wrapper) -> Callable[..., Any]:
+    def around(
+        self, function: Callable[..., Any], wrapper: guard.Wrapper | guard.Before | guard.After | guard.Shortcut
+    ) -> Callable[..., Any]:
         """`wrapper` around something that is no target, such as a method of one object, guarded as a target is."""
         return guard.around(function, wrapper, self, getattr(function, "__qualname__", type(function).__qualname__))
 

@@ -142,8 +142,13 @@ def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, con
     raise Unwrappable(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def around(function: Callable[..., Any], wrapper: Wrapper, context: PatchContext, where: str) -> Callable[..., Any]:
-    """The same for something that is called as it is: a bound method, or any callable."""
+def around(
+    function: Callable[..., Any], wrapper: Wrapper | Before | After | Shortcut, context: PatchContext, where: str
+) -> Callable[..., Any]:
+    """The same for something that is called as it is: a bound method, or, with a wrapper, any callable."""
+    if isinstance(wrapper, (Before, After, Shortcut)):
+        method: Any = function
+        return types.MethodType(in_place_of(method.__func__, wrapper, context, f":{where}"), method.__self__)
     made = _function(function, wrapper, context, where, getattr(function, "__self__", None))
     return functools.update_wrapper(made, function, updated=())
 

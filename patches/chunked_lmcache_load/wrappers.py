@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
-_UNSEEN: Any = object()
 KEPT_AS = "_livepatch_loads"
 ARRIVED = "_livepatch_arrived"
 """Attribute of a request: what `stale-finished-recving` notes when a load has arrived."""
@@ -322,41 +321,28 @@ class _Loads:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs), and when it is not needed."""
+    """A look at each scheduler that is made: what it calls in each step is wrapped where its connector asks for it."""
 
-    def loads_of(scheduler: Any) -> _Loads | None:
-        """The scheduler's loads, None where its connector is another than LMCache's MP connector."""
-        found: _Loads | None = getattr(scheduler, KEPT_AS, _UNSEEN)
-        if found is _UNSEEN:
-            connector = scheduler.connector
-            ours = hasattr(connector, "request_trackers") and hasattr(connector, "scheduler_adapter")
-            found = _Loads(scheduler, livepatch) if ours else None
-            setattr(scheduler, KEPT_AS, found)
-        return found
+    def made(scheduler: Any, args: Any, kwargs: Any, _: None) -> None:
+        """Serve a scheduler whose connector is LMCache's MP connector. One with another has nothing of this patch."""
+        connector = scheduler.connector
+        if not (hasattr(connector, "request_trackers") and hasattr(connector, "scheduler_adapter")):
+            return
+        loads = _Loads(scheduler, livepatch)
+        setattr(scheduler, KEPT_AS, loads)
 
-    def schedule(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
-        loads = loads_of(scheduler)
-        if loads is None:
-            return wrapped(*args, **kwargs)
-        loads.begin_step()
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            loads.end_step()
+        def schedule(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
+            loads.begin_step()
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                loads.end_step()
 
-    def connector_finished(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
-        loads = loads_of(scheduler)
-        if loads is not None:
+        def connector_finished(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
             loads.finished(args[0] if args else kwargs["request"])
-        return wrapped(*args, **kwargs)
+            return wrapped(*args, **kwargs)
 
-    def with_loads_only(release: Callable[..., Any], guarded: Callable[..., Any]) -> Callable[..., Any]:
-        def method(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if scheduler.__dict__.get(KEPT_AS, _UNSEEN) is None:
-                return release(scheduler, *args, **kwargs)
-            return guarded(scheduler, *args, **kwargs)
+        scheduler.schedule = livepatch.around(scheduler.schedule, schedule)
+        scheduler._connector_finished = livepatch.around(scheduler._connector_finished, connector_finished)
 
-        return method
-
-    made = {f"{SCHEDULER}.schedule": schedule, f"{SCHEDULER}._connector_finished": connector_finished}
-    return {target: livepatch.shortcut(with_loads_only, wrapper) for target, wrapper in made.items()}
+    return {f"{SCHEDULER}.__init__": livepatch.after(made)}

@@ -132,15 +132,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     # To 0.15 `_free_request` is not told that a receive is pending.
     told: bool = livepatch.facts.get("told_of_receives", True)
 
-    def watch(scheduler: Any) -> Watch | None:
-        """The scheduler's watch, None where its connector needs none and nobody asked for one."""
-        found: Any = getattr(scheduler, _STATE, _UNSEEN)
-        if found is _UNSEEN:
-            found = begun(scheduler.connector)
-            setattr(scheduler, _STATE, found)
-        return found  # type: ignore[no-any-return]
-
     def begun(connector: Any) -> Watch | None:
+        """The watch of a scheduler with this connector; None where that needs none and nobody asked for one."""
         if connector is None:
             return None
         names = " and ".join(sorted({family(leaf) for leaf in leaves(connector)}))
@@ -176,8 +169,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             livepatch.say("reaped", f"freed the blocks of request {request_id}, held for {now - since:.0f} s")
 
     def finish(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        state = watch(scheduler)
-        if told or state is None:
+        state: Watch = getattr(scheduler, _STATE)
+        if told:
             return wrapped(*args, **kwargs)
         asked = args[0] if args else kwargs["request_ids"]
         ids = [asked] if isinstance(asked, str) else list(scheduler.requests if asked is None else asked)
@@ -193,9 +186,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             state.receiving.clear()
 
     def free_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        state = watch(scheduler)
-        if state is None:
-            return wrapped(*args, **kwargs)
+        state: Watch = getattr(scheduler, _STATE)
         request = args[0] if args else kwargs["request"]
         request_id = request.request_id
         receives = args[1] if len(args) > 1 else kwargs.get("delay_free_blocks", False)
@@ -213,26 +204,26 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return result
 
     def freed(scheduler: Any, args: Any, kwargs: Any) -> None:
-        state = getattr(scheduler, _STATE, None)
-        if state is not None and (state.holds or state.receives):
+        state: Watch = getattr(scheduler, _STATE)
+        if state.holds or state.receives:
             request = args[0] if args else kwargs["request"]
             state.holds.pop(request.request_id, None)
             state.receives.pop(request.request_id, None)
 
     def added(scheduler: Any, args: Any, kwargs: Any) -> None:
         # To 0.21 the engine sleeps while blocks are held and nothing else is to do: who comes next finds them free.
-        state = getattr(scheduler, _STATE, None)
-        if state is not None and state.holds:
+        state: Watch = getattr(scheduler, _STATE)
+        if state.holds:
             reap(scheduler, state)
 
     def scheduled(scheduler: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        state = getattr(scheduler, _STATE, None)
-        if state is not None and state.holds:
+        state: Watch = getattr(scheduler, _STATE)
+        if state.holds:
             reap(scheduler, state)
 
     def transfers_ended(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        state = getattr(scheduler, _STATE, None)
-        if state is None or not (state.reaped or state.receives):
+        state: Watch = getattr(scheduler, _STATE)
+        if not (state.reaped or state.receives):
             return wrapped(*args, **kwargs)
         received = (args[0] if args else kwargs["kv_connector_output"]).finished_recving
         arrived = state.receives.keys() & received if received else ()
@@ -303,45 +294,26 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 worker._reqs_to_send = dict(sorted(leases.items(), key=itemgetter(1)))
         return result
 
-    def holds_none(scheduler: Any) -> bool:
-        state: Watch | None = scheduler.__dict__.get(_STATE)
-        return state is None or not (state.holds or state.receives or state.reaped)
+    watched: dict[str, Any] = {
+        "finish_requests": finish,
+        "_free_request": free_request,
+        "_free_blocks": livepatch.before(freed),
+        "add_request": livepatch.before(added),
+        "_update_after_schedule": livepatch.after(scheduled),
+        # What was freed here stays so when the patch stands aside: its completions must still be left out.
+        "_update_from_kv_xfer_finished": livepatch.lasting(transfers_ended),
+    }
 
-    def of_request(release: Call, guarded: Call) -> Call:
-        def method(scheduler: Any, request: Any) -> Any:
-            return (release if holds_none(scheduler) else guarded)(scheduler, request)
-
-        return method
-
-    def in_each_step(release: Call, guarded: Call) -> Call:
-        def _update_after_schedule(scheduler: Any, scheduler_output: Any) -> Any:
-            return (release if holds_none(scheduler) else guarded)(scheduler, scheduler_output)
-
-        return _update_after_schedule
-
-    def in_each_answer(release: Call, guarded: Call) -> Call:
-        def _update_from_kv_xfer_finished(scheduler: Any, kv_connector_output: Any) -> Any:
-            return (release if holds_none(scheduler) else guarded)(scheduler, kv_connector_output)
-
-        return _update_from_kv_xfer_finished
-
-    def watched(release: Call, guarded: Call) -> Call:
-        def _free_request(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-            known = scheduler.__dict__.get(_STATE, _UNSEEN) is not None
-            return (guarded if known else release)(scheduler, *args, **kwargs)
-
-        return _free_request
+    def made(scheduler: Any, args: Any, kwargs: Any, _: None) -> None:
+        """Watch a scheduler whose connector needs it. One with another has nothing of this patch."""
+        state = begun(scheduler.connector)
+        if state is not None:
+            setattr(scheduler, _STATE, state)
+            for name, wrapper in watched.items():
+                setattr(scheduler, name, livepatch.around(getattr(scheduler, name), wrapper))
 
     return {
-        f"{SCHEDULER}.finish_requests": finish,
-        f"{SCHEDULER}._free_request": livepatch.shortcut(watched, free_request),
-        f"{SCHEDULER}._free_blocks": livepatch.shortcut(of_request, livepatch.before(freed)),
-        f"{SCHEDULER}.add_request": livepatch.shortcut(of_request, livepatch.before(added)),
-        f"{SCHEDULER}._update_after_schedule": livepatch.shortcut(in_each_step, livepatch.after(scheduled)),
-        # What was freed here stays so when the patch stands aside: its completions must still be left out.
-        f"{SCHEDULER}._update_from_kv_xfer_finished": livepatch.shortcut(
-            in_each_answer, livepatch.lasting(transfers_ended)
-        ),
+        f"{SCHEDULER}.__init__": livepatch.after(made),
         f"{NIXL}.worker:NixlConnectorWorker._get_new_notifs": notifications,
         f"{NIXL}.pull_worker:NixlPullConnectorWorker._get_new_notifs": notifications,
     }
