@@ -15,7 +15,7 @@ from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.tools import catalogue
 
 NAME = "chunked-lmcache-load"
-SCHEDULE = f"{patch.SCHEDULER}.schedule"
+INIT = f"{patch.SCHEDULER}.__init__"
 TOGGLE = "LIVEPATCH_CHUNKED_LMCACHE_LOAD"
 FROM_THE_FIELD = "CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD"
 
@@ -106,17 +106,13 @@ def test_a_field_that_the_tracker_lacks_is_not_made() -> None:
     assert vars(tracker) == {"num_lmcache_hit_tokens": 128}
 
 
-def test_another_connector_is_left_alone() -> None:
-    connector = SimpleNamespace(get_num_new_matched_tokens=None)
-    stepped = scheduler(connector)
-    schedule = patch.wrappers(context())[SCHEDULE]
-    assert schedule(lambda: "scheduled", stepped, (), {}) == "scheduled"
-    assert connector.get_num_new_matched_tokens is None
-
-
-def test_no_connector_at_all() -> None:
-    schedule = patch.wrappers(context())[SCHEDULE]
-    assert schedule(lambda: "scheduled", scheduler(None), (), {}) == "scheduled"
+@pytest.mark.parametrize("connector", [SimpleNamespace(get_num_new_matched_tokens=None), None])
+def test_a_scheduler_with_another_connector_or_none_has_nothing_of_this_patch(connector: Any) -> None:
+    made = scheduler(connector)
+    as_it_was = dict(vars(made))
+    patch.wrappers(context())[INIT].look(made, (), {}, None)
+    assert vars(made) == as_it_was
+    assert connector is None or connector.get_num_new_matched_tokens is None
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ def scheduler_class(*patches: Mapping[str, Callable[..., Any]]) -> type[Any]:
             self.finished_recving_kv_req_ids: set[str] = set()
             self.freed: list[str] = []
 
-        def finish_requests(self, request_ids: Any, status: Any) -> None: ...
+        def finish_requests(self, request_ids: Any, status: Any) -> None:
+            for request_id in request_ids:
+                self._free_request(self.requests[request_id])
 
         def get_num_unfinished_requests(self) -> int:
             return len(self.requests)
@@ -109,7 +111,7 @@ def scheduler_class(*patches: Mapping[str, Callable[..., Any]]) -> type[Any]:
             owner, _, name = target.partition(":")[2].rpartition(".")
             if owner == "Scheduler":
                 put: Any = wrapt.FunctionWrapper
-                if isinstance(wrapper, (guard.Before, guard.After)):
+                if isinstance(wrapper, (guard.After, guard.Shortcut)):
                     put = functools.partial(guard.in_place_of, context=LOOKS, target=f"engine:Scheduler.{name}")
                 setattr(Scheduler, name, put(vars(Scheduler)[name], wrapper))
     return Scheduler
@@ -201,11 +203,7 @@ def test_to_0_15_a_pending_receive_is_noticed_as_the_request_is_aborted(clock: C
         request.status = Status()  # type: ignore[assignment]
         scheduler.add_request(request)
 
-    def original(ids: Any, status: Any) -> None:
-        for name in ids:
-            scheduler._free_request(scheduler.requests[name])
-
-    made[f"{reaper.SCHEDULER}.finish_requests"](original, scheduler, (iter(["arrives", "arrived"]), None), {})
+    scheduler.finish_requests(iter(["arrives", "arrived"]), None)
     clock.now = 1000
     scheduler._update_after_schedule()
     assert scheduler.freed == ["arrived"]
@@ -285,17 +283,13 @@ def test_what_the_other_patch_knows_to_be_loading_is_not_reaped(clock: Clock) ->
 
 def test_what_was_reaped_is_left_out_also_once_the_patch_stands_aside(clock: Clock) -> None:
     livepatch = context()
-    made = reaper.wrappers(livepatch)
-    target = f"{reaper.SCHEDULER}._update_from_kv_xfer_finished"
-    scheduler = scheduler_class({name: wrapper for name, wrapper in made.items() if name != target})(Connector())
-    original = type(scheduler)._update_from_kv_xfer_finished
-    ended = guard.in_place_of(original, made[target], livepatch, target)
+    scheduler = scheduler_class(reaper.wrappers(livepatch))(Connector())
     scheduler.hold("a")
     clock.now = 10
     scheduler._update_after_schedule()
     assert scheduler.freed == ["a"]
     livepatch.withdraw()
-    ended(scheduler, output("a"))
+    scheduler._update_from_kv_xfer_finished(output("a"))
     assert livepatch.counters["late"] == 1
 
 
