@@ -60,10 +60,7 @@ class Wrapped:
 
 
 class Before:
-    """In a wrapper's place: `look(instance, args, kwargs)`, then the release's own code, with the caller's arguments.
-
-    It costs less than half of a wrapper, which counts where each step of an engine makes the call.
-    """
+    """In a wrapper's place: `look(instance, args, kwargs)`, then the release's own code, as it was called."""
 
     __slots__ = ("look",)
 
@@ -72,7 +69,7 @@ class Before:
 
 
 class After:
-    """In a wrapper's place: the release's own code, then `look(instance, args, kwargs, answer)`. It costs as little."""
+    """In a wrapper's place: the release's own code, then `look(instance, args, kwargs, answer)`."""
 
     __slots__ = ("look",)
 

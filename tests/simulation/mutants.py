@@ -65,4 +65,13 @@ MUTANTS = (
         release="0.15.1",
     ),
     Mutant("never-forgets", "del ledger.held[request.request_id]", "pass"),
+    # In what comes before the wrappers.
+    Mutant("no-send-noted-there", "Held(request, False, True, False)", "Held(request, False, False, False)"),
+    Mutant("never-hears-sends-there", "held[request_id].send = False", "pass"),
+    Mutant("frees-at-send-there", "if one is None or one.receive or not one.send", "if one is None or not one.send"),
+    Mutant("any-receive-there", "if request.status != type(request.status).WAITING_FOR_REMOTE_KVS:", "if False:"),
+    Mutant("used-ids-let-in-there", "not (ledger.parked or request.request_id in ledger.held)", "True"),
+    Mutant("never-forgets-there", "ledger.held.pop(request_id, None)", "pass"),
+    Mutant("receives-not-noted-there", "                or ledger.receiving\n", ""),
+    Mutant("restarts-not-noted-there", "                or request.num_preemptions\n", "", release="0.17.1"),
 )

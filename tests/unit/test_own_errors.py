@@ -407,6 +407,71 @@ def test_a_look_is_for_methods() -> None:
             guard.in_place_of(original, look, context, target)
 
 
+def shortcut(release: Any, guarded: Any) -> Any:
+    """Whatever is odd is the patch's business."""
+
+    def step(self: Any, number: Any, *, also: Any = 0) -> Any:
+        return (guarded if number % 2 else release)(self, number, also=also)
+
+    return step
+
+
+def test_a_shortcut_decides_whether_the_wrapper_is_asked() -> None:
+    asked: list[int] = []
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        asked.append(*args)
+        return ["wrapped", wrapped(*args, **kwargs)]
+
+    patched = Patched(before)
+    patched.release = type("Release", (Release,), {"step": Release.step})
+    patched.put("step", patched.context.shortcut(shortcut, wrapper))
+    release = patched.release()
+    assert [release.step(2, also=1), release.step(3)] == [[2], ["wrapped", [3]]]
+    assert (release.calls, asked) == ([(2, 1), (3, 0)], [3])
+    assert release.step.__name__ == "step"
+    assert release.step.__wrapped__ is Release.step
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_the_wrapper_behind_a_shortcut_is_guarded_and_lasts_if_it_is_to(lasting: bool) -> None:
+    asked: list[int] = []
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        asked.append(*args)
+        raise Broken
+
+    patched = Patched(before)
+    patched.release = type("Release", (Release,), {"step": Release.step})
+    kept = patched.context.lasting(wrapper) if lasting else wrapper
+    patched.put("step", patched.context.shortcut(shortcut, kept))
+    release = patched.release()
+    assert [release.step(1), release.step(2), release.step(3)] == [[1], [2], [3]]
+    assert (release.calls, patched.context.aside) == ([(1, 0), (2, 0), (3, 0)], True)
+    assert asked == ([1, 3] if lasting else [1])
+
+
+def test_a_shortcut_is_for_methods() -> None:
+    made = PatchContext("around", {}, {}, lambda: None).shortcut(shortcut, before)
+    context = PatchContext("around", {}, {}, lambda: None)
+    for original, target in ((Release.step, "engine:step"), (staticmethod(Release.step), "engine:Release.step")):
+        with pytest.raises(guard.Unwrappable):
+            guard.in_place_of(original, made, context, target)
+
+
+def test_a_look_and_a_shortcut_around_a_method_of_one_object() -> None:
+    seen: list[Any] = []
+    context = Patched(before).context
+    one, other = Release(), Release()
+    release: Any = one
+    release.step = context.around(one.step, context.after(lambda *call: seen.append(call)))
+    assert (one.step(1, also=2), other.step(3)) == ([1], [3])
+    assert seen == [(one, (1,), {"also": 2}, [1])]
+    release.step = context.around(one.step, context.shortcut(shortcut, context.before(lambda *call: seen.append(call))))
+    assert [one.step(4), one.step(5)] == [[4], [5]]
+    assert seen[1:] == [(one, (4,), {"also": 0}, [4]), (one, (5,), {"also": 0}), (one, (5,), {"also": 0}, [5])]
+
+
 def test_a_look_at_what_somebody_else_wrapped() -> None:
     """An object that binds in its own way, as wrapt's do."""
     wrapt = pytest.importorskip("wrapt")
