@@ -25,6 +25,8 @@ from typing import Any
 import torch
 
 CHUNK, BLOCK, BLOCKS, LAYERS = 32, 16, 16, 2
+SLOW = 0.7
+"""How long, in seconds, a slow server takes for what a worker asks for."""
 PATIENCE = 20.0
 """Longest time, in seconds, for what must come about."""
 
@@ -49,9 +51,14 @@ def free_port() -> int:
 
 
 class Server:
-    """A server in a child process, which also says how many workers it knows."""
+    """A server in a child process, which also says how many workers it knows; `held`: it serves only once it starts.
 
-    def __init__(self, reap: float, grace: float, port: int | None = None) -> None:
+    Without `shared` memory, what is stored and loaded goes through messages.
+    """
+
+    def __init__(
+        self, reap: float, grace: float, port: int | None = None, *, held: bool = False, shared: bool = True
+    ) -> None:
         import multiprocessing
 
         self.port = port or free_port()
@@ -59,11 +66,17 @@ class Server:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                serve(self.port, reap, grace, theirs)
+                theirs.recv()
+                serve(self.port, reap, grace, theirs, f"lmcache-{self.port}" if shared else "")
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
         theirs.close()
+        if not held:
+            self.start()
+
+    def start(self) -> None:
+        self.pipe.send("start")
         assert self.ask("ready") == "ready"
 
     def ask(self, question: str) -> Any:
@@ -92,12 +105,12 @@ class Server:
             left.unlink(missing_ok=True)
 
 
-def serve(port: int, reap: float, grace: float, pipe: Connection) -> None:
+def serve(port: int, reap: float, grace: float, pipe: Connection, shm_name: str) -> None:
     parent = os.getppid()
     module = importlib.import_module("lmcache.v1.multiprocess.server")
     sys.argv = ["lmcache", "--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)]
     sys.argv += ["--supported-transfer-mode", "engine_driven", "--l1-size-gb", "0.1", "--no-l1-use-lazy"]
-    sys.argv += ["--eviction-policy", "LRU", "--disable-observability", "--shm-name", f"lmcache-{port}"]
+    sys.argv += ["--eviction-policy", "LRU", "--disable-observability", "--shm-name", shm_name]
     given = module.parse_args()
     multiprocess = module.parse_args_to_mp_server_config(given)
     multiprocess.worker_reap_timeout_seconds, multiprocess.worker_registration_grace_seconds = reap, grace
@@ -105,14 +118,26 @@ def serve(port: int, reap: float, grace: float, pipe: Connection) -> None:
     result = module.run_cache_server(multiprocess, *others, return_engine=True, start_prometheus_http_server=False)
     engine = result[1]
 
+    (transfers,) = [one for one in engine._modules if type(one).__name__ == "EngineDrivenTransferModule"]
+    resolve = transfers._resolve_for_transfer
+
     def known() -> int:
-        (transfers,) = [one for one in engine._modules if type(one).__name__ == "EngineDrivenTransferModule"]
         return int(transfers.tracked_instance_count())
+
+    def raising(*args: Any) -> Any:
+        raise ValueError("as where it does not know the worker")
+
+    def slow(*args: Any) -> Any:
+        time.sleep(SLOW)
+        return resolve(*args)
 
     while True:
         question = pipe.recv()
         if question == "known":
             pipe.send(known())
+        elif question in ("raise", "slow", "well"):
+            transfers._resolve_for_transfer = {"raise": raising, "slow": slow, "well": resolve}[question]
+            pipe.send(question)
         elif question == "stop":
             os.kill(parent, signal.SIGSTOP)
             until(lambda: known() == 0)
@@ -143,7 +168,7 @@ class Worker:
         self.scheduler = self.module.LMCacheMPSchedulerAdapter(
             [url], zmq.Context.instance(), "m", BLOCK, strategy, **given
         )
-        self.caches = {f"layer{number}": torch.zeros(2, BLOCKS, BLOCK, 2, 8) for number in range(LAYERS)}
+        self.caches = {f"layer{number}": torch.zeros(2, BLOCKS, 2, BLOCK, 8) for number in range(LAYERS)}
         self.adapter.register_kv_caches(self.caches)
         self.reported: list[tuple[set[str], set[str]]] = []
 
