@@ -23,6 +23,7 @@ Call = Callable[..., Any]
 MODULE = "lmcache.integration.vllm.vllm_multi_process_adapter"
 WORKER = f"{MODULE}:LMCacheMPWorkerAdapter"
 SCHEDULER = f"{MODULE}:LMCacheMPSchedulerAdapter"
+SHARED = "lmcache.v1.multiprocess.transfer_context.shm:EngineDrivenContextShm"
 
 PAUSE_SECONDS = 0.5
 """How long an answer may take before the server is pinged, and the ping's: a step waits twice that for a dead one."""
@@ -42,6 +43,9 @@ Time without such waits restores it, so that the waits of one step, or of step a
 _INTERVAL = "_livepatch_interval"
 """Attribute of a heartbeat: the interval that it was made with."""
 
+_LOST = "_livepatch_lost"
+"""Attribute of a worker's adapter: how often it took its server for gone in a step."""
+
 _LATE = "_livepatch_late"
 """Attribute of a worker's adapter: the last two `Late` stores. Of a server that died, no answer ever comes."""
 
@@ -52,11 +56,12 @@ class Asking(threading.local):
     adapter: Any = None
     last: Any = None
     unanswered = False
+    late: Late | None = None  # what is being stored, though there is no room for it yet
 
 
 class Late:
     """A store over shared memory for which the server may make room yet, once it goes on: what it makes room for is
-    read by others some day, filled or not. Takes the place of LMCache's context while that collects what is stored.
+    read by others some day, filled or not.
     """
 
     def __init__(self, answer: Any, context: Any) -> None:
@@ -64,14 +69,6 @@ class Late:
         self.context = context
         self.stored: tuple[Any, ...] = ()  # the key, and the worker's number
         self.chunks: list[Any] = []
-
-    def prepare_store(self, *stored: Any) -> None:
-        """No room to collect it in: LMCache makes some."""
-        self.stored = stored
-
-    def commit_store(self, _key: Any, _instance_id: int, chunks: list[Any]) -> bool:
-        self.chunks = chunks
-        return False
 
     def fill(self) -> None:
         room = self.answer.result().context
@@ -85,11 +82,12 @@ class Late:
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     seconds: float = livepatch.options["SECONDS"]
     asking = Asking()
+    losing = threading.Lock()
 
     def ask(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
         """A call in a step: its waits end early. Other threads' waits are LMCache's, for SECONDS from now on."""
         adapter._mq_timeout = min(adapter._mq_timeout, seconds)
-        asking.adapter, asking.unanswered = adapter, False
+        asking.adapter, asking.unanswered, asking.late = adapter, False, None
         try:
             return wrapped(*args, **kwargs)
         finally:
@@ -172,21 +170,26 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return wrapped(*args, **kwargs)
         try:
             return ask(wrapped, adapter, args, kwargs)
-        except TimeoutError:
-            if not asking.unanswered:
-                raise
-            # Over shared memory, an answer that does not come is an error, which would end the engine.
-            transfer, context = adapter.transfer_ctx, adapter.transfer_ctx._engine_driven_context
-            late = transfer._engine_driven_context = Late(asking.last, context)
-            adapter._health_event = threading.Event()
-            adapter._health_event.set()  # else LMCache collects nothing, if a heartbeat has found the server gone
-            try:
-                return wrapped(*args, **kwargs)
-            finally:
-                transfer._engine_driven_context = context
-                setattr(adapter, _LATE, [*getattr(adapter, _LATE, [])[-1:], late])
         finally:
             lose(adapter)
+
+    def prepare_store(wrapped: Call, context: Any, args: Any, kwargs: Any) -> Any:
+        """Over shared memory, an answer that does not come is an error, which would end the engine."""
+        try:
+            return wrapped(*args, **kwargs)
+        except TimeoutError:
+            if asking.adapter is None or not asking.unanswered:
+                raise
+            asking.late = Late(asking.last, context)
+            return None  # no room: LMCache makes some
+
+    def commit_store(wrapped: Call, context: Any, args: Any, kwargs: Any) -> Any:
+        adapter, late, asking.late = asking.adapter, asking.late, None
+        if late is None:
+            return wrapped(*args, **kwargs)
+        *late.stored, late.chunks = args
+        setattr(adapter, _LATE, [*getattr(adapter, _LATE, [])[-1:], late])
+        return False
 
     def fill_late(adapter: Any) -> None:
         waiting: list[Late] = getattr(adapter, _LATE, [])
@@ -212,7 +215,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def lose(adapter: Any) -> None:
         """Let a worker take its server for gone, if it did not answer, until it is registered again."""
         if asking.unanswered:
-            adapter._health_event = threading.Event()
+            with losing:
+                setattr(adapter, _LOST, lost(adapter) + 1)
+                adapter._health_event.clear()
+
+    def lost(adapter: Any) -> int:
+        return int(getattr(adapter, _LOST, 0))
 
     def execute(wrapped: Call, beat: Any, args: Any, kwargs: Any) -> Any:
         """A heartbeat: the first ping that was sent to a lost server, and answered, registers its worker again."""
@@ -221,23 +229,35 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return wrapped(*args, **kwargs)
         health = beat._health_event
         interval = vars(beat).setdefault(_INTERVAL, beat._interval)
-        while True:
-            lost = adapter is not None and adapter._health_event is not health
-            if lost:
-                health.clear()
+
+        def ping() -> Any:
             beat._interval = min(interval, PING_SECONDS if health.is_set() else BACK_SECONDS)
-            result = wrapped(*args, **kwargs)
-            beat._interval = interval if health.is_set() else min(interval, BACK_SECONDS)
-            if adapter is None:
-                return result
-            if lost and health.is_set():
-                adapter._health_event = health
-            if adapter._health_event is health:
-                fill_late(adapter)
-                return result
-            if lost:
-                return result
-            # It was lost under this ping, which says nothing of what came after.
+            return wrapped(*args, **kwargs)
+
+        result = ping() if adapter is None else found(adapter, beat, health, ping)
+        beat._interval = interval if health.is_set() else min(interval, BACK_SECONDS)
+        if adapter is not None and health.is_set():
+            fill_late(adapter)
+        return result
+
+    def found(adapter: Any, beat: Any, health: threading.Event, ping: Callable[[], Any]) -> Any:
+        """Ping until no step lost the server under it: such a ping says nothing of what came after it was sent.
+
+        LMCache notes what it finds in an event of ours, from which the adapter's own is set.
+        """
+        while True:
+            times = lost(adapter)
+            beat._health_event = event = threading.Event()
+            if health.is_set():
+                event.set()
+            try:
+                result = ping()
+            finally:
+                beat._health_event = health
+            with losing:
+                if lost(adapter) == times:
+                    (health.set if event.is_set() else health.clear)()
+                    return result
 
     return {
         f"{SCHEDULER}.maybe_submit_lookup_request": look_up,
@@ -246,5 +266,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{WORKER}.submit_store_request": store,
         f"{WORKER}.submit_retrieve_request": load,
         f"{MODULE}:HeartbeatThread._execute": livepatch.lasting(execute),
+        f"{SHARED}.prepare_store": prepare_store,
+        f"{SHARED}.commit_store": commit_store,
         "lmcache.v1.multiprocess.futures:MessagingFuture.__init__": init,
     }

@@ -29,6 +29,7 @@ STOPPED = {
     "next step": [["f"], ["e"], [5, 6, 7, 8], 0.0],
     "again": AGAIN,
 }
+REGISTERED_ONCE = {"registered": 1, "known": 1, "again": AGAIN, "events": True}
 
 
 def patched(release: str) -> dict[str, Any]:
@@ -58,6 +59,15 @@ def patched(release: str) -> dict[str, Any]:
             ],
             "registered by": [3, 5],
         },
+        # What LMCache itself, and lmcache-reregister, do of the same worker at the same time.
+        "lost_and_forgotten": {
+            "step": STOPPED["step"],
+            "forgotten": True,
+            "next step": STOPPED["next step"],
+            **REGISTERED_ONCE,
+        },
+        "forgotten_and_lost": {"forgotten": True, "step": [["c"], ["a"], [5, 6, 7, 8], 0.0], **REGISTERED_ONCE},
+        "lost_under_a_ping": REGISTERED_ONCE,
         "other_transfers": [["TimeoutError", 0.7], ["TimeoutError", 0.7], 30.0],
         **({"stopped_through_messages": STOPPED} if release == INSTALLED else {}),
         "killed": {"step": STOPPED["step"], "again": AGAIN},
@@ -107,5 +117,5 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     (patch,) = [one for one in reports if one["state"] == "applied" and one["counters"]]
     assert patch["verdict"] == "needed", patch
     through_messages, lookups = int(release == INSTALLED), 2 if Version(release) < Version("0.5.5") else 0
-    unanswered, loads_failed = 10 + lookups + through_messages, 4 + through_messages
+    unanswered, loads_failed = 13 + lookups + through_messages, 5 + through_messages
     assert patch["counters"] == {"unanswered": unanswered, "loads_failed": loads_failed, "stored_late": 1}

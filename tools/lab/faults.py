@@ -71,17 +71,20 @@ def injected(texts: Collection[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-async def play(fault: Fault, parts: Supervisor) -> None:
-    """Wait for the fault's moment, do it, and undo it when its time is over. Raises ``PartFailed``."""
+async def play(fault: Fault, parts: Supervisor) -> bool:
+    """Wait for the fault's moment, do it, and undo it when its time is over. Raises ``PartFailed``.
+
+    Returns whether the part is back by it.
+    """
     await asyncio.sleep(fault.at)
     if fault.kind == "kill":
         parts.kill(fault.part)
     else:
         parts.pause(fault.part)
     if fault.lasts is None:
-        return
+        return False
     await asyncio.sleep(fault.lasts)
     if fault.kind == "kill":
         await parts.restart(fault.part)
-    else:
-        parts.resume(fault.part)
+        return True
+    return parts.resume(fault.part)

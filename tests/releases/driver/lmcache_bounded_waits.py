@@ -31,7 +31,7 @@ import lmcache_server
 lmcache_server.compiled()
 
 import lmcache
-from lmcache_server import Server, Worker, until
+from lmcache_server import AFTER_A_PING, Server, Worker, silence, until
 
 FIRST, SECOND, THIRD = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
 
@@ -68,7 +68,8 @@ class Asker(Worker):
 
     def __init__(self, server: Server, waits: Waits, interval: float = 0.3) -> None:
         super().__init__(server.port, float(sys.argv[1]), interval)
-        self.waits = waits
+        self.server, self.waits = server, waits
+        self.health = self.adapter._health_event
         waits.taken()
 
     def stored(self, prompt: int) -> None:
@@ -97,6 +98,17 @@ class Asker(Worker):
         hit = self.hit("again", 7, 65)
         self.load("again", 7, SECOND)
         return [hit, self.finished()[1:], self.holds(7, SECOND)]
+
+    def count_registrations(self) -> list[None]:
+        """One entry for each time that it registers from now on."""
+        count: list[None] = []
+        register = self.adapter._send_register_kv_caches_request
+        self.adapter._send_register_kv_caches_request = lambda caches: (count.append(None), register(caches))
+        return count
+
+    def has_its_own_event(self) -> bool:
+        """No patch has left another event in the adapter, or in its heartbeat, than the one that both began with."""
+        return self.adapter._health_event is self.adapter._heartbeat._health_event is self.health
 
 
 def stopped(server: Server, waits: Waits) -> Any:
@@ -229,18 +241,25 @@ def session(server: Server, waits: Waits) -> Any:
 
 
 def heartbeats(server: Server, waits: Waits) -> Any:
-    """How long each ping may take, and when the next one follows, with a heartbeat every 30 s; what it comes to."""
+    """How long each ping may take, and when the next one follows, with a heartbeat every 30 s; what it comes to.
+
+    Under the fourth a step is not answered.
+    """
     worker = Asker(server, waits, interval=30.0)
     worker.stored(5)
     beat, answers = worker.adapter._heartbeat, [False, False, True, "lost", True, True]
-    until(lambda: beat.last_summary is not None)
+    worker.rest()
     seen: list[list[Any]] = []
 
     def send_ping(_client: Any, timeout: float, instance_id: int | None = None) -> bool:
+        if timeout < 1.0:  # the step's
+            return False
         answer = answers[len(seen)]
         seen.append([timeout])
-        if answer == "lost":  # a step is not answered while this ping is
-            worker.adapter._health_event = threading.Event()
+        if answer == "lost":
+            server.ask("raise")
+            worker.step({}, ["lost"])
+            server.ask("well")
         return bool(answer)
 
     module, plain, registered = worker.module, worker.module.send_ping, worker.adapter._send_register_kv_caches_request
@@ -252,6 +271,62 @@ def heartbeats(server: Server, waits: Waits) -> Any:
         seen[-1] += [beat._interval, worker.adapter.is_healthy]
     module.send_ping = plain
     return {"pings": seen, "registered by": count}
+
+
+def of_one_worker(case: Callable[[Asker], Any], server: Server, waits: Waits) -> Any:
+    """What a case comes to, and then: how often its worker registered, how many the server knows, and is used again."""
+    if not server.serves:
+        server.start()
+    worker = Asker(server, waits, interval=30.0)
+    worker.beat()
+    registrations = worker.count_registrations()
+    result = case(worker)
+    worker.beat()
+    result |= {"registered": len(registrations), "known": server.ask("known"), "again": worker.is_used_again()}
+    result["events"] = worker.has_its_own_event()
+    worker.close()
+    return result
+
+
+def lost_and_forgotten(worker: Asker) -> dict[str, Any]:
+    """The server does not answer a step; when it goes on it has forgotten the worker."""
+    server = worker.server
+    worker.stored(5)
+    for name in ("a", "b"):
+        worker.hit(name, 5, 65)
+    server.stop()
+    result = {"step": worker.step({"a": SECOND, "b": THIRD}, ["c", "d"])}
+    os.kill(server.pid, signal.SIGCONT)
+    return {**result, "forgotten": silence(server, AFTER_A_PING) == 0, "next step": worker.step({"e": SECOND}, ["f"])}
+
+
+def forgotten_and_lost(worker: Asker) -> dict[str, Any]:
+    """The server has forgotten the worker, and does not answer when that would register again."""
+    server = worker.server
+    worker.stored(5)
+    worker.hit("a", 5, 65)
+    forgotten = silence(server, AFTER_A_PING) == 0
+    server.stop()
+    result = {"forgotten": forgotten, "step": worker.step({"a": SECOND}, ["c"])}
+    os.kill(server.pid, signal.SIGCONT)
+    return result
+
+
+def lost_under_a_ping(worker: Asker) -> dict[str, Any]:
+    """A step is not answered under a ping, and then both are silent for long."""
+    server, module, plain = worker.server, worker.module, worker.module.send_ping
+
+    def send_ping(*args: Any, **kwargs: Any) -> Any:
+        module.send_ping = lambda *args, **kwargs: False
+        server.ask("raise")
+        worker.step({}, ["a"])
+        server.ask("well")
+        silence(server, AFTER_A_PING)
+        module.send_ping = plain
+        return True
+
+    module.send_ping = send_ping
+    return {}
 
 
 def other_transfers(server: Server, waits: Waits) -> Any:
@@ -310,6 +385,8 @@ ONE_SERVER: tuple[Callable[[Server, Waits], Any], ...] = (
     heartbeats,
     other_transfers,
 )
+ONE_WORKER: tuple[Callable[[Asker], Any], ...] = (lost_and_forgotten, forgotten_and_lost, lost_under_a_ping)
+"""Of a server that knows no other: whether it knows this one is asked."""
 
 
 def main() -> None:
@@ -321,8 +398,11 @@ def main() -> None:
     server = Server()
     later = Server(server.port, held=True)
     messages = Server(held=True, shared=False)
+    forgetful = Server(held=True)
     waits = Waits()
     cases: dict[str, Callable[[], Any]] = {one.__name__: partial(one, server, waits) for one in ONE_SERVER}
+    for case in ONE_WORKER:
+        cases[case.__name__] = partial(of_one_worker, case, forgetful, waits)
     cases["stopped_through_messages"] = lambda: (messages.start(), stopped(messages, waits))[1]
     cases["killed"] = lambda: killed(server, later, waits)
     cases["killed_under_a_store"] = lambda: killed_under_a_store(later if "killed" in sys.argv else server, waits)
@@ -334,7 +414,7 @@ def main() -> None:
             traceback.print_exc()
             result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
-    for one in (server, later, messages):
+    for one in (server, later, messages, forgetful):
         one.kill()
     json.dump(result, RESULT)
     RESULT.flush()

@@ -30,6 +30,8 @@ SLOW = 0.7
 """How long, in seconds, a slow server takes for what a worker asks for."""
 PATIENCE = 20.0
 """Longest time, in seconds, for what must come about."""
+AFTER_A_PING, NEVER_PINGED = 121.0, 3601.0
+"""Seconds of silence after which the server has forgotten a worker, by its options' defaults."""
 
 
 def compiled() -> None:
@@ -61,6 +63,7 @@ class Server:
         import multiprocessing
 
         self.port = port or free_port()
+        self.serves = False
         self.pipe, theirs = multiprocessing.Pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -76,7 +79,7 @@ class Server:
 
     def start(self) -> None:
         self.pipe.send("start")
-        assert self.ask("ready") == "ready"
+        self.serves = self.ask("ready") == "ready"
 
     def ask(self, question: str) -> Any:
         self.pipe.send(question)
@@ -146,6 +149,25 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
         pipe.send(known() if question in ("silence", "known") else question)
 
 
+class Clock:
+    """The worker's clock, which a case sets forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        read = time.clock_gettime
+        time.clock_gettime = lambda which: read(which) + self.ahead
+
+
+CLOCK = Clock()
+
+
+def silence(server: Server, seconds: float) -> int:
+    """The worker is stopped for so long, with the machine that it is on; how many workers the server then knows."""
+    known = server.silence(seconds)
+    CLOCK.ahead += seconds
+    return known
+
+
 def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not holds():
@@ -174,7 +196,12 @@ class Worker:
     def beat(self) -> None:
         """One heartbeat now, from which on the server expects more; the next comes after the interval."""
         self.adapter._ensure_heartbeat_started()
+        self.rest()
         self.adapter._heartbeat._execute()
+
+    def rest(self) -> None:
+        """Wait until the heartbeat's own thread has pinged, if it was started: the next ping comes after the interval."""
+        until(lambda: self.adapter._heartbeat is None or self.adapter._heartbeat.last_summary is not None)
 
     def close(self) -> None:
         """Let both adapters say goodbye, so that the server knows the worker no more."""
