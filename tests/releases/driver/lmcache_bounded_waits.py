@@ -350,6 +350,23 @@ def other_transfers(server: Server, waits: Waits) -> Any:
     return [*([name.replace("LMCache", ""), waited] for name, waited in steps), worker.adapter._heartbeat._interval]
 
 
+def ended_within_a_store(server: Server, waits: Waits) -> Any:
+    """A worker ends between the server's answer and its own copy; another loads what it was about to store."""
+    worker = Asker(server, waits, interval=30.0)
+    worker.fill(10, FIRST)
+    module = importlib.import_module("lmcache.v1.multiprocess.transfer_context.worker_transfer")
+    copy, module.gather_paged_kv_to_cpu = module.gather_paged_kv_to_cpu, None  # an error, which ends the engine
+    try:
+        worker.store("never copied", 10, FIRST)
+    except TypeError:
+        worker.close()
+    module.gather_paged_kv_to_cpu = copy
+    reader = Asker(server, waits, interval=30.0)
+    hit = reader.hit("reads it", 10, 65)
+    reader.load("reads it", 10, SECOND)
+    return [hit, reader.finished()[1:], reader.holds(10, SECOND)]
+
+
 def killed(server: Server, later: Server, waits: Waits) -> Any:
     """The server is killed under a load; two loads and two stores of one step; then another one takes its place."""
     worker = Asker(server, waits)
@@ -365,7 +382,7 @@ def killed(server: Server, later: Server, waits: Waits) -> Any:
 
 def killed_under_a_store(server: Server, waits: Waits) -> Any:
     """Over shared memory, too: what is stored is skipped."""
-    worker = Asker(server, waits)
+    worker = Asker(server, waits, interval=30.0)
     server.stop()
     waits.under_the_next = server.kill
     return worker.step({}, ["a", "b"])
@@ -384,6 +401,7 @@ ONE_SERVER: tuple[Callable[[Server, Waits], Any], ...] = (
     session,
     heartbeats,
     other_transfers,
+    ended_within_a_store,
 )
 ONE_WORKER: tuple[Callable[[Asker], Any], ...] = (lost_and_forgotten, forgotten_and_lost, lost_under_a_ping)
 """Of a server that knows no other: whether it knows this one is asked."""
