@@ -66,8 +66,8 @@ class Waits:
 class Asker(Worker):
     """A worker that remembers what its steps waited for."""
 
-    def __init__(self, server: Server, waits: Waits, interval: float = 0.3) -> None:
-        super().__init__(server.port, float(sys.argv[1]), interval)
+    def __init__(self, server: Server, waits: Waits) -> None:
+        super().__init__(server.port, float(sys.argv[1]))
         self.server, self.waits = server, waits
         self.health = self.adapter._health_event
         waits.taken()
@@ -93,11 +93,18 @@ class Asker(Worker):
 
     def is_used_again(self) -> list[Any]:
         """Once both sides are well: a prompt is stored, found and loaded."""
-        until(lambda: bool(self.adapter.is_healthy and self.scheduler.is_healthy))
+        until(self.is_healthy)
         self.stored(7)
         hit = self.hit("again", 7, 65)
         self.load("again", 7, SECOND)
         return [hit, self.finished()[1:], self.holds(7, SECOND)]
+
+    def is_healthy(self) -> bool:
+        """After a heartbeat of both sides: those of their own come every 30 s."""
+        for beat in (self.adapter._heartbeat, *(self.scheduler._heartbeats or {}).values()):
+            if beat is not None:
+                beat._execute()
+        return bool(self.adapter.is_healthy and self.scheduler.is_healthy)
 
     def count_registrations(self) -> list[None]:
         """One entry for each time that it registers from now on."""
@@ -125,7 +132,7 @@ def stopped(server: Server, waits: Waits) -> Any:
 
 def stopped_after_a_load(server: Server, waits: Waits) -> Any:
     """The first of two loads has come: whatever is reported of it, its contents are there."""
-    worker = Asker(server, waits, interval=30.0)
+    worker = Asker(server, waits)
     worker.stored(5)
     for name in ("a", "b"):
         worker.hit(name, 5, 65)
@@ -138,7 +145,7 @@ def stopped_after_a_load(server: Server, waits: Waits) -> Any:
 
 def answers_pings_before_the_end(server: Server, waits: Waits) -> Any:
     """The worker is registered again between its load, which got no answer, and the end of the step."""
-    worker = Asker(server, waits, interval=30.0)
+    worker = Asker(server, waits)
     worker.stored(5)
     worker.hit("a", 5, 65)
     server.stop()
@@ -168,7 +175,7 @@ def raises_again(server: Server, waits: Waits) -> Any:
 
     That is, what the time between them has restored, and half a second.
     """
-    worker = Asker(server, waits, interval=30.0)
+    worker = Asker(server, waits)
     server.ask("raise")
     first = longer_than_for_a_dead_server(worker.step({}, ["a"])[-1])
     worker.adapter._heartbeat._execute()
@@ -201,7 +208,7 @@ def stopped_under_a_store(server: Server, waits: Waits) -> Any:
     result = [*worker.finished("late"), waits.taken()]
     worker.fill(9, FIRST)
     os.kill(server.pid, signal.SIGCONT)
-    until(lambda: bool(worker.adapter.is_healthy and not vars(worker.adapter).get("_livepatch_late")))
+    until(lambda: worker.is_healthy() and not vars(worker.adapter).get("_livepatch_late"))
     worker.adapter.shutdown()
     reader = Asker(server, waits)
     hit = reader.hit("reads it", 8, 65)
@@ -231,7 +238,7 @@ def used_after_a_lookup(server: Server, waits: Waits) -> Any:
 
 def session(server: Server, waits: Waits) -> Any:
     """A request ends while its lookup is not answered."""
-    worker = Asker(server, waits, interval=30.0)
+    worker = Asker(server, waits)
     server.stop()
     waits.taken()
     worker.scheduler.maybe_submit_lookup_request("a", [5] * 65)
@@ -245,7 +252,7 @@ def heartbeats(server: Server, waits: Waits) -> Any:
 
     Under the fourth a step is not answered.
     """
-    worker = Asker(server, waits, interval=30.0)
+    worker = Asker(server, waits)
     worker.stored(5)
     beat, answers = worker.adapter._heartbeat, [False, False, True, "lost", True, True]
     worker.rest()
@@ -277,7 +284,7 @@ def of_one_worker(case: Callable[[Asker], Any], server: Server, waits: Waits) ->
     """What a case comes to, and then: how often its worker registered, how many the server knows, and is used again."""
     if not server.serves:
         server.start()
-    worker = Asker(server, waits, interval=30.0)
+    worker = Asker(server, waits)
     worker.beat()
     registrations = worker.count_registrations()
     result = case(worker)
@@ -331,7 +338,7 @@ def lost_under_a_ping(worker: Asker) -> dict[str, Any]:
 
 def other_transfers(server: Server, waits: Waits) -> Any:
     """Where the server itself reads and writes the engine's blocks, everything is as it was."""
-    worker = Asker(server, waits, interval=30.0)
+    worker = Asker(server, waits)
     futures = importlib.import_module("lmcache.v1.multiprocess.futures")
 
     class Other:
@@ -352,7 +359,7 @@ def other_transfers(server: Server, waits: Waits) -> Any:
 
 def ended_within_a_store(server: Server, waits: Waits) -> Any:
     """A worker ends between the server's answer and its own copy; another loads what it was about to store."""
-    worker = Asker(server, waits, interval=30.0)
+    worker = Asker(server, waits)
     worker.fill(10, FIRST)
     module = importlib.import_module("lmcache.v1.multiprocess.transfer_context.worker_transfer")
     copy, module.gather_paged_kv_to_cpu = module.gather_paged_kv_to_cpu, None  # an error, which ends the engine
@@ -361,7 +368,7 @@ def ended_within_a_store(server: Server, waits: Waits) -> Any:
     except TypeError:
         worker.close()
     module.gather_paged_kv_to_cpu = copy
-    reader = Asker(server, waits, interval=30.0)
+    reader = Asker(server, waits)
     hit = reader.hit("reads it", 10, 65)
     reader.load("reads it", 10, SECOND)
     return [hit, reader.finished()[1:], reader.holds(10, SECOND)]
@@ -382,7 +389,7 @@ def killed(server: Server, later: Server, waits: Waits) -> Any:
 
 def killed_under_a_store(server: Server, waits: Waits) -> Any:
     """Over shared memory, too: what is stored is skipped."""
-    worker = Asker(server, waits, interval=30.0)
+    worker = Asker(server, waits)
     server.stop()
     waits.under_the_next = server.kill
     return worker.step({}, ["a", "b"])
