@@ -76,10 +76,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if adapter is None or registration is None:
             return wrapped(*args, **kwargs)
         with registration.beating:
-            began, was_healthy, context = clock(), beat._health_event.is_set(), adapter.transfer_ctx
+            began, context = clock(), adapter.transfer_ctx
             result = wrapped(*args, **kwargs)
             if beat._health_event.is_set():
-                if not was_healthy:  # LMCache itself has just registered it
+                if adapter.transfer_ctx is not context:  # LMCache itself has just registered it
                     registration.renewed += 1
                     registration.answered = began
                 elif not registration.in_doubt() or again(beat, registration):

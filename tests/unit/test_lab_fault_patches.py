@@ -1,4 +1,4 @@
-"""The faults inside an engine: what reaches the scheduler of what a worker finished."""
+"""The faults inside the parts: what reaches the scheduler of what a worker finished, and how long a server takes."""
 
 from __future__ import annotations
 
@@ -86,6 +86,21 @@ def test_a_slow_transfer_is_told_once_and_not_before_its_time(monkeypatch: pytes
     assert step() == ({"c"}, set())
     assert step() == (set(), set())
     assert context.counters == {"delayed": 3}
+
+
+def test_a_slow_servers_calls_wait_first_and_are_served_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, done = module("slow_lmcache"), list[object]()
+    monkeypatch.setattr(patch, "time", SimpleNamespace(sleep=done.append))
+    context = PatchContext("fault", {"SECONDS": 0.3}, {}, lambda: None)
+    (wrapper,) = patch.wrappers(context).values()
+
+    def served(number: int) -> str:
+        done.append(number)
+        return "served"
+
+    assert wrapper(served, None, (7,), {}) == "served"
+    assert done == [0.3, 7]
+    assert context.counters == {"slowed": 1}
 
 
 class Reader:

@@ -37,7 +37,8 @@ def test_a_fault_says_what_when_and_for_how_long(text: str, expected: Fault) -> 
 def test_another_fault_is_an_error_that_names_those_there_are(text: str) -> None:
     with pytest.raises(
         UserError,
-        match="disconnects, late-reads, lost-completions, slow-transfer, kill-prefill, stop-prefill, kill-decode, stop-decode",
+        match="disconnects, late-reads, lost-completions, slow-lmcache, slow-transfer, kill-prefill, stop-prefill, kill-decode, "
+        "stop-decode",
     ):
         parse([text], PARTS)
 
@@ -71,6 +72,19 @@ def test_work_goes_on_without_a_part_that_was_killed_but_not_without_another(tmp
 
     with pytest.raises(PartFailed, match="other was ended by SIGKILL"):
         asyncio.run(scene())
+
+
+def test_a_part_that_is_killed_while_it_is_stopped_comes_back_by_the_kills_end_alone(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with Supervisor(tmp_path) as parts:
+            await parts.start([server("victim")])
+            faults = [Fault("stop", "victim", 0.0, 0.4), Fault("kill", "victim", 0.2, 0.6)]
+            back = await asyncio.gather(*(play(fault, parts) for fault in faults))
+            assert back == [False, True]
+            assert parts.restarts == {"victim": 1}
+            assert await play(Fault("stop", "victim", 0.0, 0.1), parts)
+
+    asyncio.run(scene())
 
 
 def test_the_silence_of_a_stopped_part_is_not_held_against_it_until_it_goes_on(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_arms_take_turns_and_a_part_that_was_brought_back_is_counted(
     for arm in result["arms"].values():
         assert arm["survived"]
         assert arm["restarts"] == {"engine": 1}
+        assert [part for part, _ in arm["loaded_again"]] == ["engine"]
         assert arm["disconnected"] == arm["mismatches"] == 0
         assert arm["failed"] > 0
         assert arm["completed"] > 0

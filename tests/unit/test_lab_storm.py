@@ -142,6 +142,8 @@ def test_the_impatient_hang_up_and_the_server_sees_them_go() -> None:
     assert found["waves"] == server.resets
     assert found["prefix_cache_resets"] == server.resets // 2
     assert found["first_token"] is None
+    assert server.delay <= found["longest_wait"] == round(max(tally.waits), 1)
+    assert len(tally.waits) == found["completed"], "who hangs up does not wait"
 
 
 def test_nobody_hangs_up_in_the_calm() -> None:
@@ -230,6 +232,8 @@ def test_a_server_that_never_answers_is_a_failure_and_not_a_disconnect() -> None
     tally = against(server, work)
     assert {kind for _, kind in tally.events} == {"failed"}
     assert set(tally.errors) == {"no answer within 0 s"}
+    assert len(tally.waits) == tally.count("failed")
+    assert min(tally.waits) >= 0.2, "until it was given up as failed"
 
 
 def test_a_load_in_two_rounds_is_one_load_on_a_clock_that_rests_between() -> None:

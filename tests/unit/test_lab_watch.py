@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import topology
-from vllm_livepatch.tools.lab.watch import Sample, held
+from vllm_livepatch.tools.lab.tally import Tally
+from vllm_livepatch.tools.lab.watch import Sample, Watch, held
 
 
 def test_blocks_are_held_only_while_nobody_is_served() -> None:
@@ -30,6 +31,18 @@ def test_an_engine_that_holds_nothing_says_so() -> None:
         "cores_then": None,
         "cores_else": None,
     }
+
+
+def test_what_is_loaded_again_was_asked_for_after_the_return() -> None:
+    watch = Watch({"engine": "", "other": ""}, list, Tally())
+    assert watch.loaded_again(0.0) is None
+    watch.samples["engine"] = [
+        Sample(float(at), 0.0, 0, 0.0, loaded) for at, loaded in enumerate((0, 64, 64, 128, 128, 192))
+    ]
+    watch.samples["other"] = [Sample(float(at), 0.0, 0, 0.0) for at in range(6)]
+    assert watch.loaded_again(0.5) == 2.5, "what comes within the sample of the return may have been asked for before"
+    assert watch.loaded_again(3.0) == 2.0
+    assert watch.loaded_again(4.5) is None
 
 
 def test_a_setting_reaches_every_engine_as_a_number(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Arm:
         self._stack = contextlib.AsyncExitStack()
         self._watch = Watch(self._urls(), parts.processes, self.tally)
         self._loaded_before: dict[str, int] = {}
+        self._back: list[tuple[str, float]] = []
         self._result: dict[str, Any] = {"boot_seconds": parts.up_seconds(), "survived": True, "death": None}
 
     async def __aenter__(self) -> Arm:
@@ -130,6 +131,8 @@ class Arm:
         records = self.parts.processes()
         (self.parts.directory / "processes.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
         found = {**self._result, **self.tally.summary(seconds), "restarts": dict(self.parts.restarts)}
+        # Of each part that came back: until something was loaded from a store, or an engine, again.
+        found["loaded_again"] = [[part, self._watch.loaded_again(moment)] for part, moment in self._back]
         found["errors_logged"] = logs.errors(self.parts.directory, self._roles)
         found["assertion"] = logs.assertion(self.parts.directory, self._roles)
         return {**found, **self._work.figures(), **self._watch.result()}
@@ -142,7 +145,8 @@ class Arm:
 
     async def _hurting(self, fault: Fault) -> None:
         await self.tally.going.wait()
-        await faults.play(fault, self.parts)
+        if await faults.play(fault, self.parts):
+            self._back.append((fault.part, self.tally.elapsed()))
 
     async def _loaded(self) -> dict[str, int]:
         """Tokens that came from a KV store or another engine, so far, by engine; without those that do not answer."""

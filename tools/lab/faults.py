@@ -14,8 +14,8 @@ from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 DISCONNECTS = "disconnects"
 PATCHES = Path(__file__).with_name("fault_patches")
-INJECTED = {"late-reads": "SECONDS", "lost-completions": "SHARE", "slow-transfer": "SECONDS"}
-"""Faults inside the engines, patches that ride in with every arm's bundle; and which option the number after `=` is."""
+INJECTED = {"late-reads": "SECONDS", "lost-completions": "SHARE", "slow-lmcache": "SECONDS", "slow-transfer": "SECONDS"}
+"""Faults inside the parts, patches that ride in with every arm's bundle; and which option the number after `=` is."""
 _FORM = re.compile(r"(?P<kind>kill|stop)-(?P<part>[a-z]+)(?:@(?P<at>\d+(?:\.\d+)?))?(?:\+(?P<lasts>\d+(?:\.\d+)?))?")
 _USUAL_MOMENT = 5.0
 _USUAL_STOP = 10.0
@@ -56,10 +56,9 @@ def parse(texts: Collection[str], parts: Collection[str]) -> tuple[bool, list[Fa
 
 
 def injected(texts: Collection[str]) -> dict[str, dict[str, str]]:
-    """The faults inside the engines: of each its patch's name and the variables that turn it on.
+    """The faults inside the parts: of each its patch's name and the variables that turn it on.
 
-    They are `lost-completions[=SHARE]` and `slow-transfer[=SECONDS]`, and act from the engine's start to its end.
-    Raises UserError.
+    They act from the part's start to its end. Raises UserError.
     """
     found = {}
     for text in texts:
@@ -71,17 +70,20 @@ def injected(texts: Collection[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-async def play(fault: Fault, parts: Supervisor) -> None:
-    """Wait for the fault's moment, do it, and undo it when its time is over. Raises ``PartFailed``."""
+async def play(fault: Fault, parts: Supervisor) -> bool:
+    """Wait for the fault's moment, do it, and undo it when its time is over. Raises ``PartFailed``.
+
+    Returns whether the part is back by it.
+    """
     await asyncio.sleep(fault.at)
     if fault.kind == "kill":
         parts.kill(fault.part)
     else:
         parts.pause(fault.part)
     if fault.lasts is None:
-        return
+        return False
     await asyncio.sleep(fault.lasts)
     if fault.kind == "kill":
         await parts.restart(fault.part)
-    else:
-        parts.resume(fault.part)
+        return True
+    return parts.resume(fault.part)

@@ -33,8 +33,8 @@ def lab(
         list[str] | None,
         typer.Option(
             "--fault",
-            help="disconnects, late-reads[=SECONDS], lost-completions[=SHARE], slow-transfer[=SECONDS], or kill-PART "
-            "or stop-PART with @SECONDS and +SECONDS; repeatable.",
+            help="disconnects, late-reads[=SECONDS], lost-completions[=SHARE], slow-lmcache[=SECONDS], "
+            "slow-transfer[=SECONDS], or kill-PART or stop-PART with @SECONDS and +SECONDS; repeatable.",
         ),
     ] = None,
     patches: Annotated[

@@ -101,20 +101,22 @@ class Visitors:
 
     async def _request(self, number: int, turn: Turn, limit: float | None) -> None:
         tally = self._tally
+        began = tally.elapsed()
         try:
             # A cancelled request closes its connection: to the server, the user has gone.
             answer = await asyncio.wait_for(self._ask(number, turn), limit)
         except asyncio.TimeoutError:
             if limit is None:
-                await self._failed(f"no answer within {self._spec.timeout:.0f} s")
+                await self._failed(began, f"no answer within {self._spec.timeout:.0f} s")
             else:
                 tally.note("disconnected")
         except RequestFailed as error:
-            await self._failed(error.kind, str(error))
+            await self._failed(began, error.kind, str(error))
         except aiohttp.ClientError as error:
-            await self._failed(type(error).__name__, str(error))
+            await self._failed(began, type(error).__name__, str(error))
         else:
             tally.note("completed")
+            tally.waits.append(tally.elapsed() - began)
             tally.mismatches += answer != turn.answer
 
     async def _ask(self, number: int, turn: Turn) -> str:
@@ -128,8 +130,9 @@ class Visitors:
         self._tally.gaps += [later - earlier for earlier, later in pairwise(times)]
         return answer
 
-    async def _failed(self, kind: str, message: str = "") -> None:
+    async def _failed(self, began: float, kind: str, message: str = "") -> None:
         self._tally.fail(kind, message)
+        self._tally.waits.append(self._tally.elapsed() - began)
         await asyncio.sleep(_PAUSE_AFTER_FAILURE)
 
 

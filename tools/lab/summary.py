@@ -47,8 +47,10 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
         ("right completions a second", lambda arm: f"{arm['goodput']:.2f}"),
         ("first token, median / 99 %", lambda arm: _seconds(arm["first_token"])),
         ("between tokens, median / 99 %", lambda arm: _seconds(arm["between_tokens"])),
+        ("longest wait for an answer", lambda arm: _longest(arm.get("longest_wait"))),
         ("tokens loaded from LMCache or another engine", lambda arm: arm.get("loaded_tokens")),
         ("parts brought back", lambda arm: _kinds(arm["restarts"])),
+        ("after its return, something is loaded again in", lambda arm: _again(arm.get("loaded_again", []))),
         ("lines of errors in logs", lambda arm: _kinds(arm["errors_logged"])),
         ("KV usage at the end", lambda arm: _usage(arm.get("kv_usage_at_end"))),
         ("after the load, back in", lambda arm: f"{arm['back_after']:.0f} s" if "back_after" in arm else None),
@@ -94,6 +96,15 @@ def _seconds(values: dict[Any, float] | None) -> str | None:
         return None
     median, last = (values.get(share, values.get(str(share))) for share in (0.5, 0.99))
     return f"{median:.3f} / {last:.3f} s"
+
+
+def _longest(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds:.1f} s"
+
+
+def _again(returns: list[list[Any]]) -> str | None:
+    """A line for each time that a part came back."""
+    return "\n".join(f"{part}: {'never' if after is None else f'{after:.1f} s'}" for part, after in returns) or None
 
 
 def _usage(left: dict[str, float | None] | None) -> str | None:

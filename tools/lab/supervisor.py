@@ -81,6 +81,7 @@ class _Running:
     processor_seconds: float = 0.0
     watcher: asyncio.Task[None] | None = None
     """None while a fault has this part: it may be dead or silent then."""
+    stopped: bool = False
 
 
 class Supervisor:
@@ -146,6 +147,7 @@ class Supervisor:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         running.process.wait()
+        running.stopped = False
         self._say(f"{name} was killed")
 
     async def restart(self, name: str) -> None:
@@ -161,15 +163,20 @@ class Supervisor:
         running = self._part(name)
         self._leave_alone(running)
         self._signal(running, signal.SIGSTOP)
+        running.stopped = True
         self._say(f"{name} was stopped")
 
-    def resume(self, name: str) -> None:
-        """Let a stopped part go on."""
+    def resume(self, name: str) -> bool:
+        """Let a stopped part go on. Returns False for one that was killed in the meantime: it is left alone."""
         running = self._part(name)
+        if not running.stopped:
+            return False
+        running.stopped = False
         self._signal(running, signal.SIGCONT)
         running.last_sign = time.monotonic()
         self._look_after(running)
         self._say(f"{name} goes on")
+        return True
 
     def _part(self, name: str) -> _Running:
         (found,) = (running for running in self._running if running.part.name == name)

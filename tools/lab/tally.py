@@ -29,6 +29,8 @@ class Tally:
     """Seconds to the first token of each streamed completion."""
     gaps: list[float] = field(default_factory=list)
     """Seconds between tokens of streamed completions."""
+    waits: list[float] = field(default_factory=list)
+    """Seconds to the whole answer, or to the failure, of each request that its client did not give up."""
     resets: int = 0
     waves: int = 0
     hang_ups_from: float | None = None
@@ -84,6 +86,7 @@ class Tally:
             "goodput": round((self.count("completed") - self.mismatches) / seconds, 3),
             "first_token": quantiles(self.first_tokens),
             "between_tokens": quantiles(self.gaps),
+            "longest_wait": round(max(self.waits), 1) if self.waits else None,
             "hang_ups_from": self.hang_ups_from,
             "waves": self.waves,
             "prefix_cache_resets": self.resets,

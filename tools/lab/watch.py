@@ -15,7 +15,9 @@ import psutil
 from vllm_livepatch.tools.lab.tally import Tally
 
 SAMPLE_SECONDS = 0.5
-_GAUGE = re.compile(r"^vllm:(kv_cache_usage_perc|num_requests_running|num_requests_waiting)(?:\{[^}]*\})? (\S+)$", re.M)
+_LOADED = "external_prefix_cache_hits_total"
+_KINDS = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", _LOADED)
+_GAUGE = re.compile(rf"^vllm:({'|'.join(_KINDS)})(?:\{{[^}}]*\}})? (\S+)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Sample:
     """Running and waiting ones. Blocks that are used with none of them are held for somebody else."""
     cores: float
     """Processor seconds a second, of all its processes, since the sample before."""
+    loaded: int = 0
+    """Tokens that came from a KV store or another engine, so far."""
 
 
 class Watch:
@@ -55,8 +59,8 @@ class Watch:
                         at = self._tally.elapsed()
                         cores = self._cores(name, spent.get(name, 0.0), at)
                         requests = gauges.get("num_requests_running", 0) + gauges.get("num_requests_waiting", 0)
-                        sample = Sample(round(at, 2), gauges["kv_cache_usage_perc"], int(requests), round(cores, 3))
-                        self.samples[name].append(sample)
+                        used, loaded = gauges["kv_cache_usage_perc"], int(gauges.get(_LOADED, 0))
+                        self.samples[name].append(Sample(round(at, 2), used, int(requests), round(cores, 3), loaded))
                 await asyncio.sleep(SAMPLE_SECONDS)
 
     def _cores(self, name: str, spent: float, at: float) -> float:
@@ -73,6 +77,16 @@ class Watch:
             },
             "held": {name: held(taken) for name, taken in self._all()},
         }
+
+    def loaded_again(self, moment: float) -> float | None:
+        """Seconds from a moment of the load until an engine had loaded something that it asked for after it."""
+        found = [
+            b.at
+            for taken in self.samples.values()
+            for a, b in pairwise(taken)
+            if moment <= a.at and a.loaded < b.loaded
+        ]
+        return round(min(found) - moment, 1) if found else None
 
     def _all(self) -> Iterable[tuple[str, list[Sample]]]:
         return ((name, taken) for name, taken in self.samples.items() if taken)

@@ -1,5 +1,8 @@
 # mypy: disable-error-code="import-not-found"
-"""Stop or kill a real LMCache server under a real worker's calls; print what each step came to, as JSON."""
+"""Stop, kill or hinder a real LMCache server under a real worker's calls; print what each step came to, as JSON.
+
+The arguments are `mq_timeout`, in seconds, and the cases. What a step waited for in vain is the sum of its time-outs.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ gc.disable()
 RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
+import atexit
 import importlib
 import json
 import signal
@@ -18,6 +22,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lmcache_server
@@ -25,118 +31,419 @@ import lmcache_server
 lmcache_server.compiled()
 
 import lmcache
-from lmcache_server import Server, Worker, until
-
-TIMEOUT = 5.0
-"""mq_timeout, in seconds; the patch's SECONDS is a tenth of it."""
+from lmcache_server import AFTER_A_PING, Server, Worker, silence, until
 
 FIRST, SECOND, THIRD = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
 
 
-def waits() -> list[float]:
-    """Note how many seconds each wait of this thread was that came to nothing, from now on."""
-    noted: list[float] = []
-    futures = importlib.import_module("lmcache.v1.multiprocess.futures")
-    main, wait = threading.current_thread(), futures.MessagingFuture.wait
+class Waits:
+    """How many seconds the main thread's waits were that came to nothing, since it was last asked."""
 
-    def noting(self: Any, timeout: float | None = None) -> bool:
-        answered = bool(wait(self, timeout))
-        if threading.current_thread() is main and not answered:
-            noted.append(-1.0 if timeout is None else timeout)
-        return answered
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.under_the_next: Callable[[], None] | None = None
+        main, wait = threading.current_thread(), threading.Event.wait
 
-    futures.MessagingFuture.wait = noting
-    return noted
+        def noting(event: threading.Event, timeout: float | None = None) -> bool:
+            if threading.current_thread() is not main:
+                return wait(event, timeout)
+            if self.under_the_next is not None:
+                act, self.under_the_next = self.under_the_next, None
+                act()
+            came = wait(event, timeout)
+            if not came:
+                assert timeout is not None
+                self.seconds += timeout
+            return came
+
+        threading.Event.wait = noting  # type: ignore[method-assign]
+
+    def taken(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return round(seconds, 1)
 
 
-def stored(worker: Worker, prompt: int) -> None:
-    worker.fill(prompt, FIRST)
-    worker.store(f"store {prompt}", prompt, FIRST)
-    worker.finished(f"store {prompt}")
+class Asker(Worker):
+    """A worker that remembers what its steps waited for."""
+
+    def __init__(self, server: Server, waits: Waits) -> None:
+        super().__init__(server.port, float(sys.argv[1]))
+        self.server, self.waits = server, waits
+        self.health = self.adapter._health_event
+        waits.taken()
+
+    def stored(self, prompt: int) -> None:
+        self.fill(prompt, FIRST)
+        self.store(f"store {prompt}", prompt, FIRST)
+        self.finished(f"store {prompt}")
+
+    def step(self, loads: dict[str, list[int]], stores: list[str]) -> list[Any]:
+        """Loads of the prompt 5 and stores of the prompt 6: what is reported, and how long was waited in vain.
+
+        An error of the step's would end the engine.
+        """
+        try:
+            for name, blocks in loads.items():
+                self.load(name, 5, blocks)
+            for name in stores:
+                self.store(name, 6, FIRST)
+            return [*self.finished(*stores), self.waits.taken()]
+        except Exception as error:
+            return [type(error).__name__, self.waits.taken()]
+
+    def is_used_again(self) -> list[Any]:
+        """Once both sides are well: a prompt is stored, found and loaded."""
+        until(self.is_healthy)
+        self.stored(7)
+        hit = self.hit("again", 7, 65)
+        self.load("again", 7, SECOND)
+        return [hit, self.finished()[1:], self.holds(7, SECOND)]
+
+    def is_healthy(self) -> bool:
+        """After a heartbeat of both sides: those of their own come every 30 s."""
+        for beat in (self.adapter._heartbeat, *(self.scheduler._heartbeats or {}).values()):
+            if beat is not None:
+                beat._execute()
+        return bool(self.adapter.is_healthy and self.scheduler.is_healthy)
+
+    def count_registrations(self) -> list[None]:
+        """One entry for each time that it registers from now on."""
+        count: list[None] = []
+        register = self.adapter._send_register_kv_caches_request
+        self.adapter._send_register_kv_caches_request = lambda caches: (count.append(None), register(caches))
+        return count
+
+    def has_its_own_event(self) -> bool:
+        """No patch has left another event in the adapter, or in its heartbeat, than the one that both began with."""
+        return self.adapter._health_event is self.adapter._heartbeat._health_event is self.health
 
 
-def step_with_a_stopped_server(server: Server) -> Any:
-    """Two loads and two stores of one step, to which nobody answers; then the server goes on."""
-    worker = Worker(server.port, TIMEOUT, interval=0.3)
-    stored(worker, 5)
+def stopped(server: Server, waits: Waits) -> Any:
+    """Two loads and two stores of one step, to which nobody answers, and a step after it; then the server goes on."""
+    worker = Asker(server, waits)
+    worker.stored(5)
     hits = [worker.hit(name, 5, 65) for name in ("a", "b")]
     server.stop()
-    noted = waits()
-    worker.load("a", 5, SECOND)
-    worker.load("b", 5, THIRD)
-    worker.store("c", 6, FIRST)
-    worker.store("d", 6, FIRST)
-    result = {"hits": hits, "step": worker.finished("c", "d"), "waits": sorted(set(noted))}
-    worker.store("e", 6, FIRST)
-    result["next step"] = [worker.finished("e"), worker.adapter.is_healthy]
+    result = {"hits": hits, "step": worker.step({"a": SECOND, "b": THIRD}, ["c", "d"])}
+    result["next step"] = worker.step({"e": SECOND}, ["f"])
     os.kill(server.pid, signal.SIGCONT)
-    until(lambda: bool(worker.adapter.is_healthy and worker.scheduler.is_healthy))
-    worker.fill(7, FIRST)
-    worker.store("f", 7, FIRST)
-    worker.finished("f")
-    hit = worker.hit("g", 7, 65)
-    worker.load("g", 7, SECOND)
-    return {**result, "again": [hit, worker.finished()[1:], worker.holds(7, SECOND)]}
+    return {**result, "again": worker.is_used_again()}
 
 
-def first_of_two_loads(server: Server) -> Any:
-    """The server is stopped between two loads of one step: the first has come."""
-    worker = Worker(server.port, TIMEOUT, interval=30.0)
-    stored(worker, 5)
+def stopped_after_a_load(server: Server, waits: Waits) -> Any:
+    """The first of two loads has come: whatever is reported of it, its contents are there."""
+    worker = Asker(server, waits)
+    worker.stored(5)
     for name in ("a", "b"):
         worker.hit(name, 5, 65)
     worker.load("a", 5, SECOND)
     server.stop()
-    noted = waits()
-    worker.load("b", 5, THIRD)
-    result = [worker.finished()[1:], worker.holds(5, SECOND), sorted(set(noted))]
+    result = worker.step({"b": THIRD}, [])
+    os.kill(server.pid, signal.SIGCONT)
+    return [result, worker.holds(5, SECOND)]
+
+
+def answers_pings_before_the_end(server: Server, waits: Waits) -> Any:
+    """The worker is registered again between its load, which got no answer, and the end of the step."""
+    worker = Asker(server, waits)
+    worker.stored(5)
+    worker.hit("a", 5, 65)
+    server.stop()
+    worker.load("a", 5, SECOND)
+    os.kill(server.pid, signal.SIGCONT)
+    worker.adapter._heartbeat._execute()
+    return [worker.finished()[1:], worker.adapter.is_healthy]
+
+
+def longer_than_for_a_dead_server(waited: float) -> bool:
+    """SECONDS, 2 here, less what its pings took."""
+    assert waited <= 2.0
+    return waited > 1.0
+
+
+def raises(server: Server, waits: Waits) -> Any:
+    """The server answers pings, and not what its handler raised an error at: three stores of one step."""
+    worker = Asker(server, waits)
+    server.ask("raise")
+    *reported, waited = worker.step({}, ["a", "b", "c"])
+    server.ask("well")
+    return [reported, longer_than_for_a_dead_server(waited), worker.is_used_again()]
+
+
+def raises_again(server: Server, waits: Waits) -> Any:
+    """Two stores to which nobody answers, the worker registered again between them: the second's wait is what is left.
+
+    That is, what the time between them has restored, and half a second.
+    """
+    worker = Asker(server, waits)
+    server.ask("raise")
+    first = longer_than_for_a_dead_server(worker.step({}, ["a"])[-1])
+    worker.adapter._heartbeat._execute()
+    healthy = worker.adapter.is_healthy
+    second = longer_than_for_a_dead_server(worker.step({}, ["b"])[-1])
+    server.ask("well")
+    return [first, healthy, second]
+
+
+def slow(server: Server, waits: Waits) -> Any:
+    """The server lives, and takes its time: it is waited for, and its answers count."""
+    worker = Asker(server, waits)
+    worker.stored(5)
+    worker.hit("a", 5, 65)
+    server.ask("slow")
+    worker.load("a", 5, SECOND)
+    server.ask("well")
+    return [worker.finished()[1:], worker.adapter.is_healthy, worker.holds(5, SECOND)]
+
+
+def stopped_under_a_store(server: Server, waits: Waits) -> Any:
+    """The server makes room for the store once it goes on; by then other contents are in the blocks.
+
+    It gives that room out as filled when the worker's registration ends, filled or not.
+    """
+    worker = Asker(server, waits)
+    worker.fill(8, FIRST)
+    server.stop()
+    worker.store("late", 8, FIRST)  # the server takes another prompt for the one of a name that it knows
+    result = [*worker.finished("late"), waits.taken()]
+    worker.fill(9, FIRST)
+    os.kill(server.pid, signal.SIGCONT)
+    until(lambda: worker.is_healthy() and not vars(worker.adapter).get("_livepatch_late"))
+    worker.adapter.shutdown()
+    reader = Asker(server, waits)
+    hit = reader.hit("reads it", 8, 65)
+    reader.load("reads it", 8, SECOND)
+    return [result, hit, reader.finished()[1:], reader.holds(8, SECOND)]
+
+
+def lookup(server: Server, waits: Waits) -> Any:
+    """The scheduler asks a server that does not answer, until a request is not kept any longer."""
+    worker = Asker(server, waits)
+    worker.stored(5)
+    server.stop()
+    waits.taken()
+    hit = worker.hit("asked", 5, 65)
+    waited = waits.taken()
+    os.kill(server.pid, signal.SIGCONT)
+    return [hit, waited, worker.scheduler._mq_timeout, len(worker.scheduler._heartbeats)]
+
+
+def used_after_a_lookup(server: Server, waits: Waits) -> Any:
+    worker = Asker(server, waits)
+    server.stop()
+    worker.hit("asked, too", 5, 65)
+    os.kill(server.pid, signal.SIGCONT)
+    return worker.is_used_again()
+
+
+def session(server: Server, waits: Waits) -> Any:
+    """A request ends while its lookup is not answered."""
+    worker = Asker(server, waits)
+    server.stop()
+    waits.taken()
+    worker.scheduler.maybe_submit_lookup_request("a", [5] * 65)
+    worker.scheduler.end_session("a")
+    os.kill(server.pid, signal.SIGCONT)
+    return waits.taken()
+
+
+def heartbeats(server: Server, waits: Waits) -> Any:
+    """How long each ping may take, and when the next one follows, with a heartbeat every 30 s; what it comes to.
+
+    Under the fourth a step is not answered.
+    """
+    worker = Asker(server, waits)
+    worker.stored(5)
+    beat, answers = worker.adapter._heartbeat, [False, False, True, "lost", True, True]
+    worker.rest()
+    seen: list[list[Any]] = []
+
+    def send_ping(_client: Any, timeout: float, instance_id: int | None = None) -> bool:
+        if timeout < 1.0:  # the step's
+            return False
+        answer = answers[len(seen)]
+        seen.append([timeout])
+        if answer == "lost":
+            server.ask("raise")
+            worker.step({}, ["lost"])
+            server.ask("well")
+        return bool(answer)
+
+    module, plain, registered = worker.module, worker.module.send_ping, worker.adapter._send_register_kv_caches_request
+    count: list[int] = []
+    worker.adapter._send_register_kv_caches_request = lambda caches: (count.append(len(seen)), registered(caches))
+    module.send_ping = send_ping
+    while len(seen) < len(answers):
+        beat._execute()
+        seen[-1] += [beat._interval, worker.adapter.is_healthy]
+    module.send_ping = plain
+    return {"pings": seen, "registered by": count}
+
+
+def of_one_worker(case: Callable[[Asker], Any], server: Server, waits: Waits) -> Any:
+    """What a case comes to, and then: how often its worker registered, how many the server knows, and is used again."""
+    if not server.serves:
+        server.start()
+    worker = Asker(server, waits)
+    worker.beat()
+    registrations = worker.count_registrations()
+    result = case(worker)
+    worker.beat()
+    result |= {"registered": len(registrations), "known": server.ask("known"), "again": worker.is_used_again()}
+    result["events"] = worker.has_its_own_event()
+    worker.close()
+    return result
+
+
+def lost_and_forgotten(worker: Asker) -> dict[str, Any]:
+    """The server does not answer a step; when it goes on it has forgotten the worker."""
+    server = worker.server
+    worker.stored(5)
+    for name in ("a", "b"):
+        worker.hit(name, 5, 65)
+    server.stop()
+    result = {"step": worker.step({"a": SECOND, "b": THIRD}, ["c", "d"])}
+    os.kill(server.pid, signal.SIGCONT)
+    return {**result, "forgotten": silence(server, AFTER_A_PING) == 0, "next step": worker.step({"e": SECOND}, ["f"])}
+
+
+def forgotten_and_lost(worker: Asker) -> dict[str, Any]:
+    """The server has forgotten the worker, and does not answer when that would register again."""
+    server = worker.server
+    worker.stored(5)
+    worker.hit("a", 5, 65)
+    forgotten = silence(server, AFTER_A_PING) == 0
+    server.stop()
+    result = {"forgotten": forgotten, "step": worker.step({"a": SECOND}, ["c"])}
     os.kill(server.pid, signal.SIGCONT)
     return result
 
 
-def refused(server: Server) -> Any:
-    """A load of what the server does not have: answered at once, and failed."""
-    worker = Worker(server.port, TIMEOUT)
-    stored(worker, 5)
-    worker.load("a", 9, SECOND)
-    return [worker.finished()[1:], worker.adapter.is_healthy]
+def lost_under_a_ping(worker: Asker) -> dict[str, Any]:
+    """A step is not answered under a ping, and then both are silent for long."""
+    server, module, plain = worker.server, worker.module, worker.module.send_ping
+
+    def send_ping(*args: Any, **kwargs: Any) -> Any:
+        module.send_ping = lambda *args, **kwargs: False
+        server.ask("raise")
+        worker.step({}, ["a"])
+        server.ask("well")
+        silence(server, AFTER_A_PING)
+        module.send_ping = plain
+        return True
+
+    module.send_ping = send_ping
+    return {}
 
 
-def lookup(server: Server) -> Any:
-    """The scheduler asks a server that does not answer."""
-    worker = Worker(server.port, TIMEOUT, interval=30.0)
-    stored(worker, 5)
+def other_transfers(server: Server, waits: Waits) -> Any:
+    """Where the server itself reads and writes the engine's blocks, everything is as it was."""
+    worker = Asker(server, waits)
+    futures = importlib.import_module("lmcache.v1.multiprocess.futures")
+
+    class Other:
+        def create_recorded_event(self) -> None:
+            return None
+
+        def submit_store(self, *args: Any) -> Any:
+            return futures.MessagingFuture().result(timeout=0.7)
+
+        def submit_retrieve(self, *args: Any, **kwargs: Any) -> Any:
+            return futures.MessagingFuture().result(timeout=0.7)
+
+    worker.adapter.transfer_ctx = Other()
+    steps = [worker.step({}, ["a"]), worker.step({"b": SECOND}, [])]
+    worker.adapter._heartbeat._execute()
+    return [*([name.replace("LMCache", ""), waited] for name, waited in steps), worker.adapter._heartbeat._interval]
+
+
+def ended_within_a_store(server: Server, waits: Waits) -> Any:
+    """A worker ends between the server's answer and its own copy; another loads what it was about to store."""
+    worker = Asker(server, waits)
+    worker.fill(10, FIRST)
+    module = importlib.import_module("lmcache.v1.multiprocess.transfer_context.worker_transfer")
+    copy, module.gather_paged_kv_to_cpu = module.gather_paged_kv_to_cpu, None  # an error, which ends the engine
+    try:
+        worker.store("never copied", 10, FIRST)
+    except TypeError:
+        worker.close()
+    module.gather_paged_kv_to_cpu = copy
+    reader = Asker(server, waits)
+    hit = reader.hit("reads it", 10, 65)
+    reader.load("reads it", 10, SECOND)
+    return [hit, reader.finished()[1:], reader.holds(10, SECOND)]
+
+
+def killed(server: Server, later: Server, waits: Waits) -> Any:
+    """The server is killed under a load; two loads and two stores of one step; then another one takes its place."""
+    worker = Asker(server, waits)
+    worker.stored(5)
+    for name in ("a", "b"):
+        worker.hit(name, 5, 65)
+    server.stop()  # so that it cannot answer before it is killed
+    waits.under_the_next = server.kill
+    result = {"step": worker.step({"a": SECOND, "b": THIRD}, ["c", "d"])}
+    later.start()
+    return {**result, "again": worker.is_used_again()}
+
+
+def killed_under_a_store(server: Server, waits: Waits) -> Any:
+    """Over shared memory, too: what is stored is skipped."""
+    worker = Asker(server, waits)
     server.stop()
-    hit = worker.hit("a", 5, 65)
-    os.kill(server.pid, signal.SIGCONT)
-    return [hit, worker.scheduler._mq_timeout]
+    waits.under_the_next = server.kill
+    return worker.step({}, ["a", "b"])
 
 
-CASES: dict[str, Any] = {
-    "step_with_a_stopped_server": step_with_a_stopped_server,
-    "first_of_two_loads": first_of_two_loads,
-    "refused": refused,
-    "lookup": lookup,
-}
+ONE_SERVER: tuple[Callable[[Server, Waits], Any], ...] = (
+    stopped,
+    stopped_after_a_load,
+    answers_pings_before_the_end,
+    raises,
+    raises_again,
+    slow,
+    stopped_under_a_store,
+    lookup,
+    used_after_a_lookup,
+    session,
+    heartbeats,
+    other_transfers,
+    ended_within_a_store,
+)
+ONE_WORKER: tuple[Callable[[Asker], Any], ...] = (lost_and_forgotten, forgotten_and_lost, lost_under_a_ping)
+"""Of a server that knows no other: whether it knows this one is asked."""
 
 
 def main() -> None:
     result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
     result["vllm"] = importlib.import_module("vllm").__file__
+    importlib.import_module("lmcache.v1.multiprocess.server")
+    importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
     # All servers first: a process that has used ZMQ cannot be forked.
-    servers = {name: Server() for name in sys.argv[1:] or CASES}
-    for name, server in servers.items():
+    server = Server()
+    later = Server(server.port, held=True)
+    messages = Server(held=True, shared=False)
+    forgetful = Server(held=True)
+    waits = Waits()
+    cases: dict[str, Callable[[], Any]] = {one.__name__: partial(one, server, waits) for one in ONE_SERVER}
+    for case in ONE_WORKER:
+        cases[case.__name__] = partial(of_one_worker, case, forgetful, waits)
+    cases["stopped_through_messages"] = lambda: (messages.start(), stopped(messages, waits))[1]
+    cases["killed"] = lambda: killed(server, later, waits)
+    cases["killed_under_a_store"] = lambda: killed_under_a_store(later if "killed" in sys.argv else server, waits)
+    for name in sys.argv[2:]:
         began = time.monotonic()
         try:
-            result["cases"][name] = CASES[name](server)
+            result["cases"][name] = cases[name]()
         except Exception:
             traceback.print_exc()
             result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
-        finally:
-            server.kill()
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
+    for one in (server, later, messages, forgetful):
+        one.kill()
     json.dump(result, RESULT)
     RESULT.flush()
+    atexit._run_exitfuncs()  # the bundle's report among them
     os._exit(0)  # not by the adapters' shutdown: their servers are gone
 
 

@@ -23,34 +23,12 @@ import lmcache_server
 lmcache_server.compiled()
 
 import lmcache
-from lmcache_server import Server, Worker
+from lmcache_server import AFTER_A_PING, CLOCK, NEVER_PINGED, Server, Worker, silence
 
 TIMEOUT = 1.0
 """mq_timeout, in seconds: how long an unpatched worker waits for an answer that does not come."""
 
-AFTER_A_PING, NEVER_PINGED = 121.0, 3601.0
-"""Seconds of silence after which the server has forgotten a worker, by its options' defaults."""
-
 FIRST, SECOND = [1, 2, 3, 4], [5, 6, 7, 8]
-
-
-class Clock:
-    """The worker's clock, which a case sets forward."""
-
-    def __init__(self) -> None:
-        self.ahead = 0.0
-        read = time.clock_gettime
-        time.clock_gettime = lambda which: read(which) + self.ahead
-
-
-CLOCK = Clock()
-
-
-def silence(server: Server, seconds: float) -> int:
-    """The worker is stopped for so long, with the machine that it is on; how many workers the server then knows."""
-    known = server.silence(seconds)
-    CLOCK.ahead += seconds
-    return known
 
 
 def stored_and_loaded(worker: Worker, prompt: int) -> dict[str, Any]:
@@ -65,6 +43,7 @@ def stored_and_loaded(worker: Worker, prompt: int) -> dict[str, Any]:
         worker.load(f"load {prompt}", prompt, SECOND)
         _, loaded, failed = worker.finished()
         result |= {"loaded": bool(loaded), "failed": failed, "right": worker.holds(prompt, SECOND)}
+    worker.rest()
     return result
 
 

@@ -26,8 +26,12 @@ from typing import Any
 import torch
 
 CHUNK, BLOCK, BLOCKS, LAYERS = 32, 16, 16, 2
+SLOW = 0.7
+"""How long, in seconds, a slow server takes for what a worker asks for."""
 PATIENCE = 20.0
 """Longest time, in seconds, for what must come about."""
+AFTER_A_PING, NEVER_PINGED = 121.0, 3601.0
+"""Seconds of silence after which the server has forgotten a worker, by its options' defaults."""
 
 
 def compiled() -> None:
@@ -50,22 +54,32 @@ def free_port() -> int:
 
 
 class Server:
-    """A server in a child process, which also says how many workers it knows."""
+    """A server in a child process, which also says how many workers it knows; `held`: it serves only once it starts.
 
-    def __init__(self) -> None:
+    Without `shared` memory, what is stored and loaded goes through messages.
+    """
+
+    def __init__(self, port: int | None = None, *, held: bool = False, shared: bool = True) -> None:
         import multiprocessing
 
-        self.port = free_port()
+        self.port = port or free_port()
+        self.serves = False
         self.pipe, theirs = multiprocessing.Pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                serve(self.port, theirs)
+                theirs.recv()
+                serve(self.port, theirs, f"lmcache-{self.port}" if shared else "")
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
         theirs.close()
-        assert self.ask("ready") == "ready"
+        if not held:
+            self.start()
+
+    def start(self) -> None:
+        self.pipe.send("start")
+        self.serves = self.ask("ready") == "ready"
 
     def ask(self, question: str) -> Any:
         self.pipe.send(question)
@@ -89,14 +103,14 @@ class Server:
             left.unlink(missing_ok=True)
 
 
-def serve(port: int, pipe: Connection) -> None:
+def serve(port: int, pipe: Connection, shm_name: str) -> None:
     parent = os.getppid()
     clock, ahead = time.monotonic, 0.0
     time.monotonic = lambda: clock() + ahead
     module = importlib.import_module("lmcache.v1.multiprocess.server")
     sys.argv = ["lmcache", "--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)]
     sys.argv += ["--supported-transfer-mode", "engine_driven", "--l1-size-gb", "0.1", "--no-l1-use-lazy"]
-    sys.argv += ["--eviction-policy", "LRU", "--disable-observability", "--shm-name", f"lmcache-{port}"]
+    sys.argv += ["--eviction-policy", "LRU", "--disable-observability", "--shm-name", shm_name]
     given = module.parse_args()
     multiprocess = module.parse_args_to_mp_server_config(given)
     others = (module.parse_args_to_config(given), module.parse_args_to_observability_config(given))
@@ -107,8 +121,20 @@ def serve(port: int, pipe: Connection) -> None:
         (found,) = [one for one in engine._modules if type(one).__name__ == kind]
         return found
 
+    transfers = of("EngineDrivenTransferModule")
+    resolve = transfers._resolve_for_transfer
+
     def known() -> int:
-        return int(of("EngineDrivenTransferModule").tracked_instance_count())
+        return int(transfers.tracked_instance_count())
+
+    def raising(*args: Any) -> Any:
+        raise ValueError("as where it does not know the worker")
+
+    def slow(*args: Any) -> Any:
+        time.sleep(SLOW)
+        return resolve(*args)
+
+    tempers = {"raise": raising, "slow": slow, "well": resolve}
 
     while True:
         question, _, seconds = pipe.recv().partition(" ")
@@ -119,7 +145,27 @@ def serve(port: int, pipe: Connection) -> None:
                 of("ManagementModule")._reap_cycle()
             finally:
                 os.kill(parent, signal.SIGCONT)
+        transfers._resolve_for_transfer = tempers.get(question, transfers._resolve_for_transfer)
         pipe.send(known() if question in ("silence", "known") else question)
+
+
+class Clock:
+    """The worker's clock, which a case sets forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        read = time.clock_gettime
+        time.clock_gettime = lambda which: read(which) + self.ahead
+
+
+CLOCK = Clock()
+
+
+def silence(server: Server, seconds: float) -> int:
+    """The worker is stopped for so long, with the machine that it is on; how many workers the server then knows."""
+    known = server.silence(seconds)
+    CLOCK.ahead += seconds
+    return known
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -143,14 +189,19 @@ class Worker:
         self.scheduler = self.module.LMCacheMPSchedulerAdapter(
             [url], zmq.Context.instance(), "m", BLOCK, strategy, **given
         )
-        self.caches = {f"layer{number}": torch.zeros(2, BLOCKS, BLOCK, 2, 8) for number in range(LAYERS)}
+        self.caches = {f"layer{number}": torch.zeros(2, BLOCKS, 2, BLOCK, 8) for number in range(LAYERS)}
         self.adapter.register_kv_caches(self.caches)
         self.reported: list[tuple[set[str], set[str]]] = []
 
     def beat(self) -> None:
         """One heartbeat now, from which on the server expects more; the next comes after the interval."""
         self.adapter._ensure_heartbeat_started()
+        self.rest()
         self.adapter._heartbeat._execute()
+
+    def rest(self) -> None:
+        """Wait until the heartbeat's own thread has pinged, if it was started: the next ping comes after the interval."""
+        until(lambda: self.adapter._heartbeat is None or self.adapter._heartbeat.last_summary is not None)
 
     def close(self) -> None:
         """Let both adapters say goodbye, so that the server knows the worker no more."""

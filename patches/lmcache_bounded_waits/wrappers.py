@@ -1,0 +1,272 @@
+"""No engine's step waits for long for an LMCache server, and what it did not answer counts as failed.
+
+A worker that copies KV itself (engine-driven, synchronous) asks the server twice for each store and for each load, and
+waits for each answer in the step; so does the scheduler for its lookups. A wait ends when the server does not answer a
+ping either. The server never touches the engine's blocks in this mode: none of them has to be kept from anybody.
+
+Source: LMCache PR#5047, #4516, PR#4517, #4759.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+MODULE = "lmcache.integration.vllm.vllm_multi_process_adapter"
+WORKER = f"{MODULE}:LMCacheMPWorkerAdapter"
+SCHEDULER = f"{MODULE}:LMCacheMPSchedulerAdapter"
+SHARED = "lmcache.v1.multiprocess.transfer_context.shm:EngineDrivenContextShm"
+
+PAUSE_SECONDS = 0.5
+"""How long an answer may take before the server is pinged, and the ping's: a step waits twice that for a dead one."""
+
+PING_SECONDS = 5.0
+"""Longest time for a heartbeat's ping: the next one to a server that died under it is to be answered within 10 s."""
+
+BACK_SECONDS = 2.0
+"""Longest time between the pings to a server that did not answer, and for each of them."""
+
+_ALLOWANCE = "_livepatch_allowance"
+"""Attribute of an adapter: the seconds that steps may still wait for a server that lives, and when that was so.
+
+Time without such waits restores it, so that the waits of one step, or of step after step, do not add up.
+"""
+
+_INTERVAL = "_livepatch_interval"
+"""Attribute of a heartbeat: the interval that it was made with."""
+
+_LOST = "_livepatch_lost"
+"""Attribute of a worker's adapter: how often it took its server for gone in a step."""
+
+_LATE = "_livepatch_late"
+"""Attribute of a worker's adapter: the last two `Late` stores. Of a server that died, no answer ever comes."""
+
+
+class Asking(threading.local):
+    """Whose call this thread is in, if it is a step's, what it asked for last, and whether something got no answer."""
+
+    adapter: Any = None
+    last: Any = None
+    unanswered = False
+    late: Late | None = None  # what is being stored, though there is no room for it yet
+
+
+class Late:
+    """A store over shared memory for which the server may make room yet, once it goes on: what it makes room for is
+    read by others some day, filled or not.
+    """
+
+    def __init__(self, answer: Any, context: Any) -> None:
+        self.answer = answer
+        self.context = context
+        self.stored: tuple[Any, ...] = ()  # the key, and the worker's number
+        self.chunks: list[Any] = []
+
+    def fill(self) -> None:
+        room = self.answer.result().context
+        if room["slots"]:  # else the server has it all
+            for slot, index in zip(self.context._build_slot_tensors(room["slots"]), room["chunk_indices"], strict=True):
+                slot.copy_(self.chunks[index])
+            self.context.mq_timeout = BACK_SECONDS
+            self.context.commit_store(*self.stored, [])
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+    seconds: float = livepatch.options["SECONDS"]
+    asking = Asking()
+    losing = threading.Lock()
+
+    def ask(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        """A call in a step: its waits end early. Other threads' waits are LMCache's, for SECONDS from now on."""
+        adapter._mq_timeout = min(adapter._mq_timeout, seconds)
+        asking.adapter, asking.unanswered, asking.late = adapter, False, None
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            asking.adapter = None
+
+    def look_up(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        if adapter._heartbeats is not None and not adapter._heartbeats:
+            start_heartbeats(adapter)
+        return ask(wrapped, adapter, args, kwargs)
+
+    def start_heartbeats(adapter: Any) -> None:
+        """To 0.5.5 LMCache starts none, as if no heartbeats were all: a lookup that times out is a scheduler's last."""
+        with adapter._heartbeat_lock:
+            for url, client in clients(adapter).items():
+                beat = sys.modules[MODULE].HeartbeatThread(
+                    client, adapter._health_events[url], adapter._heartbeat_interval
+                )
+                beat.start()
+                adapter._heartbeats[url] = beat
+
+    def init(wrapped: Call, future: Any, args: Any, kwargs: Any) -> Any:
+        """An answer that a step has asked for."""
+        wrapped(*args, **kwargs)
+        if asking.adapter is not None:
+            asking.last = future
+            future.is_done_.wait = livepatch.around(future.is_done_.wait, wait)
+
+    def wait(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        adapter = asking.adapter
+        given = args[0] if args else kwargs.get("timeout")
+        if adapter is None:
+            return wrapped(*args, **kwargs)
+        if asking.unanswered:
+            return wrapped(0.0)
+        if answered(wrapped, adapter, seconds if given is None else given):
+            return True
+        asking.unanswered = True
+        livepatch.count("unanswered")
+        livepatch.say("unanswered", "LMCache's server did not answer: nothing is stored or loaded until it does")
+        return wrapped(0.0)
+
+    def answered(wrapped: Call, adapter: Any, given: float) -> bool:
+        began = time.monotonic()
+        if wrapped(min(given, PAUSE_SECONDS)):
+            return True
+        left, at = vars(adapter).get(_ALLOWANCE, (seconds, began))
+        allowance = min(seconds, left + began - at)
+        deadline = began + min(given, allowance)
+        try:
+            while (left := deadline - time.monotonic()) > 0 and pinged(adapter):
+                if wrapped(min(left, PAUSE_SECONDS)):
+                    return True
+            return False
+        finally:
+            now = time.monotonic()
+            setattr(adapter, _ALLOWANCE, (allowance - (now - began), now))
+
+    def pinged(adapter: Any) -> bool:
+        """Whether each server of an adapter answers a ping."""
+        send_ping = sys.modules[MODULE].send_ping
+        asking.adapter = None  # the ping's own wait is a plain one
+        try:
+            return all(send_ping(client, PAUSE_SECONDS) for client in clients(adapter).values())
+        finally:
+            asking.adapter = adapter
+
+    def clients(adapter: Any) -> Mapping[str, Any]:
+        """What an adapter sends to its servers with, by their addresses; from 0.5.5 on by the second name."""
+        for name in ("mq_clients", "req_clients"):  # a scheduler's
+            if hasattr(adapter, name):
+                several: Mapping[str, Any] = getattr(adapter, name)
+                return several
+        return {"": getattr(adapter, "mq_client", None) or adapter.req_client}
+
+    def copies_in_the_step(adapter: Any) -> bool:
+        return type(adapter.transfer_ctx).__name__ == "EngineDrivenTransferContext"
+
+    def store(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        if not copies_in_the_step(adapter):
+            return wrapped(*args, **kwargs)
+        try:
+            return ask(wrapped, adapter, args, kwargs)
+        finally:
+            lose(adapter)
+
+    def prepare_store(wrapped: Call, context: Any, args: Any, kwargs: Any) -> Any:
+        """Over shared memory, an answer that does not come is an error, which would end the engine."""
+        try:
+            return wrapped(*args, **kwargs)
+        except TimeoutError:
+            if asking.adapter is None or not asking.unanswered:
+                raise
+            asking.late = Late(asking.last, context)
+            return None  # no room: LMCache makes some
+
+    def commit_store(wrapped: Call, context: Any, args: Any, kwargs: Any) -> Any:
+        adapter, late, asking.late = asking.adapter, asking.late, None
+        if late is None:
+            return wrapped(*args, **kwargs)
+        *late.stored, late.chunks = args
+        setattr(adapter, _LATE, [*getattr(adapter, _LATE, [])[-1:], late])
+        return False
+
+    def fill_late(adapter: Any) -> None:
+        waiting: list[Late] = getattr(adapter, _LATE, [])
+        for late in list(waiting):
+            if late.answer.query():
+                late.fill()
+                waiting.remove(late)
+                livepatch.count("stored_late")
+
+    def load(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        if not copies_in_the_step(adapter):
+            return wrapped(*args, **kwargs)
+        try:
+            result = ask(wrapped, adapter, args, kwargs)
+        finally:
+            lose(adapter)
+        if asking.unanswered:
+            _, *blocks = adapter.retrieve_futures.get(args[0] if args else kwargs["request_id"], (None,))
+            livepatch.count("loads_failed")
+            adapter.error_block_ids.update(*blocks)  # to 0.5.4 LMCache only logs it, once the server answers again
+        return result
+
+    def lose(adapter: Any) -> None:
+        """Let a worker take its server for gone, if it did not answer, until it is registered again."""
+        if asking.unanswered:
+            with losing:
+                setattr(adapter, _LOST, lost(adapter) + 1)
+                adapter._health_event.clear()
+
+    def lost(adapter: Any) -> int:
+        return int(getattr(adapter, _LOST, 0))
+
+    def execute(wrapped: Call, beat: Any, args: Any, kwargs: Any) -> Any:
+        """A heartbeat: the first ping that was sent to a lost server, and answered, registers its worker again."""
+        adapter = getattr(beat._recover_callback, "__self__", None)  # a worker's, or None
+        if adapter is not None and not copies_in_the_step(adapter):
+            return wrapped(*args, **kwargs)
+        health = beat._health_event
+        interval = vars(beat).setdefault(_INTERVAL, beat._interval)
+
+        def ping() -> Any:
+            beat._interval = min(interval, PING_SECONDS if health.is_set() else BACK_SECONDS)
+            return wrapped(*args, **kwargs)
+
+        result = ping() if adapter is None else found(adapter, beat, health, ping)
+        beat._interval = interval if health.is_set() else min(interval, BACK_SECONDS)
+        if adapter is not None and health.is_set():
+            fill_late(adapter)
+        return result
+
+    def found(adapter: Any, beat: Any, health: threading.Event, ping: Callable[[], Any]) -> Any:
+        """Ping until no step lost the server under it: such a ping says nothing of what came after it was sent.
+
+        LMCache notes what it finds in an event of ours, from which the adapter's own is set.
+        """
+        while True:
+            times = lost(adapter)
+            beat._health_event = event = threading.Event()
+            if health.is_set():
+                event.set()
+            try:
+                result = ping()
+            finally:
+                beat._health_event = health
+            with losing:
+                if lost(adapter) == times:
+                    (health.set if event.is_set() else health.clear)()
+                    return result
+
+    return {
+        f"{SCHEDULER}.maybe_submit_lookup_request": look_up,
+        f"{SCHEDULER}.check_lookup_result": look_up,
+        f"{SCHEDULER}.end_session": look_up,
+        f"{WORKER}.submit_store_request": store,
+        f"{WORKER}.submit_retrieve_request": load,
+        f"{MODULE}:HeartbeatThread._execute": livepatch.lasting(execute),
+        f"{SHARED}.prepare_store": prepare_store,
+        f"{SHARED}.commit_store": commit_store,
+        "lmcache.v1.multiprocess.futures:MessagingFuture.__init__": init,
+    }
