@@ -74,7 +74,7 @@ class Pair:
         return request
 
     def arrived(self, name: str) -> None:
-        """Wait until prefill knows of an ask for which it has no leg yet."""
+        """Wait until prefill serves an ask for which it has no leg yet: asks come over connections of their own."""
         assert wait(lambda: name in self.prefill.worker.reqs_need_send)
 
     def loaded(self, name: str, blocks: list[int], patience: float | None = None) -> str:
@@ -181,6 +181,7 @@ def slots(pair: Pair) -> Any:
         request = decoding(f"d-over-{one}", f"over-{one}", 2, pair.prefill)
         pair.decode.finish(request, [], "FINISHED_ABORTED")
         pair.decode.step()
+        pair.arrived(f"over-{one}")
     answered = wait(lambda: pair.asking() <= before, PATIENCE)
     pair.leg("behind", [1, 2])
     pair.ask("behind", [1, 2])
@@ -196,6 +197,7 @@ def waiting(pair: Pair) -> Any:
     number = pair.prefill.worker.num_sender_tasks
     for one in range(number):
         pair.ask(f"slow-{one}", [10 + one])
+        pair.arrived(f"slow-{one}")
     pair.leg("ready", [1, 2])
     pair.ask("ready", [1, 2])
     served = pair.loaded("ready", [1, 2])
