@@ -21,6 +21,7 @@ gc.disable()
 
 import asyncio
 import atexit
+import ctypes
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,8 @@ gc.enable()
 PATIENCE = float(sys.argv[1])
 OWN = 100.0
 """Contents: block b of prefill's holds OWN + b."""
+DIE_WITH_PARENT = 1
+"""Linux's PR_SET_PDEATHSIG."""
 ELSEWHERE = 20
 """Block b of prefill's goes into block b + ELSEWHERE of decode's."""
 
@@ -260,6 +263,7 @@ class Mortal:
         ours, theirs = os.pipe(), os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
+            ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
             os.read(ours[0], 1)
             serve(Side(model_config, "kv_producer", self.engine_id, port), theirs[1], finishes)
         self._tell, self._hear = ours[1], theirs[0]
