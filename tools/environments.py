@@ -33,6 +33,10 @@ CONSTRAINTS = Path(__file__).parent / "constraints-engine.txt"
 ROUTER = ["vllm-router==0.1.17", "orjson==3.13.0"]
 # On CPU memory it needs neither a GPU nor CUDA; the newest, since vLLM 0.33 asks for 1.5.
 NIXL = ["--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1"]
+# Without what it asks for: over tcp its engine needs none of it. The other build links CUDA's libraries.
+MOONCAKE = ["--no-deps", "mooncake-transfer-engine-non-cuda==0.3.13.post1"]
+# What that links and brings no copy of (Debian's names; libnuma1 is on most machines).
+MOONCAKE_LIBRARIES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200", "libnuma1")
 # Not needed without a GPU, and half of the download: the engine and the server run without them.
 _UNWANTED = ("torch", "opencv", "triton", "cupy", "cuda-", "nixl")
 _MARKER = "complete.json"
@@ -74,6 +78,35 @@ def nixl(python: Path) -> Path:
     tag = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     root = _kept(f"nixl-{tag}", {**_machine(), "steps": NIXL}, _build_small(python, NIXL)).parents[1]
     return next(root.glob("lib/python3*/site-packages"))
+
+
+def mooncake(python: Path) -> Path:
+    """A directory with Mooncake's real transfer engine for ``python``, to be put on PYTHONPATH, as ``nixl`` gives one.
+
+    Debian's libraries that it links are fetched by ``apt-get`` and unpacked beside it, where it looks for its own:
+    nothing is installed, and no privilege is needed. Raises as ``engine`` does.
+    """
+    asked = [str(python), "-c", "import sys; print(sys.implementation.cache_tag)"]
+    tag = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    recipe = {**_machine(), "steps": MOONCAKE, "libraries": MOONCAKE_LIBRARIES}
+
+    def build(root: Path, made: Path) -> None:
+        _build_small(python, MOONCAKE)(root, made)
+        (own,) = root.glob("lib/python3*/site-packages/mooncake_transfer_engine_non_cuda.libs")
+        _add_libraries(own, root / "debian")
+
+    root = _kept(f"mooncake-{tag}", recipe, build).parents[1]
+    return next(root.glob("lib/python3*/site-packages"))
+
+
+def _add_libraries(place: Path, work: Path) -> None:
+    """Debian's packages of ``MOONCAKE_LIBRARIES``: their shared objects into ``place``."""
+    work.mkdir()
+    _step("libraries that Mooncake links", ["apt-get", "download", *MOONCAKE_LIBRARIES], where=work)
+    _step("unpacking them", ["sh", "-c", 'for package in *.deb; do dpkg -x "$package" root || exit; done'], where=work)
+    for library in (work / "root").rglob("*.so*"):
+        shutil.copy2(library, place)
+    shutil.rmtree(work)
 
 
 def vllm_cache(vllm: str) -> dict[str, str]:
@@ -183,12 +216,13 @@ def _unmet(root: Path, names: set[str]) -> Iterator[str]:
                 yield str(requirement)
 
 
-def _step(title: str, command: list[str], otherwise: list[str] | None = None) -> None:
-    """Run one step, and on its failure the other way to do it, if there is one."""
+def _step(title: str, command: list[str], otherwise: list[str] | None = None, where: Path | None = None) -> None:
+    """Run one step (in the directory ``where``), and on its failure the other way to do it, if there is one."""
     _say(f"  {title} ...")
     begun = time.monotonic()
     done = subprocess.run(
         command,
+        cwd=where,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -41,6 +41,7 @@ def main() -> None:
         python = engine.result()
         other = environments.other_vllm(python, OTHER_VLLM)
         environments.nixl(python)
+        environments.mooncake(python)
         inspect_model(python, VLLM, [])
         inspect_model(python, OTHER_VLLM, [other])
     print(f"all that the tests need is here: {time.monotonic() - begin:.0f} s", file=sys.stderr)

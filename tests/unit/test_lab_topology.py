@@ -104,6 +104,19 @@ def test_parts_find_each_other(tmp_path: Path) -> None:
     assert "LMCache" not in option(decode.command, "--kv-transfer-config")
 
 
+@pytest.mark.parametrize("name", ["pd-mooncake", "pd-mooncake-lmcache"])
+def test_mooncake_engines_run_here_on_loopback_with_the_same_time_out(name: str, tmp_path: Path) -> None:
+    described = topology.set_up(topology.load(name), ["abort_timeout=20"])
+    deployed = topology.local(described, tmp_path / "bin/python", tmp_path / "model", {})
+    parts = {part.name: part for part in deployed.parts}
+    for part in (parts["prefill"], parts["decode"]):
+        assert part.environment["VLLM_HOST_IP"] == "127.0.0.1"
+        assert part.environment["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] == "20"
+    asked = list(parts["router"].command)
+    bootstrap = parts["prefill"].environment["VLLM_MOONCAKE_BOOTSTRAP_PORT"]
+    assert asked[asked.index("--prefill") + 1 :][:2] == [parts["prefill"].health.removesuffix("/health"), bootstrap]
+
+
 def test_a_decode_engine_with_few_blocks_reads_by_nixl_first_and_keeps_its_kv_in_lmcache(tmp_path: Path) -> None:
     described = topology.set_up(topology.load("pd-nixl-multi"), ["blocks=90"])
     deployed = topology.local(described, tmp_path / "bin/python", tmp_path / "model", {})

@@ -70,6 +70,17 @@ ALLOWED = {
         **dict.fromkeys(("exception", "logger"), "the module's logger"),
         **dict.fromkeys(("_livepatch_writes", "livepatch_kind"), "what the patch itself sets"),
     },
+    "mooncake-failed-loads": {
+        **dict.fromkeys(("cancel", "done"), "of an asyncio.Future"),
+        **dict.fromkeys(("close", "hostname", "port", "wait_closed"), "of a parsed address and of asyncio's streams"),
+        **dict.fromkeys(("empty", "put"), "of a queue.SimpleQueue"),
+        "gone": "of what the patch itself has",
+    },
+    "mooncake-lost-asks": {
+        **dict.fromkeys(("_failed", "_identity", "_socket", "_worker"), "of what the patch itself has"),
+        "add_done_callback": "of an asyncio.Task",
+        "send_multipart": "of a zmq.asyncio.Socket, for which the patch's own stands in",
+    },
     "nixl-lease-guard": {
         **dict.fromkeys(
             ("nixl_agent", "get_xfer_descs", "initialize_xfer", "register_memory", "send_notif", "transfer"),

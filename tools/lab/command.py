@@ -62,8 +62,6 @@ def command(
     if dry_run:
         print(_commands(described, vllm, lmcache))
         return
-    if described.stopped_by:
-        raise UserError(f"{name} cannot run here: {described.stopped_by}; --dry-run and --print show what would run")
     options = lab.Options(
         topology=described,
         out=directory(out, "lab"),

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import environments
 from vllm_livepatch.tools.lab import faults, loads, model, topology
 from vllm_livepatch.tools.lab.arm import Arm, Work, falling_into, guarded
@@ -29,6 +30,9 @@ from vllm_livepatch.tools.lab.revisions import checkout, command_line
 from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, together
 from vllm_livepatch.tools.lab.topology import Topology
+
+_TRANSPORTS = {"nixl": environments.nixl, "mooncake": environments.mooncake}
+"""What is not in the engines' environment, by the word in a topology's name."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ async def run(options: Options) -> dict[str, Any]:
     python = await asyncio.to_thread(environments.engine, options.vllm, options.lmcache)
     kinds = {role.kind for role in options.topology.roles}
     router = await asyncio.to_thread(environments.router) if "router" in kinds else None
-    needed = [str(await asyncio.to_thread(environments.nixl, python))] if "nixl" in options.topology.name else []
+    transports = [find for name, find in _TRANSPORTS.items() if name in options.topology.name]
+    needed = [str(await asyncio.to_thread(find, python)) for find in transports]
     tiny = model.make(options.out / "model", seed=options.seed)
     rounded = _for_a_round(options)
     print(f"lab: logs are in {options.out}", file=sys.stderr)
@@ -172,21 +177,28 @@ def _tell(begun: float, arm: str, line: str) -> None:
 
 
 def _injected(options: Options, arm: str) -> dict[str, str]:
-    """What puts an arm's bundle into a process. Faults inside the engines ride in it; of stock they are all of it."""
-    hurting = {key: value for variables in options.injected.values() for key, value in variables.items()}
+    """What puts an arm's bundle into a process. The lab's own patches ride in it; of stock they are all of it."""
+    own = _own_patches(options)
+    variables = {key: value for entry in own.values() for key, value in entry.items()}
     if arm != "stock":
-        return {**_bundle(options, arm), **(options.toggles or {}), **hurting}
-    if not hurting:
+        return {**_bundle(options, arm), **(options.toggles or {}), **variables}
+    if not own:
         return {}
-    return {**_bundle(replace(options, patches=tuple(options.injected)), arm), **hurting}
+    return {**_bundle(replace(options, patches=tuple(own)), arm), **variables}
+
+
+def _own_patches(options: Options) -> dict[str, Mapping[str, str]]:
+    """The lab's patches of this run, faults and what the topology cannot run without: their variables by name."""
+    return {**{name: {variable(name): "on"} for name in options.topology.changes}, **options.injected}
 
 
 def _bundle(options: Options, arm: str) -> dict[str, str]:
     place, state = options.out / f"bundle-{arm}", _state(options, arm)
     state.mkdir(exist_ok=True)
-    patches = [*options.patches, *(options.injected if options.patches else ())]
+    own = _own_patches(options)
+    patches = [*options.patches, *(own if options.patches else ())]
     chosen = [word for patch in dict.fromkeys(patches) for word in ("--patch", patch)]
-    directories = [*options.patch_dirs, *([faults.PATCHES] if options.injected else [])]
+    directories = [*options.patch_dirs, *([faults.PATCHES] if own else [])]
     further = [word for directory in directories for word in ("--patch-dir", str(directory))]
     command_line("generate", "--out", str(place), *chosen, *further, path=_checkout(options, arm))
     return {"PYTHONPATH": str(place), "LIVEPATCH_STATE_DIR": str(state)}

@@ -70,8 +70,8 @@ class Topology:
     title: str
     ask: str
     roles: tuple[Role, ...]
-    stopped_by: str = ""
-    """What keeps it from running on CPU memory, if anything does."""
+    changes: tuple[str, ...] = ()
+    """The lab's own patches (see `faults.PATCHES`) without which its engines do not run on CPU memory."""
     settings: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the topology leaves open, by name: `${NAME}` stands for them."""
 
@@ -123,7 +123,7 @@ def load(name: str) -> Topology:
         raise UserError(f"there is no topology {name!r}: there are {', '.join(names())}")
     data = tomllib.loads((TOPOLOGIES / f"{name}.toml").read_text(encoding="utf-8"))
     roles = tuple(Role(**part) for part in data["part"])
-    return Topology(name, data["title"], data["ask"], roles, data.get("stopped_by", ""), data.get("settings", {}))
+    return Topology(name, data["title"], data["ask"], roles, tuple(data.get("changes", ())), data.get("settings", {}))
 
 
 def set_up(topology: Topology, texts: Collection[str]) -> Topology:
@@ -244,6 +244,7 @@ def _local_part(role: Role, placement: Placement, python: Path, model: Path, inj
         words += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
         words += ["--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"]
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter: /reset_prefix_cache
+        variables["VLLM_HOST_IP"] = "127.0.0.1"  # else Mooncake's worker listens where the machine's name resolves to
         # Else NIXL's UCX reads the other process's memory by itself (cma), also of one that is stopped.
         variables["UCX_TLS"] = "tcp"
     elif role.kind == "lmcache":

@@ -23,7 +23,7 @@ import runpy
 import sys
 from typing import Any
 
-OURS = ("vllm", "lmcache", "nixl", "mori", "aiter")
+OURS = ("vllm", "lmcache", "nixl", "mori", "aiter", "mooncake")
 """Packages of which every job brings its own: a release, or a stand-in."""
 
 GIVEN = {os.path.dirname(os.path.abspath(__file__)), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}

@@ -1,0 +1,282 @@
+"""Decode's scheduler is told of each load that came to nothing, once nothing can write into its blocks any more.
+
+To 0.29.0 the worker logs what a prefill engine, or the way to it, refused, and the request waits for ever. In every
+release it waits for a prefill engine that is gone as long as for one that is slow.
+
+Source: vllm PR#50984 (0.30.0), which tells the scheduler of what was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from .peers import Peers
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
+WORKER = f"{MODULE}:MooncakeConnectorWorker"
+CONNECTOR = f"{MODULE}:MooncakeConnector"
+
+LOST = "_livepatch_lost_blocks"
+"""Attribute of a worker to 0.29.0: a queue of the blocks of loads that failed, for the next report."""
+
+LOAD = "_livepatch_load"
+"""Attribute of a pull: its `_Load`."""
+
+UNCERTAIN = "Mooncake transfer engine returned"
+"""How an answer begins after a write that failed: others of its batch may still be under way (Mooncake's
+MultiTransport::getBatchTransferStatus answers FAILED at the first that did)."""
+
+FEWER = "P num blocks less than D"
+"""The answer to 0.18.1 that comes before the writes of the other requests of the same ask, and before their answer."""
+
+
+class _Load:
+    """Of one pull: how many of prefill's workers may still write for it, and whether one has failed."""
+
+    __slots__ = ("failed", "left")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.failed = False
+
+
+class _Asked(dict[str, Any]):
+    """The pulls of one ask to one worker of prefill's: what is answered, what is held, and if more answers come.
+
+    0.33.0 copies what it is given and takes out what is answered: here that is to be seen.
+    """
+
+    def __init__(self, pulls: Mapping[str, Any]) -> None:
+        super().__init__(pulls)
+        self.open = set(pulls)  # not answered
+        self.held: set[str] = set()  # answered with an error while something may still be written
+        self.over = False  # prefill's worker has said its last word, and does no more for this ask
+
+    def copy(self) -> _Asked:
+        return self
+
+
+_ASKED: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+
+
+class _Decoder:
+    """In the place of a worker's decoder of answers: the ask that is being answered sees each of them first."""
+
+    def __init__(self, own: Any, read: Callable[[_Asked, Any], None]) -> None:
+        self.own = own
+        self._read = read
+
+    def decode(self, data: Any) -> Any:
+        response = self.own.decode(data)
+        asked = _ASKED.get()
+        if asked is not None:
+            self._read(asked, response)
+        return response
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
+    seconds: float = livepatch.options["LOOK_SECONDS"]
+    peers = Peers(seconds)
+
+    # What is done with a load that failed
+
+    def ended(worker: Any, pull: Any, well: bool) -> None:
+        """One worker of prefill's writes no more for this pull. With the last of them a failed load is reported."""
+        load: _Load = getattr(pull, LOAD)
+        load.left -= 1
+        load.failed |= not well
+        if load.left == 0 and load.failed:
+            report(worker, pull)
+
+    def report(worker: Any, pull: Any) -> None:
+        blocks = blocks_of(pull)
+        if not blocks:
+            return  # it only told prefill to let go; no request waits for it
+        livepatch.count("failed")
+        livepatch.say("failed", "a load came to nothing, and is told to the scheduler")
+        getattr(worker, LOST).put(blocks)
+        worker.finished_recving_reqs.add(pull.d_req_id)
+
+    def lost(worker: Any, asked: _Asked, reason: str) -> None:
+        """An ask has ended: nobody writes for it any more. What it has not brought is lost."""
+        names, asked.open = asked.open, set()
+        if not hasattr(worker, "_handle_failed_recv"):
+            for name in names:
+                ended(worker, asked[name], well=False)
+            return
+        if not livepatch.facts.get("settles_each_ask"):  # 0.30.0 to 0.32.0 report at once, whoever else still writes
+            for name, pull in asked.items():
+                load: _Load = getattr(pull, LOAD)
+                load.left -= 1
+                load.failed |= name in names
+            names = {
+                name for name, pull in asked.items() if getattr(pull, LOAD).failed and not getattr(pull, LOAD).left
+            }
+        names = {name for name in names if name in asked and blocks_of(asked[name])}
+        if names:
+            livepatch.count("failed", sum(not asked[name].failed for name in names))
+            worker._handle_failed_recv(asked, names, reason)
+
+    # Answers
+
+    def answered(worker: Any, asked: _Asked, response: Any) -> None:
+        """To 0.29.0: count what is answered, and let the release count each load that went well, once."""
+        status = response.status.name
+        asked.over = status in ("ERROR", "FINISH")
+        failed = asked.open & set(response.err_reqs or ())
+        asked.open -= failed
+        if (response.err_msg or "").startswith(UNCERTAIN):
+            asked.held |= failed
+        else:
+            for name in failed:
+                ended(worker, asked[name], well=False)
+        well = [name for name in response.ok_reqs or () if name in asked.open]
+        asked.open.difference_update(well)
+        response.ok_reqs = well
+        for name in well:
+            ended(worker, asked[name], well=True)
+        if livepatch.facts.get("answers_twice") and response.err_msg == FEWER and asked.open:
+            response.status = type(response.status).CONTINUE
+            asked.over = False
+
+    def seen(worker: Any, asked: _Asked, response: Any) -> None:
+        """From 0.30.0 the release does that."""
+        asked.over = response.status.name in ("ERROR", "FINISH")
+        asked.open -= {*(response.ok_reqs or ()), *(response.err_reqs or ())}
+
+    def listen(worker: Any) -> None:
+        if isinstance(worker._xfer_resp_decoder, _Decoder):
+            return
+        read = seen if hasattr(worker, "_handle_failed_recv") else answered
+        own = worker._xfer_resp_decoder
+
+        def guarded(asked: _Asked, response: Any) -> None:
+            try:
+                read(worker, asked, response)
+            except Exception as error:
+                livepatch.stand_aside("reading an answer", error)
+
+        worker._xfer_resp_decoder = _Decoder(own, guarded)
+
+    # The ask
+
+    async def watched(asking: Call, worker: Any, address: str, asked: _Asked) -> None:
+        """Ask as the release does, and see to it that what is asked comes to an end."""
+        _ASKED.set(asked)
+        release = asyncio.ensure_future(asking(address, asked))
+        try:
+            await followed(release, worker, address, asked)
+        except Exception as error:
+            livepatch.stand_aside("following an ask", error)
+            await release
+
+    async def followed(release: asyncio.Future[Any], worker: Any, address: str, asked: _Asked) -> None:
+        while not release.done():
+            await asyncio.wait([release], timeout=seconds)
+            if not release.done() and await peers.gone(address):
+                release.cancel()
+                await asyncio.gather(release, return_exceptions=True)
+                asked.open |= asked.held
+                forget(worker, address, asked)
+                livepatch.count("peer_gone")
+                return lost(worker, asked, f"{address} is gone")
+        unanswered = not asked.over and not hasattr(worker, "_handle_failed_recv")
+        if asked.held or (asked.open and unanswered):
+            # Whoever was asked may still write, now or later. Time alone does not tell.
+            if asked.over:
+                lost(worker, asked, "")
+            livepatch.count("held", len(asked.held | asked.open))
+            livepatch.say("held", f"{address} may still write for a load that failed: its blocks are held")
+            while not await peers.gone(address):
+                await asyncio.sleep(seconds)
+            asked.open |= asked.held
+            forget(worker, address, asked)
+            livepatch.count("peer_gone")
+        return lost(worker, asked, "the prefill engine has answered, without it")
+
+    def forget(worker: Any, address: str, asked: _Asked) -> None:
+        """Ask the bootstrap server anew when the next request comes: an engine that is back has another address."""
+        for engine in {pull.remote_engine_id for pull in asked.values()}:
+            known = worker._remote_agents.get(engine, {})
+            if any(address in stages.values() for stages in known.values()):
+                del worker._remote_agents[engine]
+
+    def receive_kv_from_single_worker(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        address = args[0] if args else kwargs["worker_addr"]
+        pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
+        if not all(hasattr(pull, LOAD) for pull in pulls.values()):
+            return wrapped(*args, **kwargs)  # begun before this patch was there
+        listen(worker)
+        return watched(wrapped, worker, address, _Asked(pulls))
+
+    def receive_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
+        vars(worker).setdefault(LOST, queue.SimpleQueue())
+        try:
+            wrapped(*args, **kwargs)
+        except (KeyError, NotImplementedError) as error:  # before it asked anybody
+            refuse(worker, pulls, f"the prefill engine cannot be asked: {error}")
+            return
+        for pull in pulls.values():
+            setattr(pull, LOAD, _Load(pull.pull_tasks_count))
+
+    async def reached(wrapped: Call, worker: Any, engine: str, pulls: Mapping[str, Any]) -> None:
+        await wrapped(engine, pulls)
+        if engine not in worker._remote_agents and not hasattr(worker, "_handle_failed_recv"):
+            refuse(worker, pulls, "its bootstrap server does not know the prefill engine")
+
+    def refuse(worker: Any, pulls: Mapping[str, Any], reason: str) -> None:
+        """Nobody was asked for these."""
+        for pull in pulls.values():
+            setattr(pull, LOAD, _Load(1))
+        lost(worker, _Asked(pulls), reason)
+
+    def handle_new_engine_id(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        engine = args[0] if args else kwargs["remote_engine_id"]
+        pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
+        vars(worker).setdefault(LOST, queue.SimpleQueue())
+        return reached(wrapped, worker, engine, pulls)
+
+    # The report
+
+    def get_finished(connector: Any, args: Any, kwargs: Any) -> None:
+        """To 0.29.0 the connector has the base class's answer, that no load has failed."""
+        worker = connector.connector_worker
+        if "get_block_ids_with_load_errors" in vars(connector) or hasattr(worker, "_handle_failed_recv"):
+            return
+
+        def load_errors(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> set[int]:
+            blocks = set(wrapped(*args, **kwargs))
+            reported = getattr(worker, LOST, None)
+            while reported is not None and not reported.empty():
+                blocks |= reported.get()
+            return blocks
+
+        connector.get_block_ids_with_load_errors = livepatch.around(
+            connector.get_block_ids_with_load_errors, load_errors
+        )
+
+    return {
+        f"{WORKER}.receive_kv": receive_kv,
+        f"{WORKER}.receive_kv_from_single_worker": receive_kv_from_single_worker,
+        f"{WORKER}.handle_new_engine_id": handle_new_engine_id,
+        f"{CONNECTOR}.get_finished": livepatch.before(get_finished),
+    }
+
+
+def blocks_of(pull: Any) -> set[int]:
+    """The blocks that a pull asks to be filled; to 0.23 they are not by groups."""
+    blocks: set[int] = set()
+    for entry in pull.local_block_ids:
+        blocks.update(entry if isinstance(entry, (list, tuple)) else (entry,))
+    return blocks

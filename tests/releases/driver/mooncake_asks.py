@@ -1,0 +1,341 @@
+"""Let a release's real Mooncake connectors ask and answer, while legs fail; print what each side is told, as JSON.
+
+Prefill and decode are in this process, so that it decides in which order things happen; those that are killed have one
+of their own. `mooncake_asks.py PATIENCE`: how many seconds to wait for what stock never tells.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")  # vLLM logs to stdout, which here belongs to the result
+os.dup2(2, 1)
+gc.disable()
+
+import asyncio
+import atexit
+import ctypes
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import mooncake_sides as sides
+import real_scheduler as real
+import vllm
+from mooncake_sides import Side, decoding, prefilling, wait
+
+gc.enable()
+
+PATIENCE = float(sys.argv[1])
+OWN = 100.0
+"""Contents: block b of prefill's holds OWN + b."""
+DIE_WITH_PARENT = 1
+"""Linux's PR_SET_PDEATHSIG."""
+ELSEWHERE = 20
+"""Block b of prefill's goes into block b + ELSEWHERE of decode's."""
+
+
+class Pair:
+    """A prefill engine and a decode engine."""
+
+    def __init__(self, prefill: Side, decode: Side) -> None:
+        self.prefill, self.decode = prefill, decode
+        prefill.fill(range(sides.BLOCKS), OWN)
+
+    def step(self) -> None:
+        self.prefill.step()
+        self.decode.step()
+
+    def leg(self, name: str, blocks: list[int], status: str | None = "FINISHED_LENGTH_CAPPED") -> Any:
+        """Prefill's part: admitted, computed, and ended."""
+        request = prefilling(f"p-{name}", name, len(blocks))
+        self.prefill.admit(request, blocks)
+        self.prefill.step()
+        if status is not None:
+            self.end(request, blocks, status)
+        return request
+
+    def end(self, request: Any, blocks: list[int], status: str = "FINISHED_LENGTH_CAPPED") -> None:
+        self.prefill.finish(request, blocks, status)
+        self.prefill.step()
+
+    def ask(self, name: str, blocks: list[int], of: Any = None) -> Any:
+        """Decode's part: admitted, and told to load."""
+        request = decoding(f"d-{name}", name, len(blocks), of or self.prefill)
+        places = [number + ELSEWHERE for number in blocks]
+        self.decode.fill(places, -OWN)
+        self.decode.invalid.difference_update(places)  # another's, of a case before
+        self.decode.admit(request, places)
+        self.decode.step()
+        return request
+
+    def arrived(self, name: str) -> None:
+        """Wait until prefill serves an ask for which it has no leg yet: asks come over connections of their own."""
+        assert wait(lambda: name in self.prefill.worker.reqs_need_send)
+
+    def loaded(self, name: str, blocks: list[int], patience: float | None = None) -> str:
+        """What decode is told of a load, and if that is so."""
+        places = [number + ELSEWHERE for number in blocks]
+
+        def told() -> bool:
+            self.step()
+            return f"d-{name}" in self.decode.received
+
+        if not wait(told, PATIENCE if patience is None else patience):
+            return "nothing is told"
+        if set(places) <= self.decode.invalid:
+            return "failed"
+        contents = self.decode.holds(places)
+        return "its own" if contents == [OWN + number for number in blocks] else f"wrong: {contents}"
+
+    def let_go(self, name: str, patience: float | None = None) -> bool:
+        """Whether prefill is told that it may give the blocks away."""
+
+        def told() -> bool:
+            self.step()
+            return f"p-{name}" in self.prefill.sent
+
+        return wait(told, PATIENCE if patience is None else patience)
+
+    def asking(self) -> int:
+        """Asks of decode's that have no answer yet."""
+        tasks = asyncio.all_tasks(self.decode.worker.receiver_loop)
+        return sum(task.get_coro().__qualname__.endswith("receive_kv_from_single_worker") for task in tasks)
+
+
+def in_turn(pair: Pair) -> Any:
+    """Prefill first, then decode, as a router does that asks one after the other."""
+    pair.leg("in-turn", [1, 2, 3])
+    pair.ask("in-turn", [1, 2, 3])
+    return pair.loaded("in-turn", [1, 2, 3], 60), pair.let_go("in-turn", 60)
+
+
+def at_once(pair: Pair) -> Any:
+    """Decode asks before prefill has begun."""
+    pair.ask("at-once", [1, 2])
+    pair.arrived("at-once")
+    pair.leg("at-once", [1, 2])
+    return pair.loaded("at-once", [1, 2], 60), pair.let_go("at-once", 60)
+
+
+def fewer(pair: Pair) -> Any:
+    """Prefill has fewer blocks than decode asks for; beside it, one that has them all."""
+    pair.leg("fewer", [1, 2])
+    pair.leg("beside", [4, 5])
+    pair.decode.admit(decoding("d-beside", "beside", 2, pair.prefill), [24, 25])
+    pair.ask("fewer", [1, 2, 3])  # both in one ask
+    return pair.loaded("fewer", [1, 2, 3]), pair.loaded("beside", [4, 5])
+
+
+def stopped(pair: Pair) -> Any:
+    """Both legs are sent; prefill's ends by a stop token, so that there is nothing to fetch."""
+    pair.ask("stopped", [1, 2])
+    pair.arrived("stopped")
+    pair.leg("stopped", [1, 2], "FINISHED_STOPPED")
+    return pair.loaded("stopped", [1, 2])
+
+
+def aborted(pair: Pair) -> Any:
+    """Prefill's leg is aborted while it computes, and decode asks after that."""
+    pair.leg("aborted", [1, 2], "FINISHED_ABORTED")
+    pair.ask("aborted", [1, 2])
+    return pair.loaded("aborted", [1, 2])
+
+
+def aborted_in_queue(pair: Pair) -> Any:
+    """Some legs are aborted before they were admitted, in the same step as one for which decode waits."""
+    pair.ask("queued", [1, 2])
+    pair.arrived("queued")
+    request = pair.leg("queued", [1, 2], None)
+    for number in range(8):
+        pair.prefill.finish(prefilling(f"p-never-{number}", f"never-{number}", 2), [], "FINISHED_ABORTED")
+    pair.end(request, [1, 2], "FINISHED_ABORTED")
+    return pair.loaded("queued", [1, 2])
+
+
+def begun_again(pair: Pair) -> Any:
+    """The leg was aborted, and comes once more."""
+    pair.leg("again", [1, 2], "FINISHED_ABORTED")
+    pair.leg("again", [4, 5])
+    pair.ask("again", [4, 5])
+    return pair.loaded("again", [4, 5], 60), pair.let_go("again", 60)
+
+
+def no_leg(pair: Pair) -> Any:
+    """Prefill's leg never comes, within the time for which it may."""
+    with seconds("1"):
+        pair.ask("no-leg", [1, 2])
+        result = pair.loaded("no-leg", [1, 2], PATIENCE + 2)
+        left = "no-leg" in pair.prefill.worker.reqs_need_send
+    return result, left
+
+
+def slots(pair: Pair) -> Any:
+    """As many decode requests as prefill has tasks are aborted before they were admitted; another is asked for."""
+    number, before = pair.prefill.worker.num_sender_tasks, pair.asking()
+    for one in range(number):
+        request = decoding(f"d-over-{one}", f"over-{one}", 2, pair.prefill)
+        pair.decode.finish(request, [], "FINISHED_ABORTED")
+        pair.decode.step()
+        pair.arrived(f"over-{one}")
+    answered = wait(lambda: pair.asking() <= before, PATIENCE)
+    pair.leg("behind", [1, 2])
+    pair.ask("behind", [1, 2])
+    served = pair.loaded("behind", [1, 2])
+    for one in range(number):  # their prefills come after all
+        pair.leg(f"over-{one}", [7, 8])
+    let_go = all(pair.let_go(f"over-{one}", 60) for one in range(number))
+    return served, answered, let_go, pair.loaded("behind", [1, 2], 60)
+
+
+def waiting(pair: Pair) -> Any:
+    """As many decode requests as prefill has tasks wait for prefills that are not over; another's is."""
+    number = pair.prefill.worker.num_sender_tasks
+    for one in range(number):
+        pair.ask(f"slow-{one}", [10 + one])
+        pair.arrived(f"slow-{one}")
+    pair.leg("ready", [1, 2])
+    pair.ask("ready", [1, 2])
+    served = pair.loaded("ready", [1, 2])
+    for one in range(number):
+        pair.leg(f"slow-{one}", [10 + one])
+    return served, [pair.loaded(f"slow-{one}", [10 + one], 60) for one in range(number)]
+
+
+def unreachable(pair: Pair) -> Any:
+    """The bootstrap server is not there."""
+    pair.ask("unreachable", [1, 2], SimpleNamespace(engine_id="nobody", port=sides.free_port()))
+    return pair.loaded("unreachable", [1, 2])
+
+
+def unknown(pair: Pair) -> Any:
+    """The bootstrap server is there, and knows another engine."""
+    pair.ask("unknown", [1, 2], SimpleNamespace(engine_id="nobody", port=pair.prefill.port))
+    return pair.loaded("unknown", [1, 2])
+
+
+def broken(pair: Pair) -> Any:
+    """A write fails, in part, and the other part comes later: Mooncake says so before all of a batch has ended."""
+    engine = pair.prefill.worker.engine
+    late: list[Any] = []
+
+    def fails(*call: Any) -> int:
+        late.append(call)
+        return -1
+
+    pair.prefill.worker.engine = SimpleNamespace(batch_transfer_sync_write=fails)
+    pair.leg("broken", [1, 2])
+    pair.ask("broken", [1, 2])
+    told = pair.loaded("broken", [1, 2], 1.0)
+    pair.prefill.worker.engine = engine
+    engine.batch_transfer_sync_write(*late[0])
+    return told
+
+
+def killed(pair: Pair, mortal: Mortal, again: Mortal) -> Any:
+    """Prefill's process is killed while decode waits for it; then it is there again, as the same engine."""
+    mortal.start()
+    pair.ask("killed", [1, 2], mortal)
+    assert mortal.read() == "asked"
+    mortal.kill()
+    result = [pair.loaded("killed", [1, 2])]
+    pair.ask("after", [1, 2], mortal)
+    result.append(pair.loaded("after", [1, 2]))
+    again.start()
+    pair.ask("back", [1, 2], again)
+    result.append(pair.loaded("back", [1, 2]))
+    again.kill()
+    return result
+
+
+class Mortal:
+    """A prefill engine in a process of its own, made before this one has threads. It serves whatever it is asked for."""
+
+    def __init__(self, model_config: Any, port: int, finishes: bool) -> None:
+        self.engine_id, self.port = "mortal", port
+        ours, theirs = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+            os.read(ours[0], 1)
+            serve(Side(model_config, "kv_producer", self.engine_id, port), theirs[1], finishes)
+        self._tell, self._hear = ours[1], theirs[0]
+
+    def start(self) -> None:
+        os.write(self._tell, b"1")
+        assert self.read() == "up"
+
+    def read(self) -> str:
+        return os.read(self._hear, 64).decode()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def serve(side: Side, pipe: int, finishes: bool) -> None:
+    side.fill(range(sides.BLOCKS), OWN)
+    os.write(pipe, b"up")
+    done: set[str] = set()
+    while True:
+        wait(lambda: bool(set(side.worker.reqs_need_send) - done), 1e6)
+        for transfer in set(side.worker.reqs_need_send) - done:
+            done.add(transfer)
+            if finishes:
+                request = prefilling(f"p-{transfer}", transfer, 2)
+                side.admit(request, [1, 2])
+                side.step()
+                side.finish(request, [1, 2], "FINISHED_LENGTH_CAPPED")
+                side.step()
+            else:
+                os.write(pipe, b"asked")
+
+
+class seconds:
+    """How long the release waits for the other side, meanwhile."""
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def __enter__(self) -> None:
+        os.environ[ABORT] = self._value
+
+    def __exit__(self, *error: object) -> None:
+        os.environ[ABORT] = "600"
+
+
+ABORT = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
+CASES = (in_turn, at_once, fewer, stopped, aborted, aborted_in_queue, begun_again, no_leg, unreachable, unknown, broken)
+LAST = (waiting, slots)
+
+
+def main() -> None:
+    real.quiet()
+    os.environ[ABORT] = "600"
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
+        port = sides.free_port()
+        mortals = [Mortal(model_config, port, finishes) for finishes in (False, True)]
+        prefill = Side(model_config, "kv_producer", "prefill", sides.free_port())
+        decode = Side(model_config, "kv_consumer", "decode", sides.free_port())
+        pair = Pair(prefill, decode)
+        result: dict[str, Any] = {case.__name__: case(pair) for case in CASES}
+        result["killed"] = killed(pair, *mortals)
+        # What stock never answers keeps its tasks for good.
+        apart = Side(model_config, "kv_producer", "apart", sides.free_port(), num_workers=1)
+        result |= {case.__name__: case(Pair(apart, decode)) for case in LAST}
+    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
+    atexit._run_exitfuncs()  # the bundle's last report
+    os._exit(0)  # sockets that wait would be waited for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Both halves of a release's Mooncake connector on CPU memory, with Mooncake's real transfer engine over tcp.
+
+The connectors are the release's own, of both roles, made by its factory. Who plays the scheduler says which requests
+there are and what became of them. One thing is not as in the release: `torch.accelerator`, of which a machine without
+one has no answer to give, says that the device is the CPU.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import vllm.platforms
+
+if not hasattr(torch._C._cpu, "_is_avx512_supported"):
+    torch._C._cpu._is_avx512_supported = lambda: False  # 0.17 asks for it by a name that later releases of torch lack
+from vllm.platforms.cpu import CpuPlatform
+
+vllm.platforms._current_platform = CpuPlatform()
+os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+torch.accelerator.current_device_index = lambda: "cpu"
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.distributed.kv_transfer.kv_connector import utils
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import RequestStatus
+
+BLOCKS = 61
+"""Blocks of each side, a number that is no other dimension of the cache."""
+LAYER = "model.layers.0.self_attn.attn"
+SECONDS = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
+    """Whether the condition came true in time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def make_config(model_config: Any, role: str, engine_id: str, extra: dict[str, Any]) -> Any:
+    config = VllmConfig(
+        model_config=model_config,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            max_model_len=256,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            disable_hybrid_kv_cache_manager=True,
+        ),
+        cache_config=CacheConfig(block_size=32),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="MooncakeConnector",
+            kv_role=role,
+            engine_id=engine_id,
+            kv_connector_extra_config={"mooncake_protocol": "tcp", **extra},
+        ),
+        device_config=DeviceConfig(device="cpu"),
+    )
+    if hasattr(config.cache_config, "kv_cache_layout"):
+        config.cache_config.kv_cache_layout = "NHD"  # from 0.29 the engine core says it before workers begin
+    return config
+
+
+def begin_distributed(model_config: Any, rendezvous: Path) -> None:
+    """Make the process group of one rank that workers ask for theirs."""
+    with set_current_vllm_config(make_config(model_config, "kv_producer", "none", {})):
+        init_distributed_environment(1, 0, rendezvous.as_uri(), 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+
+
+def cache_shape() -> tuple[int, ...]:
+    """The shape that the release's CPU backend gives a cache."""
+    # From 0.29 the layout is the configuration's, and K and V of a block lie together.
+    shape_of = getattr(CPUAttentionBackend, "get_kv_cache_shape", lambda *_: (BLOCKS, 2, 32, 64))
+    shape: tuple[int, ...] = shape_of(BLOCKS, 32, 2, 32)
+    topology: Any = getattr(utils, "TransferTopology", None)
+    if len(shape) == 4 and hasattr(topology, "split_k_and_v"):
+        topology.split_k_and_v = False  # 0.23.0 to 0.25.1 take the CPU's cache for two, and cannot register it
+    return shape
+
+
+class Side:
+    """One engine's connector, of both roles, and its cache. A prefill engine has a bootstrap server at `port`."""
+
+    def __init__(self, model_config: Any, role: str, engine_id: str, port: int, **extra: Any) -> None:
+        os.environ["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(port)
+        self.port, self.engine_id = port, engine_id
+        config = make_config(model_config, role, engine_id, extra)
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
+        with set_current_vllm_config(config):
+            self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+            self.scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+            self.worker = self.connector.connector_worker
+            try:
+                self.register(cache_shape())
+            except AssertionError:  # to 0.18.1 only a layout that the CPU's backend has not
+                self.register((2, BLOCKS, 32, 2, 32))
+        self.module = sys.modules[type(self.worker).__module__]
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+        self.invalid: set[int] = set()
+
+    def register(self, shape: tuple[int, ...]) -> None:
+        self.cache = torch.zeros(shape)
+        self.dimension = list(shape).index(BLOCKS)
+        self.connector.register_kv_caches({LAYER: self.cache})
+
+    def fill(self, blocks: Iterable[int], contents: float) -> None:
+        for number in blocks:
+            self.cache.select(self.dimension, number).fill_(contents + number)
+
+    def holds(self, blocks: Iterable[int]) -> list[float]:
+        """What lies in blocks: one number for each, or NaN where it is not one."""
+        found = [self.cache.select(self.dimension, number).unique() for number in blocks]
+        return [float(one.item()) if one.numel() == 1 else float("nan") for one in found]
+
+    def step(self) -> None:
+        """A step: the worker is told what the scheduler's side has, and says what has ended."""
+        self.connector.bind_connector_metadata(self.scheduler.build_connector_meta(None))
+        self.connector.start_load_kv(None)
+        results = (
+            self.connector.get_transfer_results(set()) if hasattr(self.connector, "get_transfer_results") else None
+        )
+        if results is None:
+            sent, received = self.connector.get_finished(set())
+        else:
+            sent, received = results.finished_sending, results.finished_recving
+            self.failed |= set(results.failed_recving or ())
+        self.sent |= set(sent or ())
+        self.received |= set(received or ())
+        self.invalid |= set(self.connector.get_block_ids_with_load_errors())
+
+    # What the scheduler would say
+
+    def admit(self, request: Any, blocks: list[int]) -> None:
+        """A request is given its blocks, all of them to be loaded where it loads."""
+        given = SimpleNamespace(
+            get_unhashed_block_ids=lambda: blocks,
+            get_unhashed_block_ids_all_groups=lambda: [blocks],
+            get_block_ids=lambda: [blocks],
+            blocks=([SimpleNamespace(block_id=number, block_hash=None) for number in blocks],),
+        )
+        self.scheduler.get_num_new_matched_tokens(request, 0)
+        self.scheduler.update_state_after_alloc(request, given, 32 * len(blocks))
+
+    def finish(self, request: Any, blocks: list[int], status: str) -> bool:
+        """A request ends; whether its blocks are kept for a transfer."""
+        request.status = getattr(RequestStatus, status)
+        finish = getattr(self.scheduler, "request_finished_all_groups", None)
+        kept = finish(request, (blocks,)) if finish else self.scheduler.request_finished(request, blocks)
+        return bool(kept[0])
+
+
+def request(name: str, prompt: int, **parameters: Any) -> Any:
+    """A request as far as a connector looks at it."""
+    return SimpleNamespace(
+        request_id=name,
+        kv_transfer_params=parameters,
+        prompt_token_ids=[1] * prompt,
+        num_prompt_tokens=prompt,
+        num_computed_tokens=0,
+        status=RequestStatus.RUNNING,
+    )
+
+
+def prefilling(name: str, transfer: str, blocks: int) -> Any:
+    return request(name, 32 * blocks, do_remote_decode=True, transfer_id=transfer)
+
+
+def decoding(name: str, transfer: str, blocks: int, prefill: Side | SimpleNamespace) -> Any:
+    return request(
+        name,
+        32 * blocks,
+        do_remote_prefill=True,
+        transfer_id=transfer,
+        remote_engine_id=prefill.engine_id,
+        remote_bootstrap_addr=f"http://127.0.0.1:{prefill.port}",
+    )

@@ -1,0 +1,102 @@
+"""vLLM's real Mooncake connectors and Mooncake's real transfer engine: asks that are refused, lost and late.
+
+Prefill and decode ask and answer over the loopback; contents of blocks are compared. Each case says what decode is told
+of a load (its own contents, that it failed, or nothing), and what prefill lets go. A run takes seconds of a core: one release of
+each form of the code is run patched, and on stock those where stock begins to differ. All from 0.16.0 on were run by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+from packaging.version import Version
+from vllm_livepatch.tools import catalogue, environments
+
+DRIVER = "mooncake_asks"
+PATCHES = ("mooncake-failed-loads", "mooncake-lost-asks")
+FORMS = [variant.releases[0] for name in PATCHES for variant in catalogue.load()[name].patch.variants]
+RELEASES = sorted(set(FORMS), key=Version)
+STOCK = ["0.16.0", "0.19.1", "0.29.0", "0.30.0", "0.33.0"]
+NOTHING, FAILED, OWN = "nothing is told", "failed", "its own"
+
+RIGHT = {
+    "in_turn": [OWN, True],
+    "at_once": [OWN, True],
+    "fewer": [FAILED, OWN],
+    "stopped": FAILED,
+    "aborted": FAILED,
+    "aborted_in_queue": FAILED,
+    "begun_again": [OWN, True],
+    "no_leg": [FAILED, False],
+    "unreachable": FAILED,
+    "unknown": FAILED,
+    "killed": [FAILED, FAILED, OWN],
+    "waiting": [OWN, [OWN, OWN]],
+    "slots": [OWN, True, True, OWN],
+}
+
+
+def reports_failures(release: str) -> bool:
+    """vLLM PR#50984: what prefill answers as failed is told to decode's scheduler."""
+    return Version(release) >= Version("0.30")
+
+
+def stock(release: str) -> dict[str, Any]:
+    told = FAILED if reports_failures(release) else NOTHING
+    # 0.33.0 notices what an answer leaves out; but prefill's answer to an ask for what was aborted does not come.
+    return {
+        **RIGHT,
+        "fewer": [told, OWN if Version(release) >= Version("0.19") else NOTHING],
+        "stopped": NOTHING,
+        "aborted": NOTHING,
+        "aborted_in_queue": NOTHING,
+        "no_leg": [told, True],
+        "unreachable": told,
+        "unknown": told,
+        "broken": told,
+        "killed": [NOTHING] * 3,
+        "waiting": [NOTHING, [OWN, OWN]],
+        "slots": [NOTHING, False, True, OWN],
+    }
+
+
+def patched(release: str) -> dict[str, Any]:
+    # A write that failed may go on: to 0.29.0 nothing is told, and nobody gets the blocks.
+    return {**RIGHT, "broken": FAILED if reports_failures(release) else NOTHING}
+
+
+@pytest.mark.parametrize("release", STOCK)
+def test_stock(release: str, warm: interpreter.Interpreter, engine_python: Path, tmp_path: Path) -> None:
+    """Loads that were refused wait for ever, and so does everybody behind asks that wait."""
+    path = [environments.mooncake(engine_python)]
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, path=path, arguments=["0.3"])
+    assert run["cases"] == stock(release)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_patched(
+    release: str, warm: interpreter.Interpreter, engine_python: Path, bundle: Path, tmp_path: Path
+) -> None:
+    """Each load that came to nothing is told as failed, and each ask is served that can be."""
+    path = [environments.mooncake(engine_python)]
+    environ = {"LIVEPATCH_MOONCAKE_FAILED_LOADS_LOOK_SECONDS": "0.2"}
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, path=path, arguments=["30"], environ=environ)
+    assert run["cases"] == patched(release)
+    (report,) = (file for file in (tmp_path / "state").glob("*.json") if pid_of(file) == run["pid"])
+    refused, held = (1, {}) if reports_failures(release) else (9, {"held": 1})
+    for name, counters in (
+        ("mooncake-failed-loads", {"failed": refused, "peer_gone": 1, **held}),
+        ("mooncake-lost-asks", {"given_up": 12, "refused": 1, "let_go": 2}),
+    ):
+        patch = interpreter.read(report, name)
+        assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
+        assert patch["counters"] == counters
+
+
+def pid_of(report: Path) -> int:
+    """Of two processes that are killed there are reports, too."""
+    return int(json.loads(report.read_text(encoding="utf-8"))["pid"])

@@ -1,0 +1,241 @@
+"""`mooncake-failed-loads`: who is gone, whose word counts, and when a load that failed is reported.
+
+The worker is a stand-in: what of a release is concerned is in tests/releases/test_mooncake_asks.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.patches.mooncake_failed_loads import wrappers as patch
+from vllm_livepatch.patches.mooncake_failed_loads.peers import Peers
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+
+class Status(IntEnum):
+    FINISH, CONTINUE, ERROR = range(3)
+
+
+@contextlib.contextmanager
+def listening(port: int = 0) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", port)) as server:
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_gone_is_who_refuses_at_two_looks_and_is_not_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("vllm_livepatch.patches.mooncake_failed_loads.peers.time.monotonic", lambda: clock.now)
+    peers = Peers(2.0)
+
+    def gone(address: str, at: float) -> bool:
+        clock.now = at
+        return asyncio.run(peers.gone(address))
+
+    with listening() as address:
+        assert [gone(address, at) for at in (100, 102)] == [False, False]
+    # Between two looks, whoever asks, nothing is known.
+    assert [gone(address, at) for at in (104, 105, 106, 107)] == [False, False, True, True]
+    with listening(int(address.rpartition(":")[2])):
+        assert [gone(address, at) for at in (107.9, 108, 109)] == [True, False, False]
+
+
+def test_who_does_not_answer_at_all_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(*place: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", silent)
+    peers = Peers(0.01)
+
+    async def looked() -> list[bool]:
+        found = []
+        for _ in range(3):
+            found.append(await peers.gone("tcp://127.0.0.1:1"))
+            await asyncio.sleep(0.01)
+        return found
+
+    assert asyncio.run(looked()) == [False] * 3
+
+
+class Connector:
+    """As the base class of connectors has it."""
+
+    connector_worker: Any
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
+class Decode:
+    """A decode engine's worker that asks two workers of a prefill engine, for one request with two blocks."""
+
+    def __init__(self, *, reports: bool = False, facts: dict[str, Any] | None = None) -> None:
+        self.aside: list[str] = []
+        options = {"LOOK_SECONDS": 0.05}
+        self.context = PatchContext(
+            "mooncake-failed-loads", options, facts or {}, lambda: None, failed=self.aside.append
+        )
+        self.wrap = patch.wrappers(self.context)
+        self.pull = SimpleNamespace(
+            d_req_id="d", local_block_ids=[[3, 4]], remote_engine_id="p", pull_tasks_count=2, failed=False
+        )
+        self.told: list[Any] = []
+        self._xfer_resp_decoder = SimpleNamespace(decode=lambda response: response)
+        self._remote_agents: dict[str, Any] = {"p": {0: {0: "tcp://one"}, 1: {0: "tcp://two"}}}
+        self.finished_recving_reqs: set[str] = set()
+        if reports:
+            self._handle_failed_recv = lambda pulls, names, reason: self.told.append(sorted(names))
+
+    def call(self, name: str, release: Callable[..., Any], *args: Any) -> Any:
+        return self.wrap[f"{patch.WORKER}.{name}"](release, self, args, {})
+
+    def ask(self, address: str, answers: Callable[[Any], Awaitable[None]]) -> asyncio.Future[Any]:
+        """Ask one worker, which answers so: `answers` gets what takes an answer."""
+
+        async def release(address: str, pulls: Any) -> None:
+            await answers(lambda **said: self._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said})))
+
+        asked: Awaitable[Any] = self.call("receive_kv_from_single_worker", release, address, {"d": self.pull})
+        return asyncio.ensure_future(asked)
+
+    def reported(self) -> tuple[set[str], set[int]]:
+        connector = Connector()
+        connector.connector_worker = self
+        self.wrap[f"{patch.CONNECTOR}.get_finished"].look(connector, (), {})
+        return self.finished_recving_reqs, connector.get_block_ids_with_load_errors()
+
+
+ANSWER = {"status": Status.FINISH, "ok_reqs": None, "err_reqs": None, "err_msg": None}
+
+
+async def well(answer: Any) -> None:
+    answer(ok_reqs=["d"])
+
+
+async def failed(answer: Any) -> None:
+    answer(err_reqs=["d"], err_msg="P num blocks less than D")
+
+
+async def broken(answer: Any) -> None:
+    answer(err_reqs=["d"], err_msg="Mooncake transfer engine returned -1")
+
+
+async def left_out(answer: Any) -> None:
+    answer()
+
+
+async def refused(answer: Any) -> None:
+    answer(status=Status.ERROR, err_msg="not paired")
+
+
+@pytest.mark.parametrize("first", [failed, left_out, refused])
+def test_a_failed_load_is_reported_when_the_last_worker_writes_no_more(first: Any) -> None:
+    async def play() -> None:
+        decode = Decode()
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        await decode.ask("tcp://one", first)
+        assert decode.reported() == (set(), set())
+        await decode.ask("tcp://two", well)
+        assert decode.reported() == ({"d"}, {3, 4})
+        assert decode.context.counters == {"failed": 1}
+
+    asyncio.run(play())
+
+
+def test_what_went_well_everywhere_is_left_to_the_release() -> None:
+    async def play() -> None:
+        decode = Decode()
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        await asyncio.gather(decode.ask("tcp://one", well), decode.ask("tcp://two", well))
+        assert decode.reported() == (set(), set())
+
+    asyncio.run(play())
+
+
+def test_an_answer_that_names_a_request_as_failed_and_then_as_well_counts_as_failed_to_the_end() -> None:
+    """To 0.18.1, of an ask for several requests of which one has too few blocks."""
+
+    async def twice(answer: Any) -> None:
+        first = answer(err_reqs=["d"], err_msg="P num blocks less than D")
+        assert first.status is Status.CONTINUE, "else the release would not hear the second"
+        assert answer(ok_reqs=["d", "other"]).ok_reqs == ["other"]
+
+    async def play() -> None:
+        decode = Decode(facts={"answers_twice": True})
+        other = SimpleNamespace(
+            **{**vars(decode.pull), "d_req_id": "other", "local_block_ids": [5], "pull_tasks_count": 1}
+        )
+        decode.pull.pull_tasks_count = 1
+        pulls = {"d": decode.pull, "other": other}
+        decode.call("receive_kv", lambda engine, pulls: None, "p", pulls)
+
+        async def release(address: str, pulls: Any) -> None:
+            await twice(lambda **said: decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said})))
+
+        await decode.call("receive_kv_from_single_worker", release, "tcp://one", pulls)
+        assert decode.reported() == ({"d"}, {3, 4})
+
+    asyncio.run(play())
+
+
+def test_after_a_write_that_failed_the_blocks_are_held_until_the_writer_is_gone() -> None:
+    async def play() -> None:
+        decode = Decode()
+        decode.pull.pull_tasks_count = 1
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        with listening() as address:
+            decode._remote_agents["p"][0][0] = address
+            ask = decode.ask(address, broken)
+            done, _ = await asyncio.wait([ask], timeout=0.5)
+            assert not done
+            assert decode.reported() == (set(), set())
+        await asyncio.wait_for(ask, 60)
+        assert decode.reported() == ({"d"}, {3, 4})
+        assert "p" not in decode._remote_agents, "asked for anew, where it may be back"
+        assert decode.context.counters == {"held": 1, "peer_gone": 1, "failed": 1}
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_from_0_30_the_release_is_told_of_who_is_gone_when_nobody_else_writes(settles: bool) -> None:
+    """0.33.0 counts the workers itself."""
+
+    async def silent(answer: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def play() -> None:
+        decode = Decode(reports=True, facts={"settles_each_ask": True} if settles else {})
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        with listening() as address:
+            pass
+        await asyncio.wait_for(decode.ask(address, silent), 60)
+        assert decode.told == ([["d"]] if settles else [])
+        await decode.ask("tcp://two", well)
+        assert decode.told == [["d"]]
+        assert decode.context.counters["peer_gone"] == 1
+
+    asyncio.run(play())
+
+
+def test_an_error_while_an_answer_is_read_is_not_the_release_s() -> None:
+    async def play() -> None:
+        decode = Decode()
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        del decode.pull._livepatch_load.left
+
+        async def answers(answer: Any) -> None:
+            assert answer(err_reqs=["d"], err_msg="few").err_reqs == ["d"]
+
+        with contextlib.suppress(AttributeError):
+            await decode.ask("tcp://one", answers)
+        assert decode.context.aside
+        assert "reading an answer" in decode.aside[0]
+
+    asyncio.run(play())

@@ -1,0 +1,146 @@
+"""`mooncake-lost-asks`: what is answered, by whom, and what is remembered.
+
+The worker and its answers are stand-ins: what of a release is concerned is in tests/releases/test_mooncake_asks.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.patches.mooncake_lost_asks import wrappers as patch
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+
+class MooncakeXferResponseStatus(IntEnum):
+    FINISH, CONTINUE, ERROR = range(3)
+
+
+class MooncakeXferResponse(SimpleNamespace):
+    """As the release's, of which the patch makes its own answers."""
+
+
+FINISH, CONTINUE = MooncakeXferResponseStatus.FINISH, MooncakeXferResponseStatus.CONTINUE
+
+
+class Prefill:
+    """A prefill engine's worker, and what it answers."""
+
+    def __init__(self) -> None:
+        self.context = PatchContext("mooncake-lost-asks", {}, {}, lambda: None)
+        self.wrap = patch.wrappers(self.context)
+        self.reqs_need_send: dict[str, Any] = {}
+        self._encoder = SimpleNamespace(encode=lambda response: response)
+        self._xfer_resp_decoder = SimpleNamespace(decode=lambda response: response)
+        self.answers: list[Any] = []
+
+    async def send_multipart(self, parts: Any) -> None:
+        identity, response = parts
+        assert identity == b"d"
+        self.answers.append(
+            (response.status.name, response.ok_reqs if hasattr(response, "ok_reqs") else None, response.err_reqs)
+        )
+
+    async def ask(self, release: Any, **asked: Any) -> None:
+        """Serve an ask to its end."""
+        meta = SimpleNamespace(req_blocks=asked)
+        await self.wrap[f"{patch.WORKER}.send_kv_to_decode"](release, self, (b"d", self, meta), {})
+        await asyncio.gather(*getattr(self, patch.STATE).tasks)
+
+    async def note(self, given_up: set[str], begun: tuple[str, ...] = ()) -> None:
+        async def release(metadata: Any) -> None:
+            for transfer in metadata.reqs_not_processed:
+                self.reqs_need_send.pop(transfer)
+
+        to_send: dict[str, tuple[str, list[int]]] = {f"p-{transfer}": (transfer, []) for transfer in begun}
+        metadata = SimpleNamespace(reqs_to_send=to_send, reqs_not_processed=given_up)
+        await self.wrap[f"{patch.WORKER}.record_send_reqs"](release, self, (metadata,), {})
+
+
+def says(status: MooncakeXferResponseStatus, ok: list[str] | None = None, err: list[str] | None = None) -> Any:
+    return MooncakeXferResponse(status=status, ok_reqs=ok, err_reqs=err, err_msg=None)
+
+
+def entry() -> Any:
+    return SimpleNamespace(p_req_id="", ready=asyncio.Event())
+
+
+def test_an_error_of_the_release_is_answered() -> None:
+    async def fails(identity: bytes, socket: Any, meta: Any) -> None:
+        raise NotImplementedError("Heterogeneous TP is not supported yet.")
+
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.ask(fails, a=("t", [1]))
+        assert [status for status, _, _ in prefill.answers] == ["ERROR"]
+
+    asyncio.run(play())
+
+
+def test_what_an_answer_leaves_out_is_an_error_only_once_it_is_kept_no_more() -> None:
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        prefill.reqs_need_send = {"tb": entry()}  # ta has been sent, tc was given up
+        await socket.send_multipart((identity, says(CONTINUE, ok=["a"])))
+        prefill.reqs_need_send = {}
+        await socket.send_multipart((identity, says(FINISH)))
+
+    prefill = Prefill()
+    asyncio.run(prefill.ask(serves, a=("ta", [1]), b=("tb", [2]), c=("tc", [3])))
+    assert prefill.answers == [("CONTINUE", ["a"], ["c"]), ("FINISH", None, ["b"])]
+
+
+def test_who_asks_after_it_was_given_up_is_told_so_beside_others_that_are_served() -> None:
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        assert set(meta.req_blocks) == {"a"}
+        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
+
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.note({"tb"})
+        await prefill.ask(serves, a=("ta", [1]), b=("tb", [2]))
+        assert prefill.answers == [("CONTINUE", None, ["b"]), ("FINISH", ["a"], None)]
+        await prefill.ask(None, b=("tb", [2]), c=("tb", []))
+        assert prefill.answers[2:] == [("FINISH", None, ["b"])], "who asks for nothing is told of no error"
+
+    asyncio.run(play())
+
+
+def test_a_bounded_number_is_remembered_and_what_begins_again_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch, "REMEMBERED", 2)
+
+    async def play() -> None:
+        prefill = Prefill()
+        for transfer in ("t1", "t2", "t1", "t3"):
+            await prefill.note({transfer})
+        assert list(getattr(prefill, patch.STATE).given_up) == ["t1", "t3"]
+        await prefill.note(set(), begun=("t1",))
+        assert list(getattr(prefill, patch.STATE).given_up) == ["t3"]
+
+    asyncio.run(play())
+
+
+def test_an_ask_that_lets_go_is_answered_once_and_what_it_made_is_kept_for_a_prefill_that_has_begun() -> None:
+    async def waits(identity: bytes, socket: Any, meta: Any) -> None:
+        made = prefill.reqs_need_send.setdefault("t", entry())
+        await made.ready.wait()
+        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
+
+    async def play(begins: bool) -> Any:
+        asks = asyncio.ensure_future(prefill.ask(waits, a=("t", [])))
+        while not prefill.answers:
+            await asyncio.sleep(0)
+        if begins:
+            await prefill.note(set(), begun=("t",))
+            assert prefill.reqs_need_send["t"].p_req_id == "p-t"
+        for task in getattr(prefill, patch.STATE).tasks:
+            task.cancel()
+        await asyncio.gather(asks, return_exceptions=True)
+        assert prefill.answers == [("FINISH", None, None)]
+        return "t" in prefill.reqs_need_send
+
+    for begins in (False, True):
+        prefill = Prefill()
+        assert asyncio.run(play(begins)) is begins
