@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 TOKEN, HOST, PORT = "livepatch_token", "livepatch_host", "livepatch_port"
 """What a registration has besides the release's own: a name that nobody can guess, and where decode listens."""
 
+REMEMBERED = 4096
+"""How many registrations are remembered at least."""
 LOOK_SECONDS = 0.25
 ASK_AGAIN_SECONDS = 10.0
 
@@ -50,6 +52,7 @@ class Desk:
         self._gone: set[str] = set()  # agents whose process is gone
         self.waiting: dict[str, Waiting] = {}  # by token
         self._tokens: dict[str, str] = {}  # by request
+        self._agents: dict[str, str] = {}  # by token, also of what has ended: prefill may call when it has written
         self._look = 0.0
 
     def register(self, request_id: str, agent: str, prefill: tuple[str, int]) -> Message | None:
@@ -65,6 +68,9 @@ class Desk:
             waiting = self.waiting[token] = Waiting(request_id, agent, time.monotonic() + self._wait)
             self.waiting.pop(self._tokens.get(request_id, ""), None)
             self._tokens[request_id] = token
+            self._agents[token] = agent
+            if len(self._agents) > REMEMBERED:
+                del self._agents[next(iter(self._agents))]
             if agent in self._gone:  # it was never registered there: nothing can come
                 waiting.failed = 0.0
                 self._look = 0.0
@@ -115,16 +121,17 @@ class Desk:
         kind = next(iter(message), "")
         token = message.get(kind)
         with self._lock:
-            waiting = self.waiting.get(token) if isinstance(token, str) else None
-            if waiting is None:
-                return  # it was answered before, or comes from somebody who does not know us
             # The token went to one agent alone, so who has it is that agent.
+            agent = self._agents.get(token) if isinstance(token, str) else None
+            if agent is None:
+                return  # somebody who does not know us
+            waiting = self.waiting.get(str(token))
             if kind == "life":
-                line.peer = waiting.agent
-                self.lives.add(waiting.agent)
+                line.peer = agent
+                self.lives.add(agent)
             elif kind == "taken":
-                self._lines[waiting.agent] = line
-            elif kind == "refused" and waiting.failed is None:
+                self._lines[agent] = line
+            elif kind == "refused" and waiting is not None and waiting.failed is None:
                 self._livepatch.count("refused")
                 waiting.failed = time.monotonic() + self._settle if message.get("posted") else 0.0
             self._look = 0.0

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.patches.nixl_push_failures import decode, prefill, wrappers
 from vllm_livepatch.patches.nixl_push_failures.decode import HOST, PORT, TOKEN, Desk
-from vllm_livepatch.patches.nixl_push_failures.lines import Line
+from vllm_livepatch.patches.nixl_push_failures.lines import Line, last_to_close
 from vllm_livepatch.patches.nixl_push_failures.prefill import Answers
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -85,6 +85,20 @@ def test_the_end_of_a_life_line_is_the_end_of_prefill() -> None:
     desk.ended("later")
     assert [waiting.request_id for waiting in desk.waiting.values()] == ["other"]
     assert other[TOKEN] in desk.waiting
+
+
+def test_prefill_may_call_when_it_has_written() -> None:
+    """The KV can be there before the connections are."""
+    desk = Desk(context(), 600)
+    registration = registered(desk)
+    desk.ended("r")
+    life, talk = Prefill(registration), Prefill(registration)
+    life.say(life=registration[TOKEN])
+    talk.say(taken=registration[TOKEN])
+    until(lambda: desk.lives and desk._lines)
+    registered(desk, "next")
+    life.close()
+    until(lambda: failed(desk) == ["next"])
 
 
 def test_a_reset_says_nothing_of_prefill() -> None:
@@ -200,6 +214,13 @@ def test_an_id_that_is_registered_again_is_another_registration() -> None:
 
 
 # Prefill
+
+
+def test_the_connection_is_closed_after_the_files_that_nixl_has_open() -> None:
+    """A process's files are closed in their order."""
+    with socket.socket() as low, last_to_close(low) as high:
+        assert high.fileno() > 500 > low.fileno()
+        assert not high.get_inheritable()
 
 
 class Decode:
