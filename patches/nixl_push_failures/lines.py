@@ -81,8 +81,11 @@ class Line:
 
     def _write(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the reader hears of it
-            while self.alive:
-                connection.sendall(json.dumps(self._outgoing.get()).encode() + b"\n")
+            while True:
+                message = self._outgoing.get()
+                if not self.alive:
+                    return
+                connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _read(self, connection: socket.socket) -> None:
         gone = False

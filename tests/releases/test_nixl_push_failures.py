@@ -56,7 +56,7 @@ def stock(release: str) -> dict[str, Any]:
 def patched(release: str) -> dict[str, Any]:
     """From 0.30.0 a failed load of a model with several kinds of layers is named by its request alone.
 
-    To 0.25.1 the writer itself shakes hands, so that the lease is held meanwhile.
+    To 0.26.0 the writer itself shakes hands, so that the lease is held meanwhile.
     """
     version = Version(release)
     return {
@@ -70,7 +70,7 @@ def patched(release: str) -> dict[str, Any]:
         "without": {"well": WELL, "post_fails": NOTHING},
         "hybrid": {**FAILED, "invalid": version < Version("0.30")},
         "handshake_fails": FAILED,
-        "handshake_late": WELL if version < Version("0.26") else FAILED,
+        "handshake_late": WELL if version < Version("0.27") else FAILED,
     } | ({"killed": {"stopped": "nothing", "lost": FAILED, "later": FAILED}} if release in KILLED else {})
 
 
@@ -110,7 +110,7 @@ def test_patched(
     )
     patch = interpreter.read(report, PATCH)
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
-    slow_hands = Version(release) >= Version("0.26")
+    slow_hands = Version(release) >= Version("0.27")
     refused = 9 if slow_hands else 8
     expected = {
         "told": refused,

@@ -38,7 +38,7 @@ class Prefill:
     """Prefill's end of a connection, by hand."""
 
     def __init__(self, registration: dict[str, Any]) -> None:
-        self.connection = socket.create_connection((registration[HOST], registration[PORT]))
+        self.connection = socket.create_connection((registration[HOST], registration[PORT]), 60)
         self.lines = self.connection.makefile("rb")
 
     def say(self, **message: Any) -> None:
@@ -228,6 +228,7 @@ class Decode:
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(60)
         self.opened: list[socket.socket] = []
         self.talk: Any = None
 
@@ -239,6 +240,7 @@ class Decode:
         firsts = []
         for _ in range(2):
             self.opened.append(self.listener.accept()[0])
+            self.opened[-1].settimeout(60)
             lines = self.opened[-1].makefile("rwb")
             firsts.append(json.loads(lines.readline()))
             if "taken" in firsts[-1]:

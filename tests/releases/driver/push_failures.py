@@ -347,7 +347,7 @@ def handshake_late(story: Story) -> dict[str, Any]:
     story.finish("slow", [3, 4])
     story.register("slow", [3, 4])
     lease_guard.wait(lambda: bool(story.step() or begun.is_set()))
-    # To 0.25.1 the writer itself shakes hands; later it goes on with other writes meanwhile.
+    # To 0.26.0 the writer itself shakes hands; later it goes on with other writes meanwhile.
     until = time.monotonic() + (lease_guard.SECONDS if hasattr(worker, "_deferred_push_inbox") else QUIET_SECONDS)
     while "slow" not in story.prefill.sent and time.monotonic() < until:
         story.prefill.expire("slow")
