@@ -11,11 +11,13 @@ killed ("killed" as an argument). What their schedulers would tell them is told 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -48,9 +50,7 @@ class Side(lease_guard.Side):
     CONNECTOR = "NixlPushConnector"
 
     def __init__(self, model_config: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.port)
         super().__init__(model_config)
         lease_guard.BY_REQUEST = hasattr(type(self.worker), "get_transfer_results")
@@ -83,6 +83,15 @@ class Side(lease_guard.Side):
         """Whether prefill has called, on both connections, where the bundle is."""
         desk = getattr(self.worker, "_livepatch_desk", None)
         return desk is None or bool(desk.lives and desk._lines)
+
+
+def free_port() -> int:
+    """A port that the kernel gives to nobody meanwhile, as it would one of those that it chooses itself."""
+    while True:
+        port = random.randrange(12000, 30000)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 class Faults:
