@@ -77,8 +77,10 @@ def cache_shape() -> tuple[int, ...]:
 class Side:
     """One engine's half of the connector: its worker, and where asked for its side channel, and its cache."""
 
+    CONNECTOR = "NixlConnector"
+
     def __init__(self, model_config: Any, *, guarded: bool = True) -> None:
-        config = nixl_agents.make_config(model_config, "NixlConnector", {})
+        config = nixl_agents.make_config(model_config, self.CONNECTOR, {})
         # The port is both sides' own: only one of them listens on it at a time.
         spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
