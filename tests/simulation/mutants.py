@@ -73,5 +73,4 @@ MUTANTS = (
     Mutant("used-ids-let-in-there", "not (ledger.parked or request.request_id in ledger.held)", "True"),
     Mutant("never-forgets-there", "ledger.held.pop(request_id, None)", "pass"),
     Mutant("receives-not-noted-there", "                or ledger.receiving\n", ""),
-    Mutant("restarts-not-noted-there", "                or request.num_preemptions\n", "", release="0.17.1"),
 )
