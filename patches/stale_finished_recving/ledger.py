@@ -24,15 +24,18 @@ class Held:
 
     `empty_send`: the connector announced a send of a request that never ran, so that there is nothing to send. Its
     completion may come, or not (see docs/connector-completions.md): nobody waits for it.
+    `announced`: the scheduler's set in which the workers hear that it has finished, where a completion that comes
+    before that must be told apart; None otherwise, and once the step that told them has ended.
     """
 
-    __slots__ = ("empty_send", "receive", "request", "send")
+    __slots__ = ("announced", "empty_send", "receive", "request", "send")
 
     def __init__(self, request: Any, receive: bool, send: bool, empty_send: bool) -> None:
         self.request = request
         self.receive = receive
         self.send = send
         self.empty_send = empty_send
+        self.announced: set[str] | None = None
 
 
 class Ledger:
@@ -40,6 +43,7 @@ class Ledger:
 
     __slots__ = (
         "announces_always",
+        "empties",
         "finishing",
         "given_up",
         "held",
@@ -59,6 +63,8 @@ class Ledger:
         # Sends whose blocks were freed without their completion (by the reaper), oldest first: should it come after
         # all, it is not the completion of a later request with the same id.
         self.given_up: OrderedDict[str, int] = OrderedDict()
+        # Empty sends whose blocks were freed before their completion; a step under way may bring it. Oldest first.
+        self.empties: OrderedDict[str, None] = OrderedDict()
         # The requests that are being finished while their receive is pending.
         self.receiving: set[str] = set()
         self.finishing = False  # whether that is at somebody's request: else a request ends by its own last token
@@ -75,6 +81,11 @@ class Ledger:
         count = self.given_up.pop(request_id, 0)
         if count > 1:
             self.given_up[request_id] = count - 1
+
+    def leave_empty(self, request_id: str) -> None:
+        self.empties[request_id] = None
+        if len(self.empties) > REMEMBERED:
+            self.empties.popitem(last=False)
 
     def give_up_send(self, request_id: str) -> None:
         self.given_up[request_id] = self.given_up.pop(request_id, 0) + 1

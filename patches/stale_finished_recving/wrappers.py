@@ -24,6 +24,10 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 LEDGER = "_livepatch_transfers"
 """Attribute of a scheduler: its `Ledger`. `kv-block-reaper` looks for it."""
 
+HEARING = "_livepatch_hearing"
+"""Attribute of a scheduler, while it is to be seen of what its workers have heard: what stands for its
+`update_from_output`."""
+
 ARRIVED = "_livepatch_arrived"
 """Attribute of a request that was preempted: how often, when its load had arrived."""
 
@@ -66,7 +70,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if request_id in ledger.given_up:
                 found.late.append(request_id)
                 found.dropped.append(("send_late", request_id))
-            elif held is not None and held.send and request_id in untold:
+            elif held is not None and held.send and (request_id in untold or held.announced is not None):
                 # The empty send of an earlier request with its id: this one ran and ended in the one step between.
                 found.dropped.append(("send_late", request_id))
             elif held is not None and held.send:
@@ -116,6 +120,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 setattr(request, ARRIVED, request.num_preemptions)
         for request_id in found.late:
             ledger.came_late(request_id)
+        for kind, request_id in found.dropped if ledger.empties else ():
+            if kind.startswith("send"):
+                ledger.empties.pop(request_id, None)
         ended = {one.request.request_id: one for one in (*found.received, *found.sent)}
         freed = {name for name, one in ended.items() if not one.receive and (one.empty_send or not one.send)}
         try:
@@ -142,7 +149,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         untold = scheduler.finished_req_ids if ledger.announces_always and sent else ()
         for request_id in sent:
             one = held.get(request_id)
-            if one is None or one.receive or not one.send or request_id in untold or request_id in received:
+            if one is None or one.receive or not one.send or one.announced is not None:
+                return False
+            if request_id in untold or request_id in received:
                 return False
         for request_id in sent:
             held[request_id].send = False
@@ -271,9 +280,31 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return True, params  # to 0.15 a token that was under way finishes a held request once more
         if (receives or announced) and not livepatch.aside:
             empty = receives and ledger.announces_always and not request.num_preemptions
-            ledger.held[request.request_id] = Held(request, receives, bool(announced), empty)
+            kept = ledger.held[request.request_id] = Held(request, receives, bool(announced), empty)
+            if announced and request.request_id in ledger.empties:
+                hear(scheduler)
+                kept.announced = scheduler.finished_req_ids
             return True, params
         return announced, params
+
+    def hear(scheduler: Any) -> None:
+        """Look at each step that ends, until the workers have heard of the requests that must be told apart."""
+        own = vars(scheduler)
+        if HEARING not in own:
+            own[HEARING] = own["update_from_output"] = livepatch.around(scheduler.update_from_output, heard)
+
+    @livepatch.lasting
+    def heard(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        told = (args[0] if args else kwargs["scheduler_output"]).finished_req_ids
+        unheard = False
+        for one in ledger_of(scheduler).held.values():
+            if one.announced is told:
+                one.announced = None
+            unheard |= one.announced is not None
+        own = vars(scheduler)
+        if not unheard and own["update_from_output"] is own[HEARING]:
+            del own["update_from_output"], own[HEARING]
+        return wrapped(*args, **kwargs)
 
     def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         request = args[0] if args else kwargs["request"]
@@ -282,9 +313,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         held = None if ledger is None else ledger.held.get(request.request_id)
         if ledger is not None and held is not None and held.request is request:
             del ledger.held[request.request_id]
-            # An empty one is reported in the next step if at all, before a later request of the id could have run.
             if held.send and not held.empty_send:
                 ledger.give_up_send(request.request_id)
+            elif held.send:  # it is reported in the next step, if at all
+                ledger.leave_empty(request.request_id)
         if ledger is not None and request.request_id in ledger.parked:
             first, *rest = ledger.parked.pop(request.request_id)
             scheduler.add_request(first)
@@ -353,6 +385,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 or ledger.receiving
                 or request.num_preemptions
                 or request_id in ledger.held
+                or request_id in ledger.empties
                 or livepatch.aside
             ):
                 return guarded(scheduler, request)

@@ -91,4 +91,28 @@ CASES = (
             blocks=48,
         ),
     ),
+    Case(
+        "the word of an empty send is on its way with a step when the next request of its id is aborted",
+        "10,000 worlds of 0.1.1, seed 821",
+        "0.16.0",
+        "AsyncScheduler",
+        "freed while being sent",
+        _plan(
+            "multi",
+            [
+                {
+                    "name": "r0",
+                    "arrives": 6,
+                    "prompt": 21,
+                    "outputs": 1,
+                    "hit": 21,
+                    "load_steps": 4,
+                    "failing_loads": 2,
+                },
+                {"name": "r0", "arrives": 12, "prompt": 26, "outputs": 1, "send_steps": 1, "aborted_after": 1},
+            ],
+            policy="fail",
+            blocks=48,
+        ),
+    ),
 )

@@ -66,6 +66,13 @@ class Scheduler:
         self.freed: list[Any] = []
         self.kv_cache_manager = SimpleNamespace(get_block_ids=lambda request_id: ([7, 8],))
 
+    def schedule(self) -> Any:
+        """A step, with which the workers are told."""
+        told, self.finished_req_ids = self.finished_req_ids, set()
+        return SimpleNamespace(finished_req_ids=told)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
+
     def add_request(self, request: Any) -> None:
         known = self.requests.get(request.request_id)
         if known is not None:
@@ -152,8 +159,29 @@ def test_what_lmcache_announces_of_a_request_that_never_ran_is_not_waited_for(co
     request = Request("a")
     scheduler.add_request(request)
     scheduler.finish_requests(["a"], FINISHED)
+    scheduler.update_from_output(scheduler.schedule(), None)
     told(scheduler, sent=["a"])
     assert scheduler.freed[2:] == [request], "its own send, not the one that was never reported"
+
+
+def test_the_word_of_an_empty_send_may_be_on_its_way_with_a_step_when_the_next_request_of_its_id_ends() -> None:
+    scheduler = patched(LMCacheMPConnector())
+    first = aborted_while_loading(scheduler)
+    told(scheduler, received=["a"])
+    assert scheduler.freed == [first]
+    earlier = scheduler.schedule()
+    request = Request("a")
+    scheduler.add_request(request)
+    scheduler.finish_requests(["a"], FINISHED)
+    own = scheduler.schedule()
+    scheduler.update_from_output(earlier, None)
+    told(scheduler, sent=["a"])
+    assert scheduler.freed == [first], "the workers had not heard of the second when they said so"
+    assert "update_from_output" in vars(scheduler)
+    scheduler.update_from_output(own, None)
+    assert "update_from_output" not in vars(scheduler), "what comes of later steps is not looked at"
+    told(scheduler, sent=["a"])
+    assert scheduler.freed == [first, request]
 
 
 def test_lmcache_cannot_have_sent_what_it_was_not_told_of() -> None:
