@@ -34,8 +34,8 @@ class Variant:
     """One verified form of the code that a patch touches and calls.
 
     `code` maps `module:qualname` to its fingerprint, for every target and every call that these releases have: code
-    moves, and a name that a variant lacks must be absent there. `releases` are those in which a release test drove
-    exactly this code. `facts` are what the patch's code must know of this variant.
+    moves, and a name that a variant lacks must be absent there. `releases` have exactly this code, and a release test
+    drives it in each but those in `read`. `facts` are what the patch's code must know of this variant.
     """
 
     code: Mapping[str, str]
@@ -43,6 +43,7 @@ class Variant:
     verdict: Literal["needed", "fixed-upstream", "not-present"] = "needed"
     applies: bool = True  # whether the patch's code can be applied to it at all
     facts: Mapping[str, Any] = field(default_factory=dict)
+    read: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ def _variant(name: str, entry: Mapping[str, Any], common: Mapping[str, str]) -> 
         verdict=verdict,
         applies=bool(entry.get("applies", True)),
         facts=dict(entry.get("facts", {})),
+        read=_texts(name, entry, "read"),
     )
 
 

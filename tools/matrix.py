@@ -1,8 +1,8 @@
 """`matrix`: every patch against every pinned release, by the decision that runs in the process.
 
 A cell is *executed* where a release test drove exactly this code of this release, stock and patched, and *read* where
-only its fingerprints are known. The catalogue says which: a variant's `releases` are those that were driven, and
-tests/releases/test_matrix.py holds them against what the release tests are run on.
+only its fingerprints are known. The catalogue says which: a variant's `releases` are those that were driven, but for
+those in its `read`, and tests/releases/test_matrix.py holds them against what the release tests are run on.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _cell(patch: Patch, package: str, found: Installed) -> Cell:
     own = package == patch.package
     verdict, detail, form = judge(patch, found) if own else judge_companion(patch, package, found)
     release = found.release if own else found.companions.get(package)
-    driven = form is not None and bool(form.code) and public_release(release or "") in form.releases
+    version = public_release(release or "")
+    driven = form is not None and bool(form.code) and version in form.releases and version not in form.read
     return Cell(verdict, "executed" if driven else "read", detail)
 
 

@@ -88,8 +88,9 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     (patch,) = [one for one in reports(tmp_path) if one["state"] == "applied"]
     assert patch["verdict"] == "needed", patch
     preempts, events = Version(release) >= Version("0.5.2"), Version(release) >= Version("0.5.5")
-    counted = {"registered_again": 9 + preempts, "load_in_doubt": 3, "left_out": 10 if events else 4}
-    assert patch["counters"] == counted
+    # Once more where a ping is not answered in time, on a machine that is busy: that worker was lost, and registers too.
+    assert patch["counters"].pop("registered_again") >= 9 + preempts
+    assert patch["counters"] == {"load_in_doubt": 3, "left_out": 10 if events else 4}
 
 
 def test_alone(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
