@@ -63,8 +63,9 @@ class Ledger:
         # Sends whose blocks were freed without their completion (by the reaper), oldest first: should it come after
         # all, it is not the completion of a later request with the same id.
         self.given_up: OrderedDict[str, int] = OrderedDict()
-        # Empty sends whose blocks were freed before their completion; a step under way may bring it. Oldest first.
-        self.empties: OrderedDict[str, None] = OrderedDict()
+        # Empty sends whose blocks were freed before their completion, and the set in which the workers hear of their
+        # end: the step with that set may bring it, no later one.
+        self.empties: dict[str, set[str]] = {}
         # The requests that are being finished while their receive is pending.
         self.receiving: set[str] = set()
         self.finishing = False  # whether that is at somebody's request: else a request ends by its own last token
@@ -81,11 +82,6 @@ class Ledger:
         count = self.given_up.pop(request_id, 0)
         if count > 1:
             self.given_up[request_id] = count - 1
-
-    def leave_empty(self, request_id: str) -> None:
-        self.empties[request_id] = None
-        if len(self.empties) > REMEMBERED:
-            self.empties.popitem(last=False)
 
     def give_up_send(self, request_id: str) -> None:
         self.given_up[request_id] = self.given_up.pop(request_id, 0) + 1

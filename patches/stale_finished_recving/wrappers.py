@@ -281,7 +281,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if (receives or announced) and not livepatch.aside:
             empty = receives and ledger.announces_always and not request.num_preemptions
             kept = ledger.held[request.request_id] = Held(request, receives, bool(announced), empty)
-            if announced and request.request_id in ledger.empties:
+            if announced and (empty or request.request_id in ledger.empties):
                 hear(scheduler)
                 kept.announced = scheduler.finished_req_ids
             return True, params
@@ -295,16 +295,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     @livepatch.lasting
     def heard(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        told = (args[0] if args else kwargs["scheduler_output"]).finished_req_ids
-        unheard = False
-        for one in ledger_of(scheduler).held.values():
+        told, ledger = (args[0] if args else kwargs["scheduler_output"]).finished_req_ids, ledger_of(scheduler)
+        for one in ledger.held.values():
             if one.announced is told:
                 one.announced = None
-            unheard |= one.announced is not None
-        own = vars(scheduler)
-        if not unheard and own["update_from_output"] is own[HEARING]:
-            del own["update_from_output"], own[HEARING]
-        return wrapped(*args, **kwargs)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            ledger.empties = {name: others for name, others in ledger.empties.items() if others is not told}
+            own = vars(scheduler)
+            unheard = ledger.empties or any(one.announced is not None for one in ledger.held.values())
+            if not unheard and own["update_from_output"] is own[HEARING]:
+                del own["update_from_output"], own[HEARING]
 
     def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         request = args[0] if args else kwargs["request"]
@@ -315,8 +317,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             del ledger.held[request.request_id]
             if held.send and not held.empty_send:
                 ledger.give_up_send(request.request_id)
-            elif held.send:  # it is reported in the next step, if at all
-                ledger.leave_empty(request.request_id)
+            elif held.send and held.announced is not None:
+                ledger.empties[request.request_id] = held.announced
         if ledger is not None and request.request_id in ledger.parked:
             first, *rest = ledger.parked.pop(request.request_id)
             scheduler.add_request(first)
