@@ -41,7 +41,10 @@ def main() -> None:
         python = engine.result()
         other = environments.other_vllm(python, OTHER_VLLM)
         environments.nixl(python)
-        environments.mooncake(python)
+        try:
+            environments.mooncake(python)
+        except environments.InstallationError as error:  # Debian's archive may be out of reach
+            print(f"without Mooncake's engine, so its tests are skipped: {error}", file=sys.stderr)
         inspect_model(python, VLLM, [])
         inspect_model(python, OTHER_VLLM, [other])
     print(f"all that the tests need is here: {time.monotonic() - begin:.0f} s", file=sys.stderr)

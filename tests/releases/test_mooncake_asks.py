@@ -69,22 +69,29 @@ def patched(release: str) -> dict[str, Any]:
     return {**RIGHT, "broken": FAILED if reports_failures(release) else NOTHING}
 
 
+@pytest.fixture(scope="module")
+def mooncake(engine_python: Path) -> list[Path]:
+    """Mooncake's real transfer engine. It links libraries of Debian's, which are fetched as packages."""
+    try:
+        return [environments.mooncake(engine_python)]
+    except environments.InstallationError as error:
+        pytest.skip(f"Mooncake's engine cannot be had here: {error}")
+
+
 @pytest.mark.parametrize("release", STOCK)
-def test_stock(release: str, warm: interpreter.Interpreter, engine_python: Path, tmp_path: Path) -> None:
+def test_stock(release: str, warm: interpreter.Interpreter, mooncake: list[Path], tmp_path: Path) -> None:
     """Loads that were refused wait for ever, and so does everybody behind asks that wait."""
-    path = [environments.mooncake(engine_python)]
-    run = warm.run(DRIVER, {"vllm": release}, tmp_path, path=path, arguments=["0.3"])
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, path=mooncake, arguments=["0.3"])
     assert run["cases"] == stock(release)
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_patched(
-    release: str, warm: interpreter.Interpreter, engine_python: Path, bundle: Path, tmp_path: Path
+    release: str, warm: interpreter.Interpreter, mooncake: list[Path], bundle: Path, tmp_path: Path
 ) -> None:
     """Each load that came to nothing is told as failed, and each ask is served that can be."""
-    path = [environments.mooncake(engine_python)]
     environ = {"LIVEPATCH_MOONCAKE_FAILED_LOADS_LOOK_SECONDS": "0.2"}
-    run = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, path=path, arguments=["30"], environ=environ)
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, path=mooncake, arguments=["30"], environ=environ)
     assert run["cases"] == patched(release)
     (report,) = (file for file in (tmp_path / "state").glob("*.json") if pid_of(file) == run["pid"])
     refused, held = (1, {}) if reports_failures(release) else (9, {"held": 1})
