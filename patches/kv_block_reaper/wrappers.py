@@ -213,7 +213,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def added(scheduler: Any, args: Any, kwargs: Any) -> None:
         # To 0.21 the engine sleeps while blocks are held and nothing else is to do: who comes next finds them free.
         state: Watch = getattr(scheduler, _STATE)
-        if state.holds:
+        ledger = vars(scheduler).get(LEDGER)
+        request = args[0] if args else kwargs["request"]
+        # One whose id is held is to be parked behind that first, and let in when the blocks come back.
+        known = ledger is not None and (request.request_id in ledger.held or request.request_id in ledger.parked)
+        if state.holds and not known:
             reap(scheduler, state)
 
     def scheduled(scheduler: Any, args: Any, kwargs: Any, answer: Any) -> None:

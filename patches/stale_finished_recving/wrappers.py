@@ -7,6 +7,7 @@ Source: vllm#43226, vllm#46240, vllm PR#53631, vllm PR#56089, vllm PR#52954.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -289,12 +290,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def hear(scheduler: Any) -> None:
         """Look at each step that ends, until the workers have heard of the requests that must be told apart."""
-        own = vars(scheduler)
+        own, ledger = vars(scheduler), ledger_of(scheduler)
         if HEARING not in own:
-            own[HEARING] = own["update_from_output"] = livepatch.around(scheduler.update_from_output, heard)
+            if ledger.heard is None:
+                ledger.heard = livepatch.lasting(functools.partial(heard, scheduler))
+            made = livepatch.around(scheduler.update_from_output, ledger.heard)
+            own[HEARING] = made, own.get("update_from_output")
+            own["update_from_output"] = made
 
-    @livepatch.lasting
-    def heard(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def heard(scheduler: Any, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
         told, ledger = (args[0] if args else kwargs["scheduler_output"]).finished_req_ids, ledger_of(scheduler)
         for one in ledger.held.values():
             if one.announced is told:
@@ -303,10 +307,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return wrapped(*args, **kwargs)
         finally:
             ledger.empties = {name: others for name, others in ledger.empties.items() if others is not told}
-            own = vars(scheduler)
-            unheard = ledger.empties or any(one.announced is not None for one in ledger.held.values())
-            if not unheard and own["update_from_output"] is own[HEARING]:
-                del own["update_from_output"], own[HEARING]
+            if not ledger.empties and all(one.announced is None for one in ledger.held.values()):
+                hear_no_more(vars(scheduler))
+
+    def hear_no_more(own: dict[str, Any]) -> None:
+        made, before = own[HEARING]
+        if own["update_from_output"] is made:  # else somebody else's is around it
+            del own["update_from_output"], own[HEARING]
+            if before is not None:
+                own["update_from_output"] = before
 
     def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         request = args[0] if args else kwargs["request"]

@@ -269,6 +269,21 @@ def test_a_send_that_comes_late_is_not_that_of_a_later_request_with_the_id(first
     assert scheduler.freed == ["a", "a"]
 
 
+def test_a_request_whose_id_is_held_is_parked_before_the_hold_is_reaped(clock: Clock) -> None:
+    """Else it would be let in as it comes, and a third with its id would be one too many."""
+    made = [reaper.wrappers(context()), stale.wrappers(PatchContext("stale-finished-recving", {}, {}, lambda: None))]
+    scheduler = scheduler_class(*made)(Connector())
+    scheduler.hold("a")
+    clock.now = 10
+    second, third = Request("a"), Request("a")
+    scheduler.add_request(second)
+    scheduler.add_request(third)
+    assert scheduler._livepatch_transfers.parked == {"a": [second, third]}
+    scheduler._update_after_schedule()
+    assert scheduler.requests == {"a": second}
+    assert scheduler._livepatch_transfers.parked == {"a": [third]}
+
+
 def test_what_the_other_patch_knows_to_be_loading_is_not_reaped(clock: Clock) -> None:
     """The release does not say so where a request ends by its own last token."""
     scheduler = scheduler_class(reaper.wrappers(context()))(Connector())

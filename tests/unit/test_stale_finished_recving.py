@@ -184,6 +184,19 @@ def test_the_word_of_an_empty_send_may_be_on_its_way_with_a_step_when_the_next_r
     assert scheduler.freed == [first, request]
 
 
+def test_somebody_elses_update_from_output_of_one_scheduler_is_called_and_put_back() -> None:
+    scheduler = patched(LMCacheMPConnector())
+    seen: list[Any] = []
+    theirs = scheduler.update_from_output = lambda scheduled, output: seen.append(scheduled)
+    aborted_while_loading(scheduler)
+    assert scheduler.update_from_output is not theirs
+    step = scheduler.schedule()
+    scheduler.update_from_output(step, None)
+    assert (seen, scheduler.update_from_output) == ([step], theirs)
+    told(scheduler, received=["a"], sent=["a"])
+    assert len(scheduler.freed) == 1
+
+
 def test_lmcache_cannot_have_sent_what_it_was_not_told_of() -> None:
     """The word is of an earlier request with that id, whose empty send was not waited for."""
     scheduler = patched(LMCacheMPConnector())
