@@ -408,8 +408,8 @@ def prefill_to_kill(pipe: Any) -> None:
     pipe.send((side.engine_id, side.port))
     lease_guard.wait(lambda: bool(side.ended() and side.worker._pending_d_registrations))
     pipe.send("registered")
-    while True:
-        time.sleep(1)
+    while True:  # until it is killed
+        signal.pause()
 
 
 CASES = (pushed, post_fails, write_fails, late, aborted, same_id, never, without, hybrid)
