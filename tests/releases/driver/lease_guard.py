@@ -16,7 +16,6 @@ import gc
 import inspect
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ gc.disable()
 
 import torch
 import vllm.platforms
+from ports import free_port
 
 if not hasattr(torch._C._cpu, "_is_avx512_supported"):
     torch._C._cpu._is_avx512_supported = lambda: False  # 0.17 asks for it by a name that later releases of torch lack
@@ -38,9 +38,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 vllm.platforms._current_platform = CpuPlatform()
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    PORT = free.getsockname()[1]
+PORT = free_port()
 os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
 os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(PORT)
 

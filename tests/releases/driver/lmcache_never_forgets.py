@@ -34,7 +34,8 @@ import torch
 
 if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
     lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
-from lmcache_server import PATIENCE, free_port
+from lmcache_server import PATIENCE
+from ports import free_port
 
 WORKER = 4711
 TEN_DAYS = 10 * 24 * 3600.0

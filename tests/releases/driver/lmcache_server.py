@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from ports import free_port
 
 CHUNK, BLOCK, BLOCKS, LAYERS = 32, 16, 16, 2
 SLOW = 0.7
@@ -45,12 +45,6 @@ def compiled() -> None:
             spec.loader.exec_module(module)
             for name in ("lmcache_native", "native_storage_ops"):
                 sys.modules.setdefault(f"lmcache.{name}", module)
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 class Server:

@@ -30,6 +30,7 @@ import mooncake_sides as sides
 import real_scheduler as real
 import vllm
 from mooncake_sides import Side, decoding, prefilling, wait
+from ports import free_port
 
 gc.enable()
 
@@ -211,7 +212,7 @@ def waiting(pair: Pair) -> Any:
 
 def unreachable(pair: Pair) -> Any:
     """The bootstrap server is not there."""
-    pair.ask("unreachable", [1, 2], SimpleNamespace(engine_id="nobody", port=sides.free_port()))
+    pair.ask("unreachable", [1, 2], SimpleNamespace(engine_id="nobody", port=free_port()))
     return pair.loaded("unreachable", [1, 2])
 
 
@@ -322,15 +323,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
         sides.begin_distributed(model_config, Path(directory) / "rendezvous")
-        port = sides.free_port()
+        port = free_port()
         mortals = [Mortal(model_config, port, finishes) for finishes in (False, True)]
-        prefill = Side(model_config, "kv_producer", "prefill", sides.free_port())
-        decode = Side(model_config, "kv_consumer", "decode", sides.free_port())
+        prefill = Side(model_config, "kv_producer", "prefill", free_port())
+        decode = Side(model_config, "kv_consumer", "decode", free_port())
         pair = Pair(prefill, decode)
         result: dict[str, Any] = {case.__name__: case(pair) for case in CASES}
         result["killed"] = killed(pair, *mortals)
         # What stock never answers keeps its tasks for good.
-        apart = Side(model_config, "kv_producer", "apart", sides.free_port(), num_workers=1)
+        apart = Side(model_config, "kv_producer", "apart", free_port(), num_workers=1)
         result |= {case.__name__: case(Pair(apart, decode)) for case in LAST}
     print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
     atexit._run_exitfuncs()  # the bundle's last report

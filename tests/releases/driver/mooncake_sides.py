@@ -10,7 +10,6 @@ one has no answer to give, says that the device is the CPU.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -49,12 +48,6 @@ BLOCKS = 61
 """Blocks of each side, a number that is no other dimension of the cache."""
 LAYER = "model.layers.0.self_attn.attn"
 SECONDS = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:

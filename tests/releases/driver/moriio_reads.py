@@ -34,7 +34,8 @@ import real_scheduler as engine
 import torch
 import vllm
 from mori import orders
-from moriio_worker import HOST, LAYERS, Peer, Sent, caches, free_port, set_up, until
+from moriio_worker import HOST, LAYERS, Peer, Sent, caches, set_up, until
+from ports import free_port
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

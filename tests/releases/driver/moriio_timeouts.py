@@ -29,7 +29,8 @@ from typing import Any
 
 import vllm
 from mori import orders
-from moriio_worker import LAYERS, Peer, Sent, Worker, connector, free_port, save, set_up, spinning_ends, step, until
+from moriio_worker import LAYERS, Peer, Sent, Worker, connector, save, set_up, spinning_ends, step, until
+from ports import free_port
 
 gc.freeze()  # nor is any of it later: a collection that looked at it all would be a pause of a second
 gc.enable()

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import socket
 import threading
 import time
 from collections import UserDict
@@ -22,6 +20,7 @@ import mori
 import msgpack
 import torch
 import zmq
+from ports import free_port
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio import moriio_common as common
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio import moriio_connector as connector
@@ -56,19 +55,6 @@ def set_up() -> None:
                 setattr(module, name, double)
     torch.cuda.Event = Event
     torch.cuda.current_stream = lambda: None
-
-
-_ports = random.SystemRandom().sample(range(10_000, 32_000), 1_000)
-"""Below those that systems hand out themselves: one of these could be somebody's by the time that it is bound."""
-
-
-def free_port() -> int:
-    """A port that this process has not used, and nobody else listens on."""
-    while True:
-        port = _ports.pop()
-        with socket.socket() as taken, contextlib.suppress(OSError):
-            taken.bind(("0.0.0.0", port))
-            return port
 
 
 def until(true: Callable[[], Any], seconds: float) -> bool:

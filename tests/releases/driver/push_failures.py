@@ -11,15 +11,12 @@ killed ("killed" as an argument). What their schedulers would tell them is told 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import inspect
 import json
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -39,6 +36,7 @@ import real_scheduler as real
 import vllm
 from lease_guard import OTHER, READER
 from nixl import _bindings as nixl_bindings
+from ports import free_port
 
 QUIET_SECONDS = 0.3
 """How long decode is looked at where it is to hear nothing yet."""
@@ -83,15 +81,6 @@ class Side(lease_guard.Side):
         """Whether prefill has called, on both connections, where the bundle is."""
         desk = getattr(self.worker, "_livepatch_desk", None)
         return desk is None or bool(desk.lives and desk._lines)
-
-
-def free_port() -> int:
-    """A port that the kernel gives to nobody meanwhile, as it would one of those that it chooses itself."""
-    while True:
-        port = random.randrange(12000, 30000)
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", port))
-            return port
 
 
 class Faults:
