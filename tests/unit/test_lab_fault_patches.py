@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import queue
 import sys
@@ -103,6 +104,31 @@ def test_a_slow_servers_calls_wait_first_and_are_served_then(monkeypatch: pytest
     assert wrapper(served, None, (7,), {}) == "served"
     assert done == [0.3, 7]
     assert context.counters == {"slowed": 1}
+
+
+def test_a_late_request_waits_before_its_engine_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, done = module("late_requests"), list[object]()
+
+    async def sleep(seconds: float) -> None:
+        done.append(seconds)
+
+    monkeypatch.setattr(patch, "asyncio", SimpleNamespace(sleep=sleep))
+    context = PatchContext("fault", {"SECONDS": 4.0, "SHARE": 1.0, "SEED": 1}, {}, lambda: None)
+    (wrapper,) = patch.wrappers(context).values()
+
+    async def add(request_id: str, prompt: str, params: Any) -> str:
+        done.append(request_id)
+        return "added"
+
+    def asked(request_id: str, **transfer: bool) -> Any:
+        params = SimpleNamespace(extra_args={"kv_transfer_params": transfer} if transfer else None)
+        return asyncio.run(wrapper(add, None, (request_id, "prompt"), {"params": params}))
+
+    assert [asked("own"), asked("prefill", do_remote_decode=True)] == ["added", "added"]
+    assert done == ["own", "prefill"]
+    assert asked("decode", do_remote_prefill=True) == "added"
+    assert done == ["own", "prefill", 4.0, "decode"]
+    assert context.counters == {"late": 1}
 
 
 class Reader:

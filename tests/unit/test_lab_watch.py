@@ -58,5 +58,5 @@ def test_a_setting_reaches_every_engine_as_a_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["lease", "lease=", "lease=x", "lease=-1", "seats=1", ""])
 def test_another_setting_is_an_error_that_names_those_there_are(text: str) -> None:
-    with pytest.raises(UserError, match="settings of pd-nixl are: lease=30, others_seats=128"):
+    with pytest.raises(UserError, match="settings of pd-nixl are: lease=30, prefill_blocks=16384, others_seats=128"):
         topology.set_up(topology.load("pd-nixl"), [text])

@@ -14,7 +14,13 @@ from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 DISCONNECTS = "disconnects"
 PATCHES = Path(__file__).with_name("fault_patches")
-INJECTED = {"late-reads": "SECONDS", "lost-completions": "SHARE", "slow-lmcache": "SECONDS", "slow-transfer": "SECONDS"}
+INJECTED = {
+    "late-reads": "SECONDS",
+    "late-requests": "SECONDS",
+    "lost-completions": "SHARE",
+    "slow-lmcache": "SECONDS",
+    "slow-transfer": "SECONDS",
+}
 """Faults inside the parts, patches that ride in with every arm's bundle; and which option the number after `=` is."""
 _FORM = re.compile(r"(?P<kind>kill|stop)-(?P<part>[a-z]+)(?:@(?P<at>\d+(?:\.\d+)?))?(?:\+(?P<lasts>\d+(?:\.\d+)?))?")
 _USUAL_MOMENT = 5.0

@@ -33,8 +33,9 @@ def lab(
         list[str] | None,
         typer.Option(
             "--fault",
-            help="disconnects, late-reads[=SECONDS], lost-completions[=SHARE], slow-lmcache[=SECONDS], "
-            "slow-transfer[=SECONDS], or kill-PART or stop-PART with @SECONDS and +SECONDS; repeatable.",
+            help="disconnects, late-reads[=SECONDS], late-requests[=SECONDS], lost-completions[=SHARE], "
+            "slow-lmcache[=SECONDS], slow-transfer[=SECONDS], "
+            "or kill-PART or stop-PART with @SECONDS and +SECONDS; repeatable.",
         ),
     ] = None,
     patches: Annotated[
