@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from vllm_livepatch.sitecustomize import fingerprint
 from vllm_livepatch.tools import imports
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -87,6 +86,11 @@ class Border:
             self._sources[module] = None if tree is None else tree.source(module)
         return self._sources[module]
 
+    @property
+    def read(self) -> list[str]:
+        """The modules of either package whose text was asked for, and is there."""
+        return [name for name, text in self._sources.items() if text is not None]
+
     def load(self, name: str) -> Module | None:
         """Go through a module as importing it would, once. None where it has no source. Raises Missing."""
         if name in self._failed:
@@ -112,13 +116,7 @@ class Border:
         """A module with what its names could be bound to on some way through it; the first way wins."""
         if name not in self._static:
             text = self.source(name)
-            tree = None
-            if text is not None:
-                try:
-                    tree = fingerprint.parsed(text)
-                except (SyntaxError, ValueError, RecursionError):
-                    tree = ast.Module(body=[], type_ignores=[])
-            module = None if tree is None else Module(name, tree, self._is_package(name))
+            module = None if text is None else Module(name, imports.parsed(text), self._is_package(name))
             if module is not None:
                 for statement in imports.statements(module.body, functions=False):
                     for bound, value in self._bindings(statement, module):

@@ -15,7 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Patch, module_of
-from vllm_livepatch.tools import published, registry, threads
+from vllm_livepatch.tools import published, reads, registry, threads
 from vllm_livepatch.tools.bundled.verdicts import Judged, judge
 from vllm_livepatch.tools.drift import Drift, drift
 from vllm_livepatch.tools.errors import UserError
@@ -113,10 +113,11 @@ def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[
     """
     shelf = published.Shelf()
     wanted = [_parsed(release) for release in releases]
+    ahead = reads.modules() if {name for name, _ in wanted} >= set(PACKAGES) else ()
 
     def opened(name: str, version: str | None) -> published.PublishedTree:
         tree = shelf.tree(name, version or shelf.newest(name))
-        tree.prefetch({module for patch in patches for module in map(module_of, patch.names)})
+        tree.prefetch({module for patch in patches for module in map(module_of, patch.names)}.union(ahead))
         return tree
 
     try:

@@ -54,7 +54,7 @@ def _imported(module: str, text: str, package: bool) -> Iterator[tuple[str, str]
     """(module, name) of every import out of the module's own package; no name in `import module`."""
     top = module.partition(".")[0]
     parents = [*module.split("."), ""] if package else module.split(".")
-    for node in statements(_parsed(text), functions=True):
+    for node in statements(parsed(text), functions=True):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name.partition(".")[0] == top)
         elif isinstance(node, ast.ImportFrom):
@@ -81,7 +81,7 @@ def provides(text: Source, module: str, name: str) -> bool:
 def bound_names(text: str) -> frozenset[str]:
     """The names that a module binds when it is loaded; `*` where it takes all of another's."""
     bound: set[str] = set()
-    for node in statements(_parsed(text), functions=False):
+    for node in statements(parsed(text), functions=False):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             bound.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -95,7 +95,9 @@ def _names(node: ast.AST) -> Iterator[ast.Name]:
     return (part for part in ast.walk(node) if isinstance(part, ast.Name))
 
 
-def _parsed(text: str) -> ast.Module:
+@lru_cache(maxsize=512)
+def parsed(text: str) -> ast.Module:
+    """A module's tree, which is shared: not to be changed. Of what does not parse, an empty one."""
     try:
         return fingerprint.parsed(text)
     except (SyntaxError, ValueError, RecursionError):

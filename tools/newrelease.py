@@ -1,9 +1,9 @@
 """A new release of vLLM or LMCache, in one command: `python -m vllm_livepatch.tools.newrelease vllm==0.34.0`.
 
 For a checkout. Fetches the release's sources, prints every patch's verdict and what drifted, writes the pin
-(tools/releases.toml), the variants (patches/*/patch.toml) and the release lists of the tests (tests/releases/*.toml),
-and runs the release tests on it. Where a patch's tests fail, what was written of it is taken back. The rest is a diff
-for a person to review. Exit 1 where tests failed.
+(tools/releases.toml), the variants (patches/*/patch.toml), the release lists of the tests (tests/releases/*.toml) and
+what a check of the newest releases reads (tools/reads.txt), and runs the release tests on it. Where a patch's tests
+fail, what was written of it is taken back. The rest is a diff for a person to review. Exit 1 where tests failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import typer
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.tools import catalogue, cli, pages, published, registry, releases_file, sources, variants
+from vllm_livepatch.tools import catalogue, cli, pages, published, reads, registry, releases_file, sources, variants
 from vllm_livepatch.tools import check as checking
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.registry import Pin
@@ -50,6 +50,8 @@ def main(
     written = write(package, version)
     for name, done in written.done.items():
         console.print(f"{name}: {done}", highlight=False, soft_wrap=True)
+    registry.all_pins.cache_clear()
+    reads.write()
     failed = drive(version, jobs)
     entries = catalogue.load()
     for name, tests in failed.items():

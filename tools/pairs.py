@@ -107,8 +107,18 @@ def of_tree(tree: installed.Tree) -> Pair | None:
 
 def look(vllm: Sources, lmcache: Sources, releases: tuple[str | None, str | None] = (None, None)) -> Pair:
     """Both releases' trees, judged together."""
-    connectors: list[Connector] = []
+    return _judged(Border({"vllm": vllm, "lmcache": lmcache}), releases)
+
+
+def modules_read(vllm: Sources, lmcache: Sources) -> list[str]:
+    """What `look` reads of two trees."""
     border = Border({"vllm": vllm, "lmcache": lmcache})
+    _judged(border, (None, None))
+    return border.read
+
+
+def _judged(border: Border, releases: tuple[str | None, str | None]) -> Pair:
+    connectors: list[Connector] = []
     border.prefetch([FACTORY, BUILT_IN, V1_BUILT_IN, *(path for _, path in ((MP, OWN), *OTHERS) if path is not None)])
     reached: set[int] = set()
     for name, path in ((MP, None), (MP, OWN), *OTHERS):

@@ -31,7 +31,7 @@ from vllm_livepatch.tools.sources import RangesRefusedError, SourcesError
 if TYPE_CHECKING:
     from pypi_simple import DistributionPackage
 
-GAP = 16 * 1024
+GAP = 4 * 1024
 """Bytes between two wanted files that are worth reading: requests are made together, so they cost little time."""
 
 Tell = archives.Tell

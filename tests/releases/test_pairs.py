@@ -6,7 +6,7 @@ from pathlib import Path
 
 import interpreter
 import pytest
-from vllm_livepatch.tools import pairs, published
+from vllm_livepatch.tools import pairs, published, reads
 
 PAIRS = [
     ("0.14.1", "0.3.15"),
@@ -39,6 +39,11 @@ def test_what_is_said_happens(vllm: str, lmcache: str, warm: interpreter.Interpr
         if not told.works:
             words = [problem.subject.rpartition(":")[2].rpartition(".")[2] for problem in told.problems]
             assert any(word in happened["outcome"] for word in words), (happened, told.problems)
+
+
+def test_the_list_of_what_a_pair_reads_is_of_the_newest_releases() -> None:
+    """`python -m vllm_livepatch.tools.reads` writes it."""
+    assert reads.modules() == reads.newest()
 
 
 def test_what_the_pairs_come_to() -> None:
