@@ -1,8 +1,11 @@
-"""A decode engine is killed after its prefill was answered: real vLLM 0.29.0 and NIXL, on CPU memory.
+"""A decode engine is killed after its prefill was answered; a request comes late: real vLLM 0.29.0 and NIXL, on CPU memory.
 
-Four engines: a stock and a patched prefill engine, a decode engine that is killed and one that lives. The one that lives
-is busy: what it was promised waits in its queue, its lease renewed, while the dead one's lease runs out behind it. On
-stock that strands the dead one's blocks (vllm#58222).
+Four engines: a stock and a patched prefill engine, a decode engine that is killed and a patched one that lives.
+
+1. The one that lives is busy: what it was promised waits in its queue, its lease renewed, while the dead one's lease
+   runs out behind it. On stock that strands the dead one's blocks (vllm#58222).
+2. It hears of a request when the lease has ended and other requests have the blocks. Of the stock prefill engine it reads
+   their KV, and answers with it (vllm#52234).
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ LEASE_SECONDS = 12
 """Short, for a short test; renewed every 2 s for 8 s, which two busy cores can keep up with."""
 PROMPT_TOKENS = 8 * BLOCK_SIZE
 BUSY_TOKENS = 1500
+REUSE_TOKENS = 50 * BLOCK_SIZE
+"""In each of REUSES prompts, which together need every block of a prefill engine."""
+BLOCKS, REUSES = 200, 5
 HOLDS = 5
 """One for the request that waits, the others for the decode engine that dies."""
 SETTLED_SECONDS = LEASE_SECONDS + 5
@@ -54,6 +60,8 @@ class Side:
     """What that request came to."""
     at_end: float = 1.0
     """That share when all is over."""
+    late: str = ""
+    """What the request came to that was late."""
 
 
 @dataclass
@@ -61,8 +69,10 @@ class Seen:
     sides: dict[str, Side]
     undisturbed: str
     """The right answer: of a decode engine that was asked alone."""
-    counters: dict[str, int]
-    """The reaper's, of all processes."""
+    undisturbed_late: str
+    """And to the request that was late."""
+    counters: dict[str, dict[str, int]]
+    """By patch, of all processes."""
 
 
 class Peers:
@@ -101,11 +111,15 @@ class Peers:
 
 
 def deployment(python: Path, work: Path, path: list[Path]) -> topology.Deployment:
-    """The prefill engine of the lab's topology four times over, the one called `patched` with the bundle."""
+    """The prefill engine of the lab's topology four times over, those called `patched` and `alive` with the bundle."""
     described = topology.set_up(topology.load("pd-nixl"), [f"lease={LEASE_SECONDS}"])
     usual = next(role for role in described.roles if role.name == "prefill")
     assert usual.environment is not None
-    exact = ("--num-gpu-blocks-override", "200", "--no-enable-prefix-caching")  # each request holds blocks of its own
+    exact = (
+        "--num-gpu-blocks-override",
+        str(BLOCKS),
+        "--no-enable-prefix-caching",
+    )  # each request holds blocks of its own
     roles = tuple(
         replace(
             usual,
@@ -120,7 +134,10 @@ def deployment(python: Path, work: Path, path: list[Path]) -> topology.Deploymen
     found = topology.local(
         replace(described, roles=roles, ask="stock"), python, model.make(work / "model", seed=1), injected
     )
-    return replace(found, parts=tuple(_patched(part, work) if part.name == "patched" else part for part in found.parts))
+    with_bundle = ("patched", "alive")
+    return replace(
+        found, parts=tuple(_patched(part, work) if part.name in with_bundle else part for part in found.parts)
+    )
 
 
 def _patched(part: Part, work: Path) -> Part:
@@ -137,6 +154,7 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
     deployed = deployment(python, work, path)
     urls = {part.name: part.health.removesuffix("/health") for part in deployed.parts}
     prompts = model.prompts(HOLDS + 1, PROMPT_TOKENS, seed=3)
+    (late,) = model.prompts(1, PROMPT_TOKENS, seed=4)
     sides = {name: Side() for name in PREFILLS}
     async with (
         Supervisor(work / "parts", print) as parts,
@@ -148,6 +166,7 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
         await parts.start(deployed.parts)
         peers, clients = Peers(http, urls), {"stock": stock, "patched": patched}
         undisturbed = await parts.guard(peers.decode("alive", prompts[0], None))
+        undisturbed_late = await parts.guard(peers.decode("alive", late, None))
         for name in PREFILLS:
             for decoder in ("alive", "dying"):
                 assert await parts.guard(peers.acquaint(name, decoder, prompts[0])) == undisturbed
@@ -178,17 +197,23 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
         for name, side in sides.items():
             side.output = await promised[name]
             side.at_end = await parts.guard(drained(clients[name], 3 * LEASE_SECONDS))
+        leased = {name: await peers.prefill(name, late) for name in PREFILLS}
+        for name, side in sides.items():
+            assert await parts.guard(drained(clients[name], 3 * LEASE_SECONDS)) == 0  # the lease has ended
+            for prompt in model.prompts(REUSES, REUSE_TOKENS, seed=5):
+                await clients[name].complete((prompt,), 1)
+            side.late = await parts.guard(peers.decode("alive", late, leased[name]))
         reports = [json.loads(file.read_text(encoding="utf-8")) for file in (work / "state").glob("**/*.json")]
-    return Seen(sides, undisturbed, _counters(reports))
+    return Seen(sides, undisturbed, undisturbed_late, _counters(reports))
 
 
-def _counters(reports: list[dict[str, Any]]) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _counters(reports: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
     for report in reports:
         for patch in report["patches"]:
-            if patch["name"] == "kv-block-reaper":
-                for kind, number in patch["counters"].items():
-                    found[kind] = found.get(kind, 0) + number
+            counted = found.setdefault(patch["name"], {})
+            for kind, number in patch["counters"].items():
+                counted[kind] = counted.get(kind, 0) + number
     return found
 
 
@@ -226,5 +251,17 @@ def test_nothing_is_held_in_the_end(seen: Seen) -> None:
 
 
 def test_it_was_the_patch(seen: Seen) -> None:
-    assert seen.counters["stranded"] >= 1
-    assert seen.counters.get("reaped", 0) == 0, "no hold was older than any lease"
+    counters = seen.counters["kv-block-reaper"]
+    assert counters["stranded"] >= 1
+    assert counters.get("reaped", 0) == 0, "no hold was older than any lease"
+
+
+def test_after_the_lease_a_stock_prefill_engine_hands_out_another_requests_kv(seen: Seen) -> None:
+    assert seen.sides["stock"].late != seen.undisturbed_late
+    assert seen.counters["nixl-lease-guard"]["peer_unguarded"] >= 1
+
+
+def test_after_the_lease_the_answer_is_right_where_both_have_the_bundle(seen: Seen) -> None:
+    assert seen.sides["patched"].late == seen.undisturbed_late
+    assert seen.counters["nixl-lease-guard"]["lease_lost"] == 1
+    assert seen.counters["failed-loads"]["recomputed"] == 1

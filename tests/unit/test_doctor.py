@@ -89,6 +89,17 @@ def test_a_path_that_does_not_name_it(patched: Sandbox, given: str) -> None:
     assert doctor(patched, PYTHONPATH="")[0]["path"] == "PYTHONPATH is not set"
 
 
+def test_a_guard_that_vllm_would_not_run(patched: Sandbox) -> None:
+    assert " guard: " not in ask(patched, "doctor").out
+    patched.write({"vllm_livepatch_guard.py": ""})
+    for plugins in ({}, {"VLLM_PLUGINS": "mine,livepatch"}):
+        assert doctor(patched, **plugins) == ({}, [])
+        assert "ok       guard: vllm-livepatch-guard is installed" in ask(patched, "doctor", **plugins).out
+    for chosen in ("", "mine"):
+        assert doctor(patched, VLLM_PLUGINS=chosen) == ({}, ["guard"])
+    assert "VLLM_PLUGINS=mine leaves vllm-livepatch-guard out" in ask(patched, "doctor", VLLM_PLUGINS="mine").out
+
+
 def test_another_sitecustomize_first_that_does_not_chain(patched: Sandbox) -> None:
     other = patched.write({"sitecustomize.py": "own = 1\n"}, patched.root / "other")
     path = [other, patched.bundle, patched.site]

@@ -18,7 +18,7 @@ from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 from tests.unit.test_lab_demo import result
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("lab", "lab-alive-and-right", "lab-lmcache-lost", "lab-prefill-decode")
+DOCUMENTS = ("lab", "lab-alive-and-right", "lab-lease", "lab-lmcache-lost", "lab-prefill-decode")
 KEPT = sorted(file for name in DOCUMENTS for file in (ROOT / "docs" / name).glob("*.json"))
 
 

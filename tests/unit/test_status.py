@@ -108,6 +108,8 @@ def test_require_of_several_and_in_either_spelling(ask: Ask, state: Path) -> Non
     assert len(done.lines) == 1
     assert "three is failed in pid " in done.err
     assert done.err.endswith("(raised: why it is raised)\n")
+    assert ask("--require", "tree").err.endswith("has no patch called tree in its bundle; did you mean three?\n")
+    assert ask("--require", "elephant").err.endswith("has no patch called elephant in its bundle\n")
 
 
 def test_one_that_fell_silent_is_no_witness(ask: Ask, state: Path) -> None:

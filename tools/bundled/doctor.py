@@ -20,6 +20,8 @@ from .verifying import verified
 Finding = tuple[str, str]
 """OK, WARNING or FAILED, and a sentence."""
 OK, WARNING, FAILED = "ok", "warning", "failed"
+GUARD, ENTRY_POINT = "vllm-livepatch-guard", "livepatch"
+"""The distribution that `generate --guard` writes, and what VLLM_PLUGINS calls it."""
 
 
 class Check(NamedTuple):
@@ -49,6 +51,7 @@ def examine(place: str, catalogue: Catalogue) -> Diagnosis:
         Check("LIVEPATCH", *_mode(catalogue)),
         Check("path", *_path(place)),
         Check("loaded", *_loaded(place)),
+        *(Check("guard", *found) for found in _guard()),
         *(Check("imported earlier", *found) for found in _imported_earlier(catalogue)),
         Check("wrapt", *_wrapt()),
         Check("cache", *_cache()),
@@ -171,6 +174,18 @@ def _imported_earlier(catalogue: Catalogue) -> Iterator[Finding]:
     for state in () if runtime is None else runtime.states:
         if state.state == "failed":
             yield FAILED, f"{state.patch.name} failed here ({state.reason}): {state.detail}"
+
+
+def _guard() -> Iterator[Finding]:
+    """Whether vLLM would run the guard, where it is installed."""
+    guard = GUARD.replace("-", "_")
+    if PathFinder.find_spec(guard, _site_path()) is None:
+        return
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is None or ENTRY_POINT in chosen.split(","):
+        yield OK, f"{GUARD} is installed, and vLLM runs it in each of its processes"
+    else:
+        yield WARNING, f"VLLM_PLUGINS={chosen} leaves {GUARD} out: vLLM will not run it; add {ENTRY_POINT}"
 
 
 def _wrapt() -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import stat
@@ -126,7 +127,9 @@ def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
             who = f"pid {process['pid']} on {process['host']}"
             patch = next((patch for patch in process["patches"] if patch["name"] == asked), None)
             if patch is None:
-                found.append(f"{who} has no patch called {asked} in its bundle")
+                near = difflib.get_close_matches(asked.lower(), [patch["name"] for patch in process["patches"]], 1)
+                meant = f"; did you mean {near[0]}?" if near else ""
+                found.append(f"{who} has no patch called {asked} in its bundle{meant}")
             elif patch["state"] not in ("applied", "armed"):
                 why = ": ".join(filter(None, (patch["reason"], patch["detail"])))
                 found.append(f"{asked} is {patch['state']} in {who} ({why})")

@@ -245,6 +245,8 @@ def _local_part(role: Role, placement: Placement, python: Path, model: Path, inj
         words += ["--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"]
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter: /reset_prefix_cache
         variables["VLLM_HOST_IP"] = "127.0.0.1"  # else Mooncake's worker listens where the machine's name resolves to
+        # Else vllm-router asks over a connection that an engine closes when it goes on after a stop of more than 5 s.
+        variables["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "120"
         # Else NIXL's UCX reads the other process's memory by itself (cma), also of one that is stopped.
         variables["UCX_TLS"] = "tcp"
     elif role.kind == "lmcache":
