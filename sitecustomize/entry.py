@@ -12,6 +12,7 @@ GENERATION = ""  # generate: the folder beside this file that holds the rest; an
 FINDING = ""  # generate: the text of sitecustomize/finding.py; only a process that looks for a target compiles it
 HERE = os.path.dirname(os.path.abspath(__file__))
 OFF = ("off", "0", "false", "no", "disabled")
+LATE = __name__ == "_vllm_livepatch_late"  # the guard runs it, in a process that began without it
 compiled = {}
 
 
@@ -40,8 +41,11 @@ def arm():
         if getattr(finder, "__name__", "") == "LivepatchFinder":  # another bundle, earlier on the path, serves
             return False
     sys.meta_path.insert(0, LivepatchFinder)
-    for name in list(TARGETS):
-        if name in sys.modules:  # a .pth file was faster than we are
+    early = [name for name in list(TARGETS) if name in sys.modules]
+    if LATE and early:
+        finding()["call_hook"]("armed_late", early)
+    elif not LATE:
+        for name in early:  # a .pth file was faster than we are, and nobody else has run
             finding()["call_hook"]("imported_before", name)
     return True
 
@@ -69,7 +73,7 @@ def run_next():
 
 
 ARMED = arm()
-if not run_next() and not ARMED:
+if not LATE and not run_next() and not ARMED:
     # `site` takes exactly this error to mean that there is no sitecustomize, which leaves sys.modules as it was.
     error = ImportError("no sitecustomize beside the vllm-livepatch bundle, which is not in use here")
     error.name = "sitecustomize"

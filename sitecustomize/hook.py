@@ -86,6 +86,13 @@ def imported_before(name: str) -> None:
         guarded(runtime.loaded, sys.modules[name])
 
 
+def armed_late(names: list[str]) -> None:
+    """These target modules were imported before the guard ran the entry, and others may have taken from them."""
+    runtime = _the_runtime()
+    if runtime is not None:
+        guarded(runtime.armed_late, names)
+
+
 class _Changed:
     """Executes the changed source of one module, and has it."""
 

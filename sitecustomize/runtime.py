@@ -103,6 +103,7 @@ class Runtime:
         # a thread that imports may want it, and would be waited for.
         self._lock = threading.RLock()
         self._decided: set[str] = set()  # patches
+        self._too_late: frozenset[str] = frozenset()  # modules that are not patched any more
         self._unsaid: list[_PatchState] = []  # decided on
         self._greeted = False
         name = f"{self.version}+{about['digest'][: len('sha256:') + 12]}" if about["digest"] else self.version
@@ -119,6 +120,12 @@ class Runtime:
     def arrives(self, module: str) -> None:
         """A target module will be executed by way of us, and not before `meet` has come back."""
         self._sources.arriving.add(module)
+
+    def armed_late(self, modules: list[str]) -> None:
+        """These were imported before us, and others may hold what they took from them: their patches do not apply."""
+        self._too_late = frozenset(modules)
+        for module in modules:
+            self.meet(module)
 
     def meet(self, module: str) -> None:
         """A target module is about to be executed, or was before us: decide about every patch that names it."""
@@ -200,6 +207,10 @@ class Runtime:
             releases = {patch.package: found.release, **found.companions}
             traced = patch.auto == "traced" and bool(self.patch_set())
             decision = decide(patch, found, dataclasses.replace(self.environment, traced=traced))
+            early = sorted(self._too_late.intersection(map(module_of, patch.targets_of(decision.variant))))
+            if decision.apply and early:
+                detail = f"imported before the guard armed the bundle: {', '.join(early)}"
+                decision = dataclasses.replace(decision, apply=False, reason="late", detail=detail)
             if patch.diff and decision.apply:
                 changes = [Change.from_json(change) for change in self._changes[patch.name]]
                 made = self._sources.made(changes, tree)

@@ -1,10 +1,11 @@
-"""Says in every vLLM process whether a bundle is armed in it; under LIVEPATCH=strict it ends one in which none is.
+"""Sees in every vLLM process that a bundle is armed; under LIVEPATCH=strict it ends one in which none can be.
 
 `generate --guard` writes this as the one module of a distribution whose entry point in vLLM's own group of plugins vLLM
 runs in each of its processes, whether or not PYTHONPATH, and with it the bundle, has reached that process.
 
-Nothing is armed here. When vLLM runs its plugins, some of what patches replace has been imported (the engine core's own
-module always, the scheduler in newer releases), and others may have taken it from there.
+Where PYTHONPATH names a bundle that did not run (another `sitecustomize` came first, or `-I`, `-E`, `-S`), it is armed
+late. When vLLM runs its plugins, some of what patches replace has been imported (the engine core's own module always,
+the scheduler in newer releases), and others may have taken it from there: those patches are left out, and said to be.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import sys
 import time
 import zipfile
+from importlib.machinery import PathFinder
 
 from .report import ProcessReport
 
@@ -28,16 +30,23 @@ OFF = ("off", "0", "false", "no", "disabled")
 ARMED = ("", "auto", "strict", "1", "true", "yes", "on", "enabled")
 """The values of LIVEPATCH that are not off, as sitecustomize/settings.py has them."""
 EXIT_STRICT = 78
+ENTRY_NAME = "_vllm_livepatch_late"
+"""By which a bundle's entry knows that it runs late."""
 
 
 def check() -> None:
-    """The entry point. Where no bundle is armed: a line on stderr and a report, or the process's end."""
+    """The entry point. Where no bundle is armed: one is armed late, or a line on stderr and a report, or the end."""
     mode = os.environ.get("LIVEPATCH", "").strip().lower()
     if mode not in ARMED or is_armed():
         return
     imported = sorted({module for modules in MODULES.values() for module in modules if module in sys.modules})
     before = f"; {len(imported)} of its targets' modules are imported already" if imported else ""
-    said = f"no bundle is armed in this process, nothing is patched: {why_not()}{before}"
+    why = why_not()
+    place = next(iter(_bundles()), None)
+    if place is not None and _arm(place):
+        _say(f"the bundle was armed late, by the guard: {why}{before} (pid {os.getpid()})")
+        return
+    said = f"no bundle is armed in this process, nothing is patched: {why}{before}"
     if mode == "strict":
         _say(f"LIVEPATCH=strict: {said}")
         os._exit(EXIT_STRICT)  # an exception would be vLLM's to catch
@@ -65,7 +74,7 @@ def why_not() -> str:
     places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     if not places:
         return "PYTHONPATH is not set in its environment"
-    found = [place for place in places if _is_bundle(place)]
+    found = _bundles()
     if not found:
         return f"PYTHONPATH={os.pathsep.join(places)} names no bundle (not mounted, empty, or not to be read)"
     other = str(getattr(sys.modules.get("sitecustomize"), "__file__", ""))
@@ -87,6 +96,23 @@ def main() -> None:
     if not asked:
         print(f"VLLM_PLUGINS={chosen} leaves the guard out: vLLM will not run it; add {NAME}")
     sys.exit(0 if asked and (off or is_armed()) else 1)
+
+
+def _bundles() -> list[str]:
+    """Those that PYTHONPATH names, whether or not Python looked at it."""
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [place for place in places if place and _is_bundle(place)]
+
+
+def _arm(place: str) -> bool:
+    """Run a bundle's entry in a process that began without it: whether it serves now."""
+    try:
+        spec = PathFinder.find_spec("sitecustomize", [place])
+        code = spec.loader.get_code("sitecustomize")  # type: ignore[union-attr]
+        exec(code, {"__name__": ENTRY_NAME, "__file__": spec.origin})  # type: ignore[union-attr]
+    except Exception as error:  # a damaged bundle must not end the engine
+        _say(f"{place} cannot be armed: {type(error).__name__}: {error}")
+    return is_armed()
 
 
 def _is_bundle(place: str) -> bool:

@@ -25,12 +25,20 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def driven(
-    warm: interpreter.Interpreter, release: str, guard: Path, work: Path, *arguments: str, bundle: Path | None = None
+    warm: interpreter.Interpreter, release: str, guard: Path, work: Path, *arguments: str, **bundles: Path
 ) -> dict[str, Any]:
     work.mkdir(exist_ok=True)
     environ = {"VLLM_PLUGINS": "livepatch"}
+    if "hidden" in bundles:
+        environ["LIVEPATCH_TEST_HIDDEN"] = str(bundles["hidden"])
     found: dict[str, Any] = warm.run(
-        "guard", {"vllm": release}, work, bundle=bundle, environ=environ, arguments=arguments, path=[guard]
+        "guard",
+        {"vllm": release},
+        work,
+        bundle=bundles.get("bundle"),
+        environ=environ,
+        arguments=arguments,
+        path=[guard],
     )
     return found
 
@@ -58,3 +66,14 @@ def test_a_process_without_a_bundle(
     assert "vllm.v1.engine.core" in found["places"]["engine_core"]
     armed = driven(warm, release, guard, tmp_path / "armed", bundle=bundle)
     assert armed["ways"] == dict.fromkeys(ways, SILENT)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_process_that_the_bundle_did_not_reach(
+    release: str, guard: Path, bundle: Path, warm: interpreter.Interpreter, tmp_path: Path
+) -> None:
+    """It is armed late: what vLLM imports afterwards is patched."""
+    found = driven(warm, release, guard, tmp_path, hidden=bundle)["ways"]["hidden"]
+    assert found["code"] == 0
+    assert found["said"][0].startswith("vllm-livepatch: the bundle was armed late, by the guard: ")
+    assert found["said"][-1] == "vllm-livepatch: wrapped: True"

@@ -13,7 +13,7 @@ import pytest
 from vllm_livepatch.sitecustomize import settings, vllm_plugin
 from vllm_livepatch.tools import bundle, catalogue, placing
 
-from tests.unit.support import DEADLINE, PYTHON, Cli, Done, Sandbox, finish
+from tests.unit.support import DEADLINE, PATCHED, PYTHON, STOCK, USE_STEP, Cli, Done, Sandbox, finish
 
 RUN = """\
     from importlib.metadata import entry_points
@@ -83,6 +83,57 @@ def test_only_what_is_wanted_counts_as_missing(patched: Sandbox, cli: Cli) -> No
     found = [{patch["name"]: patch["reason"] for patch in report["patches"]} for report in patched.reports()]
     assert {"around": "late", "asked": "late", "not-asked": "optional"} in found
     assert {"around": "optional", "asked": "optional", "not-asked": "optional"} in found
+
+
+@pytest.fixture
+def hidden(patched: Sandbox, guard: Path) -> list[Path | str]:
+    """A path on which another `sitecustomize` comes before the bundle, and does not run it."""
+    other = patched.write({"sitecustomize.py": "own = 1\n"}, patched.root / "other")
+    return [other, patched.bundle, guard, patched.site]
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+def test_a_bundle_that_did_not_run_is_armed_late(patched: Sandbox, hidden: list[Path | str], mode: str) -> None:
+    code = f"{dedent(RUN)}\n{USE_STEP}\nimport sitecustomize; print(sitecustomize.own)"
+    done = patched.python(code, path=hidden, LIVEPATCH=mode)
+    assert (done.code, done.out) == (0, f"went on\n{PATCHED}1\n")
+    assert done.lines[0].startswith("vllm-livepatch: the bundle was armed late, by the guard: ")
+    assert (
+        f"{hidden[0]}/sitecustomize.py ran as sitecustomize in the place of {patched.bundle}'s (pid " in done.lines[0]
+    )
+    assert (patched.reported()["state"], patched.reported()["reason"]) == ("applied", None)
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E"])
+def test_nor_did_it_with_a_flag_or_from_a_zip(patched: Sandbox, guard: Path, flag: str) -> None:
+    archive = patched.root / "bundle.zip"
+    placing.write_zip(bundle.contents(patched.entries()), archive)
+    code = f"import sys; sys.path[:0] = [{str(guard)!r}, {str(patched.site)!r}]\n{dedent(RUN)}\n{USE_STEP}"
+    for place in (patched.bundle, archive):
+        done = patched.python(code, flag, path=[place])
+        assert (done.code, done.out) == (0, f"went on\n{PATCHED}"), done.err
+        assert "was armed late, by the guard: Python was started with -I or -E" in done.lines[0]
+
+
+def test_what_was_imported_before_stays_as_it_is(patched: Sandbox, hidden: list[Path | str]) -> None:
+    code = f"import fakeengine.scheduler\n{dedent(RUN)}\n{USE_STEP}"
+    done = patched.python(code, path=hidden)
+    assert (done.code, done.out) == (0, f"went on\n{STOCK}")
+    assert "; 1 of its targets' modules are imported already (pid " in done.err
+    around = patched.reported()
+    assert (around["state"], around["reason"]) == ("skipped", "late")
+    assert around["detail"] == "imported before the guard armed the bundle: fakeengine.scheduler"
+    done = patched.python(code, path=hidden, LIVEPATCH="strict")
+    assert (done.code, done.out) == (78, "")
+
+
+def test_a_damaged_bundle_is_not_armed_late(patched: Sandbox, hidden: list[Path | str]) -> None:
+    (patched.bundle / "sitecustomize.py").write_text("raise ValueError('broken')\n")
+    done = patched.python(dedent(RUN), path=hidden)
+    assert (done.code, done.out) == (0, "went on\n")
+    assert f"{patched.bundle} cannot be armed: ValueError: broken" in done.err
+    assert "no bundle is armed in this process, nothing is patched" in done.err
+    assert patched.python(dedent(RUN), path=hidden, LIVEPATCH="strict").code == 78
 
 
 def test_status_shows_it(patched: Sandbox, guard: Path, cli: Cli) -> None:

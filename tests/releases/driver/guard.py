@@ -31,6 +31,10 @@ WAYS: dict[str, dict[str, str]] = {
     "left out": {"LIVEPATCH": "strict", "VLLM_PLUGINS": "somebody_s"},
     "all plugins": {"LIVEPATCH": "strict", "VLLM_PLUGINS": ""},
 }
+HIDDEN = os.environ.get("LIVEPATCH_TEST_HIDDEN")
+"""A bundle that PYTHONPATH is to name in a process that it did not reach."""
+if HIDDEN:
+    WAYS["hidden"] = {"PYTHONPATH": HIDDEN}
 
 
 class Asked(Exception):
@@ -61,6 +65,10 @@ def load(variables: dict[str, str]) -> None:
         del os.environ["VLLM_PLUGINS"]
     plugins.load_general_plugins()
     plugins.load_general_plugins()  # as other parts of the same process do
+    if variables.get("PYTHONPATH"):
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        print(f"vllm-livepatch: wrapped: {hasattr(Scheduler._update_from_kv_xfer_finished, '__wrapped__')}", flush=True)
 
 
 def imported(ask: Callable[[], Any]) -> list[str] | None:
