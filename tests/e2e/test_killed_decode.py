@@ -36,6 +36,8 @@ BUSY_TOKENS = 1500
 REUSE_TOKENS = 50 * BLOCK_SIZE
 """In each of REUSES prompts, which together need every block of a prefill engine."""
 BLOCKS, REUSES = 200, 5
+WRITTEN_SECONDS = 30
+"""Within which a process writes what it counted into its report, at the latest."""
 HOLDS = 5
 """One for the request that waits, the others for the decode engine that dies."""
 SETTLED_SECONDS = LEASE_SECONDS + 5
@@ -51,7 +53,7 @@ class Side:
     """What was seen of one prefill engine."""
 
     held: float = 0.0
-    """The share of its blocks that is held as the decode engine is killed."""
+    """The share of its blocks that is held just before the decode engine is killed."""
     settled: list[float] = field(default_factory=list)
     """That share from SETTLED_SECONDS on, while the other decode engine's request waits."""
     waiting: bool = False
@@ -182,10 +184,9 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
             promised[name] = asyncio.create_task(peers.decode("alive", prompts[0], transfer))
             for prompt in prompts[2:]:  # for the decode engine that dies
                 await peers.prefill(name, prompt)
+            sides[name].held = await clients[name].metric(USAGE)
         parts.kill("dying")
         begun = time.monotonic()
-        for name, side in sides.items():
-            side.held = await clients[name].metric(USAGE)
         while time.monotonic() < begun + WATCHED_SECONDS:
             await asyncio.sleep(1)
             at, found = time.monotonic(), {name: await client.metric(USAGE) for name, client in clients.items()}
@@ -203,11 +204,14 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
             for prompt in model.prompts(REUSES, REUSE_TOKENS, seed=5):
                 await clients[name].complete((prompt,), 1)
             side.late = await parts.guard(peers.decode("alive", late, leased[name]))
-        reports = [json.loads(file.read_text(encoding="utf-8")) for file in (work / "state").glob("**/*.json")]
-    return Seen(sides, undisturbed, undisturbed_late, _counters(reports))
+        written = time.monotonic() + WRITTEN_SECONDS
+        while not (counters := _counters(work / "state"))["failed-loads"] and time.monotonic() < written:
+            await asyncio.sleep(0.2)
+    return Seen(sides, undisturbed, undisturbed_late, counters)
 
 
-def _counters(reports: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+def _counters(place: Path) -> dict[str, dict[str, int]]:
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in place.glob("**/*.json")]
     found: dict[str, dict[str, int]] = {}
     for report in reports:
         for patch in report["patches"]:
