@@ -16,7 +16,7 @@ import yaml
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import options, printing, topology
 
-NAMES = ["lmcache", "pd-mooncake", "pd-mooncake-lmcache", "pd-nixl", "pd-nixl-lmcache", "pd-nixl-multi"]
+NAMES = ["lmcache", "lmcache-forgets", "pd-mooncake", "pd-mooncake-lmcache", "pd-nixl", "pd-nixl-lmcache", "pd-nixl-multi"]
 KUBERNETES = "1.34"
 TOGGLES = {"LIVEPATCH_KV_BLOCK_REAPER": "on"}
 
@@ -29,7 +29,7 @@ def option(command: Any, name: str) -> str:
 
 def test_the_topologies_are_those_of_the_documentation() -> None:
     assert options.names() == NAMES
-    with pytest.raises(UserError, match=r"no topology 'pd-nxil': there are lmcache, pd-"):
+    with pytest.raises(UserError, match=r"no topology 'pd-nxil': there are lmcache, lmcache-forgets, pd-"):
         topology.load("pd-nxil")
 
 
