@@ -184,7 +184,11 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
     if variant.verdict == "not-present":
         return "not-present", f"{release} does not have the code with the fault yet", variant
     if variant.verdict == "fixed-upstream":
-        return "fixed-upstream", f"{release} has {'the change already' if patch.diff else 'the fault no more'}", variant
+        return (
+            "fixed-upstream",
+            f"{release} {'has the change already' if patch.diff else 'no longer has the fault'}",
+            variant,
+        )
     if _is_listed(installed.release, variant):
         known = "is what the diff applies to exactly" if patch.diff else "has the fault, reproduced on this release"
         return "needed", f"{release} {known}", variant

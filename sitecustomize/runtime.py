@@ -342,7 +342,7 @@ class Runtime:
         """A wrapper's own error: the patch stands aside. Said, and no more: what serves already is not ended."""
         with self._lock:
             state.settle("failed", "raised", detail)
-        to_stderr(f"{state.patch.name} is applied no more (raised): {detail}")
+        to_stderr(f"{state.patch.name} is no longer applied (raised): {detail}")
         self._later(_FLUSH_SECONDS)  # by another thread: the engine waits for no disk
 
     @staticmethod
@@ -448,7 +448,7 @@ class Runtime:
                 return None
             content = [state.described() for state in self.states]
         for state in lost:  # said, and no more: what serves already is not ended, not even under strict
-            to_stderr(f"{state.patch.name} is applied no more ({state.reason}): {state.detail}")
+            to_stderr(f"{state.patch.name} is no longer applied ({state.reason}): {state.detail}")
         for said in bypassed:
             to_stderr(said)
         if self._greeting.due_in() <= 0:

@@ -42,7 +42,7 @@ MEANINGS = {
     "foreign": "somebody else had replaced the code before: this process runs without the patch",
     "imported": "the module was imported before the patch could change it: this process runs without the patch",
     "late": "the bundle was armed late, or not at all: the detail says why. This process runs without the patch",
-    "drifted": "the code is none that was verified. `vllm-livepatch check` shows what differs",
+    "drifted": "the code differs from every verified version. `vllm-livepatch check` shows where",
 }
 """What a reason asks of an operator. Said below a process' patches, where one of them has it."""
 

@@ -232,7 +232,7 @@ def test_a_target_that_somebody_else_replaces_after_us(sandbox: Sandbox) -> None
     assert done.out == PATCHED + "['theirs', 7]\n"
     reported = sandbox.reported()
     assert (reported["state"], reported["reason"]) == ("failed", "overwritten")
-    said = f"vllm-livepatch: around is applied no more (overwritten): {reported['detail']}"
+    said = f"vllm-livepatch: around is no longer applied (overwritten): {reported['detail']}"
     assert done.lines[1:] == [said, "after the look"]
     assert "__main__.theirs" in reported["detail"]
     assert sandbox.reported("other")["state"] == "applied"

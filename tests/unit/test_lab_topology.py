@@ -16,7 +16,15 @@ import yaml
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import options, printing, topology
 
-NAMES = ["lmcache", "lmcache-forgets", "pd-mooncake", "pd-mooncake-lmcache", "pd-nixl", "pd-nixl-lmcache", "pd-nixl-multi"]
+NAMES = [
+    "lmcache",
+    "lmcache-forgets",
+    "pd-mooncake",
+    "pd-mooncake-lmcache",
+    "pd-nixl",
+    "pd-nixl-lmcache",
+    "pd-nixl-multi",
+]
 KUBERNETES = "1.34"
 TOGGLES = {"LIVEPATCH_KV_BLOCK_REAPER": "on"}
 

@@ -569,7 +569,7 @@ def test_it_is_reported_and_said_once(sandbox: Sandbox, mode: str) -> None:
     assert reported["detail"] == (
         f"{STEP}: RuntimeError: it broke (wrappers.py, line 9); the release's own code answers from now on"
     )
-    assert done.lines[1:] == [f"vllm-livepatch: around is applied no more (raised): {reported['detail']}"]
+    assert done.lines[1:] == [f"vllm-livepatch: around is no longer applied (raised): {reported['detail']}"]
     assert sandbox.reported("other")["state"] == "applied"
 
 
