@@ -18,7 +18,7 @@ class Peers:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._looked: dict[str, float] = {}  # when it was looked at last, by time.monotonic()
-        self._refused: dict[str, float] = {}  # since when it refuses
+        self._refused: dict[str, tuple[float, float]] = {}  # the first and the last look since which it refuses
 
     async def gone(self, address: str) -> bool:
         """Whether it refuses, and refused a look before.
@@ -30,11 +30,12 @@ class Peers:
         if now - self._looked.get(address, float("-inf")) >= self._seconds:
             self._looked[address] = now
             if await _refuses(address, self._seconds):
-                self._refused.setdefault(address, now)
+                self._refused[address] = (self._refused.get(address, (now, now))[0], now)
             else:
                 self._refused.pop(address, None)
-        since = self._refused.get(address)
-        return since is not None and self._looked[address] - since >= self._seconds
+        first, last = self._refused.get(address, (now, now))
+        # Another's look may be under way, at one that was gone before: then nothing is known.
+        return last == self._looked[address] and last - first >= self._seconds
 
 
 async def _refuses(address: str, seconds: float) -> bool:

@@ -32,8 +32,9 @@ LOAD = "_livepatch_load"
 """Attribute of a pull: its `_Load`."""
 
 UNCERTAIN = "Mooncake transfer engine returned"
-"""How an answer begins after a write that failed: others of its batch may still be under way (Mooncake's
-MultiTransport::getBatchTransferStatus answers FAILED at the first that did)."""
+"""What an answer says after a write that failed, from 0.19.1 on behind what it says of other requests: others of the
+batch may still be under way (Mooncake's MultiTransport::getBatchTransferStatus answers FAILED at the first that did).
+"""
 
 FEWER = "P num blocks less than D"
 """The answer to 0.18.1 that comes before the writes of the other requests of the same ask, and before their answer."""
@@ -135,7 +136,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         asked.over = status in ("ERROR", "FINISH")
         failed = asked.open & set(response.err_reqs or ())
         asked.open -= failed
-        if (response.err_msg or "").startswith(UNCERTAIN):
+        if UNCERTAIN in (response.err_msg or ""):
             asked.held |= failed
         else:
             for name in failed:

@@ -11,6 +11,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .listener import listening
+
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -208,7 +210,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def record_send_reqs(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         return recorded(wrapped, worker, args[0] if args else kwargs["metadata"])
 
-    return {f"{WORKER}.send_kv_to_decode": send_kv_to_decode, f"{WORKER}.record_send_reqs": record_send_reqs}
+    def listen(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        return listening(livepatch, wrapped, worker, *args, **kwargs)
+
+    return {
+        f"{WORKER}.send_kv_to_decode": send_kv_to_decode,
+        f"{WORKER}.record_send_reqs": record_send_reqs,
+        f"{WORKER}._mooncake_sender_listener": listen,
+    }
 
 
 def any_blocks(blocks: Any) -> bool:

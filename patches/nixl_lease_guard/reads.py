@@ -7,6 +7,7 @@ the release's own.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,13 @@ Call = Callable[..., Any]
 
 
 class Reading:
-    """Whose blocks the worker is about to read: the id that the other worker knows, and what a failure takes."""
+    """Whose blocks the worker is about to read: both sides' ids of the request, and what a failure takes."""
 
-    __slots__ = ("failed", "request_id")
+    __slots__ = ("failed", "reader", "request_id")
 
-    def __init__(self, request_id: str, failed: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, reader: str, failed: Callable[[], None]) -> None:
         self.request_id = request_id
+        self.reader = reader
         self.failed = failed
 
 
@@ -114,24 +116,46 @@ class Guard:
         read = self._reads.get(handle)
         if read is None:
             return wrapped(agent, handle)
-        if read.since is None:
-            answer = wrapped(agent, handle)
-            if answer != "DONE":
-                return answer
-            read.since = time.monotonic()
-        if read.answer == "PROC":
+        if read.answer == "PROC" and read.since is None:
+            try:
+                answer = wrapped(agent, handle)
+            except Exception:
+                self._fail(read)
+                if self._is_early(read):
+                    return "PROC"
+                raise
+            if answer == "DONE":
+                read.since = time.monotonic()
+            elif answer != "PROC":
+                self._fail(read)
+        if read.answer == "PROC" and read.since is not None:
             try:
                 read.answer = self._answer(wrapped, agent, read, read.since)
             except Exception as error:  # what is not known to be right is not passed on, whatever went wrong
                 self._livepatch.stand_aside("judging a read", error)
                 read.answer = "ERR"
-        return read.answer
+        return "PROC" if read.answer == "ERR" and self._is_early(read) else read.answer
+
+    def _fail(self, read: _Read) -> None:
+        """NIXL says that the read has failed."""
+        read.answer = "ERR"
+        read.reading.failed()
+
+    def _is_early(self, failed: _Read) -> bool:
+        """Whether a failure cannot be told yet: another read of the same request goes on.
+
+        From 0.22.1 to 0.29.0 the first failure is the request's end: its blocks are given to others, which a read from
+        another rank would still write, and the end of that one is an error. So the failures of one request are told
+        in one round of the worker's, which asks in the order in which the reads were begun.
+        """
+        reads = [read for read in self._reads.values() if read.reading.reader == failed.reading.reader]
+        return reads[0] is not failed or any(read.answer == "PROC" for read in reads)
 
     def release_xfer_handle(self, wrapped: Call, agent: Any, handle: Any) -> Any:
         read = self._reads.pop(handle, None)
         if read is not None and read.landing is not None:
             self._left.append((read.check, read.landing))
-            self._take_back(wrapped, agent)
+            self._take_back(functools.partial(wrapped, agent))
         return wrapped(agent, handle)
 
     def _answer(self, state_of: Call, agent: Any, read: _Read, since: float) -> str:
@@ -177,6 +201,8 @@ class Guard:
         if read.check is not None:
             return state_of(agent, read.check)
         if not self.board.free_landings:
+            self._take_back(agent.release_xfer_handle)
+        if not self.board.free_landings:
             return "PROC"
         number = self.board.free_landings.pop()
         try:
@@ -199,12 +225,12 @@ class Guard:
         there = agent.get_xfer_descs([(address + bucket * boards.BUCKET, boards.BUCKET, 0)], "DRAM")
         return agent.initialize_xfer("READ", here, there, name)
 
-    def _take_back(self, release: Call, agent: Any) -> None:
+    def _take_back(self, release: Call) -> None:
         """Release the reads of boards that have ended: NIXL refuses while one may still write to its landing."""
         left, self._left = self._left, []
         for check, number in left:
             try:
-                release(agent, check)
+                release(check)
             except Exception:
                 self._left.append((check, number))
             else:

@@ -149,8 +149,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         guard = guard_of(worker)
         if guard is None:
             return wrapped(*args, **kwargs)
-        failed = functools.partial(mark, worker, kwargs["request_id"])
-        guard.reading = Reading(kwargs["remote_request_id"], failed)
+        reader = kwargs["request_id"]
+        guard.reading = Reading(kwargs["remote_request_id"], reader, functools.partial(mark, worker, reader))
         try:
             return wrapped(*args, **kwargs)
         finally:
@@ -158,8 +158,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def mark(worker: Any, request_id: str) -> None:
         """Name the blocks of a failed load where the release does not, and would compute on them."""
-        if hybrid and worker._is_hma_required:
-            blocks = {block for group in worker._recving_metadata[request_id].local_block_ids for block in group}
+        loading = worker._recving_metadata.get(request_id)  # None where the release has told its end already
+        if hybrid and worker._is_hma_required and loading is not None:
+            blocks = {block for group in loading.local_block_ids for block in group}
             if hybrid == "queue":
                 worker._invalid_block_ids.put(blocks)
             else:

@@ -21,7 +21,7 @@ TOKEN, HOST, PORT = "livepatch_token", "livepatch_host", "livepatch_port"
 """What a registration has besides the release's own: a name that nobody can guess, and where decode listens."""
 
 REMEMBERED = 4096
-"""How many registrations are remembered at least."""
+"""How many registrations are remembered at least, besides those whose KV has not come."""
 LOOK_SECONDS = 0.25
 ASK_AGAIN_SECONDS = 10.0
 
@@ -121,11 +121,13 @@ class Desk:
         kind = next(iter(message), "")
         token = message.get(kind)
         with self._lock:
+            if not isinstance(token, str):
+                return
             # The token went to one agent alone, so who has it is that agent.
-            agent = self._agents.get(token) if isinstance(token, str) else None
+            waiting = self.waiting.get(token)
+            agent = self._agents.get(token) if waiting is None else waiting.agent
             if agent is None:
                 return  # somebody who does not know us
-            waiting = self.waiting.get(str(token))
             if kind == "life":
                 line.peer = agent
                 self.lives.add(agent)

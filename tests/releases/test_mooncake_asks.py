@@ -37,6 +37,7 @@ RIGHT = {
     "killed": [FAILED, FAILED, OWN],
     "waiting": [OWN, [OWN, OWN]],
     "slots": [OWN, True, True, OWN],
+    "stray": [True, OWN],
 }
 
 
@@ -57,16 +58,17 @@ def stock(release: str) -> dict[str, Any]:
         "no_leg": [told, True],
         "unreachable": told,
         "unknown": told,
-        "broken": told,
+        "broken": [told, told],
         "killed": [NOTHING] * 3,
         "waiting": [NOTHING, [OWN, OWN]],
         "slots": [NOTHING, False, True, OWN],
+        "stray": [False, NOTHING],
     }
 
 
 def patched(release: str) -> dict[str, Any]:
     # A write that failed may go on: to 0.29.0 nothing is told, and nobody gets the blocks.
-    return {**RIGHT, "broken": FAILED if reports_failures(release) else NOTHING}
+    return {**RIGHT, "broken": [FAILED if reports_failures(release) else NOTHING] * 2}
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +96,13 @@ def test_patched(
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, path=mooncake, arguments=["30"], environ=environ)
     assert run["cases"] == patched(release)
     (report,) = (file for file in (tmp_path / "state").glob("*.json") if pid_of(file) == run["pid"])
-    refused, held = (1, {}) if reports_failures(release) else (9, {"held": 1})
+    # Who had too few blocks beside a write that failed is held too, where the answer does not say which is which.
+    refused, held = (1, {}) if reports_failures(release) else (9, {"held": 3})
+    if Version(release) < Version("0.19"):
+        refused, held = 10, {"held": 2}
     for name, counters in (
         ("mooncake-failed-loads", {"failed": refused, "peer_gone": 1, **held}),
-        ("mooncake-lost-asks", {"given_up": 12, "refused": 1, "let_go": 2}),
+        ("mooncake-lost-asks", {"given_up": 12, "refused": 1, "let_go": 2, "no_ask": 1}),
     ):
         patch = interpreter.read(report, name)
         assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch

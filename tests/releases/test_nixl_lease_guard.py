@@ -29,6 +29,7 @@ STOCK = {
     **dict.fromkeys(LATE, WRONG),
     "again": {"first": WELL, "second": WRONG},
     "stopped": {"failed": False},
+    "two_reads": {"while_read": [], "failed": False, "afterwards": []},
     "decode_without": READ,
     "prefill_without": {"in_time": READ, "late": WRONG},
 }
@@ -42,6 +43,7 @@ def patched(release: str) -> dict[str, Any]:
         **dict.fromkeys(LATE, FAILED),
         "again": {"first": WELL, "second": FAILED},
         "stopped": {"failed": True},
+        "two_reads": {"while_read": [], "failed": True, "afterwards": []},
         "hybrid": named,
     }
 
@@ -64,8 +66,8 @@ def test_patched(
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
     assert patch["counters"] == {
         "lease_held": 2,  # in_time, and again's first
-        "lease_lost": 7,
-        "lease_ended": 6,  # all of LATE's but `aborted`, `stopped`, and the one before `passed`
+        "lease_lost": 9,
+        "lease_ended": 7,  # all of LATE's but `aborted`, `stopped`, and the one before `passed`
         "not_vouched": 1,  # same_id's second request
         "peer_unguarded": 1,
     }

@@ -6,11 +6,14 @@ The worker and its answers are stand-ins: what of a release is concerned is in t
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_livepatch.patches.mooncake_lost_asks import listener
 from vllm_livepatch.patches.mooncake_lost_asks import wrappers as patch
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -144,3 +147,67 @@ def test_an_ask_that_lets_go_is_answered_once_and_what_it_made_is_kept_for_a_pre
     for begins in (False, True):
         prefill = Prefill()
         assert asyncio.run(play(begins)) is begins
+
+
+# The listener
+
+
+class Socket:
+    def __init__(self, *messages: list[bytes]) -> None:
+        self.messages = list(messages)
+
+    async def recv_multipart(self) -> list[bytes]:
+        return self.messages.pop(0)
+
+
+class Listening:
+    """A worker whose listener takes what comes, as a release's, to the end."""
+
+    def __init__(self) -> None:
+        self.socket = Socket([b"a", b"", b"stray"], [b"only one"], [b"b", b"an ask"])
+        self.async_zmq_ctx: Any = SimpleNamespace(socket=lambda kind: self.socket, term="its own")
+        self.own = self.async_zmq_ctx
+        self.hostname, self.side_channel_port = "127.0.0.1", 0
+        self.taken: list[list[bytes]] = []
+
+    async def listen(self, ready: str) -> None:
+        assert ready == "ready"
+        assert self.async_zmq_ctx.term == "its own"
+        made = self.async_zmq_ctx.socket("ROUTER")
+        assert self.async_zmq_ctx is self.own
+        with socket.create_server((self.hostname, 0)) as server:
+            self.side_channel_port = server.getsockname()[1]
+            self.taken.append(await made.recv_multipart())
+        raise ConnectionError("the listener's own")
+
+    def run(self, context: PatchContext) -> None:
+        listen = patch.wrappers(context)[f"{patch.WORKER}._mooncake_sender_listener"]
+        with pytest.raises(ConnectionError):
+            asyncio.run(listen(self.listen, self, ("ready",), {}))
+
+
+def test_a_message_that_is_no_ask_is_left() -> None:
+    context = PatchContext("mooncake-lost-asks", {}, {}, lambda: None)
+    worker = Listening()
+    worker.run(context)
+    assert worker.taken == [[b"b", b"an ask"]]
+    assert context.counters == {"no_ask": 2}
+
+
+def test_while_the_process_lives_its_port_refuses_nobody() -> None:
+    """Decode takes one that refuses for gone, and what it was to write for lost."""
+    worker = Listening()
+    worker.run(PatchContext("mooncake-lost-asks", {}, {}, lambda: None))
+    with socket.create_connection((worker.hostname, worker.side_channel_port), 60):
+        pass
+    assert worker.async_zmq_ctx is worker.own
+
+
+def test_a_port_that_zmq_closes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = PatchContext("mooncake-lost-asks", {}, {}, lambda: None)
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    monkeypatch.setattr(time, "sleep", lambda seconds: server.close())
+    listener.keep(context, "127.0.0.1", port)
+    with socket.create_connection(("127.0.0.1", port), 60):
+        pass

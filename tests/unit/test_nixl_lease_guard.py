@@ -79,6 +79,8 @@ class Agent:
         return self.check_xfer_state(transfer)
 
     def check_xfer_state(self, transfer: Transfer) -> str:
+        if transfer.state == "raises":
+            raise ConnectionError
         if transfer.state == "DONE" and transfer.here and transfer.copies:
             ctypes.memmove(transfer.here[0][0], transfer.there[0][0], transfer.here[0][1])
         return transfer.state
@@ -302,6 +304,84 @@ def test_reads_wait_for_a_landing(world: World) -> None:
     assert world.agent.check_xfer_state(second) == "DONE"
 
 
+def test_landings_come_back_when_looks_that_were_given_up_have_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, limit=0.0)
+    world.begin("a", "b")
+    decode = wrappers.guard_of(world.decode)
+    assert decode is not None
+    del decode.board.free_landings[1:]
+    first = world.read("a")
+    assert world.agent.check_xfer_state(first) == "ERR"
+    check = world.agent.transfers[-1]
+    check.busy = True
+    world.agent.release_xfer_handle(first)
+    for name in ("a", "b"):
+        handle = world.read(name)
+        assert world.agent.check_xfer_state(handle) == "ERR"  # the look could not even be begun
+        world.agent.release_xfer_handle(handle)
+    check.busy = False
+    world.boards_come()
+    assert world.agent.check_xfer_state(world.read("b")) == "DONE"
+
+
+def fails(handle: Transfer) -> None:
+    handle.state = "ERR"
+
+
+def lost(handle: Transfer) -> None:
+    """Its bytes come; the lease has ended."""
+    handle.state = "DONE"
+
+
+@pytest.mark.parametrize("first_ends", [fails, lost])
+@pytest.mark.parametrize("second_ends", [fails, lost])
+def test_failures_of_one_request_are_told_in_one_round_of_asking(
+    world: World, first_ends: Callable[[Transfer], None], second_ends: Callable[[Transfer], None]
+) -> None:
+    """From prefill's two ranks: the worker takes the first failure for the end of all."""
+    world.boards_come()
+    first, other, second = world.read("a"), world.read("b"), world.read("a")
+    second.state = "PROC"
+    first_ends(first)
+    rounds = [[world.agent.check_xfer_state(handle) for handle in (first, second)] for _ in range(2)]
+    second_ends(second)
+    rounds.append([world.agent.check_xfer_state(handle) for handle in (first, second)])
+    assert rounds == [["PROC", "PROC"]] * 3  # in the last of them the first was asked before the second had ended
+    for handle in (first, second):
+        assert world.agent.check_xfer_state(handle) == "ERR"
+        world.agent.release_xfer_handle(handle)
+    assert world.agent.check_xfer_state(other) == "ERR"  # another request's
+
+
+def test_a_read_that_was_right_is_told_beside_one_that_failed(world: World) -> None:
+    world.begin("a")
+    world.boards_come()
+    first, second = world.read("a"), world.read("a")
+    second.state = "PROC"
+    assert world.agent.check_xfer_state(first) == "DONE"
+    world.agent.release_xfer_handle(first)
+    fails(second)
+    assert world.agent.check_xfer_state(second) == "ERR"
+
+
+def test_an_error_of_nixls_is_told_as_an_error_unless_another_read_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = world.read("a"), world.read("a")
+    first.state, second.state = "raises", "PROC"
+    assert world.agent.check_xfer_state(first) == "PROC"
+    second.state = "raises"
+    assert world.agent.check_xfer_state(second) == "PROC"
+    for handle in (first, second):
+        assert world.agent.check_xfer_state(handle) == "ERR"
+        world.agent.release_xfer_handle(handle)
+    alone = world.read("a")
+    alone.state = "raises"
+    with pytest.raises(ConnectionError):
+        world.agent.check_xfer_state(alone)
+    assert not world.context.aside
+
+
 def test_what_an_earlier_read_left_does_not_answer(world: World) -> None:
     world.begin("a")
     world.boards_come()
@@ -357,8 +437,21 @@ def test_blocks_that_the_release_leaves_out_are_named(
     world = World(monkeypatch, hybrid=hybrid)
     world.boards_come()
     world.decode._recving_metadata["d-a"] = SimpleNamespace(local_block_ids=([3, 4], [5]))
-    assert world.agent.check_xfer_state(world.read("a")) == "ERR"
+    handle = world.read("a")
+    assert world.agent.check_xfer_state(handle) == "ERR"
+    world.agent.release_xfer_handle(handle)
     assert world.decode._invalid_block_ids == expected
+    world.decode._invalid_block_ids = set()
+    handle = world.read("a")
+    handle.state = "ERR"  # NIXL's own failure
+    assert world.agent.check_xfer_state(handle) == "ERR"
+    world.agent.release_xfer_handle(handle)
+    assert world.decode._invalid_block_ids == expected
+    del world.decode._recving_metadata["d-a"]  # as where a read of another rank could not be begun
+    handle = world.read("a")
+    assert world.agent.check_xfer_state(handle) == "ERR"
+    world.agent.release_xfer_handle(handle)
+    assert not world.context.aside
     world.decode._is_hma_required = False  # such a model's blocks are named by the release itself
     world.decode._invalid_block_ids = set()
     assert world.agent.check_xfer_state(world.read("a")) == "ERR"

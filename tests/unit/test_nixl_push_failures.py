@@ -202,6 +202,34 @@ def test_prefill_is_asked_once_it_is_late_and_can_be_reached() -> None:
     assert livepatch.counters == {"unanswered": 1, "withdrawn": 1}
 
 
+def test_prefill_that_hung_up_cannot_be_asked() -> None:
+    livepatch = context()
+    desk = Desk(livepatch, 600)
+    registration = registered(desk)
+    talk = Prefill(registration)
+    talk.say(taken=registration[TOKEN])
+    until(lambda: desk._lines)
+    (line,) = desk._lines.values()
+    talk.close()
+    until(lambda: not line.alive)
+    desk.waiting[registration[TOKEN]].ask = 0.0
+    assert failed(desk) == []
+    assert livepatch.counters == {"unanswered": 1}
+
+
+def test_what_waits_is_remembered_however_many_come_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "REMEMBERED", 1)
+    desk = Desk(context(), 600)
+    first = registered(desk, "first")
+    registered(desk, "second")
+    life = Prefill(first)
+    life.say(life=first[TOKEN])
+    until(lambda: desk.lives)
+    talk = Prefill(first)
+    talk.say(refused=first[TOKEN], posted=False)
+    until(lambda: failed(desk) == ["first"])
+
+
 def test_an_id_that_is_registered_again_is_another_registration() -> None:
     desk = Desk(context(), 600)
     first = registered(desk)

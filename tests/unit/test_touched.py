@@ -77,8 +77,9 @@ ALLOWED = {
         "gone": "of what the patch itself has",
     },
     "mooncake-lost-asks": {
-        **dict.fromkeys(("_failed", "_identity", "_socket", "_worker"), "of what the patch itself has"),
+        **dict.fromkeys(("_failed", "_identity", "_socket"), "of what the patch itself has"),
         "add_done_callback": "of an asyncio.Task",
+        "recv_multipart": "of a zmq.asyncio.Socket",
         "send_multipart": "of a zmq.asyncio.Socket, for which the patch's own stands in",
     },
     "nixl-lease-guard": {

@@ -44,6 +44,7 @@ os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(PORT)
 
 import nixl_agents
 import real_scheduler as real
+from nixl import _bindings as nixl_bindings
 from nixl._api import nixl_agent
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector import utils
@@ -300,7 +301,41 @@ def hybrid(story: Story) -> dict[str, Any]:
     return result
 
 
-CASES = (in_time, late, stopped, again, same_id, aborted, passed, hybrid)
+class Held:
+    """A binding of NIXL's that says of one transfer that it is still under way."""
+
+    def __init__(self, real: Any, handle: int) -> None:
+        self.real, self.handle = real, handle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def getXferStatus(self, handle: int) -> Any:
+        return nixl_bindings.NIXL_IN_PROG if handle == self.handle else self.real.getXferStatus(handle)
+
+
+def two_reads(story: Story) -> dict[str, Any]:
+    """The lease has ended, and decode reads twice, as from a prefill of more ranks: the second read comes late."""
+    worker = story.decode.worker
+    story.prefilled("p-two", [21, 22])
+    story.expire("p-two", [21, 22])
+    once = worker._read_blocks
+    worker._read_blocks = lambda **told: (once(**told), once(**told))
+    story.begin("d-two", "p-two", [21, 22])
+    del worker._read_blocks
+    second = worker._recving_transfers["d-two"][1]
+    agent = worker.nixl_wrapper
+    agent.agent = Held(agent.agent, second._handle)
+    told = []
+    for _ in range(100):  # enough for what is asked of prefill after the first
+        told += story.decode.ended()[1]
+        time.sleep(0.001)
+    agent.agent = agent.agent.real
+    result = {"while_read": told, "failed": story.received("d-two", [21, 22])["failed"]}
+    return {**result, "afterwards": sorted(set().union(*(story.decode.ended()[1] for _ in range(20))))}
+
+
+CASES = (in_time, late, stopped, again, same_id, aborted, passed, hybrid, two_reads)
 
 
 def main() -> None:

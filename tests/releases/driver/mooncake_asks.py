@@ -29,6 +29,7 @@ from typing import Any
 import mooncake_sides as sides
 import real_scheduler as real
 import vllm
+import zmq
 from mooncake_sides import Side, decoding, prefilling, wait
 from ports import free_port
 
@@ -223,7 +224,14 @@ def unknown(pair: Pair) -> Any:
 
 
 def broken(pair: Pair) -> Any:
-    """A write fails, in part, and the other part comes later: Mooncake says so before all of a batch has ended."""
+    """A write fails, in part, and the other part comes later: Mooncake says so before all of a batch has ended.
+
+    The other time, prefill has too few blocks for another request of the same ask: its answer says both.
+    """
+    return written_later(pair, "broken", [1, 2]), written_later(pair, "broken-beside", [4, 5], beside="few")
+
+
+def written_later(pair: Pair, name: str, blocks: list[int], beside: str | None = None) -> Any:
     engine = pair.prefill.worker.engine
     late: list[Any] = []
 
@@ -232,12 +240,28 @@ def broken(pair: Pair) -> Any:
         return -1
 
     pair.prefill.worker.engine = SimpleNamespace(batch_transfer_sync_write=fails)
-    pair.leg("broken", [1, 2])
-    pair.ask("broken", [1, 2])
-    told = pair.loaded("broken", [1, 2], 1.0)
+    pair.leg(name, blocks)
+    if beside is not None:
+        pair.leg(beside, [7])
+        pair.decode.admit(decoding(f"d-{beside}", beside, 2, pair.prefill), [27, 28])
+    pair.ask(name, blocks)
+    told = pair.loaded(name, blocks, 1.0)
     pair.prefill.worker.engine = engine
     engine.batch_transfer_sync_write(*late[0])
     return told
+
+
+def stray(pair: Pair) -> Any:
+    """Somebody sends prefill a message of more parts than an ask has, and one that cannot be read."""
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.connect(f"tcp://127.0.0.1:{pair.prefill.worker.side_channel_port}")
+    stranger.send_multipart([b"", b"hello"])
+    stranger.send(b"hello")
+    answered = bool(stranger.poll(1000 * PATIENCE))
+    stranger.close(linger=0)
+    pair.leg("stray", [1, 2])
+    pair.ask("stray", [1, 2])
+    return answered, pair.loaded("stray", [1, 2])
 
 
 def killed(pair: Pair, mortal: Mortal, again: Mortal) -> Any:
@@ -314,7 +338,7 @@ class seconds:
 
 ABORT = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
 CASES = (in_turn, at_once, fewer, stopped, aborted, aborted_in_queue, begun_again, no_leg, unreachable, unknown, broken)
-LAST = (waiting, slots)
+LAST = (waiting, slots, stray)
 
 
 def main() -> None:
