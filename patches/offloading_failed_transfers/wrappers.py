@@ -1,0 +1,175 @@
+"""A transfer of the OffloadingConnector that failed ends no engine, and nothing that it left behind is used.
+
+Each worker tells the scheduler which jobs have ended (`OffloadingWorkerMetadata.completed_jobs`, a count by job), and
+has no word for one that failed. Here a failed store is told under the job's complement, a negative number: the counts
+of several workers are added up as those of any job, and a release that is not patched never takes it for a store that
+went well.
+
+Source: vllm#55503, vllm#50454, vllm#39732, llm-d-kv-cache#514.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+WORKER = f"{MODULE}.worker:OffloadingConnectorWorker"
+SCHEDULER = f"{MODULE}.scheduler:OffloadingConnectorScheduler"
+CONNECTOR = f"{MODULE}_connector:OffloadingConnector"
+
+JOBS = "_livepatch_jobs"
+"""Attribute of a worker: its `_Jobs`."""
+
+FAILED = "_livepatch_failed_stores"
+"""Attribute of a scheduler: the keys of each store of which a worker's part failed, by job, until all have ended."""
+
+
+class _Jobs:
+    """What is known of one worker's transfers."""
+
+    __slots__ = ("failed", "loads", "lost")
+
+    def __init__(self) -> None:
+        self.loads: dict[int, set[int]] = {}  # of a load under way: the blocks that it fills
+        self.failed: set[int] = set()  # jobs that ended without success, or were not begun, and are not told yet
+        self.lost: set[int] = set()  # blocks of loads that failed, for the next report
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
+
+    # The worker's side
+
+    def jobs_of(worker: Any) -> _Jobs:
+        """The worker's record, made when it is first asked for: then its transfers' ends are listened to."""
+        jobs: _Jobs | None = getattr(worker, JOBS, None)
+        if jobs is None:
+            jobs = _Jobs()
+            for carrier in carriers(worker.worker):
+                listen(carrier, jobs)
+            setattr(worker, JOBS, jobs)
+        return jobs
+
+    def listen(carrier: Any, jobs: _Jobs) -> None:
+        def submit(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> bool:
+            """A transfer that was refused ends with this step. One that raised may have begun: the error goes on."""
+            begun: bool = wrapped(*args, **kwargs)
+            if not begun:
+                jobs.failed.add(args[0] if args else kwargs["job_id"])
+            return True
+
+        def get_finished(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> list[Any]:
+            """The release is given those that went well, and asserts that they did."""
+            ended = wrapped(*args, **kwargs)
+            for result in ended:
+                if result.success:
+                    jobs.loads.pop(result.job_id, None)
+                else:
+                    jobs.failed.add(result.job_id)
+            return [result for result in ended if result.success]
+
+        for name in ("transfer_async", "submit_store", "submit_load"):
+            if hasattr(carrier, name):
+                setattr(carrier, name, livepatch.around(getattr(carrier, name), submit))
+        carrier.get_finished = livepatch.around(carrier.get_finished, get_finished)
+
+    def handle_preemptions(worker: Any, args: Any, kwargs: Any) -> None:
+        jobs_of(worker)  # stores begin here, too
+
+    def start_kv_transfers(worker: Any, args: Any, kwargs: Any) -> None:
+        metadata = args[0] if args else kwargs["metadata"]
+        jobs = jobs_of(worker)
+        for job, load in metadata.load_jobs.items():
+            # To 0.24.0 a job has a pair, of source and destination.
+            target = load.transfer_spec[1] if hasattr(load, "transfer_spec") else load.dst_spec
+            jobs.loads[job] = {int(block) for block in target.block_ids}
+
+    def get_finished(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        """Tell of the failed jobs: to the engine which loads have ended, with their blocks; to the scheduler's part of
+        the connector that jobs have ended."""
+        worker = connector.connector_worker
+        jobs: _Jobs | None = getattr(worker, JOBS, None)
+        if jobs is None or not jobs.failed:
+            return
+        told = worker._connector_worker_meta
+        while jobs.failed:
+            job = jobs.failed.pop()
+            blocks = jobs.loads.pop(job, None)
+            if blocks is None:
+                told.mark_completed(~job)
+                continue
+            lose(connector, jobs, blocks)  # before its end is told
+            told.mark_completed(job)  # its source may be dropped, or read by others
+            request = worker._load_jobs.pop(job)
+            if request is not None:  # else it was a load within the step, whose request runs already (0.33.0)
+                answer[1].add(request)
+            livepatch.count("failed_loads")
+            livepatch.say("failed_loads", "a load failed: its blocks are reported, and are not used")
+
+    def lose(connector: Any, jobs: _Jobs, blocks: set[int]) -> None:
+        """The model runner asks next which blocks were not loaded. The class has the base's answer: none."""
+        if "get_block_ids_with_load_errors" not in vars(connector):
+            asked = livepatch.around(connector.get_block_ids_with_load_errors, livepatch.lasting(load_errors))
+            connector.get_block_ids_with_load_errors = asked
+        jobs.lost |= blocks
+
+    def load_errors(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> set[int]:
+        jobs: _Jobs = getattr(connector.connector_worker, JOBS)
+        lost, jobs.lost = jobs.lost, set()
+        return lost | set(wrapped(*args, **kwargs))
+
+    # The scheduler's side
+
+    def update_connector_output(scheduler: Any, args: Any, kwargs: Any) -> None:
+        """Of a job that is told under its complement, a store has failed, and has ended on that many workers."""
+        output = args[0] if args else kwargs["connector_output"]
+        told = getattr(output.kv_connector_worker_meta, "completed_jobs", None) or {}
+        complements = [job for job in told if job < 0]
+        if not complements:
+            return
+        failed: dict[int, Any] | None = getattr(scheduler, FAILED, None)
+        if failed is None:
+            failed = {}
+            setattr(scheduler, FAILED, failed)
+            complete_store = livepatch.around(scheduler.manager.complete_store, livepatch.lasting(completing(failed)))
+            scheduler.manager.complete_store = complete_store
+        for job in failed.keys() - scheduler._jobs.keys():
+            del failed[job]  # the cache was reset while it was under way
+        for complement in complements:
+            job = ~complement
+            told[job] = told.get(job, 0) + told.pop(complement)
+            if job in scheduler._jobs:
+                failed[job] = scheduler._jobs[job].keys
+
+    def completing(failed: dict[int, Any]) -> Call:
+        def complete_store(wrapped: Call, manager: Any, args: Any, kwargs: Any) -> Any:
+            """What a failed store has left is not kept: its keys are no hit, and may be stored again."""
+            keys = args[0] if args else kwargs["keys"]
+            for job, theirs in failed.items():
+                if theirs is keys:
+                    del failed[job]
+                    livepatch.count("failed_stores")
+                    livepatch.say("failed_stores", "a store failed: what it wrote is dropped")
+                    return wrapped(*args, **{**kwargs, "success": False})
+            return wrapped(*args, **kwargs)
+
+        return complete_store
+
+    # What was taken from the release is told, also after the patch has stood aside.
+    return {
+        f"{WORKER}.handle_preemptions": livepatch.before(handle_preemptions),
+        f"{WORKER}.start_kv_transfers": livepatch.before(start_kv_transfers),
+        f"{CONNECTOR}.get_finished": livepatch.lasting(livepatch.after(get_finished)),
+        f"{SCHEDULER}.update_connector_output": livepatch.lasting(livepatch.before(update_connector_output)),
+    }
+
+
+def carriers(worker: Any) -> list[Any]:
+    """What moves the bytes: to 0.24.0 handlers behind the worker, which takes an error of theirs for a refusal."""
+    return list(getattr(worker, "handlers", None) or [worker])

@@ -1,0 +1,320 @@
+"""Drive one release's OffloadingConnector through transfers that fail; print what it came to as one JSON object.
+
+Run by a fresh interpreter with the release's sources, and the bundle or not, on PYTHONPATH. The scheduler, both sides of the
+connector, the manager of the CPU memory, the model runner's part for connectors and the aggregation of several workers'
+outputs are the release's own; what the workers say is pickled on its way. Stood in for are what copies bytes
+(`offloading_backend`) and the model, which samples WRONG where a request's blocks on any worker hold other than its own KV.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+
+STARTED = time.perf_counter()
+gc.disable()
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import json
+import pickle
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import offloading_backend as backend
+import real_scheduler as real
+import vllm
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.worker import kv_connector_model_runner_mixin as runner
+
+gc.enable()
+
+runner.get_forward_context = lambda: None
+
+RIGHT, WRONG = 7, 99
+"""The token that the model samples of right KV, and of any other."""
+ANSWER = 6
+BLOCK = real.BLOCK_SIZE
+PROMPT = 4 * BLOCK + 5
+CONNECTOR = ("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector", "OffloadingConnector")
+
+
+class World:
+    """A scheduler, its workers' connectors, their memory, and what clients got."""
+
+    def __init__(self, mode: str, model_config: Any, policy: str, workers: int) -> None:
+        extra = {"spec_name": "Spec", "spec_module_path": "offloading_backend", "cpu_bytes_to_use": 1}
+        self.scheduler = real.make_scheduler(mode, model_config, CONNECTOR, extra=extra)
+        self.scheduler.recompute_kv_load_failures = policy == "recompute"
+        self.offloading = self.scheduler.connector.connector_scheduler
+        self.offloading.config = self.offloading.config._replace(num_workers=workers)
+        given = (self.scheduler.vllm_config, KVConnectorRole.WORKER, self.scheduler.kv_cache_config)
+        self.workers = [OffloadingConnector(*given) for _ in range(workers)]
+        self.movers = [backend.begin(worker.connector_worker) for worker in self.workers]
+        self.aggregator = KVOutputAggregator(workers)
+        self.all_blocks = real.free_blocks(self.scheduler)
+        self.ahead = int(mode == "AsyncScheduler")
+        self.unanswered: deque[tuple[Any, list[tuple[Any, ...]]]] = deque()
+        self.clients: dict[str, list[int]] = {}
+        self.answers: dict[str, int] = {}
+        self.ends: dict[str, str] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.loads: dict[str, int] = {}
+        self.wrong: list[str] = []
+        self.add("witness", answer=60)
+
+    def add(self, name: str, like: str = "", answer: int = ANSWER, prompt: int = PROMPT) -> None:
+        """A client comes; its prompt is its own, or begins with that of the request `like`."""
+        request = real.make_request(like or name, tokens=answer, prompt=prompt)
+        request.request_id = name
+        request.kv_transfer_params = None
+        self.clients[name] = []
+        self.answers[name] = answer
+        self.prompts[name] = list(request.prompt_token_ids)
+        self.scheduler.add_request(request)
+
+    def content(self, name: str, place: int) -> tuple[int, ...]:
+        """The KV of a token: all tokens up to it."""
+        prompt = self.prompts[name]
+        return tuple((prompt + [RIGHT] * place)[: place + 1])
+
+    def step(self, between: Callable[[], None] = lambda: None) -> None:
+        """Schedule a step, run the oldest that is not answered, and answer it."""
+        scheduled = self.scheduler.schedule()
+        cached = scheduled.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        work = []
+        for name, number in scheduled.num_scheduled_tokens.items():
+            (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            end = starts[name] + number
+            work.append((name, list(table), starts[name], end, end >= self.scheduler.requests[name].num_tokens))
+        for load in scheduled.kv_connector_metadata.load_jobs.values():
+            self.loads[load.req_id] = self.loads.get(load.req_id, 0) + 1
+        self.unanswered.append((scheduled, work))
+        between()
+        if len(self.unanswered) > self.ahead:
+            self.answer(*self.unanswered.popleft())
+
+    def answer(self, scheduled: Any, work: list[tuple[Any, ...]]) -> None:
+        """Let each worker run a step, and tell the scheduler what all of them said."""
+        outputs = []
+        sampled: dict[str, bool] = {}
+        for worker, mover in zip(self.workers, self.movers, strict=True):
+            output = real.run_model(scheduled)
+            # In a process of its own, a worker has a copy.
+            given = pickle.loads(pickle.dumps(scheduled))
+            kv_transfer_state._KV_CONNECTOR_AGENT = worker
+            worker.handle_preemptions(given.kv_connector_metadata)
+            with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(given) as told:
+                for name, table, start, end, _ in work:
+                    sampled[name] = self.compute(mover, name, table, start, end) and sampled.get(name, True)
+            output.kv_connector_output = pickle.loads(pickle.dumps(told))
+            outputs.append(output)
+        output = self.aggregator.aggregate(outputs, 0) if len(outputs) > 1 else outputs[0]
+        for name, _, _, _, samples in work:
+            index = output.req_id_to_index[name]
+            output.sampled_token_ids[index] = [RIGHT if sampled[name] else WRONG] if samples else []
+        for answered in self.scheduler.update_from_output(scheduled, output).values():
+            for one in answered.outputs:
+                self.clients[one.request_id] += one.new_token_ids
+                if one.finish_reason is not None:
+                    self.ends[one.request_id] = str(one.finish_reason).rpartition(".")[2].lower()
+
+    def compute(self, mover: backend.Mover, name: str, table: list[int], start: int, end: int) -> bool:
+        """Read what a request attends to, and write its KV; whether what was read is its own."""
+        held = [slot for block in table[: (start + BLOCK - 1) // BLOCK] for slot in mover.device.get(block, ())[:BLOCK]]
+        right = held[:start] == [self.content(name, place) for place in range(start)]
+        for place in range(start, end):
+            block, offset = table[place // BLOCK], place % BLOCK
+            slots = mover.device.get(block, ())[:offset]
+            mover.device[block] = (*slots, self.content(name, place) if right else backend.LOST)
+        return right
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def forget(self) -> None:
+        """Let the prefix cache lose all, as when others needed the blocks."""
+        self.scheduler.kv_cache_manager.evict_blocks(set(range(1, real.NUM_BLOCKS)))
+
+    def plan(self, kind: str, fate: str, worker: int = 0) -> None:
+        """What becomes of a worker's next load or store."""
+        self.movers[worker].plan[kind] = fate
+
+    def expect(self, true: bool, otherwise: str) -> None:
+        """Note what is wrong where `true` is not."""
+        if not true and otherwise not in self.wrong:
+            self.wrong.append(otherwise)
+
+    def finish(self) -> None:
+        """Let all requests end, then look at what clients got, and for whatever is left behind."""
+        for _ in range(120):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            self.step()
+        self.expect(not self.scheduler.has_unfinished_requests(), "requests never end")
+        self.steps(6)
+        self.expect(not self.scheduler.requests, "requests never freed")
+        pool_full = real.free_blocks(self.scheduler) == self.all_blocks and not real.held_blocks(self.scheduler)
+        self.expect(pool_full, "pool not full")
+        self.expect(not self.offloading._jobs, "jobs never end")
+        self.expect(not any(mover.plan for mover in self.movers), "nothing failed")
+        for name, tokens in self.clients.items():
+            self.expect(WRONG not in tokens, f"{name} got a wrong token")
+            whole = self.answers[name]
+            if name != "gone" and self.ends.get(name) != "error":
+                self.expect(len(tokens) == whole, f"{name} got another answer")
+
+
+def store(world: World, fate: str = "well", worker: int = 0) -> None:
+    """A request is computed and stored; `fate` is its store's, on one worker. Then the prefix cache loses it."""
+    world.steps(6)  # the witness' own stores are over
+    world.plan("store", fate, worker)
+    world.add("first")
+    world.steps(14)
+    world.expect(world.ends.get("first") == "length", "first never ends")
+    world.forget()
+
+
+def stored(world: World, fate: str, worker: int = 0) -> None:
+    """After a failed store another with the same prompt computes it itself, and stores it; a third loads it."""
+    store(world, fate, worker)
+    world.add("second", like="first")
+    world.steps(14)
+    world.expect("second" not in world.loads, "second loads what was not stored")
+    world.forget()
+    world.add("third", like="first")
+    world.steps(14)
+    world.expect("third" in world.loads, "third loads nothing")
+    world.finish()
+
+
+def flushed(world: World, fate: str) -> None:
+    """A slow store fails, and others need its blocks: it is waited for. Whoever has the same prompt computes it."""
+    world.steps(6)
+    (mover,) = world.movers
+    mover.patience = 50
+    world.plan("store", fate)
+    world.add("first", answer=1)
+    world.steps(3)
+    for number in range(4):
+        world.add(f"filler{number}", prompt=real.MAX_MODEL_LEN - ANSWER)
+        world.steps(4)
+    world.expect(fate == "refused" or mover.waited_for.count(fate) == 1, "the store was not waited for")
+    mover.patience = 1
+    world.steps(8)
+    world.forget()
+    world.add("second", like="first")
+    world.steps(14)
+    world.expect("second" not in world.loads, "second loads what was not stored")
+    world.finish()
+
+
+def loaded(world: World, fate: str, worker: int = 0) -> None:
+    """A load fails: the request computes its prompt, or ends; the next with it loads again, and gets it."""
+    store(world)
+    world.plan("load", fate, worker)
+    world.add("second", like="first")
+    world.step()
+    world.add("beside", like="first")
+    world.steps(16)
+    world.expect("second" in world.loads, "second loads nothing")
+    world.forget()
+    world.add("third", like="first")
+    world.steps(14)
+    world.expect("third" in world.loads, "third loads nothing")
+    world.finish()
+
+
+def aborted(world: World, fate: str) -> None:
+    """The client hangs up while the load that fails is under way."""
+    store(world)
+    world.plan("load", fate)
+    world.add("gone", like="first")
+    world.step()
+    real.abort(world.scheduler, "gone")
+    world.steps(6)
+    world.add("third", like="first")
+    world.steps(14)
+    world.finish()
+
+
+def cleared(world: World) -> None:
+    """The connector's cache is reset while a store that fails is under way."""
+    world.steps(6)
+    world.plan("store", "failed")
+    world.add("first")
+    world.steps(2 + world.ahead)
+    world.expect(bool(world.offloading._jobs), "no store is under way")
+    world.offloading.reset_cache()
+    world.steps(14)
+    world.forget()
+    world.add("second", like="first")
+    world.steps(14)
+    world.finish()
+
+
+CASES: dict[str, tuple[str, int, Callable[[World], None]]] = {
+    # policy, workers, what happens
+    "well": ("recompute", 1, lambda world: loaded(world, "well")),
+    "store_failed": ("recompute", 1, lambda world: stored(world, "failed")),
+    "store_refused": ("recompute", 1, lambda world: stored(world, "refused")),
+    "store_flushed": ("recompute", 1, lambda world: flushed(world, "failed")),
+    "store_flushed_refused": ("recompute", 1, lambda world: flushed(world, "refused")),
+    "store_first_worker": ("recompute", 2, lambda world: stored(world, "failed", 0)),
+    "store_second_worker": ("recompute", 2, lambda world: stored(world, "refused", 1)),
+    "load_failed": ("recompute", 1, lambda world: loaded(world, "failed")),
+    "load_refused": ("recompute", 1, lambda world: loaded(world, "refused")),
+    "load_first_worker": ("recompute", 2, lambda world: loaded(world, "refused", 0)),
+    "load_second_worker": ("recompute", 2, lambda world: loaded(world, "failed", 1)),
+    "load_fail": ("fail", 1, lambda world: loaded(world, "failed")),
+    "load_aborted": ("recompute", 1, lambda world: aborted(world, "failed")),
+    "store_raises": ("recompute", 1, lambda world: stored(world, "raises")),
+    "load_raises": ("recompute", 1, lambda world: loaded(world, "raises")),
+}
+if hasattr(OffloadingConnectorScheduler, "reset_cache"):  # from 0.22.1
+    CASES["store_cleared"] = ("recompute", 1, cleared)
+
+
+def outcome(mode: str, model_config: Any, case: str) -> dict[str, Any]:
+    """Run one case; what it came to, and who ended with an error."""
+    policy, workers, play = CASES[case]
+    try:
+        world = World(mode, model_config, policy, workers)
+        play(world)
+    except Exception as error:
+        traceback.print_exc()
+        where = traceback.extract_tb(error.__traceback__)[-1].name
+        return {"outcome": f"{type(error).__name__} in {where}", "ends": []}
+    ends = sorted(name for name, end in world.ends.items() if end == "error")
+    return {"outcome": ", ".join(world.wrong) or "right", "ends": ends}
+
+
+def main() -> None:
+    """Run every case with both schedulers."""
+    real.quiet()
+    wanted = sys.argv[1:] or list(CASES)
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        found = {mode: {case: outcome(mode, model_config, case) for case in wanted} for mode in real.SCHEDULERS}
+    seconds = time.perf_counter() - STARTED
+    print(json.dumps({"vllm": vllm.__file__, "seconds": seconds, **found}), file=RESULT, flush=True)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()
