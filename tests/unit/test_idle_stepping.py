@@ -248,13 +248,25 @@ def test_a_worker_of_an_idle_engine_waits_as_upstreams(context: PatchContext, cl
     assert reader.condition.last_read == pytest.approx(1000.1)
 
 
-@pytest.mark.parametrize("message", [("profile", (), {}, None), {"execute_model": 1}, ("SUCCESS", None), None])
+OTHERS = [("profile", (), {}, None), {"execute_model": 1}, ("SUCCESS", None), ("execute_model", None), (), None]
+
+
+@pytest.mark.parametrize("message", OTHERS)
 def test_other_messages(message: Any, context: PatchContext, clock: SimpleNamespace) -> None:
     reader = Reader(context, clock)
     reader.hear(0.05, execute(0))
     reader.hear(0.05, message)
     assert reader.waits(5000) == 0
     assert not context.aside
+
+
+def test_a_reader_that_hears_of_no_step(context: PatchContext, clock: SimpleNamespace) -> None:
+    """The core's, for the workers' answers."""
+    reader = Reader(context, clock)
+    reader.hear(0.05, ("SUCCESS", None))
+    assert reader.waits(5000) == 0
+    clock.seconds += 1.01
+    assert (reader.waits(5000), context.aside) == (5000, False)
 
 
 def test_a_reader_on_another_machine(context: PatchContext, clock: SimpleNamespace) -> None:
