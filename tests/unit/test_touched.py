@@ -43,6 +43,7 @@ TORCH = "torch's, and checked by what the release tests move"
 ALLOWED = {
     "chunked-lmcache-load": {"parameters": "of an inspect.Signature", "callback": "of a contextlib.ExitStack"},
     "failed-loads": {"error_block_ids": "of LMCache's adapter; one that has no such set is left alone"},
+    "idle-stepping": dict.fromkeys(("not_empty", "queue", "wait_for"), "of a queue.Queue, which input_queue is"),
     "lmcache-bounded-waits": {"__self__": "of a bound method", "copy_": TORCH},
     "kv-block-reaper": dict.fromkeys(("held", "parked", "receive"), "of the ledger of stale-finished-recving, ours"),
     "stale-finished-recving": {

@@ -1,0 +1,98 @@
+# mypy: disable-error-code="import-not-found"
+"""A worker's end of the release's queue in shared memory: how it waits for the next step, in looks and in time.
+
+Writer and reader are one process's. The reader's time is the driver's: a turn of its spin takes SPIN seconds, a wait for
+a notification what it was given. So no figure is of the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.distributed.device_communicators import shm_broadcast
+
+SPIN = 0.0001
+CHUNK = 1 << 16
+
+
+class Reading:
+    """A queue and its one reader, which is told of steps so many seconds apart."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+        self.spins = 0
+        self.polls: list[float] = []
+        """Milliseconds for which the reader was to wait for a notification, each time."""
+        self.writes: list[tuple[float, Any, bool]] = []
+        self.queue = shm_broadcast.MessageQueue(1, 1, max_chunk_bytes=CHUNK, max_chunks=4)
+        self.reader = shm_broadcast.MessageQueue.create_from_handle(self.queue.export_handle(), 0)
+        self.condition = self.reader._spin_condition
+        self.condition.poller = SimpleNamespace(poll=self.poll)
+        self.condition.last_read = self.now
+
+    def poll(self, timeout: float | None) -> list[Any]:
+        """What a wait comes to: it ends with a message that is told of, or in time."""
+        assert timeout is not None or any(told for _, _, told in self.writes), "it would wait for ever"
+        self.polls.append(-1 if timeout is None else timeout)
+        until = float("inf") if timeout is None else self.now + timeout / 1000
+        told = [moment for moment, _, is_told in self.writes if is_told and moment <= until]
+        self.pass_to(max(self.now, min([*told[:1], until])))
+        return []
+
+    def spin(self) -> None:
+        self.spins += 1
+        self.pass_to(self.now + SPIN)
+
+    def pass_to(self, moment: float) -> None:
+        self.now = moment
+        while self.writes and self.writes[0][0] <= moment:
+            self.queue.enqueue(self.writes.pop(0)[1])
+
+    def hear(self, after: float, message: Any, told: bool = True) -> dict[str, Any]:
+        """Read what comes `after` so many seconds, with a notification or without."""
+        self.spins, self.polls = 0, []
+        due = self.now + after
+        self.writes.append((due, message, told))
+        kept = time.monotonic, shm_broadcast.sched_yield
+        time.monotonic, shm_broadcast.sched_yield = (lambda: self.now), self.spin
+        try:
+            self.reader.dequeue(indefinite=True)
+        finally:
+            time.monotonic, shm_broadcast.sched_yield = kept
+        return {"spins": self.spins, "polls": self.polls, "late": round(self.now - due, 4)}
+
+    def close(self) -> None:
+        """Without this, sockets that are still open keep the interpreter from ending."""
+        for end in (self.queue, self.reader):
+            end.local_socket.context.destroy(linger=0)
+
+
+def step(tokens: int = 0) -> Any:
+    """What a worker is told of a step, as the executor of every release does."""
+    return ("execute_model", (SimpleNamespace(total_num_scheduled_tokens=tokens),), {}, 0)
+
+
+def play() -> dict[str, Any]:
+    """How the reader waits for what comes after each of these; nothing where the release has another queue."""
+    if not hasattr(shm_broadcast, "SpinCondition"):
+        return {}
+    found: dict[str, Any] = {}
+    one = Reading()
+    one.hear(0.05, step())
+    one.hear(0.05, step())
+    found["apart"] = one.hear(0.05, step())
+    found["a request"] = one.hear(0.0301, step(7))
+    found["after a request"] = one.hear(0.02, step(7))
+    found["together"] = [one.hear(0.002, step()) for _ in range(3)][-1]
+    one.hear(0.05, step())
+    found["another call"] = one.hear(0.05, ("profile", (), {}, None))
+    found["after another call"] = one.hear(0.05, step())
+    one.hear(0.05, step())
+    found["not told of"] = one.hear(0.05, step(), told=False)
+    one.hear(0.05, step())
+    found["idle then"] = one.hear(1.5, step(7))
+    found["something else"] = one.hear(0.01, {"broadcast": 1})
+    one.close()
+    return found
