@@ -92,7 +92,8 @@ def test_a_path_that_does_not_name_it(patched: Sandbox, given: str) -> None:
 def test_a_guard_that_vllm_would_not_run(patched: Sandbox) -> None:
     assert " guard: " not in ask(patched, "doctor").out
     patched.write({"vllm_livepatch_guard.py": ""})
-    for plugins in ({}, {"VLLM_PLUGINS": "mine,livepatch"}):
+    chosen_by: tuple[dict[str, Any], ...] = ({}, {"VLLM_PLUGINS": "mine,livepatch"})
+    for plugins in chosen_by:
         assert doctor(patched, **plugins) == ({}, [])
         assert "ok       guard: vllm-livepatch-guard is installed" in ask(patched, "doctor", **plugins).out
     for chosen in ("", "mine"):
