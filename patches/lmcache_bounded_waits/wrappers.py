@@ -34,6 +34,9 @@ PING_SECONDS = 5.0
 BACK_SECONDS = 2.0
 """Longest time between the pings to a server that did not answer, and for each of them."""
 
+FORGOTTEN_SECONDS = 20.0
+"""How long a worker may be silent, and its server surely knows it still: LMCache's own limit is 30 s or more."""
+
 _ALLOWANCE = "_livepatch_allowance"
 """Attribute of an adapter: the seconds that steps may still wait for a server that lives, and when that was so.
 
@@ -61,22 +64,36 @@ class Asking(threading.local):
 
 class Late:
     """A store over shared memory for which the server may make room yet, once it goes on: what it makes room for is
-    read by others some day, filled or not.
+    read by others some day, filled or not. It has that room for as long as the worker is heard of.
     """
 
     def __init__(self, answer: Any, context: Any) -> None:
         self.answer = answer
         self.context = context
+        self.heard = clock()  # when the worker last sent something, after what it asked for
+        self.over = False  # filled, or not to be filled any more
         self.stored: tuple[Any, ...] = ()  # the key, and the worker's number
         self.chunks: list[Any] = []
 
+    def end(self) -> tuple[Any, list[Any]]:
+        """What it keeps, once: a mapping of the server's pool, and what is to be stored."""
+        kept = self.context, self.chunks
+        self.over, self.context, self.chunks = True, None, []
+        return kept
+
     def fill(self) -> None:
+        context, chunks = self.end()
         room = self.answer.result().context
         if room["slots"]:  # else the server has it all
-            for slot, index in zip(self.context._build_slot_tensors(room["slots"]), room["chunk_indices"], strict=True):
-                slot.copy_(self.chunks[index])
-            self.context.mq_timeout = BACK_SECONDS
-            self.context.commit_store(*self.stored, [])
+            for slot, index in zip(context._build_slot_tensors(room["slots"]), room["chunk_indices"], strict=True):
+                slot.copy_(chunks[index])
+            context.mq_timeout = BACK_SECONDS
+            context.commit_store(*self.stored, [])
+
+
+def clock() -> float:
+    """Seconds, those included in which this machine was suspended, where it can tell."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
@@ -191,13 +208,23 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         setattr(adapter, _LATE, [*getattr(adapter, _LATE, [])[-1:], late])
         return False
 
+    def beats(adapter: Any) -> None:
+        """The worker is about to send a ping. If it was silent for long, its room may be another's by now."""
+        now = clock()
+        for late in getattr(adapter, _LATE, []):
+            if now - late.heard > FORGOTTEN_SECONDS:
+                late.end()
+            late.heard = now
+
     def fill_late(adapter: Any) -> None:
-        waiting: list[Late] = getattr(adapter, _LATE, [])
-        for late in list(waiting):
+        for late in getattr(adapter, _LATE, []):  # a step may put another list there meanwhile, with the same in it
+            if late.over:
+                continue
             if late.answer.query():
                 late.fill()
-                waiting.remove(late)
                 livepatch.count("stored_late")
+            elif late.context._shm_name != getattr(adapter.transfer_ctx._engine_driven_context, "_shm_name", ""):
+                late.end()  # that of a server which was restarted: the one that was asked is gone
 
     def load(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
         if not copies_in_the_step(adapter):
@@ -231,6 +258,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         interval = vars(beat).setdefault(_INTERVAL, beat._interval)
 
         def ping() -> Any:
+            if adapter is not None:
+                beats(adapter)
             beat._interval = min(interval, PING_SECONDS if health.is_set() else BACK_SECONDS)
             return wrapped(*args, **kwargs)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,9 @@ class Registration:
         self.beating = threading.Lock()  # one heartbeat at a time
         self.asking: threading.Thread | None = None  # a heartbeat that a step asked for
         self.left_out = False  # no event was made: what the step would ask for with it is left out too
-        self.earlier: list[Any] = []  # the transfer contexts of earlier registrations: stores of theirs may still read
+        # The transfer contexts of earlier registrations, whose stores may still read: these keep them, and nobody else,
+        # since with each goes a mapping of the server's whole pool.
+        self.earlier: list[weakref.ref[Any]] = []
 
     def in_doubt(self) -> bool:
         return clock() - self.answered > self.silent
@@ -85,7 +88,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 elif not registration.in_doubt() or again(beat, registration):
                     registration.answered = began
             if adapter.transfer_ctx is not context:
-                registration.earlier.append(context)
+                registration.earlier = [one for one in registration.earlier if one() is not None]
+                registration.earlier.append(weakref.ref(context))
         return result
 
     def again(beat: Any, registration: Registration) -> bool:
@@ -163,8 +167,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         result = wrapped(*args, **kwargs)
         registration: Registration | None = getattr(adapter, _STATE, None)
         if registration is not None and (args[0] if args else kwargs["need_flush_before_forward"]):
-            for context in registration.earlier:
-                context.flush_inflight_stores()
+            for earlier in registration.earlier:
+                context = earlier()
+                if context is not None:
+                    context.flush_inflight_stores()
         return result
 
     return {

@@ -229,6 +229,58 @@ def test_after_a_write_that_failed_the_blocks_are_held_until_the_writer_is_gone(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("error", [KeyError("no such rank"), NotImplementedError("of another size")])
+@pytest.mark.parametrize(("blocks", "told"), [([[3, 4]], ({"d"}, {3, 4})), ([], (set(), set()))])
+def test_who_cannot_be_asked_has_nothing_to_answer(error: Exception, blocks: list[Any], told: Any) -> None:
+    """An ask for no blocks only lets go: no request waits for it."""
+
+    def release(engine: str, pulls: Any) -> None:
+        raise error
+
+    decode = Decode()
+    decode.pull.local_block_ids = blocks
+    decode.call("receive_kv", release, "p", {"d": decode.pull})
+    assert decode.reported() == told
+
+
+def test_what_is_held_is_lost_too_when_its_writer_is_gone_before_its_last_word() -> None:
+    async def broken_and_silent(answer: Any) -> None:
+        answer(status=Status.CONTINUE, err_reqs=["d"], err_msg="Mooncake transfer engine returned -1")
+        await asyncio.Event().wait()
+
+    async def play() -> None:
+        decode = Decode()
+        decode.pull.pull_tasks_count = 1
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        with listening() as address:
+            pass
+        await asyncio.wait_for(decode.ask(address, broken_and_silent), 60)
+        assert decode.reported() == ({"d"}, {3, 4})
+
+    asyncio.run(play())
+
+
+def test_what_is_left_out_beside_what_is_held_is_reported_at_once() -> None:
+    async def play() -> None:
+        decode = Decode()
+        decode.pull.pull_tasks_count = 1
+        other = SimpleNamespace(**{**vars(decode.pull), "d_req_id": "other", "local_block_ids": [5]})
+        pulls = {"d": decode.pull, "other": other}
+        decode.call("receive_kv", lambda engine, pulls: None, "p", pulls)
+
+        async def release(address: str, pulls: Any) -> None:
+            await broken(lambda **said: decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said})))
+
+        with listening() as address:
+            ask = asyncio.ensure_future(decode.call("receive_kv_from_single_worker", release, address, pulls))
+            await asyncio.wait([ask], timeout=0.2)
+            assert decode.reported() == ({"other"}, {5})
+        await asyncio.wait_for(ask, 60)
+        assert decode.finished_recving_reqs == {"d", "other"}
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("settles", [False, True])
 def test_from_0_30_the_release_is_told_of_who_is_gone_when_nobody_else_writes(settles: bool) -> None:
     """0.33.0 counts the workers itself."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -507,7 +508,7 @@ def test_a_request_is_on_the_board_while_its_blocks_are_kept(world: World) -> No
     world.prefill.start_load_kv(SimpleNamespace(reqs_in_batch=set(), reqs_not_processed={"aborted"}))
     world.prefill.delivered = {"read"}
     world.prefill._get_new_notifs()
-    world.prefill._reqs_to_send = {"kept": float("inf"), "passed": 0.0}
+    world.prefill._reqs_to_send = {"kept": time.perf_counter() + 600, "passed": time.perf_counter()}
     world.prefill.delivered = set()
     world.prefill.get_finished()
     names = ("read", "aborted", "passed", "kept", "ended")

@@ -87,6 +87,19 @@ def test_the_end_of_a_life_line_is_the_end_of_prefill() -> None:
     assert other[TOKEN] in desk.waiting
 
 
+def test_what_a_process_sent_before_its_end_arrives_meanwhile() -> None:
+    desk = Desk(context(settle=600), 600)
+    registration = registered(desk)
+    life = Prefill(registration)
+    life.say(life=registration[TOKEN])
+    until(lambda: desk.lives)
+    life.close()
+    until(lambda: not desk.lives)
+    assert failed(desk) == []
+    desk.waiting[registration[TOKEN]].failed = time.monotonic()
+    assert failed(desk) == ["r"]
+
+
 def test_prefill_may_call_when_it_has_written() -> None:
     """The KV can be there before the connections are."""
     desk = Desk(context(), 600)

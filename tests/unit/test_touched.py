@@ -44,7 +44,11 @@ ALLOWED = {
     "chunked-lmcache-load": {"parameters": "of an inspect.Signature", "callback": "of a contextlib.ExitStack"},
     "failed-loads": {"error_block_ids": "of LMCache's adapter; one that has no such set is left alone"},
     "idle-stepping": dict.fromkeys(("not_empty", "queue", "wait_for"), "of a queue.Queue, which input_queue is"),
-    "lmcache-bounded-waits": {"__self__": "of a bound method", "copy_": TORCH},
+    "lmcache-bounded-waits": {
+        "CLOCK_BOOTTIME": "of the module time",
+        "__self__": "of a bound method",
+        "copy_": TORCH,
+    },
     "kv-block-reaper": dict.fromkeys(("held", "parked", "receive"), "of the ledger of stale-finished-recving, ours"),
     "stale-finished-recving": {
         "_pause_state": "read by Scheduler.get_num_unfinished_requests, whose whole fingerprint is in the facts",

@@ -208,7 +208,7 @@ def stopped_under_a_store(server: Server, waits: Waits) -> Any:
     result = [*worker.finished("late"), waits.taken()]
     worker.fill(9, FIRST)
     os.kill(server.pid, signal.SIGCONT)
-    until(lambda: worker.is_healthy() and not vars(worker.adapter).get("_livepatch_late"))
+    until(lambda: worker.is_healthy() and all(late.over for late in vars(worker.adapter).get("_livepatch_late", ())))
     worker.adapter.shutdown()
     reader = Asker(server, waits)
     hit = reader.hit("reads it", 8, 65)

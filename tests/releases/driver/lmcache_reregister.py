@@ -16,6 +16,7 @@ import json
 import sys
 import time
 import traceback
+import weakref
 from typing import Any
 
 import lmcache_server
@@ -183,13 +184,18 @@ def silent_and_known(server: Server, worker: Worker) -> Any:
 
 
 def preempted(server: Server, worker: Worker) -> Any:
-    """What was begun under an earlier registration is waited for at a preemption."""
+    """What was begun under an earlier registration is waited for at a preemption; what has ended is not kept."""
     if not hasattr(worker.adapter, "handle_preemptions"):
         return ["earlier", "now"]
     flushed: list[str] = []
-    worker.adapter.transfer_ctx.flush_inflight_stores = lambda: flushed.append("earlier")
+    over = weakref.ref(worker.adapter.transfer_ctx)
     silence(server, NEVER_PINGED)
     worker.store("a", 5, FIRST)
+    assert over() is None, "the pool of a server that has gone would stay mapped"
+    stores = worker.adapter.transfer_ctx
+    stores.flush_inflight_stores = lambda: flushed.append("earlier")
+    silence(server, AFTER_A_PING)
+    worker.store("b", 5, FIRST)
     worker.adapter.transfer_ctx.flush_inflight_stores = lambda: flushed.append("now")
     worker.adapter.handle_preemptions(False)
     worker.adapter.handle_preemptions(True)
