@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .losses import Table, block_sizes, spread, tables_given
@@ -153,6 +153,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return wrapped(*args, **kwargs)
         # A prompt that the prefix cache has whole is something that each connector knows: it lets go of what it holds.
         answer, _ = wrapped(request, request.num_tokens)
+        computed = args[1] if len(args) > 1 else kwargs["num_computed_tokens"]
+        for one in with_children(connector):
+            # LMCache in the engine's process notes what it was asked. Of a request that is let in again it asserts that
+            # it begins there, or where LMCache's hit ends.
+            specs = getattr(getattr(one, "_lmcache_engine", None), "load_specs", {})
+            if request.request_id in specs:
+                spec = specs[request.request_id]
+                spec.vllm_cached_tokens = computed
+                spec.lmcache_cached_tokens = min(spec.lmcache_cached_tokens, computed)
         return (None if answer is None else 0), False
 
     def mark(scheduler: Any, loads: _Loads, requests: list[Any]) -> None:
@@ -260,3 +269,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         ),
         f"{LMCACHE}.get_block_ids_with_load_errors": load_errors,
     }
+
+
+def with_children(connector: Any) -> Iterator[Any]:
+    """A connector, and those of a MultiConnector."""
+    yield connector
+    for child in getattr(connector, "_connectors", ()):
+        yield from with_children(child)

@@ -79,10 +79,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 setattr(carrier, name, livepatch.around(getattr(carrier, name), submit))
         carrier.get_finished = livepatch.around(carrier.get_finished, get_finished)
 
-    def handle_preemptions(worker: Any, args: Any, kwargs: Any) -> None:
-        jobs_of(worker)  # stores begin here, too
-
     def start_kv_transfers(worker: Any, args: Any, kwargs: Any) -> None:
+        """Called in every step, also before the first store is begun, which is a step later than it is asked for."""
         metadata = args[0] if args else kwargs["metadata"]
         jobs = jobs_of(worker)
         for job, load in metadata.load_jobs.items():
@@ -163,7 +161,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # What was taken from the release is told, also after the patch has stood aside.
     return {
-        f"{WORKER}.handle_preemptions": livepatch.before(handle_preemptions),
         f"{WORKER}.start_kv_transfers": livepatch.before(start_kv_transfers),
         f"{CONNECTOR}.get_finished": livepatch.lasting(livepatch.after(get_finished)),
         f"{SCHEDULER}.update_connector_output": livepatch.lasting(livepatch.before(update_connector_output)),

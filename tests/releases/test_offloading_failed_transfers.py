@@ -15,8 +15,8 @@ from packaging.version import Version
 
 DRIVER = "offloading_failures"
 PATCH = "offloading-failed-transfers"
-RELEASES = ["0.21.0", "0.24.0", "0.25.1", "0.29.0", "0.33.0"]
-STOCK = ["0.21.0", "0.25.1", "0.33.0"]
+RELEASES = ["0.21.0", "0.25.1", "0.29.0", "0.33.0"]
+STOCK = ["0.21.0", "0.33.0"]
 MODES = ("Scheduler", "AsyncScheduler")
 
 RIGHT = "right"

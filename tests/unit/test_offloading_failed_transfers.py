@@ -134,6 +134,7 @@ def test_only_the_store_that_failed_is_dropped(side: Side) -> None:
     complete(side.scheduler._jobs[6].keys, None)
     complete(keys=side.scheduler._jobs.pop(STORE).keys, req_context=None)
     assert side.manager.completed == [({"a"}, True), ({"a"}, False)]
+    assert getattr(side.scheduler, patch.FAILED) == {}
     side.hear({~7: 1})
     forgotten = side.scheduler._jobs.pop(7).keys
     assert side.hear({~9: 1}) == {9: 1}

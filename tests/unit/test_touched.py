@@ -42,7 +42,14 @@ STANDARD |= set(dir(Wrapped))
 TORCH = "torch's, and checked by what the release tests move"
 ALLOWED = {
     "chunked-lmcache-load": {"parameters": "of an inspect.Signature", "callback": "of a contextlib.ExitStack"},
-    "failed-loads": {"error_block_ids": "of LMCache's adapter; one that has no such set is left alone"},
+    "failed-loads": {
+        "error_block_ids": "of LMCache's adapter; one that has no such set is left alone",
+        **dict.fromkeys(
+            ("_lmcache_engine", "load_specs", "vllm_cached_tokens", "lmcache_cached_tokens"),
+            "of LMCache's connector; one that keeps no such notes is left alone",
+        ),
+        "_connectors": "of a MultiConnector",
+    },
     "idle-stepping": dict.fromkeys(("not_empty", "queue", "wait_for"), "of a queue.Queue, which input_queue is"),
     "lmcache-bounded-waits": {
         "CLOCK_BOOTTIME": "of the module time",
@@ -56,6 +63,14 @@ ALLOWED = {
     },
     "lmcache-failed-loads": {"livepatch_blocks": "what the patch itself sets"},
     "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
+    "lmcache-unloaded-stores": {
+        **dict.fromkeys(
+            ("_block_size", "_invalid_block_ids"),
+            "assigned by __init__ or _init_connector_state, whose whole fingerprints are in the facts",
+        ),
+        **dict.fromkeys(("_get_connector_metadata",), "of vLLM's base class of connectors, which LMCache asks as well"),
+        "tolist": TORCH,
+    },
     "mp-block-transfer": {
         **dict.fromkeys(("Event", "ExternalStream", "Tensor_out", "aten", "query", "record"), TORCH),
         **dict.fromkeys(("_construct_storage_from_data_pointer", "index_put_", "set_", "is_inference"), TORCH),

@@ -1,0 +1,322 @@
+"""LMCache in the engine's process: loads within the step that fail, and what is stored of them. One JSON object.
+
+Run by a fresh interpreter with the releases' sources, and the bundle or not, on PYTHONPATH. The scheduler, vLLM's
+LMCacheConnectorV1 and LMCache's LMCacheConnectorV1Impl on both sides are the releases' own; the Impl is made without its
+constructor. Stood in for are LMCache's engine, which copies between GPU and store (`Engine`), and the model. Slots and
+stored chunks have contents: the tokens up to each one's own.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+gc.disable()
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import json
+import pickle
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import native_double
+
+native_double.stand_in()
+
+import lmcache
+
+if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
+    lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
+import real_scheduler as real
+import torch
+import vllm
+from lmcache.integration.vllm import vllm_v1_adapter as adapter
+from lmcache.v1.config import LMCacheEngineConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+
+gc.enable()
+
+RIGHT, WRONG = 7, 99
+ANSWER = 6
+BLOCK = real.BLOCK_SIZE
+CHUNK = 2 * BLOCK
+PROMPT = 3 * CHUNK + 5
+LOST = object()
+"""What is in a slot that was not loaded, or that was computed on such a one."""
+
+adapter.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)
+
+
+class Engine:
+    """Chunks of CHUNK tokens by what leads to them. One that is there is not stored again, as in LMCache's CPU backend."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[tuple[int, ...], list[Any]] = {}
+        self.gone: set[tuple[int, ...]] = set()
+        """Chunks that the lookup finds and the load does not."""
+
+    def lookup(self, tokens: Any, **_: Any) -> int:
+        hit = 0
+        while hit + CHUNK <= len(tokens) and tuple(tokens[: hit + CHUNK]) in self.chunks:
+            hit += CHUNK
+        return hit
+
+    def retrieve(self, tokens: Any, mask: Any, *, kvcaches: Any, slot_mapping: Any, **_: Any) -> Any:
+        loaded = torch.zeros(len(tokens), dtype=torch.bool)
+        for start in range(0, len(tokens) // CHUNK * CHUNK, CHUNK):
+            key = tuple(tokens[: start + CHUNK])
+            if not mask[start]:
+                continue
+            if key in self.gone or key not in self.chunks:
+                self.gone.discard(key)
+                self.chunks.pop(key, None)
+                break
+            for place, content in zip(range(start, start + CHUNK), self.chunks[key], strict=True):
+                kvcaches[0][int(slot_mapping[place])] = content
+                loaded[place] = True
+        return loaded
+
+    def store(self, tokens: Any, mask: Any, *, kvcaches: Any, slot_mapping: Any, **_: Any) -> None:
+        for start in range(0, len(tokens) // CHUNK * CHUNK, CHUNK):
+            key = tuple(tokens[: start + CHUNK])
+            if mask[start] and key not in self.chunks:
+                slots = [int(slot_mapping[place]) for place in range(start, start + CHUNK)]
+                self.chunks[key] = [kvcaches[0].get(slot) for slot in slots]
+
+    def lookup_unpin(self, name: str) -> None: ...
+
+
+ENGINE = Engine()
+
+
+def lookup_client() -> Any:
+    return SimpleNamespace(
+        lookup_cache=lambda lookup_id: -1,
+        lookup=lambda tokens, lookup_id, request_configs=None: ENGINE.lookup(list(tokens)),
+        clear_lookup_status=lambda name: None,
+        cancel_lookup=lambda name: None,
+    )
+
+
+class InProcess(LMCacheConnectorV1):  # type: ignore[misc]
+    """vLLM's connector around LMCache's, without what those start: servers, threads, pinned memory."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, *([kv_cache_config] if kv_cache_config else []))
+        impl = object.__new__(adapter.LMCacheConnectorV1Impl)
+        engine = ENGINE if role == KVConnectorRole.WORKER else MagicMock()
+        client = lookup_client() if role == KVConnectorRole.SCHEDULER else None
+        given = {
+            "_parent": self,
+            "_vllm_config": vllm_config,
+            "device": torch.device("cpu"),
+            "kv_role": "kv_both",
+            "config": LMCacheEngineConfig.from_defaults(chunk_size=CHUNK),
+            "_manager": SimpleNamespace(lmcache_engine=engine, lookup_client=client),
+            "lmcache_engine": engine,
+            "lookup_client": client,
+            "async_loading": False,
+            "layerwise_retrievers": [],
+            "_layerwise_save_storers": {},
+            "_stats_monitor": MagicMock(),
+            "_unfinished_requests": {},
+            "use_layerwise": False,
+            "enable_blending": False,
+            "kv_caches": {},
+            "_block_size": BLOCK,
+            "load_specs": {},
+            "kv_cache_manager": None,
+            "_request_trackers": {},
+            "_discard_partial_chunks": True,
+            "_lmcache_chunk_size": CHUNK,
+            "skip_last_n_tokens": 0,
+            "num_layers": 1,
+            "current_layer": 0,
+            "force_skip_save": False,
+            "_requests_priority": {},
+            "_max_tokens_per_load": 0,
+            "_invalid_block_ids": set(),
+        }
+        for name, value in given.items():
+            if not isinstance(getattr(type(impl), name, None), property):
+                setattr(impl, name, value)
+        self._lmcache_engine = impl
+        self._kv_cache_events = None
+
+
+class World:
+    """A scheduler, a worker's connector, the slots, and what clients got."""
+
+    def __init__(self, mode: str, model_config: Any, budget: int) -> None:
+        ENGINE.__init__()  # type: ignore[misc]
+        options = {"max_num_batched_tokens": budget}
+        self.scheduler = real.make_scheduler(mode, model_config, ("lmcache_within_step", "InProcess"), options=options)
+        self.scheduler.recompute_kv_load_failures = True
+        self.worker = InProcess(self.scheduler.vllm_config, KVConnectorRole.WORKER, self.scheduler.kv_cache_config)
+        self.slots: dict[int, Any] = {}
+        self.worker._lmcache_engine.kv_caches = {"layer0": self.slots}
+        self.ahead = int(mode == "AsyncScheduler")
+        self.unanswered: deque[tuple[Any, list[tuple[Any, ...]]]] = deque()
+        self.clients: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.reported = 0
+        self.loaded: set[str] = set()
+        self.left: set[str] = set()
+        self.wrong: list[str] = []
+
+    def add(self, name: str, like: str = "") -> None:
+        """A client comes; its prompt is its own, or that of the request `like`."""
+        request = real.make_request(like or name, tokens=ANSWER, prompt=PROMPT)
+        request.request_id = name
+        request.kv_transfer_params = None
+        self.clients[name] = []
+        self.prompts[name] = list(request.prompt_token_ids)
+        self.scheduler.add_request(request)
+
+    def content(self, name: str, place: int) -> tuple[int, ...]:
+        return tuple((self.prompts[name] + [RIGHT] * place)[: place + 1])
+
+    def step(self) -> None:
+        scheduled = self.scheduler.schedule()
+        cached = scheduled.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        work = []
+        for name, number in scheduled.num_scheduled_tokens.items():
+            (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            end = starts[name] + number
+            work.append((name, list(table), starts[name], end, end >= self.scheduler.requests[name].num_tokens))
+        for request in scheduled.kv_connector_metadata.requests:
+            if request.load_spec is not None and request.load_spec.can_load:
+                self.loaded.add(request.req_id)
+        # In a process of its own, a worker has a copy.
+        self.unanswered.append((pickle.loads(pickle.dumps(scheduled.kv_connector_metadata)), scheduled, work))
+        if len(self.unanswered) > self.ahead:
+            self.answer(*self.unanswered.popleft())
+
+    def answer(self, metadata: Any, scheduled: Any, work: list[tuple[Any, ...]]) -> None:
+        output = real.run_model(scheduled)
+        worker = self.worker
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
+        for index, (name, table, start, end, samples) in enumerate(work):
+            slots = [table[place // BLOCK] * BLOCK + place % BLOCK for place in range(end)]
+            right = all(self.slots.get(slots[place]) == self.content(name, place) for place in range(start))
+            for place in range(start, end):
+                self.slots[slots[place]] = self.content(name, place) if right else LOST
+            output.sampled_token_ids[index] = [RIGHT if right else WRONG] if samples else []
+        if work:
+            worker.wait_for_save()
+        told = real.transfers(*(ended or () for ended in reversed(worker.get_finished(scheduled.finished_req_ids))))
+        told.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        self.reported += bool(told.invalid_block_ids)
+        worker.clear_connector_metadata()
+        output.kv_connector_output = told
+        for answered in self.scheduler.update_from_output(scheduled, output).values():
+            for one in answered.outputs:
+                self.clients[one.request_id] += one.new_token_ids
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def forget(self) -> None:
+        """Let the prefix cache lose all, as when others needed the blocks."""
+        self.scheduler.kv_cache_manager.evict_blocks(set(range(1, real.NUM_BLOCKS)))
+
+    def expect(self, true: bool, otherwise: str) -> None:
+        if not true and otherwise not in self.wrong:
+            self.wrong.append(otherwise)
+
+
+def play(world: World, gone: int, between: Callable[[World], None]) -> None:
+    """A prompt is stored, and the prefix cache and LMCache lose parts of it: LMCache its last chunk, and, after the lookup,
+    the chunk `gone`. The second request's load fails; it computes, and what it has is stored. Others load that."""
+    world.add("first")
+    world.steps(16)
+    world.forget()
+    keys = [tuple(world.prompts["first"][: (number + 1) * CHUNK]) for number in range(3)]
+    world.expect(all(key in ENGINE.chunks for key in keys), "first stores nothing")
+    ENGINE.chunks.pop(keys[2])
+    ENGINE.gone.add(keys[gone])
+    world.add("second", like="first")
+    world.step()
+    between(world)
+    world.steps(24)
+    world.expect(world.reported == 1, "no load failed")
+    for name in ("third", "fourth"):
+        world.forget()
+        world.add(name, like="first")
+        world.steps(24)
+    for number, key in enumerate(keys):
+        own = [world.content("first", place) for place in range(number * CHUNK, (number + 1) * CHUNK)]
+        world.expect(ENGINE.chunks.get(key) == own, f"chunk {number} is stored wrong, or not")
+    world.expect("fourth" in world.loaded, "fourth loads nothing")
+    for name, tokens in world.clients.items():
+        world.expect(WRONG not in tokens, f"{name} got a wrong token")
+        world.expect(name in world.left or len(tokens) == ANSWER, f"{name} got another answer")
+    world.expect(not world.scheduler.requests, "requests never end")
+
+
+def nothing(world: World) -> None: ...
+
+
+def next_too(world: World) -> None:
+    """Another with the same prompt comes before the failure is known, where steps overlap."""
+    world.add("next", like="first")
+
+
+def hangs_up(world: World) -> None:
+    """The client goes before the failure is known, where steps overlap; another has the same prompt."""
+    real.abort(world.scheduler, "second")
+    world.left.add("second")
+    world.add("next", like="first")
+
+
+CASES: dict[str, tuple[int, int, Callable[[World], None]]] = {
+    # which chunk is gone, tokens of a step, what happens then
+    "first_chunk": (0, real.MAX_MODEL_LEN, nothing),
+    "second_chunk": (1, real.MAX_MODEL_LEN, nothing),
+    "first_chunk_in_parts": (0, CHUNK, nothing),
+    "second_chunk_in_parts": (1, CHUNK, nothing),
+    "shared": (1, real.MAX_MODEL_LEN, next_too),
+    "shared_in_parts": (0, CHUNK, next_too),
+    "aborted": (1, real.MAX_MODEL_LEN, hangs_up),
+    "aborted_in_parts": (0, CHUNK, hangs_up),
+}
+
+
+def outcome(mode: str, model_config: Any, case: str) -> str:
+    gone, budget, between = CASES[case]
+    try:
+        world = World(mode, model_config, budget)
+        play(world, gone, between)
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+    return ", ".join(world.wrong) or "right"
+
+
+def main() -> None:
+    real.quiet()
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        found = {mode: {case: outcome(mode, model_config, case) for case in CASES} for mode in real.SCHEDULERS}
+    print(json.dumps({"vllm": vllm.__file__, "lmcache": lmcache.__file__, **found}), file=RESULT, flush=True)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.modules["lmcache_within_step"] = sys.modules["__main__"]
+    main()

@@ -1,0 +1,61 @@
+"""LMCache's real in-process connector, both sides, with vLLM's real schedulers: loads within the step that fail.
+
+Slots and stored chunks have contents (driver/lmcache_within_step.py). On stock what is computed on lost KV is stored in
+LMCache, and others load it. A run takes seconds of a core: CI runs the first and the last form, and one between; one LMCache
+of each form was run by hand, with vLLM 0.14.1 to 0.33.0 beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+
+DRIVER = "lmcache_within_step"
+PATCH = "lmcache-unloaded-stores"
+PAIRS = [("0.17.1", "0.3.15"), ("0.20.2", "0.4.6"), ("0.33.0", "0.5.6")]
+MODES = ("Scheduler", "AsyncScheduler")
+ALONE = ("first_chunk", "second_chunk", "first_chunk_in_parts", "second_chunk_in_parts")
+SHARED = ("shared", "shared_in_parts")
+ABORTED = ("aborted", "aborted_in_parts")
+
+LATER = "third got a wrong token, fourth got a wrong token"
+STORED = "chunk 2 is stored wrong, or not"
+STOCK = {
+    "Scheduler": {
+        **dict.fromkeys((*ALONE, *SHARED), f"{STORED}, {LATER}"),
+        "aborted": f"chunk 1 is stored wrong, or not, {STORED}, next got a wrong token, {LATER}",
+        "aborted_in_parts": f"chunk 0 is stored wrong, or not, {STORED}, next got a wrong token, {LATER}",
+    },
+    "AsyncScheduler": {
+        **dict.fromkeys(ALONE, f"{STORED}, second got a wrong token, {LATER}"),
+        **dict.fromkeys(SHARED, f"{STORED}, second got a wrong token, next got a wrong token, {LATER}"),
+        **dict.fromkeys(ABORTED, f"{STORED}, next got a wrong token, {LATER}"),
+    },
+}
+
+
+def driven(
+    pair: tuple[str, str], warm: interpreter.Interpreter, work: Path, bundle: Path | None = None, **environ: str
+) -> dict[str, Any]:
+    releases = dict(zip(("vllm", "lmcache"), pair, strict=True))
+    result = warm.run(DRIVER, releases, work, bundle=bundle, environ=environ)
+    return {mode: result[mode] for mode in MODES}
+
+
+def test_stock(warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    """What is stored on lost KV is what everybody gets from then on."""
+    assert driven(PAIRS[-1], warm, tmp_path) == STOCK
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_patched(pair: tuple[str, str], warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """Nothing of that is stored; what is computed anew is, and others load it. `failed-loads` lets it begin anew."""
+    found = driven(pair, warm, tmp_path, bundle)
+    assert found == dict.fromkeys(MODES, dict.fromkeys((*ALONE, *SHARED, *ABORTED), "right"))
+    for name in (PATCH, "failed-loads"):
+        patch = interpreter.reported(tmp_path, name)
+        assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
+    assert interpreter.reported(tmp_path, PATCH)["counters"]["not_stored"] >= len(MODES) * 8
