@@ -248,7 +248,14 @@ def test_a_worker_of_an_idle_engine_waits_as_upstreams(context: PatchContext, cl
     assert reader.condition.last_read == pytest.approx(1000.1)
 
 
-OTHERS = [("profile", (), {}, None), {"execute_model": 1}, ("SUCCESS", None), ("execute_model", None), (), None]
+OTHERS: list[Any] = [
+    ("profile", (), {}, None),
+    {"execute_model": 1},
+    ("SUCCESS", None),
+    ("execute_model", None),
+    (),
+    None,
+]
 
 
 @pytest.mark.parametrize("message", OTHERS)
