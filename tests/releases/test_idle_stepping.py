@@ -90,8 +90,9 @@ def test_no_wait(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) ->
     assert {mode: run["patched"][mode] for mode in MODES} == {mode: run["stock"][mode] for mode in MODES}
 
 
-def test_before_the_fault(warm: interpreter.Interpreter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", [LAST_WITHOUT])
+def test_before_the_fault(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """To 0.21.0 an engine makes no step for what it holds; the blocks come back with the next request's steps."""
-    run = warm.run(DRIVER, {"vllm": LAST_WITHOUT}, tmp_path, arguments=["held"])
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, arguments=["held"])
     for mode in MODES:
         assert run["stock"][mode]["held"] == {"steps": 0, "late": None}

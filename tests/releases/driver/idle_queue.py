@@ -7,6 +7,7 @@ a notification what it was given. So no figure is of the machine.
 
 from __future__ import annotations
 
+import gc
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -64,9 +65,11 @@ class Reading:
         return {"spins": self.spins, "polls": self.polls, "late": round(self.now - due, 4)}
 
     def close(self) -> None:
-        """Without this, sockets that are still open keep the interpreter from ending."""
+        """Without this, sockets that are still open keep the interpreter from ending, and shared memory is left behind."""
         for end in (self.queue, self.reader):
             end.local_socket.context.destroy(linger=0)
+        del end, self.condition, self.reader, self.queue
+        gc.collect()
 
 
 def step(tokens: int = 0) -> Any:

@@ -248,6 +248,7 @@ def make_engine(kind: Any, world: World, mode: str) -> Any:
         log_stats=False,
         enable_fault_tolerance=False,
         reject_new_requests=False,
+        _scheduler_paused=False,
         has_coordinator=False,
         current_wave=0,
         step_counter=0,
