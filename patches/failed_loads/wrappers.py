@@ -80,13 +80,10 @@ class _Losses:
             for name, table in tables_given(step).items() if step is not None else ():
                 tables[number, name] = table
                 latest[name] = number
-        self.blocks, self.hit = spread({block for block in reported if block < known}, tables, self.sizes)
-        names = {name for _, name in self.hit}
-        again = {
-            name
-            for name in names & running.keys()
-            if (NOW, name) not in self.hit and (latest[name], name) not in self.hit
-        }
+        self.blocks, hit = spread({block for block in reported if block < known}, tables, self.sizes)
+        self.hit = hit
+        names = {name for _, name in hit}
+        again = {name for name in names & running.keys() if (NOW, name) not in hit and (latest[name], name) not in hit}
         self.running = [request for name, request in running.items() if name in names - again]
         self.gone = [requests[name] for name in names & requests.keys() if name not in running or name in again]
         self.loading = [
