@@ -27,6 +27,9 @@ LOST = "_livepatch_load_lost"
 """Attribute of a request whose load was lost: it is computed here from then on."""
 
 
+NOW = -1
+"""The table that a request has now, beside those that it was given, by the number of the step."""
+
 DEEPEST = 256
 """More steps than any engine has under way: what is never answered is not kept for ever."""
 
@@ -53,15 +56,9 @@ class _Loads:
         steps.popleft()
         return self.withheld.pop(id(output), ()) if self.withheld else ()
 
-    def began_anew(self, name: str) -> bool:
-        """Whether a request was let in again in a step under way."""
-        return any(name in tables_given(step) for step in self.steps)
-
-    def withhold(self, name: str, restarted: bool) -> None:
-        """Deliver no token of the steps under way to a request; `restarted`: only of those before it began anew."""
-        for step in self.steps:
-            if restarted and name in tables_given(step):
-                return
+    def withhold(self, name: str, steps: Iterable[Any]) -> None:
+        """Deliver no token of these steps to a request."""
+        for step in steps:
             if name in step.num_scheduled_tokens:
                 self.withheld.setdefault(id(step), set()).add(name)
 
@@ -74,13 +71,19 @@ class _Losses:
         requests, manager = scheduler.requests, scheduler.kv_cache_manager
         known = len(manager.block_pool.blocks)
         running = {request.request_id: request for request in scheduler.running}
-        tables: dict[tuple[str, str], Table] = {("now", name): manager.get_block_ids(name) for name in running}
-        # Who loaded in this step may have lost the block since: a window has passed it, it was preempted, or aborted.
-        then = tables_given(loads.answering) if loads.answering is not None else {}
-        tables |= {("then", name): table for name, table in then.items()}
+        tables: dict[tuple[int, str], Table] = {(NOW, name): manager.get_block_ids(name) for name in running}
+        # Who loaded in this step, or began on its blocks in one under way, may have lost them since: a window has
+        # passed them, it was preempted, or aborted. What it computed on them is in the prefix cache.
+        self.under_way = [loads.answering, *loads.steps]
+        latest: dict[str, int] = {}
+        for number, step in enumerate(self.under_way):
+            for name, table in tables_given(step).items() if step is not None else ():
+                tables[number, name] = table
+                latest[name] = number
         self.blocks, hit = spread({block for block in reported if block < known}, tables, self.sizes)
+        self.hit = hit
         names = {name for _, name in hit}
-        again = {name for name in names & running.keys() if ("now", name) not in hit and loads.began_anew(name)}
+        again = {name for name in names & running.keys() if (NOW, name) not in hit and (latest[name], name) not in hit}
         self.running = [request for name, request in running.items() if name in names - again]
         self.gone = [requests[name] for name in names & requests.keys() if name not in running or name in again]
         self.loading = [
@@ -89,6 +92,15 @@ class _Losses:
             if request.status == type(request.status).WAITING_FOR_REMOTE_KVS
             and any(not self.blocks.isdisjoint(blocks) for blocks in manager.get_block_ids(request.request_id))
         ]
+
+    def steps_on_lost_blocks(self, name: str) -> Iterable[Any]:
+        """The steps under way in which a request that has gone, or began anew, ran on lost blocks."""
+        ran_on_lost = False
+        for number, step in enumerate(self.under_way):
+            if step is not None and name in tables_given(step):
+                ran_on_lost = (number, name) in self.hit
+            if number and ran_on_lost:
+                yield step
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
@@ -191,8 +203,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if lost.blocks:
             # From here on nobody finds them; who has them already is among those found.
             scheduler.kv_cache_manager.evict_blocks(lost.blocks)
+        for request in lost.running:
+            loads.withhold(request.request_id, loads.steps)
+        for request in lost.gone:
+            loads.withhold(request.request_id, lost.steps_on_lost_blocks(request.request_id))
         for request in (*lost.running, *lost.gone):
-            loads.withhold(request.request_id, restarted=request in lost.gone)
             # To 0.26: the tokens that a reset of the prefix cache has doomed. They are all withheld here.
             if getattr(request, "discard_latest_async_tokens", False):
                 request.discard_latest_async_tokens = False

@@ -36,14 +36,30 @@ class Arm:
     modes: Sequence[str] = MODES
     tame: bool = False
     tell: bool = False
+    answers: str = ""
+    """How workers answer for what is lost, of answers.py; as stock's do where there is neither bundle nor policy."""
+    until_one_fails: bool = False
+    """Whether it is enough that some world fails."""
     environ: dict[str, str] = field(default_factory=dict)
 
 
-def run(warm: Interpreter, arm: Arm, seeds: Sequence[int] = (), plans: Sequence[dict[str, Any]] = ()) -> list[Any]:
-    """What each world came to: `seed`, `mode`, `faults`, `notes`, `steps`, and the `story` where it is told."""
+def run(
+    warm: Interpreter,
+    arm: Arm,
+    seeds: Sequence[int] = (),
+    plans: Sequence[dict[str, Any]] = (),
+    losses: Sequence[int] = (),
+) -> list[Any]:
+    """What each world came to: `seed`, `losses`, `mode`, `faults`, `notes`, `steps`, and the `story` where it is told.
+
+    `seeds` are drawn by plan.py, `losses` are seeds that losses.py draws.
+    """
     with tempfile.TemporaryDirectory() as directory:
         job = {
             "seeds": list(seeds),
+            "losses": list(losses),
+            "answers": arm.answers or ("patched" if arm.bundle or arm.policy else "stock"),
+            "until_one_fails": arm.until_one_fails,
             "plans": list(plans),
             "modes": list(arm.modes),
             "policy": arm.policy,

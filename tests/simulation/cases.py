@@ -115,4 +115,106 @@ CASES = (
             blocks=48,
         ),
     ),
+    Case(
+        "one that began on a lost block in the step ahead is aborted before the failure is known",
+        "version 3 of failed-loads, losses seed 141",
+        "0.29.0",
+        "AsyncScheduler",
+        "computed on wrong KV",
+        _plan(
+            "moriio-read",
+            [
+                {
+                    "name": "r5",
+                    "arrives": 0,
+                    "prompt": 22,
+                    "shared": 22,
+                    "outputs": 1,
+                    "hit": 16,
+                    "failing_loads": 1000,
+                },
+                {"name": "r1", "arrives": 2, "prompt": 27, "shared": 27, "aborted_after": 0, "aborted_in_step": True},
+                {"name": "r3", "arrives": 5, "prompt": 37, "shared": 37, "outputs": 1},
+            ],
+            losses=True,
+        ),
+    ),
 )
+
+
+def _lost(requests: list[dict[str, Any]], connector: str = "moriio-read", **values: Any) -> dict[str, Any]:
+    return _plan(connector, requests, losses=True, blocks=48, **{"told_by": "blocks", **values})
+
+
+_FAILS = {"name": "r0", "arrives": 1, "prompt": 24, "outputs": 4, "failing_loads": 1}
+
+LOST = (
+    Case(
+        "a token that was sampled on lost KV by the step ahead, and a request that computes past its end",
+        "stock",
+        "0.29.0",
+        "AsyncScheduler",
+        "wrong answer",
+        _lost([{**_FAILS, "hit": 16}]),
+    ),
+    Case(
+        "the client hangs up before the failed load is known, and the next has the same prompt",
+        "stock",
+        "0.29.0",
+        "Scheduler",
+        "computed on wrong KV",
+        _lost(
+            [
+                {**_FAILS, "shared": 24, "hit": 16, "aborted_after": 0, "aborted_in_step": True},
+                {"name": "r1", "arrives": 4, "prompt": 32, "shared": 24},
+            ]
+        ),
+    ),
+    Case(
+        "a failed load with several KV groups",
+        "stock",
+        "0.29.0",
+        "Scheduler",
+        "engine died",
+        _lost([{**_FAILS, "hit": 16}], groups="hybrid"),
+    ),
+    Case(
+        "a load that fails each time it is asked for",
+        "stock",
+        "0.29.0",
+        "Scheduler",
+        "never ends",
+        _lost([{**_FAILS, "hit": 16, "failing_loads": 1000, "fails_whole": True}], connector="store"),
+    ),
+    Case(
+        "requests without a hit that fill the pool exactly preempt each other for ever (vllm#49674)",
+        "stock",
+        "0.29.0",
+        "AsyncScheduler",
+        "never ends",
+        _lost(
+            [
+                {"name": f"r{number}", "arrives": 1, "prompt": prompt, "outputs": 20}
+                for number, prompt in enumerate((32, 8, 32, 16, 48, 29))
+            ]
+        )
+        | {"blocks": 22},
+    ),
+)
+"""Faults of stock releases that losses.py draws; our patches mend them."""
+
+LATE_OLDEST = Case(
+    "the oldest is let in last, since its lookup is answered late, and stands before what has arrived (docs/load-deadlocks.md)",
+    "stock",
+    "0.30.0",
+    "Scheduler",
+    "load deadlock: the first holds no blocks",
+    _plan(
+        "store",
+        [
+            {"name": "r0", "arrives": 1, "prompt": 48, "hit": 40, "looked_up_after": 4},
+            *({"name": f"r{number}", "arrives": 1, "prompt": 46, "hit": 40, "outputs": 10} for number in (1, 2)),
+        ],
+    ),
+)
+"""What stops releases to 0.30.0; no patch of ours mends it, and it is noted."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_livepatch.tools import environments, registry
 
-from tests.simulation import arms, shrink
+from tests.simulation import answers, arms, losses, shrink
 
 REFERENCES = "reference, or the name of a wrong one in reference.py"
 
@@ -33,6 +33,12 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
     parsed.add_argument("--bundle", type=Path, help="a bundle's directory (default: the stock release)")
     parsed.add_argument("--policy", help=REFERENCES)
+    parsed.add_argument(
+        "--losses", action="store_true", help="seeds are those of losses.py: loads, peers, servers are lost"
+    )
+    parsed.add_argument(
+        "--answers", choices=answers.ANSWERS, help="how workers answer for what is lost (default: the arm's)"
+    )
     parsed.add_argument("--tame", action="store_true", help="nobody aborts or lies, nothing is lost or fails")
     parsed.add_argument("--whole", action="store_true", help="with --seed or --plan: do not shrink")
     parsed.add_argument("--processes", type=int, default=2, help="warm interpreters (default: 2)")
@@ -49,7 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"there is no bundle in {asked.bundle}", file=sys.stderr)
         return 2
     given = [
-        arms.Arm(release, asked.bundle and asked.bundle.resolve(), asked.policy, asked.mode or arms.MODES, asked.tame)
+        arms.Arm(
+            release,
+            asked.bundle and asked.bundle.resolve(),
+            asked.policy,
+            asked.mode or arms.MODES,
+            asked.tame,
+            answers=asked.answers or "",
+        )
         for release in releases
     ]
     # What drivers say is printed as they end, for pytest; here stdout is the result's.
@@ -69,7 +82,7 @@ def tell(warm: Any, arm: arms.Arm, asked: argparse.Namespace) -> tuple[int, str]
     plan = (
         shrink.Plan.from_json(json.loads(asked.plan.read_text(encoding="utf-8")))
         if asked.plan
-        else shrink.draw(asked.seed, asked.tame)
+        else (losses.lose if asked.losses else shrink.draw)(asked.seed, asked.tame)
     )
     broken = shrink.kinds(arms.run(warm, arm, plans=[plan.to_json()])[0])
     if broken and not asked.whole:
@@ -104,7 +117,8 @@ def many(given: Sequence[arms.Arm], asked: argparse.Namespace) -> tuple[int, str
         def one(job: tuple[arms.Arm, range]) -> tuple[str, list[Any]]:
             interpreter = free.get()
             try:
-                return job[0].release, arms.run(interpreter, job[0], job[1])
+                drawn: dict[str, Any] = {"losses" if asked.losses else "seeds": job[1]}
+                return job[0].release, arms.run(interpreter, job[0], **drawn)
             finally:
                 free.put(interpreter)
 
@@ -115,7 +129,13 @@ def many(given: Sequence[arms.Arm], asked: argparse.Namespace) -> tuple[int, str
                 print(f"\r{done} of {len(jobs)} jobs, {seconds:.0f} s, now {release} ", end="", file=sys.stderr)
     print(file=sys.stderr)
     name = asked.arm or (asked.policy or (asked.bundle.name if asked.bundle else "stock"))
-    result = {"arm": name, "seeds": [asked.first, asked.seeds], "tame": asked.tame, "releases": found}
+    result = {
+        "arm": name,
+        "seeds": [asked.first, asked.seeds],
+        "tame": asked.tame,
+        "losses": asked.losses,
+        "releases": found,
+    }
     status = 1 if any(each["failed"] for each in found.values()) else 0
     if asked.json:
         return status, json.dumps(result)
@@ -140,4 +160,5 @@ def add(row: dict[str, Any], worlds: Sequence[Any]) -> None:
         row["notes"].update(world["notes"])
         for kind in sorted(shrink.kinds(world)):
             row["broken"][kind] += 1
-            row["first"].setdefault(kind, f"--seed {world['seed']} --mode {world['mode']}")
+            drawn = "--losses " if world["losses"] else ""
+            row["first"].setdefault(kind, f"{drawn}--seed {world['seed']} --mode {world['mode']}")

@@ -20,6 +20,8 @@ class Behaviour:
     """Whether a load is done, or has failed, when the step that asks for it computes."""
     loads_again = True
     """Whether a request that was preempted is loaded again."""
+    served = False
+    """Whether loads and stores are an LMCache server's."""
     stores_aborted_loads = False
     """Whether the send of a request that ended as it loaded reads what is there by then, or nothing."""
 
@@ -43,6 +45,7 @@ class LMCache(Behaviour):
     """
 
     class_name = "LMCacheMPConnector"
+    served = True
 
     def announces(self, plan: RequestPlan, finished: str) -> list[str]:
         return ["store"]
@@ -60,6 +63,15 @@ class Nixl(Behaviour):
 
     def announces(self, plan: RequestPlan, finished: str) -> list[str]:
         return ["read"] if plan.sends and finished == "FINISHED_LENGTH_CAPPED" else []
+
+
+class NixlPush(Nixl):
+    """NIXL's push connector (0.24.0 to 0.33.0), the decode side: the other side writes, when it gets to it.
+
+    What it does not write tells nobody, on stock; answers.py says what our patch has it say.
+    """
+
+    class_name = "NixlPushConnector"
 
 
 class MoRIIOWrite(Behaviour):
@@ -114,6 +126,7 @@ class Store(Behaviour):
 BEHAVIOURS: dict[str, type[Behaviour]] = {
     "lmcache": LMCache,
     "nixl": Nixl,
+    "push": NixlPush,
     "moriio-write": MoRIIOWrite,
     "moriio-read": MoRIIORead,
     "multi": Multi,

@@ -28,8 +28,8 @@ from typing import Any
 import real_scheduler as real
 import vllm
 
+from tests.simulation import losses, reference
 from tests.simulation import plan as plans
-from tests.simulation import reference
 from tests.simulation.world import World
 
 gc.enable()
@@ -38,10 +38,13 @@ BATCH = 100
 """Worlds that one forked process runs: what a bundle or a release keeps of them goes with it."""
 
 
-def play(plan: plans.Plan, mode: str, directory: str, policy: str | None, tell: bool) -> dict[str, Any]:
+def play(plan: plans.Plan, mode: str, directory: str, job: dict[str, Any]) -> dict[str, Any]:
     """Run one world; what it came to."""
-    world = World(plan, mode, directory, reference.POLICIES[policy] if policy else None, tell).run()
-    result: dict[str, Any] = {"seed": plan.seed, "mode": mode, "faults": [asdict(fault) for fault in world.faults]}
+    policy, tell = job.get("policy"), job.get("tell", False)
+    made = reference.POLICIES[policy] if policy else None
+    world = World(plan, mode, directory, made, tell, job.get("answers") or "patched").run()
+    result: dict[str, Any] = {"seed": plan.seed, "losses": plan.losses, "mode": mode}
+    result |= {"faults": [asdict(fault) for fault in world.faults]}
     result |= {"notes": sorted(world.notes), "steps": world.now}
     if tell:
         result["story"] = world.story
@@ -55,7 +58,7 @@ def batch(jobs: list[tuple[plans.Plan, str]], directory: str, job: dict[str, Any
     if child == 0:
         status = 1
         try:
-            played = [play(plan, mode, directory, job.get("policy"), job.get("tell", False)) for plan, mode in jobs]
+            played = [play(plan, mode, directory, job) for plan, mode in jobs]
             with os.fdopen(writer, "w") as pipe:
                 json.dump(played, pipe)
             sys.stderr.flush()
@@ -82,6 +85,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     given = [plans.Plan.from_json(each) for each in job.get("plans", ())]
     given += [plans.draw(seed, job.get("tame", False)) for seed in job.get("seeds", ())]
+    given += [losses.lose(seed, job.get("tame", False)) for seed in job.get("losses", ())]
     work = [(plan, mode) for plan in given for mode in job["modes"]]
     with tempfile.TemporaryDirectory() as directory:
         for mode in job["modes"]:  # made once, before the forks
@@ -89,8 +93,12 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         worlds: list[dict[str, Any]] = []
-        for first in range(0, len(work), BATCH):
-            worlds += batch(work[first : first + BATCH], directory, job)
+        one = job.get("until_one_fails")
+        size = BATCH // 2 if one else BATCH
+        for first in range(0, len(work), size):
+            worlds += batch(work[first : first + size], directory, job)
+            if one and any(world["faults"] for world in worlds):
+                break
     seconds = {"import": imported - STARTED, "worlds": time.perf_counter() - imported}
     print(json.dumps({"vllm": vllm.__file__, "worlds": worlds, "seconds": seconds}), file=RESULT, flush=True)
     sys.stderr.flush()

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STALE = "_vllm_livepatch/patches/stale_finished_recving/wrappers.py"
+LOADS = "_vllm_livepatch/patches/failed_loads/wrappers.py"
+LOSSES = "_vllm_livepatch/patches/failed_loads/losses.py"
+LIVELOCK = "_vllm_livepatch/patches/preemption_livelock/wrappers.py"
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,11 @@ class Mutant:
     file: str = STALE
     release: str = "0.33.0"
     """One that shows it."""
+
+    @property
+    def losses(self) -> bool:
+        """Whether the worlds of losses.py are to find it, and not those of plan.py."""
+        return self.file != STALE
 
     def make(self, bundle: Path, directory: Path) -> Path:
         """A copy of the bundle with the fault in it."""
@@ -73,4 +81,34 @@ MUTANTS = (
     Mutant("used-ids-let-in-there", "not (ledger.parked or request.request_id in ledger.held)", "True"),
     Mutant("never-forgets-there", "ledger.held.pop(request_id, None)", "pass"),
     Mutant("receives-not-noted-there", "                or ledger.receiving\n", ""),
+    # In what becomes of failed loads, and of a pool that is full.
+    Mutant("lost-blocks-stay-cached", "scheduler.kv_cache_manager.evict_blocks(lost.blocks)", "pass", LOADS),
+    Mutant("nothing-withheld", "loads.withhold(request.request_id, loads.steps)", "pass", LOADS),
+    Mutant(
+        "who-has-gone-not-looked-at",
+        "self.under_way = [loads.answering, *loads.steps]",
+        "self.under_way = [None]",
+        LOADS,
+    ),
+    Mutant(
+        "who-began-in-the-step-ahead-not-looked-at",
+        "self.under_way = [loads.answering, *loads.steps]",
+        "self.under_way = [loads.answering]",
+        LOADS,
+    ),
+    Mutant("asked-again", "setattr(request, LOST, True)", "pass", LOADS),
+    Mutant("only-what-was-reported", "lost.update(blocks[first // size :])", "pass", LOSSES),
+    Mutant("one-group-only", "several = len(lost.sizes) > 1", "several = False", LOADS, "0.29.0"),
+    Mutant("still-counted-as-under-way", "request.num_output_placeholders = 0", "pass", LOADS, "0.21.0"),
+    Mutant("not-set-back", "for request in reversed(lost.running):", "for request in ():", LOADS),
+    Mutant(
+        "spares-nobody", "if victim.last_sched_seq > scheduler.processed_step_seq:", "if False:", LIVELOCK, "0.29.0"
+    ),
+    Mutant(
+        "spared-for-ever",
+        "scheduler.running, spared.running, spared.request = spared.running, [], None",
+        "pass",
+        LIVELOCK,
+        "0.29.0",
+    ),
 )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 CONNECTORS = ("lmcache", "nixl", "moriio-write", "moriio-read", "multi", "store")
-"""Behaviours that a world may have; connectors.py says what each stands for."""
+"""Behaviours that `draw` gives; connectors.py says what each stands for, and has one more, for losses.py."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class RequestPlan:
     empty_send_silent: bool = False  # LMCache announces a send of an aborted load, and never reports it
     aborted_after: int | None = None
     aborted_in_step: bool = False  # the abort comes while the model runs, not between steps
+    # Of losses.py, which says what they mean.
+    fails_whole: bool = False  # of a load that fails nothing was loaded, not half of it
+    fate: str = ""  # of its loads
+    lease: int = 0  # steps for which an announced read's blocks are held, 0 for as long as it takes
+    stores: int = 1  # in how many parts LMCache stores it
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,15 @@ class Lie:
 
 
 @dataclass(frozen=True)
+class Outage:
+    """The LMCache server answers nobody in [begins, ends): it was stopped, or killed and started again."""
+
+    begins: int
+    ends: int
+    killed: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """All of a world that is decided beforehand."""
 
@@ -68,6 +82,9 @@ class Plan:
     requests: tuple[RequestPlan, ...]
     resets: tuple[Reset, ...] = ()
     lies: tuple[Lie, ...] = ()
+    losses: bool = False  # of losses.py: loads fail also where the release has no way to go on
+    told_by: str = ""  # how it is told of that, with losses: see World.tell_failures
+    outages: tuple[Outage, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -81,6 +98,7 @@ class Plan:
         given["requests"] = tuple(RequestPlan(**each) for each in values["requests"])
         given["resets"] = tuple(Reset(**each) for each in values.get("resets", ()))
         given["lies"] = tuple(Lie(**each) for each in values.get("lies", ()))
+        given["outages"] = tuple(Outage(**each) for each in values.get("outages", ()))
         return cls(**given)
 
 
@@ -171,7 +189,7 @@ def smaller(plan: Plan) -> list[Plan]:
                 found.append(replace(plan, requests=plan.requests[:first] + plan.requests[first + size :]))
         if size == 1:
             break
-    for field in ("resets", "lies"):
+    for field in ("resets", "lies", "outages"):
         events = getattr(plan, field)
         if events:
             nothing: dict[str, Any] = {field: ()}
@@ -180,14 +198,15 @@ def smaller(plan: Plan) -> list[Plan]:
             for index in range(len(events)):
                 fewer: dict[str, Any] = {field: events[:index] + events[index + 1 :]}
                 found.append(replace(plan, **fewer))
-    plain: dict[str, Any] = {"groups": "full", "late": False, "budget": 256}
+    plain: dict[str, Any] = {"groups": "full", "late": False, "budget": 256, "told_by": "", "losses": False}
     for name, simple in plain.items():
         if getattr(plan, name) != simple:
             simpler_world: dict[str, Any] = {name: simple}
             found.append(replace(plan, **simpler_world))
     blank = RequestPlan("", 0, 0)
     simpler = ("shared", "family", "stops", "hit", "looked_up_after", "failing_loads", "load_lost", "send_lost", "sends",
-               "send_unread", "empty_send_silent", "aborted_after", "aborted_in_step", "load_delay", "send_delay")  # fmt: skip
+               "send_unread", "empty_send_silent", "aborted_after", "aborted_in_step", "load_delay", "send_delay",
+               "fails_whole", "fate", "lease", "stores")  # fmt: skip
     for index, request in enumerate(plan.requests):
         changes: list[dict[str, Any]] = [
             {name: getattr(blank, name)} for name in simpler if getattr(request, name) != getattr(blank, name)

@@ -28,11 +28,15 @@ class Reference:
         self.parked: dict[str, Any] = {}
         self.free = scheduler._free_blocks
         self.update = scheduler._update_from_kv_xfer_finished
+        self.handle = scheduler._handle_invalid_blocks
+        world.foresees = True
+        scheduler.requires_kv_delivery = False  # a token that is dropped at each preemption never ends: vllm#49674
         self.add = scheduler.add_request
         self.finish = scheduler.finish_requests
         self.count = scheduler.get_num_unfinished_requests
         scheduler._free_blocks = self.free_blocks
         scheduler._update_from_kv_xfer_finished = self.transfers_ended
+        scheduler._handle_invalid_blocks = self.handle_invalid_blocks
         scheduler.add_request = self.add_request
         scheduler.finish_requests = self.finish_requests
         scheduler.get_num_unfinished_requests = self.get_num_unfinished_requests
@@ -63,6 +67,11 @@ class Reference:
         lingering -= {name for name in lingering if name not in requests}
         for name in [name for name in self.parked if name not in requests]:
             self.add(self.parked.pop(name))
+
+    def handle_invalid_blocks(self, blocks: Any, *args: Any) -> Any:
+        """Nobody finds in the prefix cache what was not loaded."""
+        self.scheduler.kv_cache_manager.evict_blocks(set(blocks))
+        return self.handle(blocks, *args)
 
     def also_sent(self, output: Any) -> set[str]:
         """Sends that the release's own code is told of: none, since it would free by them."""
@@ -165,6 +174,25 @@ class ForgetsParked(Reference):
         return int(self.count())
 
 
+class LoadsDeadlock(Reference):
+    """Wrong: of two requests whose loads have arrived, each waits until the other's blocks are free."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.allocate = self.scheduler.kv_cache_manager.allocate_slots
+        self.scheduler.kv_cache_manager.allocate_slots = self.allocate_slots
+
+    def arrived(self, request: Any) -> bool:
+        loads = [each for each in self.client(request).transfers if each.kind == "load"]
+        waits = real.status_name(request) in ("WAITING", "WAITING_FOR_REMOTE_KVS")
+        holds = any(map(any, self.world.tables(request.request_id)))
+        return waits and holds and bool(loads) and all(each.reported for each in loads)
+
+    def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        others = [each for each in self.scheduler.requests.values() if each is not request and self.arrived(each)]
+        return None if others and self.arrived(request) else self.allocate(request, *args, **kwargs)
+
+
 class PastTheFence(Reference):
     """Wrong: gives blocks back by the manager's own way, past the fence of a step in flight."""
 
@@ -187,6 +215,7 @@ WRONG: dict[str, Callable[[World], object]] = {
     "believes-sends": BelievesSends,
     "adds-at-once": AddsAtOnce,
     "forgets-parked": ForgetsParked,
+    "loads-deadlock": LoadsDeadlock,
     "past-the-fence": PastTheFence,
 }
 """Each wrong policy by its name on the command line."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from vllm_livepatch.tools import registry
 
-from tests.simulation import arms, shrink
-from tests.simulation.cases import CASES, Case
+from tests.simulation import answers, arms, shrink
+from tests.simulation.cases import CASES, LATE_OLDEST, LOST, Case
 from tests.simulation.conftest import python_of_engine
 from tests.simulation.mutants import MUTANTS, Mutant
 
@@ -21,8 +21,12 @@ RELEASES = [pin.version for pin in registry.pins("vllm")]
 OLDEST, NEWEST = "0.16.0", "0.33.0"
 EARLIER = ("0.16.0", "0.21.0", "0.26.0", "0.32.0")
 """Releases that version 0.1.0 was made for."""
-STOCK, PATCHED, TAME, HUNT = range(30), range(100), range(20), range(150)
+STOCK, PATCHED, TAME, HUNT = range(20), range(60), range(12), range(150)
 """Seeds: what stock must break, what patched must not, what stock must not, and where faults must be found."""
+LOST_STOCK, LOST_PATCHED, LOST_TAME = range(10), range(60), range(8)
+"""The same of losses.py, whose worlds lose loads, peers and servers."""
+REFERENCE = range(40)
+"""Seeds of either that the reference must pass."""
 WRONG = ("first-completion", "sends-only", "loads-only", "drops-receives", "promotes-at-send", "believes-duplicates",
          "believes-sends", "adds-at-once", "forgets-parked")  # fmt: skip
 
@@ -30,7 +34,7 @@ WRONG = ("first-completion", "sends-only", "loads-only", "drops-receives", "prom
 def broken(worlds: list[Any]) -> list[str]:
     """The worlds that broke an invariant, as one reads them."""
     return [
-        f"--seed {world['seed']} --mode {world['mode']}: {fault['kind']}: {fault['text']} (step {fault['step']})"
+        f"{'--losses ' if world['losses'] else ''}--seed {world['seed']} --mode {world['mode']}: {fault['kind']}: {fault['text']} (step {fault['step']})"
         for world in worlds
         for fault in world["faults"][:1]
     ]
@@ -44,8 +48,11 @@ def counted(worlds: list[Any]) -> Counter[str]:
 @pytest.mark.parametrize("release", RELEASES)
 def test_stock(release: str, warm: arms.Interpreter) -> None:
     """Stock dies of these worlds, and passes where nobody aborts, lies, or gives up."""
-    assert counted(arms.run(warm, arms.Arm(release), STOCK))["engine died"] > 0
-    tame = arms.run(warm, arms.Arm(release, tame=True), TAME)
+    worlds = arms.run(warm, arms.Arm(release), STOCK, losses=LOST_STOCK)
+    assert counted([world for world in worlds if not world["losses"]])["engine died"] > 0
+    lost = counted([world for world in worlds if world["losses"]])
+    assert set(lost) >= {"engine died", "computed on wrong KV", "freed while being loaded"}
+    tame = arms.run(warm, arms.Arm(release, tame=True), TAME, losses=LOST_TAME)
     assert broken([world for world in tame if not world["notes"]]) == []
     assert sum(not world["notes"] for world in tame) > len(tame) // 2
 
@@ -53,19 +60,33 @@ def test_stock(release: str, warm: arms.Interpreter) -> None:
 @pytest.mark.parametrize("release", RELEASES)
 def test_patched(release: str, warm: arms.Interpreter, bundle: Path) -> None:
     """With the bundle no invariant is broken."""
-    assert broken(arms.run(warm, arms.Arm(release, bundle), PATCHED)) == []
+    assert broken(arms.run(warm, arms.Arm(release, bundle), PATCHED, losses=LOST_PATCHED)) == []
+
+
+@pytest.mark.parametrize("release", EARLIER)
+def test_patched_where_lost_loads_fail(release: str, warm: arms.Interpreter, bundle: Path) -> None:
+    """Nor where a request whose load was lost ends with an error, as the engine's policy says."""
+    arm = arms.Arm(release, bundle, environ={"LIVEPATCH_FAILED_LOADS_ON_LOSS": "engine"})
+    assert broken(arms.run(warm, arm, losses=LOST_PATCHED)) == []
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_reference(release: str, warm: arms.Interpreter) -> None:
     """The world is right: a scheduler that knows which transfers are outstanding, and holds for them, passes."""
-    assert broken(arms.run(warm, arms.Arm(release, policy="reference"), PATCHED)) == []
+    assert broken(arms.run(warm, arms.Arm(release, policy="reference"), REFERENCE, losses=REFERENCE)) == []
 
 
 @pytest.mark.parametrize("policy", WRONG)
 def test_wrong_policies_are_caught(policy: str, warm: arms.Interpreter) -> None:
     """Each way to be wrong shows."""
-    assert broken(arms.run(warm, arms.Arm(NEWEST, policy=policy), HUNT))
+    assert broken(arms.run(warm, arms.Arm(NEWEST, policy=policy, until_one_fails=True), HUNT))
+
+
+@pytest.mark.parametrize("wrong", answers.WRONG)
+def test_workers_that_answer_wrongly_are_caught(wrong: str, warm: arms.Interpreter, bundle: Path) -> None:
+    """Each answer shows that does not rest on evidence: the scheduler's patches cannot make up for it."""
+    arm = arms.Arm(NEWEST, bundle, answers=wrong, until_one_fails=True)
+    assert broken(arms.run(warm, arm, losses=HUNT))
 
 
 @pytest.mark.parametrize("release", EARLIER)
@@ -83,7 +104,8 @@ def test_the_first_version_is_found_wrong(release: str, warm: arms.Interpreter, 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant: Mutant, warm: arms.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Each fault built into our patch shows."""
-    assert broken(arms.run(warm, arms.Arm(mutant.release, mutant.make(bundle, tmp_path)), HUNT))
+    arm = arms.Arm(mutant.release, mutant.make(bundle, tmp_path), until_one_fails=True)
+    assert broken(arms.run(warm, arm, losses=HUNT) if mutant.losses else arms.run(warm, arm, HUNT))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -93,12 +115,38 @@ def test_found_faults_stay_away(case: Case, warm: arms.Interpreter, bundle: Path
     assert broken(arms.run(warm, arm, plans=[case.plan])) == []
 
 
+def test_losses_that_stock_does_not_survive(warm: arms.Interpreter, bundle: Path) -> None:
+    """What was drawn once and broke a stock release, is right with the bundle."""
+    release = LOST[0].release
+    plans = [case.plan for case in LOST]
+    found = [
+        (world["mode"], shrink.kinds(world))
+        for world in arms.run(warm, arms.Arm(release, answers="patched"), plans=plans)
+    ]
+    for number, case in enumerate(LOST):
+        played = dict(found[number * len(arms.MODES) : (number + 1) * len(arms.MODES)])
+        assert case.breaks in played[case.mode], case.name
+    assert broken(arms.run(warm, arms.Arm(release, bundle), plans=plans)) == []
+
+
+def test_a_load_deadlock_beyond_0_30_0_is_a_fault(warm: arms.Interpreter) -> None:
+    """Where a release keeps loaded requests apart, none may stop it; to 0.30.0 some do, which is noted."""
+    plan = LATE_OLDEST.plan
+    for release, notes in (("0.30.0", ["load deadlock: the first holds no blocks"]), ("0.31.0", [])):
+        worlds = arms.run(warm, arms.Arm(release), plans=[plan])
+        assert [(world["faults"], world["notes"]) for world in worlds] == [([], notes)] * len(arms.MODES)
+    (arm, found) = arms.Arm(NEWEST, policy="loads-deadlock", until_one_fails=True), set()
+    for world in arms.run(warm, arm, HUNT):
+        found |= {fault["text"] for fault in world["faults"] if fault["kind"] == "never ends"}
+    assert "load deadlock: the first holds blocks, and lacks some" in found
+
+
 def test_a_seed_tells_the_same_story_in_two_interpreters(warm: arms.Interpreter, bundle: Path) -> None:
     """Each seed goes the same way in a process that shares nothing with the first."""
     arm = arms.Arm(NEWEST, bundle, tell=True)
     with arms.interpreters(1, python_of_engine()) as (another,):
-        told = arms.run(another, arm, TAME)
-    assert arms.run(warm, arm, TAME) == told
+        told = arms.run(another, arm, TAME, losses=TAME)
+    assert arms.run(warm, arm, TAME, losses=TAME) == told
     assert all(world["story"] for world in told)
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import real_scheduler as real
 
-from tests.simulation import build, invariants, scheduler_side, worker
+from tests.simulation import build, invariants, scheduler_side, stalls, worker
+from tests.simulation.answers import ANSWERS
 from tests.simulation.connectors import BEHAVIOURS
+from tests.simulation.losses import ALWAYS
 from tests.simulation.plan import Plan
-from tests.simulation.transfers import OUTPUT, Client, Memory, Transfer, places, prompt
+from tests.simulation.transfers import OUTPUT, WRONG_OUTPUT, Client, Memory, Transfer, places, prompt
 from tests.simulation.worker import Step
 
 QUIET = 8
@@ -34,10 +36,19 @@ class Fault:
 
 
 class World:
-    """Runs a plan to its end. `policy` may stand between the scheduler and its completions (reference.py)."""
+    """Runs a plan to its end. `policy` may stand between the scheduler and its completions (reference.py).
+
+    `answers` names how its workers answer for what is lost (answers.py).
+    """
 
     def __init__(
-        self, plan: Plan, mode: str, directory: str, policy: Callable[[World], object] | None = None, tell: bool = False
+        self,
+        plan: Plan,
+        mode: str,
+        directory: str,
+        policy: Callable[[World], object] | None = None,
+        tell: bool = False,
+        answers: str = "patched",
     ) -> None:
         if plan.groups != "full" and not build.serves_several_groups():
             plan = replace(plan, groups="full")
@@ -50,6 +61,8 @@ class World:
         self.seen: set[tuple[str, str]] = set()
         self.notes: set[str] = set()
         self.behaviour = BEHAVIOURS[plan.connector]()
+        self.answers = ANSWERS[answers](self)
+        self.foresees = False  # whether no load is asked for that fails where the release has no way to go on
         self.clients: list[Client] = []
         self.by_request: dict[int, Client] = {}
         self.asked: list[Transfer] = []
@@ -64,6 +77,7 @@ class World:
         self.ahead = 1 if mode == "AsyncScheduler" else 0
         self.late = plan.late and self.ahead > 0 and getattr(self.scheduler, "defer_block_free", False)
         self.steps: deque[Step] = deque()
+        self.scheduled = 0  # how many steps have been
         self.coming = deque(sorted(plan.requests, key=lambda each: each.arrives))
         if policy is not None:
             policy(self)
@@ -110,11 +124,11 @@ class World:
             awaited = any(each.arrives >= self.now for each in self.coming)
             quiet = 0 if something or awaited or self.under_way() else quiet + 1
             if quiet > QUIET:
-                if not self.give_up("load deadlock"):
+                if not stalls.give_up(self):
                     return
                 quiet = 0
             if self.now > LONGEST:
-                self.notes.add("livelock")
+                self.wrong("never ends", f"after {self.now} steps")
                 self.coming.clear()
                 for client in self.clients:
                     if not client.ended:
@@ -127,31 +141,6 @@ class World:
     def under_way(self) -> bool:
         """Whether a transfer has yet to end or to be reported."""
         return any(each.outstanding for each in self.transfers)
-
-    def give_up(self, why: str) -> bool:
-        """Nothing moves and no transfer is under way: a client hangs up; False where the stall is a fault."""
-        stuck = [client for client in self.clients if not client.ended]
-        lost = [client for client in stuck if any(each.lost for each in client.transfers)]
-        if lost:
-            self.abort(lost[0])
-            return True
-        for client in stuck:
-            known = self.scheduler.requests.get(client.plan.name)
-            if known is not client.request and client.plan.name not in self.lost_names():
-                self.wrong("never ends", f"{client} is not in the scheduler")
-            elif known is client.request and real.status_name(client.request) == "WAITING_FOR_REMOTE_KVS":
-                # It may have heard, and stand behind one that finds no blocks: the loads' own deadlock, to 0.30.
-                if client.plan.name not in self.scheduler.finished_recving_kv_req_ids:
-                    self.wrong("never ends", f"{client} waits for a load that has ended")
-        excused = self.lost_names()
-        for name, request in self.scheduler.requests.items():
-            if request.is_finished() and name not in excused:
-                self.wrong("never ends", f"{name} has ended and all its transfers, and its blocks are held")
-        if self.faults and self.faults[-1].kind == "never ends":
-            return False
-        self.notes.add(why)
-        self.abort(stuck[-1])
-        return True
 
     def step(self) -> bool:
         """One step of the engine; whether anything ran."""
@@ -237,6 +226,8 @@ class World:
             if computed and not build.keeps_all_hits():
                 return 0, False
         hit = self.behaviour.hit(client, most)
+        if self._foreseen(client) or (self.behaviour.served and self.answers.knows_server_gone()):
+            hit = 0
         if not build.serves_several_groups() and hit < request.num_tokens:
             hit -= hit % build.BLOCK  # to 0.17 every token of a loaded block counts as computed
         more = max(0, hit - computed)
@@ -247,19 +238,28 @@ class World:
         client = self.by_request[id(request)]
         plan = client.plan
         touches = places(client, tuple(list(table) for table in tables), client.local, client.local + tokens)
-        can_fail = self.groups == 1 or build.failures_by_request()
-        if self.behaviour.loads_in_step:
-            # What was scheduled ahead of the word of the failure runs on it, and several groups have no such word: the
-            # releases' own limits.
-            can_fail = self.groups == 1 and not self.ahead
-        fails = can_fail and client.failures < plan.failing_loads
+        fails = (self.plan.losses or self._goes_on_by_itself()) and client.failures < plan.failing_loads
         client.failures += fails
         client.loaded_before = True
         lost = plan.load_lost and not self.behaviour.loads_in_step
         transfer = self.begin("load", client, touches, plan.load_delay, plan.load_steps, lost)
-        transfer.fails = fails
+        transfer.fails, transfer.lost_from = fails, 0 if plan.fails_whole else len(touches) // 2
+        if not fails:
+            transfer.fate = plan.fate
         self.asked.append(transfer)
         self.say(f"{client} loads [{client.local}, {client.local + tokens}) into {sorted(transfer.blocks)}")
+
+    def _goes_on_by_itself(self) -> bool:
+        """Whether a release has a way to go on where a load fails; without `losses`, none fails where it has not."""
+        if self.behaviour.loads_in_step:  # what was scheduled ahead runs on it, and several groups have no word for it
+            return self.groups == 1 and not self.ahead
+        return self.groups == 1 or (build.failures_by_request() and self.plan.told_by in ("", "id"))
+
+    def _foreseen(self, client: Client) -> bool:
+        """Whether no load is to be asked for, since it fails, and the release does not go on, or does so for ever."""
+        plan = client.plan
+        fails = client.failures < plan.failing_loads or plan.fate or self.plan.outages
+        return self.foresees and bool(fails) and (plan.failing_loads == ALWAYS or not self._goes_on_by_itself())
 
     def take_asked(self) -> list[Transfer]:
         """The loads that the worker is told of with the next step."""
@@ -279,7 +279,7 @@ class World:
             announced_and_reported = [kind for kind in announced if kind != "store"]
         else:
             announced_and_reported = announced
-        for number, kind in enumerate(announced_and_reported):
+        for kind in announced_and_reported:
             kept = tuple(list(table) for table in tables)
             empty = loading and not self.behaviour.stores_aborted_loads
             there = 0 if empty else self._computed(client, request, kept)
@@ -290,8 +290,14 @@ class World:
             delay, steps = client.plan.send_delay, client.plan.send_steps
             if kind == "store":
                 delay, steps = (0, 1) if loading else (0, client.plan.load_steps)
-            transfer = self.begin("send", client, touches, delay, steps, client.plan.send_lost and not number)
-            transfer.unheard = kind == "store"
+            parts = client.plan.stores if kind == "store" else 1
+            for part in range(parts):
+                share = touches[len(touches) * part // parts : len(touches) * (part + 1) // parts]
+                transfer = self.begin("send", client, share, delay, steps * (part + 1), client.plan.send_lost)
+                transfer.unheard = kind == "store"
+                if kind == "read" and client.plan.lease:
+                    transfer.lease_ends = self.now + client.plan.lease
+                transfer.silent = self.plan.losses and kind == "store" and self.answers.silent(client)
         state = f"announces {len(announced)} send(s)" if announced else "announces nothing"
         self.say(f"{client} has ended in the scheduler ({real.status_name(request)}): the connector {state}")
         return bool(announced)
@@ -310,6 +316,8 @@ class World:
         """A transfer is under way from here on, whenever it touches its first slot."""
         begins = self.now + delay
         transfer = Transfer(kind, client, touches, begins, -(-len(touches) // steps) or 1, begins + steps, lost=lost)
+        transfer.asked_at = self.now
+        transfer.store = self.behaviour.served and bool(self.plan.outages)
         client.transfers.append(transfer)
         self.transfers.append(transfer)
         return transfer
@@ -319,6 +327,7 @@ class World:
     def schedule(self) -> Step:
         """Schedule a step, and note the block tables that the worker would be given."""
         scheduled = self.scheduler.schedule()
+        self.scheduled += 1
         cached = scheduled.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -328,6 +337,8 @@ class World:
             request = self.scheduler.requests[name]
             client = self.by_request[id(request)]
             end = starts[name] + scheduled.num_scheduled_tokens[name]
+            if end >= len(client.tokens) + request.max_tokens:
+                self.wrong("computed past its end", f"{client} is to compute token {end - 1}")
             tables = tuple(list(table) for table in self.tables(name))
             work.append((client, tables, starts[name], end, end >= request.num_tokens))
             output.sampled_token_ids[index] = self._sampled(client, request, end)
@@ -337,7 +348,7 @@ class World:
         for load in scheduled.kv_connector_metadata.loads if scheduled.kv_connector_metadata else ():
             if self.behaviour.loads_in_step:
                 in_step.append(load)
-        return Step(scheduled, work, output, in_step)
+        return Step(scheduled, work, output, in_step, self.scheduled)
 
     def _sampled(self, client: Client, request: Any, end: int) -> list[int]:
         if end < request.num_tokens:
@@ -363,6 +374,8 @@ class World:
         for transfer in step.reported:
             transfer.reported = True
         answered = self.scheduler.update_from_output(step.scheduled, step.output)
+        for loss in step.losses:
+            loss.told = self.scheduled
         self.hear(answered)
 
     def hear(self, answered: dict[int, Any]) -> None:
@@ -371,6 +384,8 @@ class World:
             for each in outputs.outputs:
                 client = next(c for c in reversed(self.clients) if c.plan.name == each.request_id)
                 client.delivered += len(each.new_token_ids)
+                if WRONG_OUTPUT in each.new_token_ids:
+                    self.wrong("wrong answer", f"{client} got a token that was sampled on lost KV")
                 if each.finish_reason is None or client.ended:
                     continue
                 client.ended = str(each.finish_reason).rpartition(".")[2].lower()
