@@ -149,6 +149,50 @@ def test_an_ask_that_lets_go_is_answered_once_and_what_it_made_is_kept_for_a_pre
         assert asyncio.run(play(begins)) is begins
 
 
+def test_an_ask_that_let_go_is_not_answered_again_when_its_prefill_ends() -> None:
+    async def waits(identity: bytes, socket: Any, meta: Any) -> None:
+        made = prefill.reqs_need_send.setdefault("t", entry())
+        await made.ready.wait()
+        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
+
+    async def play() -> None:
+        asks = asyncio.ensure_future(prefill.ask(waits, a=("t", [])))
+        while not prefill.answers:
+            await asyncio.sleep(0)
+        prefill.reqs_need_send["t"].ready.set()
+        await asks
+        assert prefill.answers == [("FINISH", None, None)]
+
+    prefill = Prefill()
+    asyncio.run(play())
+
+
+def test_what_one_ask_waits_for_is_kept_when_another_for_it_has_ended() -> None:
+    """As after the time-out of the first; prefill's leg comes later."""
+
+    async def waits(identity: bytes, socket: Any, meta: Any) -> None:
+        made = prefill.reqs_need_send.setdefault("t", entry())
+        if "first" not in meta.req_blocks:
+            await made.ready.wait()
+
+    async def play() -> None:
+        second = asyncio.ensure_future(prefill.ask(waits, second=("t", [1])))
+        while "t" not in prefill.reqs_need_send:
+            await asyncio.sleep(0)
+        made = prefill.reqs_need_send["t"]
+        served = prefill.wrap[f"{patch.WORKER}.send_kv_to_decode"]
+        before = set(getattr(prefill, patch.STATE).tasks)
+        meta = SimpleNamespace(req_blocks={"first": ("t", [2])})
+        await served(waits, prefill, (b"d", prefill, meta), {})
+        await asyncio.gather(*getattr(prefill, patch.STATE).tasks - before)
+        assert prefill.reqs_need_send == {"t": made}
+        made.ready.set()
+        await second
+
+    prefill = Prefill()
+    asyncio.run(play())
+
+
 # The listener
 
 
