@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .losses import Table, block_sizes, spread, tables_given
@@ -166,14 +166,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         # A prompt that the prefix cache has whole is something that each connector knows: it lets go of what it holds.
         answer, _ = wrapped(request, request.num_tokens)
         computed = args[1] if len(args) > 1 else kwargs["num_computed_tokens"]
-        for one in with_children(connector):
-            # LMCache in the engine's process notes what it was asked. Of a request that is let in again it asserts that
-            # it begins there, or where LMCache's hit ends.
-            specs = getattr(getattr(one, "_lmcache_engine", None), "load_specs", {})
-            if request.request_id in specs:
-                spec = specs[request.request_id]
-                spec.vllm_cached_tokens = computed
-                spec.lmcache_cached_tokens = min(spec.lmcache_cached_tokens, computed)
+        begins_at(connector, request.request_id, computed)
         return (None if answer is None else 0), False
 
     def mark(scheduler: Any, loads: _Loads, requests: list[Any]) -> None:
@@ -286,8 +279,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     }
 
 
-def with_children(connector: Any) -> Iterator[Any]:
-    """A connector, and those of a MultiConnector."""
-    yield connector
+def begins_at(connector: Any, name: str, computed: int) -> None:
+    """Tell LMCache in the engine's process, also a MultiConnector's child, that a request begins behind `computed`
+    tokens. It notes what it was asked, and of a request that is let in again it asserts that it begins there, or where
+    LMCache's hit ends."""
     for child in getattr(connector, "_connectors", ()):
-        yield from with_children(child)
+        begins_at(child, name, computed)
+    specs = getattr(getattr(connector, "_lmcache_engine", None), "load_specs", {})
+    if name in specs:
+        specs[name].vllm_cached_tokens = computed
+        specs[name].lmcache_cached_tokens = min(specs[name].lmcache_cached_tokens, computed)

@@ -81,7 +81,9 @@ def test_blocks_that_a_running_request_gets_are_its_own(worker: Worker) -> None:
     assert worker.step(told("c", 2, cached=4)) == ["c"]
     worker.step(told("a", 1, 2, cached=0), failed=(2,))
     worker.finish("b")
-    assert worker.step(told("b", 5, 6, 2)) == []  # of whom nothing is known
+    assert worker.step(told("b", 5, 6, 7, 2)) == []  # of whom nothing is known
+    worker.step(told("d", 8, 9, cached=0, tokens=6), failed=(9,))
+    assert worker.step(told("d", 8, 9, 10)) == []  # it fills up the lost block
 
 
 def test_nothing_to_store_is_left_alone(worker: Worker) -> None:
