@@ -19,22 +19,27 @@ BEGIN = "## What the worlds came to"
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """For each arm and release: how many worlds broke each invariant."""
-    kinds = sorted({kind for run in runs for row in run["releases"].values() for kind in row["broken"]})
+    """For each arm and release: how many worlds broke each invariant, and in how many loads stood still by which shape."""
+    rows = [row for run in runs for row in run["releases"].values()]
+    kinds = sorted({kind for row in rows for kind in row["broken"]})
+    kinds += sorted({note for row in rows for note in row["notes"] if note.startswith("load deadlock: ")})
     lines = [
         "| arm | release | worlds | wrong | " + " | ".join(kinds) + " |",
         "|---|---|---|---|" + "---|" * len(kinds),
     ]
     for run in runs:
         for release, row in run["releases"].items():
-            counts = " | ".join(str(row["broken"].get(kind, 0)) for kind in kinds)
+            counts = " | ".join(str(row["broken"].get(kind, row["notes"].get(kind, 0))) for kind in kinds)
             lines.append(f"| {run['arm']} | {release} | {row['worlds']} | {row['failed']} | {counts} |")
     return "\n".join(lines)
 
 
 def write(files: Sequence[str], directory: Path = DOCS) -> None:
     """Keep the figures, and put their table where the page says that it stands."""
-    runs = [json.loads(Path(name).read_text(encoding="utf-8")) for name in files]
+    runs = []
+    for name in files:
+        kept = json.loads(Path(name).read_text(encoding="utf-8"))
+        runs += kept if isinstance(kept, list) else [kept]  # what the page has already, too
     (directory / "simulation.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
     page = directory / "simulation.md"
     text, begin, _ = page.read_text(encoding="utf-8").partition(BEGIN)
