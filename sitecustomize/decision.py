@@ -182,7 +182,7 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
     if variant is None:
         return "drifted", f"{release} {_drifted(patch, patch.package, installed)}", None
     if variant.verdict == "not-present":
-        return "not-present", f"{release} does not have the code with the fault yet", variant
+        return "not-present", f"{release} does not have the code that this patch changes", variant
     if variant.verdict == "fixed-upstream":
         return (
             "fixed-upstream",
