@@ -36,7 +36,9 @@ class _Jobs:
     __slots__ = ("failed", "loads", "lost")
 
     def __init__(self) -> None:
-        self.loads: dict[int, set[int]] = {}  # of a load under way: the blocks that it fills
+        # Of a load under way: the blocks that it fills. None of one within the step (0.33.0, `sync_load_budget_bytes`):
+        # what is computed on it is being stored when its failure is heard of, so that ends the engine, as without us.
+        self.loads: dict[int, set[int] | None] = {}
         self.failed: set[int] = set()  # jobs that ended without success, or were not begun, and are not told yet
         self.lost: set[int] = set()  # blocks of loads that failed, for the next report
 
@@ -60,9 +62,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         def submit(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> bool:
             """A transfer that was refused ends with this step. One that raised may have begun: the error goes on."""
             begun: bool = wrapped(*args, **kwargs)
-            if not begun:
-                jobs.failed.add(args[0] if args else kwargs["job_id"])
-            return True
+            return begun or fail(args[0] if args else kwargs["job_id"])
 
         def get_finished(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> list[Any]:
             """The release is given those that went well, and asserts that they did."""
@@ -70,9 +70,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             for result in ended:
                 if result.success:
                     jobs.loads.pop(result.job_id, None)
-                else:
-                    jobs.failed.add(result.job_id)
-            return [result for result in ended if result.success]
+            return [result for result in ended if result.success or not fail(result.job_id)]
+
+        def fail(job: int) -> bool:
+            """Note a failed transfer; False where it is left to the release."""
+            if jobs.loads.get(job, ()) is None:
+                return False
+            jobs.failed.add(job)
+            return True
 
         for name in ("transfer_async", "submit_store", "submit_load"):
             if hasattr(carrier, name):
@@ -86,7 +91,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         for job, load in metadata.load_jobs.items():
             # To 0.24.0 a job has a pair, of source and destination.
             target = load.transfer_spec[1] if hasattr(load, "transfer_spec") else load.dst_spec
-            jobs.loads[job] = {int(block) for block in target.block_ids}
+            jobs.loads[job] = None if getattr(load, "sync", False) else {int(block) for block in target.block_ids}
 
     def get_finished(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
         """Tell of the failed jobs: to the engine which loads have ended, with their blocks; to the scheduler's part of
@@ -104,9 +109,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 continue
             lose(connector, jobs, blocks)  # before its end is told
             told.mark_completed(job)  # its source may be dropped, or read by others
-            request = worker._load_jobs.pop(job)
-            if request is not None:  # else it was a load within the step, whose request runs already (0.33.0)
-                answer[1].add(request)
+            answer[1].add(worker._load_jobs.pop(job))
             livepatch.count("failed_loads")
             livepatch.say("failed_loads", "a load failed: its blocks are reported, and are not used")
 

@@ -66,9 +66,9 @@ class Side:
         self.manager = Manager()
         self.scheduler = SimpleNamespace(manager=self.manager, _jobs={STORE: SimpleNamespace(keys={"a"})})
 
-    def begin(self) -> None:
+    def begin(self, loads: dict[int, Any] | None = None) -> None:
         load = SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[7, 8]))
-        metadata = SimpleNamespace(load_jobs={LOAD: load})
+        metadata = SimpleNamespace(load_jobs=loads or {LOAD: load})
         self.wrap[f"{patch.WORKER}.start_kv_transfers"].look(self.worker, (metadata,), {})
 
     def report(self) -> tuple[set[str], set[int], dict[int, int]]:
@@ -111,17 +111,26 @@ def test_what_was_taken_is_told_after_the_patch_stood_aside(side: Side) -> None:
     assert [ended.job_id for ended in side.backend.get_finished()] == [STORE, LOAD, 6]  # the release's own answer
 
 
-def test_a_load_within_the_step_is_no_end_of_a_wait(side: Side) -> None:
-    side.worker._load_jobs[LOAD] = None
+def test_a_load_within_the_step_is_left_to_the_release(side: Side) -> None:
+    """Refused or failed, it is told as the backend told it. Another is reported, also where it was refused by name."""
+    within = SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[5]), sync=True)
+    side.begin({LOAD: within, 6: within})
+    assert side.backend.submit_load(LOAD, None, None) is False
+    assert side.backend.submit_load(6, None, None) is True
+    side.backend.ended = [result(6, False)]
+    assert side.backend.get_finished() == side.backend.ended
+    assert side.report() == (set(), {1}, {})
     side.begin()
     assert side.backend.submit_load(job_id=LOAD, source=None, target=None) is True
-    assert side.backend.submit_load(6, None, None) is True
-    assert side.report() == (set(), {1, 7, 8}, {LOAD: 1})
+    assert side.report() == ({"r"}, {1, 7, 8}, {LOAD: 1})
 
 
 def test_a_load_that_went_well_is_forgotten(side: Side) -> None:
     side.begin()
     side.backend.ended = [result(LOAD, True)]
+    side.backend.get_finished()
+    assert getattr(side.worker, patch.JOBS).loads == {}
+    side.begin({LOAD: SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[5]), sync=True)})
     side.backend.get_finished()
     assert getattr(side.worker, patch.JOBS).loads == {}
 

@@ -35,6 +35,7 @@ import vllm
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.worker import kv_connector_model_runner_mixin as runner
@@ -54,9 +55,10 @@ CONNECTOR = ("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 class World:
     """A scheduler, its workers' connectors, their memory, and what clients got."""
 
-    def __init__(self, mode: str, model_config: Any, policy: str, workers: int) -> None:
+    def __init__(self, mode: str, model_config: Any, policy: str, workers: int, within_step: bool = False) -> None:
         extra = {"spec_name": "Spec", "spec_module_path": "offloading_backend", "cpu_bytes_to_use": 1}
-        self.scheduler = real.make_scheduler(mode, model_config, CONNECTOR, extra=extra)
+        budget = {"sync_load_budget_bytes": 1 << 40} if within_step else {}
+        self.scheduler = real.make_scheduler(mode, model_config, CONNECTOR, extra=extra | budget)
         self.scheduler.recompute_kv_load_failures = policy == "recompute"
         self.offloading = self.scheduler.connector.connector_scheduler
         self.offloading.config = self.offloading.config._replace(num_workers=workers)
@@ -268,6 +270,21 @@ def cleared(world: World) -> None:
     world.finish()
 
 
+def longer(world: World, fate: str, worker: int = 0) -> None:
+    """A load fails, of a request that computes more of its prompt: what was computed on it is not stored."""
+    store(world)
+    world.plan("load", fate, worker)
+    world.add("second", like="first", prompt=PROMPT + 3 * BLOCK)
+    world.step()
+    world.steps(16)
+    world.expect("second" in world.loads, "second loads nothing")
+    world.forget()
+    world.add("third", like="first", prompt=PROMPT + 3 * BLOCK)
+    world.steps(14)
+    world.expect("third" in world.loads, "third loads nothing")
+    world.finish()
+
+
 CASES: dict[str, tuple[str, int, Callable[[World], None]]] = {
     # policy, workers, what happens
     "well": ("recompute", 1, lambda world: loaded(world, "well")),
@@ -282,19 +299,27 @@ CASES: dict[str, tuple[str, int, Callable[[World], None]]] = {
     "load_first_worker": ("recompute", 2, lambda world: loaded(world, "refused", 0)),
     "load_second_worker": ("recompute", 2, lambda world: loaded(world, "failed", 1)),
     "load_fail": ("fail", 1, lambda world: loaded(world, "failed")),
+    "load_longer": ("recompute", 1, lambda world: longer(world, "failed")),
+    "load_longer_fail": ("fail", 1, lambda world: longer(world, "failed")),
     "load_aborted": ("recompute", 1, lambda world: aborted(world, "failed")),
     "store_raises": ("recompute", 1, lambda world: stored(world, "raises")),
     "load_raises": ("recompute", 1, lambda world: loaded(world, "raises")),
 }
 if hasattr(OffloadingConnectorScheduler, "reset_cache"):  # from 0.22.1
     CASES["store_cleared"] = ("recompute", 1, cleared)
+if hasattr(TransferJob, "sync"):  # from 0.33.0, and off by default
+    CASES["sync_well"] = ("recompute", 1, lambda world: longer(world, "well"))
+    CASES["sync_failed"] = ("recompute", 1, lambda world: longer(world, "failed"))
+    CASES["sync_fail"] = ("fail", 1, lambda world: longer(world, "failed"))
+    CASES["sync_refused"] = ("recompute", 1, lambda world: longer(world, "refused"))
+    CASES["sync_second_worker"] = ("recompute", 2, lambda world: longer(world, "failed", 1))
 
 
 def outcome(mode: str, model_config: Any, case: str) -> dict[str, Any]:
     """Run one case; what it came to, and who ended with an error."""
     policy, workers, play = CASES[case]
     try:
-        world = World(mode, model_config, policy, workers)
+        world = World(mode, model_config, policy, workers, case.startswith("sync_"))
         play(world)
     except Exception as error:
         traceback.print_exc()
