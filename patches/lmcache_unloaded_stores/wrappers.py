@@ -9,50 +9,35 @@ Source: read and run here; nothing upstream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
-
-Call = Callable[..., Any]
 
 CONNECTOR = "lmcache.integration.vllm.vllm_v1_adapter:LMCacheConnectorV1Impl"
 
 LOST = "_livepatch_lost"
 """Attribute of a worker's connector: its `_Lost`."""
 
+GIVEN = "_livepatch_given"
+"""Attribute of a step's metadata: the blocks that somebody begins to write in it."""
+
 
 class _Lost:
     """What is known of one worker's blocks."""
 
-    __slots__ = ("blocks", "seen")
+    __slots__ = ("blocks",)
 
     def __init__(self) -> None:
-        self.blocks: set[int] = set()  # that were not loaded, or computed on such; until somebody writes them anew
-        self.seen: dict[str, int] = {}  # of a request: how many tokens it had when it was last told of
+        self.blocks: set[int] = set()  # that were not loaded, or computed on such; until they are given to be written
 
-    def step(self, requests: list[Any], failed: set[int], size: int) -> list[Any]:
-        """Who in a step has such blocks. `failed`: the blocks whose load failed in it; `size`: a block's, in tokens."""
-        hit: list[Any] = []
-        if failed or self.blocks:
-            tables = [(request, blocks_of(request, size)) for request in requests]
-            for request, blocks in tables:
-                self.blocks.difference_update(blocks[self.written_from(request, len(blocks), size) :])
-            self.blocks |= failed
-            hit = self.spread(tables)
-        self.seen.update((request.req_id, len(request.slot_mapping)) for request in requests)
-        return hit
-
-    def written_from(self, request: Any, number: int, size: int) -> int:
-        """The first of a request's `number` blocks that this step or one since it was last told of has written."""
-        if request.load_spec is not None:  # it begins, or begins anew, behind what the prefix cache has
-            tokens = request.load_spec.vllm_cached_tokens
-        elif request.req_id in self.seen:
-            tokens = self.seen[request.req_id]
-        else:
-            return number
-        return int(-(-tokens // size))
+    def step(self, requests: list[Any], failed: set[int], given: Iterable[int], size: int) -> list[Any]:
+        """Who in a step has such blocks. `failed`: the blocks whose load failed in it; `given`: those that somebody
+        begins to write in it, after which nobody has what was there; `size`: a block's, in tokens."""
+        self.blocks.difference_update(given)
+        self.blocks |= failed
+        return self.spread([(request, blocks_of(request, size)) for request in requests]) if self.blocks else []
 
     def spread(self, tables: list[tuple[Any, list[int]]]) -> list[Any]:
         """Who has a lost block has lost what lies behind it, and so has who shares that."""
@@ -76,25 +61,44 @@ def blocks_of(request: Any, size: int) -> list[int]:
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """At each target: a look at its calls."""
 
+    def build_connector_meta(connector: Any, args: Any, kwargs: Any, metadata: Any) -> None:
+        """Tell the workers which blocks are given to be written. Of most of a request's blocks LMCache does not tell
+        them: of the last part of a chunk, and of answers."""
+        scheduled = args[0] if args else kwargs["scheduler_output"]
+        vars(metadata)[GIVEN] = blocks_given(scheduled, metadata.requests, connector._block_size)
+
     def wait_for_save(connector: Any, args: Any, kwargs: Any) -> None:
         """Whoever has lost blocks stores nothing in this step. It stores when it has begun anew."""
         lost: _Lost = vars(connector).setdefault(LOST, _Lost())
-        requests = connector._parent._get_connector_metadata().requests
-        for request in lost.step(requests, connector._invalid_block_ids, connector._block_size):
+        metadata = connector._parent._get_connector_metadata()
+        given = getattr(metadata, GIVEN, ())
+        for request in lost.step(metadata.requests, connector._invalid_block_ids, given, connector._block_size):
             save = request.save_spec
             if save is not None and save.can_save:
                 save.can_save = False
-                save.skip_leading_tokens = len(request.token_ids)  # what else a producer goes by
+                # What a producer goes by, which it sends to a decode engine.
+                save.skip_leading_tokens = len(request.token_ids)
+                request.disagg_spec = None
                 livepatch.count("not_stored")
                 livepatch.say("not_stored", "what was computed on KV that LMCache did not load is not stored")
 
-    def get_finished(connector: Any, args: Any, kwargs: Any) -> None:
-        lost: _Lost = vars(connector).setdefault(LOST, _Lost())
-        for name in args[0] if args else kwargs["finished_req_ids"]:
-            lost.seen.pop(name, None)
-
     # Blocks that are lost when the patch stands aside stay so.
     return {
+        f"{CONNECTOR}.build_connector_meta": livepatch.lasting(livepatch.after(build_connector_meta)),
         f"{CONNECTOR}.wait_for_save": livepatch.lasting(livepatch.before(wait_for_save)),
-        f"{CONNECTOR}.get_finished": livepatch.lasting(livepatch.before(get_finished)),
     }
+
+
+def blocks_given(scheduled: Any, told: list[Any], size: int) -> list[int]:
+    """The blocks that somebody begins to write in a step: all that it gets but what the prefix cache has for it."""
+    # Where a request begins, or begins anew; vLLM's own number counts what is loaded, too.
+    begins = {one.req_id: one.load_spec.vllm_cached_tokens for one in told if one.load_spec is not None}
+    given: list[int] = []
+    for new in scheduled.scheduled_new_reqs:
+        given += new.block_ids[0][-(-begins.get(new.req_id, new.num_computed_tokens) // size) :]
+    cached = scheduled.scheduled_cached_reqs
+    for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        if blocks is not None:
+            cached_tokens = begins.get(name, computed) if name in cached.resumed_req_ids else 0
+            given += blocks[0][-(-cached_tokens // size) :]
+    return given

@@ -23,13 +23,16 @@ ABORTED = ("aborted", "aborted_in_parts")
 
 LATER = "third got a wrong token, fourth got a wrong token"
 STORED = "chunk 2 is stored wrong, or not"
+CHATS = {"chats": f"{STORED}, fourth got a wrong token"}
 STOCK = {
     "Scheduler": {
+        **CHATS,
         **dict.fromkeys((*ALONE, *SHARED), f"{STORED}, {LATER}"),
         "aborted": f"chunk 1 is stored wrong, or not, {STORED}, next got a wrong token, {LATER}",
         "aborted_in_parts": f"chunk 0 is stored wrong, or not, {STORED}, next got a wrong token, {LATER}",
     },
     "AsyncScheduler": {
+        **CHATS,
         **dict.fromkeys(ALONE, f"{STORED}, second got a wrong token, {LATER}"),
         **dict.fromkeys(SHARED, f"{STORED}, second got a wrong token, next got a wrong token, {LATER}"),
         **dict.fromkeys(ABORTED, f"{STORED}, next got a wrong token, {LATER}"),
@@ -54,7 +57,7 @@ def test_stock(warm: interpreter.Interpreter, tmp_path: Path) -> None:
 def test_patched(pair: tuple[str, str], warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Nothing of that is stored; what is computed anew is, and others load it. `failed-loads` lets it begin anew."""
     found = driven(pair, warm, tmp_path, bundle)
-    assert found == dict.fromkeys(MODES, dict.fromkeys((*ALONE, *SHARED, *ABORTED), "right"))
+    assert found == dict.fromkeys(MODES, dict.fromkeys((*ALONE, *SHARED, *ABORTED, *CHATS), "right"))
     for name in (PATCH, "failed-loads"):
         patch = interpreter.reported(tmp_path, name)
         assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch

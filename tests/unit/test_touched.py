@@ -69,6 +69,11 @@ ALLOWED = {
             "assigned by __init__ or _init_connector_state, whose whole fingerprints are in the facts",
         ),
         **dict.fromkeys(("_get_connector_metadata",), "of vLLM's base class of connectors, which LMCache asks as well"),
+        **dict.fromkeys(
+            ("block_ids", "new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids"),
+            "of vLLM's scheduler output, which LMCache's build_connector_meta reads as well",
+        ),
+        **dict.fromkeys(("scheduled_cached_reqs", "scheduled_new_reqs"), "of vLLM's scheduler output, as well"),
         "tolist": TORCH,
     },
     "mp-block-transfer": {

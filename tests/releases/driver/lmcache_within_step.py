@@ -175,9 +175,9 @@ class World:
         self.left: set[str] = set()
         self.wrong: list[str] = []
 
-    def add(self, name: str, like: str = "") -> None:
+    def add(self, name: str, like: str = "", prompt: int = PROMPT) -> None:
         """A client comes; its prompt is its own, or that of the request `like`."""
-        request = real.make_request(like or name, tokens=ANSWER, prompt=PROMPT)
+        request = real.make_request(like or name, tokens=ANSWER, prompt=prompt)
         request.request_id = name
         request.kv_transfer_params = None
         self.clients[name] = []
@@ -284,6 +284,20 @@ def hangs_up(world: World) -> None:
     world.add("next", like="first")
 
 
+def chats(world: World) -> None:
+    """The client goes. Others get its blocks: first for prompts of less than a chunk, then for longer ones that begin so."""
+    real.abort(world.scheduler, "second")
+    world.left.add("second")
+    for number in range(20):
+        name = f"chat{number}"
+        world.add(name, prompt=BLOCK + 4)
+        world.steps(10)
+        world.add(f"{name} goes on", like=name)
+        world.steps(10)
+        stored = ENGINE.lookup(world.prompts[f"{name} goes on"])
+        world.expect(stored == 3 * CHUNK, "what is right is not stored")
+
+
 CASES: dict[str, tuple[int, int, Callable[[World], None]]] = {
     # which chunk is gone, tokens of a step, what happens then
     "first_chunk": (0, real.MAX_MODEL_LEN, nothing),
@@ -294,6 +308,7 @@ CASES: dict[str, tuple[int, int, Callable[[World], None]]] = {
     "shared_in_parts": (0, CHUNK, next_too),
     "aborted": (1, real.MAX_MODEL_LEN, hangs_up),
     "aborted_in_parts": (0, CHUNK, hangs_up),
+    "chats": (0, real.MAX_MODEL_LEN, chats),
 }
 
 
