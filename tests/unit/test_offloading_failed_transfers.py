@@ -125,6 +125,15 @@ def test_a_load_within_the_step_is_left_to_the_release(side: Side) -> None:
     assert side.report() == ({"r"}, {1, 7, 8}, {LOAD: 1})
 
 
+def test_loads_that_fail_in_one_step_are_all_told(side: Side) -> None:
+    side.worker._load_jobs[6] = "s"
+    side.begin()
+    side.begin({6: SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[9]))})
+    side.backend.ended = [result(LOAD, False), result(6, False)]
+    assert side.backend.get_finished() == []
+    assert side.report() == ({"r", "s"}, {1, 7, 8, 9}, {LOAD: 1, 6: 1})
+
+
 def test_a_load_that_went_well_is_forgotten(side: Side) -> None:
     side.begin()
     side.backend.ended = [result(LOAD, True)]
