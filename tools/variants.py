@@ -20,6 +20,7 @@ else:
     import tomli as tomllib
 
 VARIANT = re.compile(r"^\[\[(?:variant|companion)\]\]\n(?:(?!\[\[).*\n?)*", re.MULTILINE)
+_READ = re.compile(r"^read = \[[^\]]*\]\n", re.MULTILINE)
 RELEASES = re.compile(r"^(releases = \[)([^\]]*)(\])", re.MULTILINE)
 _CODE = re.compile(r'^"(?P<name>[^"]+)" = "(?:[0-9a-f]{16})?"\n?', re.MULTILINE)
 
@@ -52,6 +53,7 @@ def added(text: str, patch: Patch, package: str, found: Installed, version: str,
         near = next(one for one in reversed(forms) if previous in one.releases)
         segment = segments[forms.index(near)]
         new = RELEASES.sub(rf'\g<1>"{version}"\g<3>', segment.group().rstrip("\n") + "\n", 1)
+        new = _READ.sub("", new)  # of other releases: this one's tests decide
         common = tomllib.loads(text).get("code", {})
         code = {name: found.code[name] or "" for name in patch.names_of(package)}
         lines = "".join(f'"{name}" = "{said}"\n' for name, said in code.items() if said != common.get(name, ""))
