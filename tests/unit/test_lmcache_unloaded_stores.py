@@ -33,8 +33,8 @@ class Worker:
         self.wrap = patch.wrappers(self.context)
         self._block_size = SIZE
         self._invalid_block_ids: set[int] = set()
+        self.metadata: Any = SimpleNamespace(requests=[])
         self._parent = SimpleNamespace(_get_connector_metadata=lambda: self.metadata)
-        self.metadata = SimpleNamespace(requests=[])
 
     def step(self, *requests: Any, failed: tuple[int, ...] = (), given: tuple[int, ...] = ()) -> list[str]:
         """The requests that may store in a step."""
