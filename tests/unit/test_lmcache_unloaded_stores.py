@@ -33,7 +33,7 @@ class Worker:
         self.wrap = patch.wrappers(self.context)
         self._block_size = SIZE
         self._invalid_block_ids: set[int] = set()
-        self.metadata = SimpleNamespace(requests=[])
+        self.metadata: Any = SimpleNamespace(requests=[])
         self._parent = SimpleNamespace(_get_connector_metadata=lambda: self.metadata)
 
     def step(self, *requests: Any, failed: tuple[int, ...] = (), given: tuple[int, ...] = ()) -> list[str]:
