@@ -26,7 +26,7 @@ wait "$preparing" || { cat "$log"; exit 1; }
 tail -n 3 "$log"
 
 step "release tests"
-"$python" -m pytest tests/releases -n 2 -q "$@"
+"$python" -m pytest tests/releases -n 3 -q "$@"
 
 step "the real schedulers in worlds drawn from a seed"
 "$python" -m pytest tests/simulation -n 2 -q "$@"
