@@ -59,7 +59,7 @@ def main(
         if file is not None and file in written.before:
             releases_file.write(file, written.before[file])
         console.print(f"{name}: not as expected, for a person to look at: {', '.join(tests)}", style="red")
-    console.print("review: git diff; then: vllm-livepatch matrix --write README.md", soft_wrap=True)
+    console.print("review: git diff; then the pages: docs/contributing.md#the-figures-and-the-pages", soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 

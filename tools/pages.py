@@ -64,7 +64,7 @@ def releases(patch: Patch, verdict: str) -> list[str]:
     return [release for variant in patch.variants if variant.verdict == verdict for release in variant.releases]
 
 
-def _span(found: list[str]) -> str:
+def span(found: list[str]) -> str:
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" if found else "none"
 
 
@@ -92,7 +92,7 @@ def _companions(patch: Patch) -> dict[str, list[str]]:
 def catalogue_table(patches: Iterable[Patch]) -> Table:
     table = _table("patch", "needed on", "what it does")
     for patch in patches:
-        table.add_row(patch.versioned, f"{patch.package} {_span(releases(patch, 'needed'))}", patch.title)
+        table.add_row(patch.versioned, f"{patch.package} {span(releases(patch, 'needed'))}", patch.title)
     return table
 
 

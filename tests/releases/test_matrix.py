@@ -1,4 +1,4 @@
-"""The matrix against what it is made from, the README that shows it, and the release tests that it refers to."""
+"""The matrix against what it is made from, the page that shows it, and the release tests that it refers to."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def test_every_release_that_is_driven_is_in_it_and_none_has_drifted(made: matrix
 
 
 def test_the_readme_has_the_matrix(made: matrix.Matrix) -> None:
-    """`vllm-livepatch matrix --write README.md` puts it there."""
-    assert matrix.block((ROOT / "README.md").read_text("utf-8")) == matrix.markdown(made)
+    """`vllm-livepatch matrix --write docs/compatibility.md` puts it there."""
+    assert matrix.block((ROOT / "docs/compatibility.md").read_text("utf-8")) == matrix.markdown(made)

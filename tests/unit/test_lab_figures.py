@@ -34,18 +34,12 @@ def test_the_readme_begins_with_what_is_kept() -> None:
     arms = json.loads((ROOT / "docs/lab/lmcache-disconnects-0.32.0.json").read_text("utf-8"))["arms"]
     begin = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
     rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", begin, re.M))
-    for kind in ("completed", "disconnected", "failed"):
+    for kind in ("completed", "failed"):
         assert rows[kind] == f"{arms['stock'][kind]} | {arms['patched'][kind]}"
     assert rows["survived"].startswith(f"dead after {arms['stock']['died_after']:.1f} s")
-    assert rows["tokens loaded from LMCache"] == f"| {arms['patched']['loaded_tokens']:,}"
     assert rows["outputs that differ from an undisturbed run's"] == " | ".join(
         str(arm["mismatches"]) for arm in arms.values()
     )
-    dropped = [
-        patch["counters"] for entry in arms["patched"]["status"] for patch in entry["patches"] if patch["counters"]
-    ]
-    assert dropped == [{"send_unknown": int(rows["stale completions dropped"].lstrip("| "))}]
-    assert (rows["KV usage at the end"], arms["patched"]["kv_usage_at_end"]) == ("| 0 %", {"engine": 0.0})
 
 
 def test_the_readmes_wrong_answers_are_what_is_kept() -> None:
@@ -140,26 +134,11 @@ def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert run("--keep", str(tmp_path / "doc.md"), "--name", "x") == 2
     assert run("--keep", str(tmp_path / "result.json"), "--name", "one", "--write", str(tmp_path / "doc.md")) == 0
     assert "/place/of" not in (tmp_path / "kept" / "one.json").read_text()
+    assert run("--picture", str(tmp_path / "none.png")) == 2
+    assert run("--name", "one", "--picture", str(tmp_path / "one.png")) == 0
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "doc.md").read_text()
     assert "vllm-livepatch lab lmcache --vllm 1.0 --lmcache 2.0 --fault disconnects --compare\n" in text
     assert "| failures by kind | HTTP 500: 3<br>ClientOSError: 2 | - |" in text
     assert "parts brought back" not in text, "no arm has any"
     assert text.endswith("\nb\n")
-
-
-def test_the_readme_says_of_late_reads_what_is_kept() -> None:
-    arms = json.loads((ROOT / "docs/lab-alive-and-right/late-reads-0.29.0.json").read_text("utf-8"))["arms"]
-    begin = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
-    rows = {cells[0]: cells[1:] for line in begin.splitlines() if len(cells := line.strip("| ").split(" | ")) == 4}
-    stock, before, now = arms["stock"], arms["0.1.0"], arms["patched"]
-    assert rows["the decode engine"] == [
-        f"dead after {stock['died_after']:.1f} s, on the late receive",
-        "lives",
-        "lives",
-    ]
-    assert (before["survived"], now["survived"], now["failed"]) == (True, True, 0)
-    wrong = [f"{arm['mismatches']} of {arm['completed']}" for arm in (before, now)]
-    assert rows["wrong answers, with HTTP 200"] == ["-", *wrong]
-    held = sum(patch["counters"].get("held_for_receive", 0) for entry in now["status"] for patch in entry["patches"])
-    (row,) = [line for line in begin.splitlines() if line.startswith("| requests whose blocks were held")]
-    assert row.endswith(f"| {held} |")

@@ -2,6 +2,7 @@
 
 python -m vllm_livepatch.tools.lab.figures --keep RESULT.json --name NAME   # a run's result, small, into docs/lab
 python -m vllm_livepatch.tools.lab.figures --write docs/lab.md              # all that are kept, as tables
+python -m vllm_livepatch.tools.lab.figures --name NAME --picture FILE.png   # what one of them completed over time
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import typer
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import cli, matrix, releases_file
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import loads, summary, topology
+from vllm_livepatch.tools.lab import loads, report, summary, topology
 
 PLACE = Path("docs/lab")
 NAME = "lab"
@@ -101,6 +102,7 @@ def figures(
     keep: Annotated[Path | None, typer.Option(metavar="RESULT", help="A result.json, to be kept small.")] = None,
     name: Annotated[str, typer.Option(help="Under this name.")] = "",
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Put the tables between FILE's markers.")] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the kept result of that --name.")] = None,
     place: Annotated[Path, typer.Option(metavar="DIR", help="Where results are kept.")] = PLACE,
 ) -> None:
     """Keep a run's result for the documentation, or write what is kept into it."""
@@ -114,6 +116,11 @@ def figures(
             raise UserError(f"{keep} is no result of a run: {error!r}") from error
         place.mkdir(parents=True, exist_ok=True)
         releases_file.write(place / f"{name}.json", text)
+    if picture is not None:
+        try:
+            report.completions(json.loads((place / f"{name}.json").read_text(encoding="utf-8")), picture)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"no picture of {name or 'a result without a --name'}: {error}") from error
     if write is not None:
         matrix.write(write, markdown(place), NAME)
 

@@ -1,0 +1,112 @@
+"""The documentation: its links lead somewhere, its pages are those of the catalogue, the site is built."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from mkdocs.__main__ import cli as mkdocs
+from vllm_livepatch.tools import catalogue, patch_pages, registry
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as they are linked to."""
+    lines = [line for line in page.read_text("utf-8").splitlines() if re.match(r"#+ ", line)]
+    return {re.sub(r"[^a-z0-9 _-]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_its_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text("utf-8"))):
+        file, _, heading = target.partition("#")
+        if ":" in file:
+            continue
+        place = page.parent / file if file else page
+        assert place.exists(), target
+        assert not heading or heading in anchors(place), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_the_commands_and_modules_it_names_are_there(page: Path) -> None:
+    text = page.read_text("utf-8")
+    if page.name == "CHANGELOG.md":
+        return
+    for module in set(re.findall(r"python -m (vllm_livepatch(?![_\w])[\w.]*)", text)):
+        room, _, rest = module.removeprefix("vllm_livepatch").lstrip(".").partition(".")
+        if room:
+            place = ROOT / room / rest.replace(".", "/")
+            assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
+    for name in set(re.findall(r"(?:show|--require|regroup|--patches) ([a-z]+-[a-z-]+)", text)):
+        assert name in catalogue.load(), name
+
+
+def test_the_patches_pages_are_the_catalogues() -> None:
+    """`python -m vllm_livepatch.tools.patch_pages docs/patches` writes them."""
+    written = {file.name: file.read_text("utf-8") for file in (ROOT / "docs/patches").iterdir()}
+    assert written == patch_pages.texts()
+
+
+def test_a_page_begins_with_what_one_sees(tmp_path: Path) -> None:
+    (tmp_path / "gone.md").write_text("of a patch that is gone")
+    patch_pages.write(tmp_path)
+    assert not (tmp_path / "gone.md").exists()
+    page = (tmp_path / "stale-finished-recving.md").read_text("utf-8")
+    assert page.split("\n## ")[1].startswith("What one sees\n")
+    assert "assert req_id in self.requests" in page.split("\n## ")[1]
+    assert "- vLLM 0.14.1 to" in page
+
+
+def test_what_the_readme_says_applies_by_default_does() -> None:
+    """On CUDA, with the releases of its quick start."""
+    releases = dict(re.findall(r"--release (vllm|lmcache)==(\S+)", README))
+    assert releases == {package: registry.pins(package)[-1].version for package in ("vllm", "lmcache")}
+    table = README.partition("## What applies by default")[2].partition("\n## ")[0]
+    assert f"vLLM {releases['vllm']} and LMCache {releases['lmcache']}" in table
+    said = re.findall(r"\[`([a-z-]+)`\]\(docs/patches/", table)
+    applies = {
+        entry.patch.name
+        for entry in catalogue.load().values()
+        if entry.patch.auto == "needed"
+        for variant in entry.patch.variants
+        if variant.verdict == "needed" and releases[entry.patch.package] in variant.releases
+    }
+    assert sorted(said) == sorted(applies)
+
+
+def test_the_readmes_costs_are_those_of_the_benchmarks() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+ \w+ \| [\d.]+ \w+ \| [\d.]+) \|$", README, re.M)
+    assert len(rows) == 3
+    kept = (ROOT / "docs/benchmarks.md").read_text("utf-8")
+    for _, figures in rows:
+        assert f"| {figures} |" in kept
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= 1200
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    mkdocs(["build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")], standalone_mode=False)
+    front = (tmp_path / "site/index.html").read_text("utf-8")
+    assert "images/lives.png" in front
+    assert (tmp_path / "site/images/lives.png").is_file()
+    for name in catalogue.load():
+        assert (tmp_path / "site/patches" / name / "index.html").is_file()
+    assert "assert req_id in self.requests" in (tmp_path / "site/search/search_index.json").read_text("utf-8")
