@@ -38,7 +38,8 @@ FURTHER = {
 HEAD = """# Patches
 
 `vllm-livepatch show NAME` prints the same pages; `check` says which of them your release needs. From a message in the
-log to its patch: [troubleshooting](../troubleshooting.md). Every patch on every release: [compatibility](../compatibility.md).
+log to its patch: [troubleshooting](../troubleshooting.md). Every patch on every release:
+[compatibility](../compatibility.md).
 
 | patch | what it does | of | needed on | by default |
 |---|---|---|---|---|

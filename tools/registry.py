@@ -172,20 +172,20 @@ def endpoints() -> tuple[str, ...]:
 
 
 def _configured(name: str) -> str:
-    """Return what pip's configuration files say of an option, the last of them that says it; empty where none does."""
-    said = ""
+    """Return what pip's configuration files say of an option: the last file wins, but [install] beats [global]."""
     home = Path.home()
     config_home = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
     usual = [Path("/etc/pip.conf"), home / ".pip/pip.conf", config_home / "pip/pip.conf", Path(sys.prefix, "pip.conf")]
+    found = {"global": "", "install": ""}
     for file in [*usual, Path(os.environ.get("PIP_CONFIG_FILE") or os.devnull)]:
         parser = configparser.RawConfigParser()
         try:
             parser.read(file, encoding="utf-8")
         except (OSError, UnicodeError, configparser.Error):
             continue
-        for section in ("global", "install"):
-            said = parser.get(section, name, fallback=said)
-    return said
+        for section in found:
+            found[section] = parser.get(section, name, fallback=found[section])
+    return found["install"] or found["global"]
 
 
 def _wheels(package: str, version: str, offered: Sequence[DistributionPackage]) -> list[Wheel]:

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import marshal
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -765,3 +766,7 @@ def test_the_patch_set_is_the_same_in_every_process(engine: Sandbox) -> None:
     assert len({whole, *others}) == 4
     assert asked(LIVEPATCH_TWO="off") == whole
     assert asked(LIVEPATCH_ONE="off", LIVEPATCH_THREE="off") == ""
+    shutil.rmtree(engine.root / "patches/one")
+    diff_patch(engine, {"fakeengine/third.py": ("'stock'", "'otherwise'")}, name="one")
+    engine.generate()
+    assert asked() not in {whole, *others}, "the same name and options, and another change"

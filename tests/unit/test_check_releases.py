@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize import cache
+from vllm_livepatch.tools import check as checking
 from vllm_livepatch.tools import registry, sources
 
 from tests.unit.local_index import LocalIndex, make_wheel, serving
@@ -226,3 +227,11 @@ def test_what_is_said_and_does_not_stop_a_check(
     said = {"yanked": "was yanked: broken", "no ranges": "is read whole", "full disk": "nothing is kept there"}
     assert said[fault] in done.err
     assert done.code == 0
+
+
+def test_an_interpreter_is_asked_with_everything_off(tmp_path: Path) -> None:
+    """What is installed there is asked of the interpreter as it came, also where a bundle is on its path."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf \'[["%s"], {}]\' "$LIVEPATCH"\n')
+    python.chmod(0o755)
+    assert checking.interpreter_tree(str(python), ["vllm"]).path == ["off"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.sitecustomize import fingerprint
+from vllm_livepatch.sitecustomize import cache, fingerprint
 
 from tests.unit import interpreters
 from tests.unit.support import finish
@@ -250,3 +250,15 @@ def test_what_a_module_imports_under_a_name(one: str, other: str, same: bool) ->
     found = [fingerprint.of_names(source, {"it": "it"})["it"] for source in (one, other)]
     assert None not in found
     assert (found[0] == found[1]) is same
+
+
+def test_a_remembered_fingerprint_of_another_form_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The algorithm is a part of the key: a bundle that counts otherwise works it out anew."""
+    source = "def f(): return 1\n"
+    first = cache.Fingerprints(str(tmp_path)).of_names(source, {"f": "f"})
+    (file,) = (tmp_path / "fingerprints").iterdir()
+    file.write_text(json.dumps({"f": "what another form says"}))
+    assert cache.Fingerprints(str(tmp_path)).of_names(source, {"f": "f"}) == {"f": "what another form says"}
+    other = cache.Fingerprints(str(tmp_path))
+    monkeypatch.setattr(other, "_form", "another algorithm")
+    assert other.of_names(source, {"f": "f"}) == first

@@ -226,3 +226,32 @@ def test_a_loader_of_the_kind_that_python_has_given_up(patched: Sandbox, version
     python = str(interpreters.find(version))
     bare, done = patched.bare(code, python=python), patched.python(code, python=python)
     assert (done.code, done.out) == (bare.code, PATCHED if bare.code == 0 else bare.out), done.err
+
+
+def test_two_threads_that_look_for_one_target_at_once(patched: Sandbox) -> None:
+    """One asks where it is, without an import, and is kept waiting by another finder; the other imports it meanwhile."""
+    done = patched.python(
+        """
+        import importlib.util, sys, threading
+
+        class Slow:
+            waits, goes = threading.Event(), threading.Event()
+
+            def find_spec(self, name, path=None, target=None):
+                if name == "fakeengine.scheduler" and threading.current_thread().name == "looks":
+                    self.waits.set()
+                    assert self.goes.wait(50)
+
+        import fakeengine
+        slow = Slow()
+        sys.meta_path.insert(1, slow)
+        looks = threading.Thread(target=importlib.util.find_spec, args=("fakeengine.scheduler",), name="looks")
+        looks.start()
+        assert slow.waits.wait(50)
+        from fakeengine.scheduler import Scheduler
+        print(Scheduler().step(7))
+        slow.goes.set()
+        looks.join()
+        """
+    )
+    assert (done.code, done.out) == (0, PATCHED), done.err

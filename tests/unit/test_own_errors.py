@@ -616,3 +616,35 @@ def test_a_patch_that_is_taken_back_gives_back_what_it_held(sandbox: Sandbox) ->
 def test_without_an_error_nothing_changes(patched: Sandbox) -> None:
     assert patched.python(USE_STEP).out == PATCHED != STOCK
     assert patched.reported()["state"] == "applied"
+
+
+def test_a_property_keeps_what_is_not_patched_of_it() -> None:
+    """Its setter, its deleter and its text: only reading it is wrapped."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.kept: dict[str, int] = {"size": 1}
+
+        @property
+        def size(self) -> int:
+            """How large it is."""
+            return self.kept["size"]
+
+        @size.setter
+        def size(self, value: int) -> None:
+            self.kept["size"] = value
+
+        @size.deleter
+        def size(self) -> None:
+            del self.kept["size"]
+
+    context = PatchContext("around", {}, {}, lambda: None)
+    original = vars(Engine)["size"]
+    made = guard.in_place_of(original, lambda wrapped, *_: wrapped() + 10, context, "m:Engine.size")
+    Engine.size = made  # type: ignore[method-assign]
+    engine = Engine()
+    engine.size = 5
+    assert (engine.size, engine.kept) == (15, {"size": 5})
+    del engine.size
+    assert engine.kept == {}
+    assert made.__doc__ == "How large it is."

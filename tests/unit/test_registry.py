@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from packaging.utils import parse_wheel_filename
@@ -135,3 +137,25 @@ def test_pins_are_sound(package: str) -> None:
 
 def test_release_that_nobody_pinned() -> None:
     assert registry.pin("vllm", "0.0.1") is None
+
+
+def test_of_pips_files_the_last_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pip has it: the machine's, the user's, the environment's, the file that is named."""
+    files = {
+        "user": tmp_path / "home/.pip/pip.conf",
+        "config": tmp_path / "config/pip/pip.conf",
+        "environment": tmp_path / "prefix/pip.conf",
+        "named": tmp_path / "named.conf",
+    }
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(files["named"]))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    for name, file in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"[global]\nindex-url = http://{name}.example/simple\n")
+        assert registry.endpoints() == (f"http://{name}.example/simple",)
+    files["user"].write_text("[install]\nindex-url = http://install.example/simple\n")
+    assert registry.endpoints() == ("http://install.example/simple",), "pip's own section beats [global] of any file"

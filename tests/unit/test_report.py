@@ -318,3 +318,27 @@ def test_a_fork_right_after_the_import_is_as_quiet_as_without(patched: Sandbox, 
     )
     assert (done.code, done.out) == (0, f"{PATCHED}4\n"), done.err
     assert len(done.lines) == 1
+
+
+def test_a_report_that_cannot_be_written_to_its_end_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = report.ProcessReport({"LIVEPATCH_STATE_DIR": str(tmp_path)}, {"note": "first"})
+    mine.write({}, [])
+    (file,) = tmp_path.iterdir()
+    before = file.read_bytes()
+    write = os.write
+
+    def half(file: int, data: bytes) -> int:
+        if len(data) < 40:
+            raise OSError(28, "No space left on device")
+        return write(file, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    mine.write({"vllm": "1.0"}, [])
+    monkeypatch.undo()
+    assert [file.name for file in tmp_path.iterdir()] == [file.name]
+    assert file.read_bytes() == before
+    assert json.loads(before)["note"] == "first"
+    assert mine.error is not None
+    assert "No space left on device" in mine.error

@@ -132,10 +132,10 @@ def patched(connector: Any, context: PatchContext | None = None) -> Any:
 
 
 def told(scheduler: Any, received: Iterable[str] = (), sent: Iterable[str] = (), failed: Iterable[int] = ()) -> None:
-    output = SimpleNamespace(
-        finished_recving=set(received) or None, finished_sending=set(sent) or None, invalid_block_ids=set(failed)
-    )
+    said = set(received) or None, set(sent) or None
+    output = SimpleNamespace(finished_recving=said[0], finished_sending=said[1], invalid_block_ids=set(failed))
     scheduler._update_from_kv_xfer_finished(output)
+    assert (output.finished_recving, output.finished_sending) == said, "others read it too"
 
 
 def aborted_while_loading(scheduler: Any, preemptions: int = 0) -> Any:
