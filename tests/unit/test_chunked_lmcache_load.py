@@ -177,3 +177,102 @@ def test_a_part_under_way_has_not_arrived() -> None:
     patch._Loads(scheduler(lmcache(64)), context()).under_way(load, 128, "waiting")
     assert (load.at, request.num_computed_tokens, load.tracker.state) == (128, 128, "waiting")
     assert not hasattr(request, stale.ARRIVED)
+
+
+# What is admitted
+
+
+class Pool(FullAttentionManager):
+    """As the release counts: the blocks that so many tokens take, less those that the request has."""
+
+    def get_num_blocks_to_allocate(  # type: ignore[override]
+        self, request_id: str, num_tokens: int, new_computed_blocks: Any, total_computed_tokens: int
+    ) -> int:
+        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        return -(-num_tokens // self.block_size) - held
+
+
+def with_pool(free: int, *running: Any, lookahead: int = 0, max_model_len: int = 4096) -> Any:
+    made = scheduler(lmcache(64))
+    pool = Pool()
+    pool.req_to_blocks = {other.request_id: other.held for other in running}
+    made.kv_cache_manager.coordinator = SimpleNamespace(
+        single_type_managers=[pool],
+        find_longest_cache_hit=lambda hashes, tokens: ([list(range(tokens // 16))],),
+    )
+    made.kv_cache_manager.block_pool = SimpleNamespace(get_num_free_blocks=lambda: free)
+    made.running = list(running)
+    made.num_lookahead_tokens = lookahead
+    made.max_model_len = max_model_len
+    return patch._Loads(made, context())
+
+
+def asks(tokens: int, computed: int = 0, held: int = 0) -> Any:
+    return SimpleNamespace(
+        request_id=f"{tokens}-{held}",
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=computed,
+        block_hashes=[],
+        held=list(range(held)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lookahead", "longest", "blocks"),
+    [
+        (159, 0, 4096, 10),
+        (160, 0, 4096, 11),  # the first token that it answers with needs a slot too
+        (160, 15, 4096, 11),
+        (160, 16, 4096, 12),  # and what a drafter proposes beside it
+        (160, 16, 160, 10),  # but none is longer than the model allows
+    ],
+)
+def test_a_request_fits_where_its_first_answer_does(tokens: int, lookahead: int, longest: int, blocks: int) -> None:
+    for free, fits in ((blocks, True), (blocks - 1, False)):
+        loads = with_pool(free, lookahead=lookahead, max_model_len=longest)
+        assert loads.fits(asks(tokens), 0, tokens) is fits
+
+
+def test_what_is_cached_takes_no_block() -> None:
+    assert with_pool(7).fits(asks(160), 64, 160)
+    assert not with_pool(6).fits(asks(160), 64, 160)
+
+
+def test_a_prefill_that_runs_keeps_what_it_still_needs() -> None:
+    """320 tokens take 21 blocks with the answer's first; it has 4 so far."""
+    prefill, done = asks(320, computed=64, held=4), asks(48, computed=48, held=3)
+    assert with_pool(10 + 17, prefill, done).fits(asks(159), 0, 159)
+    assert not with_pool(10 + 16, prefill, done).fits(asks(159), 0, 159)
+
+
+def test_a_further_part_is_counted_as_loaded_where_the_release_counts() -> None:
+    """The release counts a load when it admits it, which is the first part alone."""
+    loads = with_pool(100)
+    told: list[dict[str, int]] = []
+
+    class Waits:
+        WAITING_FOR_LOAD = "waits"
+
+    request = SimpleNamespace(
+        request_id="one",
+        num_computed_tokens=64,
+        num_external_computed_tokens=64,
+        num_prompt_tokens=200,
+        num_tokens=200,
+        num_preemptions=0,
+        prefill_stats=SimpleNamespace(set=lambda **known: told.append(known)),
+    )
+    tracker = SimpleNamespace(
+        state=Waits(), allocated_block_ids=[1], num_vllm_hit_tokens=0, num_lmcache_hit_tokens=64, num_stored_tokens=0
+    )
+    manager = loads.scheduler.kv_cache_manager
+    manager.allocate_slots = lambda request, tokens, delay_cache_blocks: [0]
+    manager.get_blocks = lambda request_id: [0]
+    loads.connector.update_state_after_alloc = lambda request, blocks, tokens: None
+    loads.scheduler.connector_prefix_cache_stats = SimpleNamespace(hits=64, preempted_hits=0)
+    load = patch._Load(request, tracker, 0, 64, 192, 192)
+    assert loads.load_more(load)
+    assert (request.num_external_computed_tokens, loads.scheduler.connector_prefix_cache_stats.hits) == (192, 192)
+    assert told == [{"num_prompt_tokens": 200, "num_local_cached_tokens": 0, "num_external_cached_tokens": 192}]
+    assert (request.num_computed_tokens, tracker.state) == (192, "waits")

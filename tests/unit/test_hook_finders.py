@@ -229,10 +229,10 @@ def test_a_loader_of_the_kind_that_python_has_given_up(patched: Sandbox, version
 
 
 def test_two_threads_that_look_for_one_target_at_once(patched: Sandbox) -> None:
-    """One asks where it is, without an import, and is kept waiting by another finder; the other imports it meanwhile."""
+    """One asks our finder where it is, as other finders do, and waits behind us; another imports it meanwhile."""
     done = patched.python(
         """
-        import importlib.util, sys, threading
+        import sys, threading
 
         class Slow:
             waits, goes = threading.Event(), threading.Event()
@@ -245,7 +245,8 @@ def test_two_threads_that_look_for_one_target_at_once(patched: Sandbox) -> None:
         import fakeengine
         slow = Slow()
         sys.meta_path.insert(1, slow)
-        looks = threading.Thread(target=importlib.util.find_spec, args=("fakeengine.scheduler",), name="looks")
+        asked = "fakeengine.scheduler", fakeengine.__path__
+        looks = threading.Thread(target=sys.meta_path[0].find_spec, args=asked, name="looks")
         looks.start()
         assert slow.waits.wait(50)
         from fakeengine.scheduler import Scheduler
