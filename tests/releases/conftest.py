@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import executed
 import pytest
 from interpreter import Interpreter
 from packaging.version import Version
-from vllm_livepatch.tools import environments
+from vllm_livepatch.tools import catalogue, environments, matrix
+
+CLAIMS = pytest.StashKey[list[str]]()
+"""What a whole run found of the matrix's cells."""
 
 OUTCOMES = "outcomes"
 """Name of the property in which a test leaves (release, mode, what each case came to) for the table."""
@@ -43,7 +49,40 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of one run leave their record in one place."""
+    if not hasattr(config, "workerinput"):
+        os.environ[executed.VARIABLE] = tempfile.mkdtemp(prefix="livepatch-executed-")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A whole run that passed fails where a cell of the matrix is called executed, and was not."""
+    config = session.config
+    if hasattr(config, "workerinput"):
+        return
+    place = Path(os.environ.pop(executed.VARIABLE))
+    record = executed.read(place)
+    shutil.rmtree(place)
+    chosen = config.option.keyword or config.option.markexpr or any("::" in word for word in config.args)
+    whole = not chosen and any(Path(word).resolve() == Path(__file__).parent for word in config.args)
+    if not whole or exitstatus != 0 or config.option.collectonly:
+        return
+    config.stash[CLAIMS] = executed.overclaimed(matrix.make(entry.patch for entry in catalogue.load().values()), record)
+    if config.stash[CLAIMS]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    claims = config.stash.get(CLAIMS, None)
+    if claims is not None:
+        terminalreporter.section("cells of the matrix that are called executed, against what this run executed")
+        for line in claims or ["all of them were"]:
+            terminalreporter.write_line(line)
+    _print_outcomes(terminalreporter)
+
+
+def _print_outcomes(terminalreporter: Any) -> None:
     """Print a table: what each release's cases came to on stock, and what with the patch."""
     table: dict[str, dict[str, str]] = {}
     for result in ("passed", "failed"):

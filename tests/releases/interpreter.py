@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import executed
 from vllm_livepatch.tools import registry, sources
 
 HERE = Path(__file__).parent
@@ -84,6 +85,7 @@ class Interpreter:
         result: dict[str, Any] = json.loads((work / "stdout").read_text(encoding="utf-8"))
         for package, place in given.items():
             assert Path(result[package]).is_relative_to(place), f"another {package} than the release's was driven"
+        executed.note(driver, releases, work / "state" if bundle else None)
         return result
 
     def close(self) -> None:

@@ -1,0 +1,72 @@
+"""The record of what a run of the release tests executed, and the matrix's cells that claim more.
+
+Each driver's run leaves a line: the test, the releases, and the patches that its process reports as applied. A patch's
+cell is executed on stock where a test that names the patch ran that release without it, and patched where one ran it
+with it. `needed` takes both; where the release is to be left alone, the run without it shows that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_livepatch.tools import newrelease
+from vllm_livepatch.tools.matrix import Matrix
+
+VARIABLE = "LIVEPATCH_TEST_RECORD"
+"""Names the directory of the record, for the workers of one test run."""
+ROOT = Path(__file__).parents[2]
+
+Record = dict[str, dict[tuple[str, str], set[str]]]
+"""By patch and (package, release): "stock", "patched", or both."""
+
+
+def note(driver: str, releases: Mapping[str, str], state: Path | None) -> None:
+    """Leave a line of one driver's run, whose reports are in `state`; None where it had no bundle."""
+    place = os.environ.get(VARIABLE)
+    if place is None:
+        return
+    applied = set()
+    for file in state.glob("*.json") if state is not None else ():
+        patches = json.loads(file.read_text(encoding="utf-8"))["patches"]
+        applied |= {patch["name"] for patch in patches if patch["state"] == "applied"}
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    line = {"file": test, "driver": driver, "releases": dict(releases), "applied": sorted(applied)}
+    with Path(place, f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as record:
+        record.write(json.dumps(line) + "\n")
+
+
+def gathered(lines: Iterable[Mapping[str, Any]], about: Mapping[str, Iterable[str]]) -> Record:
+    """The record of lines; `about` has the patches that each file of tests names."""
+    record: Record = defaultdict(lambda: defaultdict(set))
+    for line in lines:
+        for patch in about.get(line["file"], ()):
+            mode = "patched" if patch in line["applied"] else "stock"
+            for release in line["releases"].items():
+                record[patch][release].add(mode)
+    return record
+
+
+def read(place: Path) -> Record:
+    """What the workers of a test run left."""
+    texts = [file.read_text(encoding="utf-8") for file in sorted(place.glob("*.jsonl"))]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
+    return gathered(lines, {file: newrelease.patches_of(ROOT / file) for file in {line["file"] for line in lines}})
+
+
+def overclaimed(matrix: Matrix, record: Record) -> list[str]:
+    """The cells that are called executed, and what was not run of them."""
+    found = []
+    for patch, row in matrix.cells.items():
+        for release, cell in row.items():
+            wanted = {"stock", "patched"} if cell.verdict == "needed" else {"stock"}
+            lacking = wanted - record.get(patch, {}).get(release, set())
+            if cell.known == "executed" and lacking:
+                found.append(
+                    f"{patch} on {'=='.join(release)}: {cell.verdict}, not run {' and '.join(sorted(lacking))}"
+                )
+    return found
