@@ -14,7 +14,7 @@ from types import ModuleType
 
 import wrapt
 from vllm_livepatch import sitecustomize
-from vllm_livepatch.tools import bundled, sbom
+from vllm_livepatch.tools import bundled, sbom, user_cache
 from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
 from vllm_livepatch.tools.catalogue import Entry
 from vllm_livepatch.tools.errors import UserError
@@ -142,7 +142,10 @@ def _targets(entries: Mapping[str, Entry]) -> dict[str, str]:
 def cached(files: Mapping[str, bytes]) -> Path:
     """A directory that holds this bundle, in the user's cache (or a temporary place where that cannot be written)."""
     name = hashlib.sha256(files[MANIFEST]).hexdigest()[:16]
-    for place in (cache_directory() / "bundles", Path(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}-bundles")):
+    for place in (
+        user_cache.directory() / "bundles",
+        Path(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}-bundles"),
+    ):
         out = place / name
         try:
             if out.is_dir() and not verified(out).differences:
@@ -153,12 +156,6 @@ def cached(files: Mapping[str, bytes]) -> Path:
             continue
         return out
     raise UserError("neither the user's cache nor the temporary directory can be written")
-
-
-def cache_directory() -> Path:
-    """The user's cache directory for this project."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "vllm-livepatch"
 
 
 def _digest_of(files: Mapping[str, bytes]) -> str:

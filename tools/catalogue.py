@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,7 @@ from vllm_livepatch.sitecustomize.decision import Patch, PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools import diffs
 from vllm_livepatch.tools.errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+from vllm_livepatch.tools.toml import tomllib
 
 KEEPS_APART = "compile-cache-key"
 

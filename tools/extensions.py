@@ -22,11 +22,7 @@ from typing import Any
 import wrapt
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.tools.errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+from vllm_livepatch.tools.toml import tomllib
 
 PINS_FILE = Path(__file__).with_name("wrapt.toml")
 SERVED = ("3.10", "3.11", "3.12", "3.13", "3.14")

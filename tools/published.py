@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import requests
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from vllm_livepatch.sitecustomize import cache
+from vllm_livepatch.sitecustomize.decision import public_release
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools import archives, registry, sources
 from vllm_livepatch.tools.registry import RegistryError, Wheel
@@ -156,7 +157,7 @@ class Shelf:
     def _kept(self, package: str, version: str, wheel: Wheel, place: Path) -> PublishedTree:
         files = _Kept(wheel, place, self._session, self._tell, lambda: self._find(package, version))
         # 0.33 is 0.33.0; but a vendor's 0.33.0+rocm700 that is read in 0.33.0 stays what it is.
-        release = version if registry.public(version) != version else wheel.version
+        release = version if public_release(version) != version else wheel.version
         return PublishedTree(package, release, wheel.name, files, _tops(files.names))
 
     def _find(self, package: str, version: str) -> Wheel:
@@ -174,7 +175,7 @@ class Shelf:
             return remembered
         if wheel.yanked:
             self._tell(f"{package} {version} was yanked{': ' if wheel.why_yanked else ''}{wheel.why_yanked}")
-        if wheel.version != version and registry.public(wheel.version) == registry.public(version) != version:
+        if wheel.version != version and public_release(wheel.version) == public_release(version) != version:
             self._tell(f"{package} {version} is not in the registry: {wheel.version} is read in its place")
         cache.replace(str(note), json.dumps(asdict(wheel)).encode())
         return wheel

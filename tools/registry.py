@@ -24,14 +24,11 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import InvalidVersion, Version
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
+from vllm_livepatch.sitecustomize.decision import public_release
+from vllm_livepatch.tools.toml import tomllib
 
 if TYPE_CHECKING:
     from pypi_simple import DistributionPackage
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 PINS_FILE = Path(__file__).with_name("releases.toml")
 TIMEOUT = (10.0, 30.0)
@@ -211,8 +208,8 @@ def _release(package: str, version: str, offered: Sequence[DistributionPackage])
         release = [file for file in offered if _same_version(file.version, version, local)]
         if release:
             return release
-    if public(version) != version:
-        return _release(package, public(version), offered)
+    if public_release(version) != version:
+        return _release(package, public_release(version), offered)
     raise RegistryError(f"{package} {version} is not in the registry{_newest(offered)}")
 
 
@@ -243,11 +240,6 @@ def _same_version(offered: str | None, wanted: str, local: bool = True) -> bool:
         return False
     there, asked = Version(offered or ""), Version(wanted)
     return there == asked if local else Version(there.public) == asked
-
-
-def public(version: str) -> str:
-    """Return a version without its local part: 0.33.0 of 0.33.0+rocm700."""
-    return version.partition("+")[0]
 
 
 def _is_version(text: str | None) -> bool:

@@ -20,11 +20,7 @@ from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools import catalogue, published, registry, releases_file, variants
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.sources import SourcesError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from vllm_livepatch.tools.toml import tomllib
 
 Code = dict[str, str]
 

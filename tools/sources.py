@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import shutil
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from remotezip import (
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from urllib3.exceptions import HTTPError
-from vllm_livepatch.tools import registry, threads
+from vllm_livepatch.tools import registry, threads, user_cache
 from vllm_livepatch.tools.registry import RegistryError, Wheel
 
 METADATA = ("METADATA", "RECORD", "entry_points.txt")
@@ -119,8 +118,7 @@ def pin_table(package: str, version: str) -> str:
 
 def cache_directory() -> Path:
     """Return where fetched sources are kept, existing or not: below the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "vllm-livepatch" / "sources"
+    return user_cache.directory() / "sources"
 
 
 def _directory(package: str, version: str, wheel_sha256: str) -> Path:

@@ -6,18 +6,13 @@ The files keep their looks: what is added is added to their text, and read back 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 from vllm_livepatch.sitecustomize.decision import Installed, Patch, judge, judge_companion
 from vllm_livepatch.tools.errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from vllm_livepatch.tools.toml import tomllib
 
 VARIANT = re.compile(r"^\[\[(?:variant|companion)\]\]\n(?:(?!\[\[).*\n?)*", re.MULTILINE)
 _READ = re.compile(r"^read = \[[^\]]*\]\n", re.MULTILINE)

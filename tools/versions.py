@@ -17,11 +17,7 @@ from typing import Any
 
 import tomli_w
 from vllm_livepatch import patches as own_patches
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from vllm_livepatch.tools.toml import tomllib
 
 LOCK = Path(__file__).parent / "patch_versions.toml"
 _VERSION = re.compile(r"^version = (\d+)\n", re.MULTILINE)

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.tools import catalogue, registry, releases_file, variants
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+from vllm_livepatch.tools.toml import tomllib
 
 ROOT = Path(__file__).parents[2]
 WRITE = """

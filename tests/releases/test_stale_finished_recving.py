@@ -6,7 +6,6 @@ that cannot be driven fails.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +15,7 @@ from typing import Any
 import interpreter
 import pytest
 from vllm_livepatch.tools import registry
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+from vllm_livepatch.tools.toml import tomllib
 
 HERE = Path(__file__).parent
 PATCH = "stale-finished-recving"

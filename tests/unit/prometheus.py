@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import bundle
+from vllm_livepatch.tools import user_cache
 
 PACKAGE = "prometheus"
 NO_PROMETHEUS = "no Prometheus here"
@@ -22,7 +22,7 @@ def find(program: str) -> Path | None:
     on_path = shutil.which(program)
     if on_path:
         return Path(on_path)
-    kept = bundle.cache_directory() / PACKAGE
+    kept = user_cache.directory() / PACKAGE
     kept.parent.mkdir(parents=True, exist_ok=True)
     with open(kept.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # each worker of the tests may be the first

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,10 @@ from vllm_livepatch.tools import matrix, registry, variants
 from vllm_livepatch.tools.drift import drift
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.matrix import Cell, Matrix
+from vllm_livepatch.tools.toml import tomllib
 
 from tests.unit.local_index import LocalIndex, make_wheel, serving
 from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, Cli, Sandbox
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 TARGET, HIT, LOCKS = "engine.a:A.f", "cache.tracker:Tracker.hit", "cache.locks:free"
 OLD, NEW = {HIT: "blocks"}, {HIT: "tokens", LOCKS: "free"}

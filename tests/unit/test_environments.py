@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools import environments
+from vllm_livepatch.tools import environments, user_cache
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_an_interrupted_build_is_begun_again(built: list[str], monkeypatch: pyte
     monkeypatch.setattr(environments, "_step", interrupted)
     with pytest.raises(environments.InstallationError):
         environments.engine()
-    (root,) = (path for path in (environments.cache_directory() / "environments").iterdir() if path.is_dir())
+    (root,) = (path for path in (user_cache.directory() / "environments").iterdir() if path.is_dir())
     (root / "half-built").touch()
     monkeypatch.setattr(environments, "_step", steps)
     python = environments.engine()

@@ -13,13 +13,9 @@ import pytest
 from vllm_livepatch.tools import registry, sources
 from vllm_livepatch.tools.registry import Pin
 from vllm_livepatch.tools.sources import SourcesError
+from vllm_livepatch.tools.toml import tomllib
 
 from tests.unit.local_index import BINARY, LocalIndex, make_wheel, serving
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 NAME = "demo-1.0-py3-none-any.whl"
 FILES = {

@@ -16,7 +16,7 @@ import aiohttp
 import typer
 from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools import catalogue, environments
+from vllm_livepatch.tools import catalogue, environments, user_cache
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import faults, lab, loads, printing, report, summary, topology
 from vllm_livepatch.tools.lab.client import RequestFailed
@@ -86,7 +86,7 @@ def command(
 
 def directory(out: Path | None, name: str) -> Path:
     """The output directory, made: ``out``, or one of its own for this run of ``name``. Raises UserError."""
-    place = out or environments.cache_directory() / name / time.strftime("%Y%m%d-%H%M%S")
+    place = out or user_cache.directory() / name / time.strftime("%Y%m%d-%H%M%S")
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:

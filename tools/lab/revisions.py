@@ -11,13 +11,9 @@ import tarfile
 from pathlib import Path
 
 from filelock import FileLock
-from vllm_livepatch.tools import environments
+from vllm_livepatch.tools import user_cache
 from vllm_livepatch.tools.errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+from vllm_livepatch.tools.toml import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +27,7 @@ def checkout(revision: str) -> Path:
     if found.returncode:
         raise UserError(f"{revision} is no revision of {ROOT}, or of what was cloned of it: git fetch --unshallow")
     commit = found.stdout.decode().strip()  # a name may move to another
-    place = environments.cache_directory() / "revisions" / commit
+    place = user_cache.directory() / "revisions" / commit
     place.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{place}.lock"):
         if not place.is_dir():

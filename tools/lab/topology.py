@@ -14,7 +14,6 @@ import random
 import re
 import socket
 import string
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,11 +22,7 @@ from typing import Any
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab.options import TOPOLOGIES, names
 from vllm_livepatch.tools.lab.supervisor import Part
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+from vllm_livepatch.tools.toml import tomllib
 
 _PORTS = range(15000, 32768)
 _given: set[int] = set()
