@@ -129,6 +129,28 @@ def test_undisturbed_asks_for_each_prompt_once() -> None:
     assert {len(asked.split()) for asked in server.asked} == {5}
 
 
+def test_where_the_right_answers_are_known_the_undisturbed_ones_are_compared_with_them() -> None:
+    server = Server()
+
+    async def work(client: Client) -> list[Visitors]:
+        known = visitors(client, Conversations(conversations=2, turns=3, prefix=6, tokens=2), Tally())
+        await known.undisturbed()
+        asked, found = list(server.asked), []
+        for server.lies in (False, True):
+            server.asked.clear()
+            found.append(Visitors(client, Conversations(), CLIENTS, SEED, Tally(), right=known.turns))
+            assert await found[-1].undisturbed() == 6
+            assert server.asked == asked, "later turns go on from the right answers"
+            assert found[-1].turns is known.turns
+        return [known, *found]
+
+    assert [found.figures() for found in against(server, work)] == [
+        {},
+        {"undisturbed_differ": 0},
+        {"undisturbed_differ": 6},
+    ]
+
+
 def test_the_impatient_hang_up_and_the_server_sees_them_go() -> None:
     server = Server(delay=0.5)
     tally = stormed(server, LOAD)

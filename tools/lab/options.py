@@ -51,6 +51,9 @@ def lab(
         list[str] | None, typer.Option("--with", metavar="NAME=NUMBER", help="A setting of the topology; repeatable.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Stock beside patched, in one run.")] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="The right answers are those of an engine that has no connector.")
+    ] = False,
     arm: Annotated[
         list[str] | None,
         typer.Option(
