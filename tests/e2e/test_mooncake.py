@@ -82,8 +82,8 @@ class Legs:
         """Status and answer of the decode leg."""
         transfer = f"transfer-{next(self._transfers)}"
         sent = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
-        _, answer = await asyncio.gather(self._post(prefill, prompt, 1, sent), self._decode(prefill, prompt, transfer))
-        return answer
+        legs = await asyncio.gather(self._post(prefill, prompt, 1, sent), self._decode(prefill, prompt, transfer))
+        return legs[1]
 
     async def statuses(self, prefill: str, prompt: str, times: int) -> set[int]:
         """With what HTTP status a prompt is answered that is asked for so often."""
