@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import environments
-from vllm_livepatch.tools.lab import alone, faults, loads, model, topology
+from vllm_livepatch.tools.lab import alone, faults, loads, model, proxy, topology
 from vllm_livepatch.tools.lab.arm import Arm, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client
@@ -79,6 +79,8 @@ async def run(options: Options) -> dict[str, Any]:
     python = await asyncio.to_thread(environments.engine, options.vllm, options.lmcache)
     kinds = {role.kind for role in options.topology.roles}
     router = await asyncio.to_thread(environments.router) if "router" in kinds else None
+    if "proxy" in kinds:
+        await asyncio.to_thread(proxy.fetch)
     transports = [find for name, find in _TRANSPORTS.items() if name in options.topology.name]
     needed = [str(await asyncio.to_thread(find, python)) for find in transports]
     tiny = model.make(options.out / "model", seed=options.seed)

@@ -33,8 +33,8 @@ def lab(
         list[str] | None,
         typer.Option(
             "--fault",
-            help="disconnects, late-reads[=SECONDS], late-requests[=SECONDS], lost-completions[=SHARE], "
-            "slow-lmcache[=SECONDS], slow-transfer[=SECONDS], "
+            help="disconnects, late-reads[=SECONDS], late-requests[=SECONDS], link[=MB/S], "
+            "lost-completions[=SHARE], lost-prefills[=SHARE], slow-lmcache[=SECONDS], slow-transfer[=SECONDS], "
             "or kill-PART or stop-PART with @SECONDS and +SECONDS; repeatable.",
         ),
     ] = None,

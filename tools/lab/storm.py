@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from vllm_livepatch.tools.lab import model
 from vllm_livepatch.tools.lab.client import Client, RequestFailed, Said
 from vllm_livepatch.tools.lab.loads import Conversations, Storm
 from vllm_livepatch.tools.lab.tally import Tally
@@ -108,14 +109,19 @@ class Visitors:
                 turn = next(self._sequels[number])
             impatient, patience = draw.random(), draw.random()
             stays = calm or impatient >= self._spec.share
-            await self._request(number, turn, None if stays else patience * self._spec.within)
+            # Drawn only where it is asked for: the other draws are those of earlier runs.
+            stops = self._spec.stops > 0 and draw.random() < self._spec.stops
+            await self._request(number, turn, None if stays else patience * self._spec.within, stops)
 
-    async def _request(self, number: int, turn: Turn, limit: float | None) -> None:
+    async def _request(self, number: int, turn: Turn, limit: float | None, stops: bool) -> None:
         tally = self._tally
+        first = turn.answer.split()[0] if stops else None
         began = tally.elapsed()
         try:
             # A cancelled request closes its connection: to the server, the user has gone.
-            answer = await asyncio.wait_for(self._ask(number, turn), limit)
+            answer = await asyncio.wait_for(
+                self._ask(number, turn, None if first is None else model.token(first)), limit
+            )
         except asyncio.TimeoutError:
             if limit is None:
                 await self._failed(began, f"no answer within {self._spec.timeout:.0f} s")
@@ -128,15 +134,15 @@ class Visitors:
         else:
             tally.note("completed")
             tally.waits.append(tally.elapsed() - began)
-            tally.mismatches += answer != turn.answer
+            tally.mismatches += answer.strip() != first if first else answer != turn.answer
 
-    async def _ask(self, number: int, turn: Turn) -> str:
+    async def _ask(self, number: int, turn: Turn, stop: int | None) -> str:
         # Neighbours differ in how they ask, not in what: with `half` and `half` all four ways are met.
         streamed = _chosen(self._spec.stream, "yes", number % 2 == 0)
         chat = _chosen(self._spec.api, "chat", number // 2 % 2 == 0)
         if not streamed:
-            return await self._client.complete(turn.said, self._spec.output, chat)
-        answer, times = await self._client.stream(turn.said, self._spec.output, chat)
+            return await self._client.complete(turn.said, self._spec.output, chat, stop)
+        answer, times = await self._client.stream(turn.said, self._spec.output, chat, stop)
         self._tally.first_tokens += times[:1]
         self._tally.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
         return answer
