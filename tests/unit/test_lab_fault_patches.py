@@ -131,6 +131,56 @@ def test_a_late_request_waits_before_its_engine_hears_of_it(monkeypatch: pytest.
     assert context.counters == {"late": 1}
 
 
+def test_writes_share_a_link_and_take_their_time_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, clock, slept = module("link"), SimpleNamespace(now=10.0), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(round(seconds, 3))
+        clock.now += seconds
+
+    monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    context = PatchContext("fault", {"MB": 2.0}, {}, lambda: None)
+    (wrapper,) = patch.wrappers(context).values()
+    meanwhile: list[Any] = []
+
+    def written(seconds: float, result: int = 0, *others: Any) -> Any:
+        def write(session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> int:
+            clock.now += seconds
+            for lengths in others:
+                meanwhile.append(wrapper(written(0.0), None, ("other", [], [], lengths), {}))
+            return result
+
+        return write
+
+    assert wrapper(written(0.25, 7), None, ("peer", [], [], [1_000_000, 500_000]), {}) == 7
+    assert (slept, clock.now) == ([0.5], 10.75), "1.5 MB at 2 MB/s, of which it took a third itself"
+    wrapper(written(0.0, 0, [2_000_000]), None, ("peer", [], []), {"lengths": [1_000_000]})
+    assert (slept[1:], clock.now) == ([1.5, 0.0], 12.25), "the second waits for the first on the link, not the reverse"
+    wrapper(written(9.0), None, ("peer", [], [], [1_000_000]), {})
+    assert (slept[3:], clock.now) == ([0.0], 21.25), "the engine itself was slower"
+    assert (meanwhile, context.counters) == ([0], {"kilobytes": 5500})
+
+
+def test_a_share_of_prefill_legs_is_refused_before_its_engine_hears_of_it() -> None:
+    context = PatchContext("fault", {"SHARE": 0.5, "SEED": 1}, {}, lambda: None)
+    (wrapper,) = module("lost_prefills").wrappers(context).values()
+    added: list[str] = []
+
+    def asked(request_id: str, **transfer: bool) -> bool:
+        params = SimpleNamespace(extra_args={"kv_transfer_params": transfer} if transfer else None)
+        try:
+            wrapper(
+                lambda request_id, prompt, params: added.append(request_id), None, (request_id, ""), {"params": params}
+            )
+        except ValueError:
+            return False
+        return True
+
+    assert all(asked("own") and asked("decode", do_remote_prefill=True) for _ in range(20))
+    assert 5 < sum(asked("prefill", do_remote_decode=True) for _ in range(20)) == added.count("prefill") < 15
+    assert context.counters == {"refused": 20 - added.count("prefill")}
+
+
 class Reader:
     """A worker of NIXL's as far as reads are begun: those whose handshake has just ended wait in a queue of its own."""
 

@@ -87,7 +87,7 @@ def test_a_curve_is_thinned_to_its_ends() -> None:
         ["--load", "bench:rate=0.5,num=9", "--patches", "kv-block-reaper", "--set", "LIVEPATCH_X=a b", "--seed", "3"],
         ["--fault", "kill-engine@5", "--fault", "lost-completions=0.5", "--fault", "slow-transfer"],
         ["--fault", "stop-engine@2.5+1", "--fault", "kill-engine@5", "--clients", "4"],
-        ["--fault", "late-reads=3", "--compare", "--arm", "0.1.0=26663bb"],
+        ["--fault", "late-reads=3", "--compare", "--alone", "--arm", "0.1.0=26663bb"],
         ["--arm", "before=HEAD~1", "--arm", "0.1.0=26663bb", "--seconds", "10"],
     ],
 )

@@ -63,6 +63,7 @@ def test_a_load_is_a_name_and_options(text: str, expected: loads.Spec) -> None:
         ("bench:num=0", "num is a whole number from 1"),
         ("bench:api=half", "api is one of completions, chat"),
         ("storm:share=1.1", "share is a number from 0.0 to 1"),
+        ("storm:stops=2", "stops is a number from 0.0 to 1"),
         ("storm:share=-1", "share is a number from 0.0 to 1"),
         ("storm:stream=maybe", "stream is one of yes, no, half"),
         ("storm:tokens=2040", "2056 tokens are more than the model's 2048"),

@@ -58,7 +58,9 @@ LOAD = Storm(prompts=3, tokens=5, stream="no", within=0.04)
 
 @pytest.fixture(autouse=True)
 def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def local(described: Topology, python: Path, tiny: Path, injected: Mapping[str, str], router: Any) -> Deployment:
+    def local(
+        described: Topology, python: Path, tiny: Path, injected: Mapping[str, str], router: Any = None
+    ) -> Deployment:
         (port,) = topology.free_ports(1)
         own = {name: value for name, value in injected.items() if name != "PYTHONPATH"}
         health = f"http://127.0.0.1:{port}/health"
@@ -135,6 +137,18 @@ def test_what_a_topology_cannot_run_without_rides_in_with_every_arm_and_alone_wi
         assert environment["LIVEPATCH_MOONCAKE_ON_CPU"] == "on"
     assert patches["stock"] == {"mooncake-on-cpu"}
     assert patches["stock"] < patches["patched"]
+
+
+def test_the_right_answers_may_be_those_of_an_engine_that_is_asked_before_and_is_gone_then(tmp_path: Path) -> None:
+    result = run(tmp_path, arms=("stock", "patched"), alone=True)
+    assert result["alone"]
+    for arm in result["arms"].values():
+        assert (arm["undisturbed_differ"], arm["mismatches"]) == (0, 0)
+        assert arm["completed"] > 0
+    found = record(tmp_path / "alone", "engine")
+    assert "LIVEPATCH_STATE_DIR" not in str(found["environment"])
+    assert not psutil.pid_exists(int(str(found["pid"])))
+    assert "undisturbed_differ" not in run(tmp_path)["arms"]["patched"]
 
 
 def test_an_arm_may_have_the_bundle_of_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

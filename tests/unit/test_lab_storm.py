@@ -30,7 +30,8 @@ class Server:
         self.asked: list[str] = []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.cut_short = 0
-        self.fails = self.lies = False
+        self.fails = self.lies = self.stops = False
+        self.answer = ""
         self.resets = 0
         self.usage = [0.0]
 
@@ -47,7 +48,9 @@ class Server:
         except asyncio.CancelledError:
             self.cut_short += 1
             raise
-        text = "wrong" if self.lies else backwards(said)
+        text = "wrong" if self.lies else self.answer or backwards(said)
+        if self.stops and "stop_token_ids" in body:
+            text = text.split()[0]
         if not body.get("stream"):
             return web.json_response({"choices": [{"message": {"content": text}} if chat else {"text": text}]})
         answer = web.StreamResponse()
@@ -129,6 +132,28 @@ def test_undisturbed_asks_for_each_prompt_once() -> None:
     assert {len(asked.split()) for asked in server.asked} == {5}
 
 
+def test_where_the_right_answers_are_known_the_undisturbed_ones_are_compared_with_them() -> None:
+    server = Server()
+
+    async def work(client: Client) -> list[Visitors]:
+        known = visitors(client, Conversations(conversations=2, turns=3, prefix=6, tokens=2), Tally())
+        await known.undisturbed()
+        asked, found = list(server.asked), []
+        for server.lies in (False, True):
+            server.asked.clear()
+            found.append(Visitors(client, Conversations(), CLIENTS, SEED, Tally(), right=known.turns))
+            assert await found[-1].undisturbed() == 6
+            assert server.asked == asked, "later turns go on from the right answers"
+            assert found[-1].turns is known.turns
+        return [known, *found]
+
+    assert [found.figures() for found in against(server, work)] == [
+        {},
+        {"undisturbed_differ": 0},
+        {"undisturbed_differ": 6},
+    ]
+
+
 def test_the_impatient_hang_up_and_the_server_sees_them_go() -> None:
     server = Server(delay=0.5)
     tally = stormed(server, LOAD)
@@ -199,6 +224,19 @@ def test_streamed_and_not_completions_and_chat_are_all_asked_for_and_all_right()
             assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"][
                 : len(body["messages"])
             ]
+
+
+@pytest.mark.parametrize("stream", ["yes", "no"])
+def test_a_share_of_requests_ends_with_the_first_token_of_the_answer(stream: str) -> None:
+    server = Server()
+    server.answer = "w40 w7 w9"
+    tally = stormed(server, replace(LOAD, stream=stream, share=0.0, stops=0.5), seconds=0.3)
+    stops = [body for _, body in server.bodies if "stop_token_ids" in body]
+    assert {(*body["stop_token_ids"], body["include_stop_str_in_output"]) for body in stops} == {(43, True)}
+    assert 0 < len(stops) < len(server.bodies)
+    assert tally.mismatches == len(stops), "this server does not stop"
+    server.stops = True
+    assert stormed(server, replace(LOAD, stream=stream, share=0.0, stops=0.5), seconds=0.3).mismatches == 0
 
 
 def test_a_failure_is_counted_by_its_kind_and_does_not_end_the_load() -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -114,6 +115,22 @@ def test_a_part_that_talks_and_never_serves_meets_its_deadline(tmp_path: Path) -
     chatter = "import threading\nwhile True: print('busy', flush=True); threading.Event().wait(0.1)"
     with pytest.raises(PartFailed, match="chatty did not get up within 4 s"):
         bring_up(tmp_path, part("chatty", chatter, free_ports(1)[0], silent_for=3, up_within=4))
+
+
+def test_a_part_that_answers_that_it_is_not_well_ends_all_with_its_log_long_before_its_deadline(tmp_path: Path) -> None:
+    code = SERVER.format(before="print('engine not initialized', flush=True)").replace("200", "503")
+    unwell = replace(part("unwell", code, free_ports(1)[0]), unhealthy_for=1)
+    with pytest.raises(
+        PartFailed, match="unwell has answered HTTP 503 for 1 s where it is asked for its health"
+    ) as caught:
+        bring_up(tmp_path, unwell)
+    assert "engine not initialized" in caught.value.tail
+
+
+def test_a_part_may_say_that_it_is_not_well_for_a_while(tmp_path: Path) -> None:
+    code = SERVER.format(before="import time; begun = time.monotonic()")
+    code = code.replace("200", "200 if time.monotonic() > begun + 2 else 503")
+    bring_up(tmp_path, replace(part("slow", code, free_ports(1)[0]), unhealthy_for=6))
 
 
 def test_a_part_that_stops_answering_later_is_silent(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ import kubernetes_validate
 import pytest
 import yaml
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import options, printing, topology
+from vllm_livepatch.tools.lab import options, printing, proxy, topology
 
 NAMES = [
     "lmcache",
     "lmcache-forgets",
     "pd-mooncake",
+    "pd-mooncake-both",
     "pd-mooncake-lmcache",
     "pd-nixl",
     "pd-nixl-lmcache",
@@ -125,6 +126,19 @@ def test_mooncake_engines_run_here_on_loopback_with_the_same_time_out(name: str,
     assert asked[asked.index("--prefill") + 1 :][:2] == [parts["prefill"].health.removesuffix("/health"), bootstrap]
 
 
+def test_upstreams_proxy_runs_in_the_engines_environment_with_nothing_injected(tmp_path: Path) -> None:
+    python, injected = tmp_path / "engine/bin/python", {"PYTHONPATH": "/bundle"}
+    deployed = topology.local(topology.load("pd-mooncake-both"), python, tmp_path / "model", injected)
+    prefill, decode, asked = deployed.parts
+    assert asked.command[:2] == (str(python), str(proxy.place()))
+    assert "PYTHONPATH" not in asked.environment
+    assert deployed.url == asked.health.removesuffix("/openapi.json")
+    bootstrap = prefill.environment["VLLM_MOONCAKE_BOOTSTRAP_PORT"]
+    words = list(asked.command)
+    assert words[words.index("--prefill") + 1 :][:2] == [prefill.health.removesuffix("/health"), bootstrap]
+    assert option(words, "--decode") == decode.health.removesuffix("/health")
+
+
 def test_a_decode_engine_with_few_blocks_reads_by_nixl_first_and_keeps_its_kv_in_lmcache(tmp_path: Path) -> None:
     described = topology.set_up(topology.load("pd-nixl-multi"), ["blocks=90"])
     deployed = topology.local(described, tmp_path / "bin/python", tmp_path / "model", {})
@@ -149,7 +163,7 @@ def test_kubernetes_manifests_are_what_its_schemas_ask_for(name: str) -> None:
         spec = deployment["spec"]["template"]["spec"]
         (container,) = spec["containers"]
         variables = {entry["name"]: entry for entry in container["env"]}
-        injected = role.kind != "router"
+        injected = role.kind not in ("router", "proxy")
         assert ("PYTHONPATH" in variables) == ("LIVEPATCH_KV_BLOCK_REAPER" in variables) == injected
         assert {entry["mountPath"] for entry in container["volumeMounts"]} >= ({printing.BUNDLE} if injected else set())
         for word in container["command"]:
@@ -173,7 +187,7 @@ def test_the_schemas_would_find_a_mistake() -> None:
 def test_scripts_start_each_part_once_with_its_words_intact(form: str, name: str, tmp_path: Path) -> None:
     """Run the script where each program only notes how it was called, and there is a cluster of four nodes."""
     described = topology.load(name)
-    for program in ("vllm", "lmcache", "vllm-router"):
+    for program in ("vllm", "lmcache", "vllm-router", "python"):
         note = f'#!/bin/sh\nprintf "%s\\0" {program} "$@" "$PYTHONPATH" >"{tmp_path}/called.$$"\n'
         _program(tmp_path / program, note)
     _program(tmp_path / "curl", "#!/bin/sh\n")
@@ -188,7 +202,7 @@ def test_scripts_start_each_part_once_with_its_words_intact(form: str, name: str
     for words in called:
         if "--kv-transfer-config" in words:
             assert json.loads(option(words, "--kv-transfer-config"))["kv_role"].startswith("kv_")
-        if words[0] != "vllm-router" and form == "slurm":
+        if words[0] in ("vllm", "lmcache") and form == "slurm":
             assert words[-2] == printing.BUNDLE
     if form == "slurm":
         nodes = (tmp_path / "nodes").read_text(encoding="utf-8").split()

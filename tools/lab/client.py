@@ -39,17 +39,19 @@ class Client:
     async def __aexit__(self, *error: object) -> None:
         await self._http.close()
 
-    async def complete(self, said: Said, tokens: int, chat: bool = False) -> str:
-        """The greedy answer, exactly ``tokens`` long."""
-        path, body = self._request(said, tokens, chat)
+    async def complete(self, said: Said, tokens: int, chat: bool = False, stop: int | None = None) -> str:
+        """The greedy answer, exactly ``tokens`` long; or to the token ``stop``, with it."""
+        path, body = self._request(said, tokens, chat, stop)
         async with self._http.post(f"{self._url}{path}", json=body) as answer:
             await _right(answer)
             choice = (await answer.json())["choices"][0]
         return str(choice["message"]["content"] if chat else choice["text"])
 
-    async def stream(self, said: Said, tokens: int, chat: bool = False) -> tuple[str, list[float]]:
+    async def stream(
+        self, said: Said, tokens: int, chat: bool = False, stop: int | None = None
+    ) -> tuple[str, list[float]]:
         """As ``complete``, a token at a time: the text, and when each piece came (seconds since the request)."""
-        path, body = self._request(said, tokens, chat)
+        path, body = self._request(said, tokens, chat, stop)
         text, times, begun = "", [], time.monotonic()
         async with self._http.post(f"{self._url}{path}", json=body | {"stream": True}) as answer:
             await _right(answer)
@@ -88,8 +90,10 @@ class Client:
             raise KeyError(name)
         return float(sum(values))
 
-    def _request(self, said: Said, tokens: int, chat: bool) -> tuple[str, dict[str, Any]]:
+    def _request(self, said: Said, tokens: int, chat: bool, stop: int | None) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {"model": self._model, "temperature": 0, "ignore_eos": True}
+        if stop is not None:
+            body |= {"stop_token_ids": [stop], "include_stop_str_in_output": True}
         if not chat:
             return "/v1/completions", {**body, "prompt": " ".join(said), "max_tokens": tokens}
         messages = [

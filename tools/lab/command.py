@@ -34,6 +34,7 @@ def command(
     patch_dir: list[Path] | None,
     settings: list[str] | None,
     compare: bool,
+    alone: bool,
     arm: list[str] | None,
     rounds: int,
     seconds: float,
@@ -54,6 +55,8 @@ def command(
     revisions = _revisions(arm or ())
     if hang_up and isinstance(asked, loads.Bench):
         raise UserError(f"--fault {faults.DISCONNECTS}: vllm bench serve hangs up on nobody; use another --load")
+    if alone and isinstance(asked, loads.Bench):
+        raise UserError("--alone: vllm bench serve compares no answers; use another --load")
     if form is not None:
         if form not in printing.FORMS:
             raise UserError(f"--print {form}: there are {', '.join(printing.FORMS)}")
@@ -68,6 +71,7 @@ def command(
         load=asked,
         faults=tuple(planned),
         disconnects=hang_up,
+        alone=alone,
         injected=inside,
         arms=(*(["stock"] if compare else []), *revisions, "patched"),
         revisions=revisions,

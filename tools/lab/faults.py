@@ -17,7 +17,9 @@ PATCHES = Path(__file__).with_name("fault_patches")
 INJECTED = {
     "late-reads": "SECONDS",
     "late-requests": "SECONDS",
+    "link": "MB",
     "lost-completions": "SHARE",
+    "lost-prefills": "SHARE",
     "slow-lmcache": "SECONDS",
     "slow-transfer": "SECONDS",
 }

@@ -74,6 +74,7 @@ def command(result: dict[str, Any]) -> str:
     for toggle, value in result.get("toggles", {}).items():
         words += ["--set", f"{toggle}={value}"] if of_patches.get(toggle) != value else []
     words += ["--compare"] * ("stock" in result["arms"])
+    words += ["--alone"] * result.get("alone", False)
     for arm, revision in result.get("revisions", {}).items():
         words += ["--arm", f"{arm}={revision}"]
     words += ["--rounds", str(result["rounds"])] if result["rounds"] > 1 else []

@@ -14,20 +14,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import environments
-from vllm_livepatch.tools.lab import faults, loads, model, topology
+from vllm_livepatch.tools.lab import alone, faults, loads, model, proxy, topology
 from vllm_livepatch.tools.lab.arm import Arm, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.revisions import checkout, command_line
-from vllm_livepatch.tools.lab.storm import Visitors
+from vllm_livepatch.tools.lab.storm import Turn, Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, together
 from vllm_livepatch.tools.lab.topology import Topology
 
@@ -44,6 +44,8 @@ class Options:
     load: loads.Spec = field(default_factory=loads.Storm)
     faults: tuple[Fault, ...] = ()
     disconnects: bool = False
+    alone: bool = False
+    """Whether the right answers are those of an engine without a connector, which is asked before the arms."""
     injected: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Faults inside the engines of every arm: names of patches, and the variables that turn them on."""
     arms: tuple[str, ...] = ("patched",)
@@ -77,11 +79,18 @@ async def run(options: Options) -> dict[str, Any]:
     python = await asyncio.to_thread(environments.engine, options.vllm, options.lmcache)
     kinds = {role.kind for role in options.topology.roles}
     router = await asyncio.to_thread(environments.router) if "router" in kinds else None
+    if "proxy" in kinds:
+        await asyncio.to_thread(proxy.fetch)
     transports = [find for name, find in _TRANSPORTS.items() if name in options.topology.name]
     needed = [str(await asyncio.to_thread(find, python)) for find in transports]
     tiny = model.make(options.out / "model", seed=options.seed)
     rounded = _for_a_round(options)
     print(f"lab: logs are in {options.out}", file=sys.stderr)
+    right: Sequence[Sequence[Turn]] = ()
+    if options.alone and not isinstance(options.load, loads.Bench):
+        deployment = topology.local(alone.ENGINE, python, tiny, environments.vllm_cache(options.vllm))
+        parts = Supervisor(options.out / "alone", functools.partial(_tell, begun, "alone"))
+        right = await alone.answers(parts, deployment, options.load, options.seed)
     async with contextlib.AsyncExitStack() as stack:
         supervisors = {}
         for name in options.arms:
@@ -103,7 +112,7 @@ async def run(options: Options) -> dict[str, Any]:
                 if arm.name in found:
                     continue
                 others = [other for other in arms if other is not arm and other.name not in found]
-                await guarded(others, _round(arm, number, rounded, tiny, python))
+                await guarded(others, _round(arm, number, rounded, tiny, python, right))
                 if not arm.alive or number == options.rounds - 1:
                     found[arm.name] = arm.result(_planned(options))
                     found[arm.name]["status"] = _status(options, arm.name) if injected[arm.name] else []
@@ -127,6 +136,7 @@ def described(options: Options) -> dict[str, Any]:
         "seed": options.seed,
         "faults": [asdict(fault) for fault in options.faults],
         "disconnects": options.disconnects,
+        "alone": options.alone,
         "injected": {name: dict(variables) for name, variables in options.injected.items()},
         "settings": dict(options.topology.settings),
         "revisions": dict(options.revisions),
@@ -150,9 +160,11 @@ def _planned(options: Options) -> float:
     return options.seconds + options.load.calm
 
 
-async def _round(arm: Arm, number: int, options: Options, tiny: Path, python: Path) -> None:
+async def _round(
+    arm: Arm, number: int, options: Options, tiny: Path, python: Path, right: Sequence[Sequence[Turn]]
+) -> None:
     if number == 0:
-        await arm.prepare(*await _work(arm, options, tiny, python))
+        await arm.prepare(*await _work(arm, options, tiny, python, right))
     last = number == options.rounds - 1
     await arm.load(options.seconds, falling_into(options.faults, number * options.seconds, options.seconds, last))
     if last and arm.alive:
@@ -160,7 +172,9 @@ async def _round(arm: Arm, number: int, options: Options, tiny: Path, python: Pa
         await arm.settle(options.drain_seconds, gone)
 
 
-async def _work(arm: Arm, options: Options, tiny: Path, python: Path) -> tuple[Work, Client]:
+async def _work(
+    arm: Arm, options: Options, tiny: Path, python: Path, right: Sequence[Sequence[Turn]]
+) -> tuple[Work, Client]:
     spec, engines = options.load, list(arm.engines.values())
     if isinstance(spec, loads.Bench):
         client = await arm.client(arm.url)
@@ -169,7 +183,8 @@ async def _work(arm: Arm, options: Options, tiny: Path, python: Path) -> tuple[W
         return BenchServe(arm.parts, python, environment, words, spec, options.seed, arm.tally, engines), client
     client = await arm.client(arm.url, spec.timeout)
     share = spec.share if options.disconnects else 0.0
-    return Visitors(client, replace(spec, share=share), options.clients, options.seed, arm.tally, engines), client
+    asked = replace(spec, share=share)
+    return Visitors(client, asked, options.clients, options.seed, arm.tally, engines, right), client
 
 
 def _tell(begun: float, arm: str, line: str) -> None:

@@ -13,7 +13,7 @@ Sessions = tuple[tuple[str, ...], ...]
 """Visits to the server; of each, what the user says in turn."""
 
 _LEAST = {"rate": 0.01, "timeout": 1.0}
-_MOST = {"share": 1}
+_MOST = {"share": 1, "stops": 1}
 _CHOICES = {"stream": ("yes", "no", "half"), "api": ("completions", "chat", "half")}
 
 
@@ -30,6 +30,8 @@ class Visits:
     """The first seconds, in which nobody hangs up (to the end of a wave). They come on top of the load's."""
     timeout: float = 60.0
     """How long an answer is waited for."""
+    stops: float = 0.0
+    """Of requests that end with the first token of their answer, as a stop token. A prefill engine ends them by it."""
     stream: str = "yes"
     """Whether tokens are asked for as they come, and timed: `yes`, `no`, or by `half` of the clients."""
     api: str = "completions"

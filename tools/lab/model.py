@@ -129,6 +129,11 @@ def make(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
+def token(word: str) -> int:
+    """The token of a word of a prompt or an answer."""
+    return len(SPECIAL) + int(word.removeprefix("w"))
+
+
 def prompts(count: int, tokens: int, seed: int | str) -> list[str]:
     """``count`` prompts of exactly ``tokens`` tokens each, no two of which share a prefix block."""
     draw = random.Random(seed)

@@ -33,8 +33,8 @@ def lab(
         list[str] | None,
         typer.Option(
             "--fault",
-            help="disconnects, late-reads[=SECONDS], late-requests[=SECONDS], lost-completions[=SHARE], "
-            "slow-lmcache[=SECONDS], slow-transfer[=SECONDS], "
+            help="disconnects, late-reads[=SECONDS], late-requests[=SECONDS], link[=MB/S], "
+            "lost-completions[=SHARE], lost-prefills[=SHARE], slow-lmcache[=SECONDS], slow-transfer[=SECONDS], "
             "or kill-PART or stop-PART with @SECONDS and +SECONDS; repeatable.",
         ),
     ] = None,
@@ -51,6 +51,9 @@ def lab(
         list[str] | None, typer.Option("--with", metavar="NAME=NUMBER", help="A setting of the topology; repeatable.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Stock beside patched, in one run.")] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="The right answers are those of an engine that has no connector.")
+    ] = False,
     arm: Annotated[
         list[str] | None,
         typer.Option(

@@ -30,7 +30,7 @@ def cluster(described: Topology, host: Callable[[str], str]) -> Placement:
 def variables(role: Role, placement: Placement, toggles: dict[str, str]) -> dict[str, str]:
     """A part's environment on a cluster. The router is no Python process that a patch concerns."""
     own = topology.own_environment(role, placement)
-    if role.kind == "router":
+    if role.kind in topology.UNPATCHED:
         return own
     return {**own, "PYTHONPATH": BUNDLE, "LIVEPATCH": "strict", **toggles}
 

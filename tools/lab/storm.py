@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import aiohttp
+from vllm_livepatch.tools.lab import model
 from vllm_livepatch.tools.lab.client import Client, RequestFailed, Said
 from vllm_livepatch.tools.lab.loads import Conversations, Storm
 from vllm_livepatch.tools.lab.tally import Tally
@@ -34,7 +35,10 @@ class Turn:
 
 
 class Visitors:
-    """The clients of one server. ``engines``: those whose prefix caches are reset, by default the one that is asked."""
+    """The clients of one server. ``engines``: those whose prefix caches are reset, by default the one that is asked.
+
+    ``right``: the right answers where they are known, in place of those that this server gives undisturbed.
+    """
 
     def __init__(
         self,
@@ -44,27 +48,35 @@ class Visitors:
         seed: int,
         tally: Tally,
         engines: Sequence[Client] = (),
+        right: Sequence[Sequence[Turn]] = (),
     ) -> None:
-        self._client, self._spec, self._tally = client, spec, tally
+        self._client, self._spec, self._tally, self._right = client, spec, tally, right
         self._engines = engines or (client,)
         self._sessions = spec.sessions(seed)
         self._draws = [random.Random(f"{seed}/{number}") for number in range(clients)]
         self._sequels: list[Iterator[Turn]] = [iter(())] * clients
-        self.turns: list[list[Turn]] = []
+        self.turns: Sequence[Sequence[Turn]] = ()
+        self._differ = 0
 
     async def undisturbed(self) -> int:
         """Ask for everything once, one after the other: the right answers, and how many they are."""
-        self.turns = []
-        for session in self._sessions:
-            said: Said = ()
-            turns = []
-            for words in session:
-                said = (*said, words)
-                turns.append(Turn(said, await self._client.complete(said, self._spec.output)))
-                # What follows goes on from the right answer, whatever comes back under load.
-                said = (*said, turns[-1].answer)
-            self.turns.append(turns)
+        if self._right:
+            self.turns = self._right
+            for turn in itertools.chain.from_iterable(self._right):
+                self._differ += turn.answer != await self._client.complete(turn.said, self._spec.output)
+        else:
+            self.turns = [await self._asked(session) for session in self._sessions]
         return sum(map(len, self.turns))
+
+    async def _asked(self, session: tuple[str, ...]) -> list[Turn]:
+        said: Said = ()
+        turns: list[Turn] = []
+        for words in session:
+            said = (*said, words)
+            turns.append(Turn(said, await self._client.complete(said, self._spec.output)))
+            # What follows goes on from the right answer, whatever comes back under load.
+            said = (*said, turns[-1].answer)
+        return turns
 
     async def load(self, seconds: float) -> None:
         """For so long, not counting the calm. A request that fails is counted, and does not end the load."""
@@ -84,8 +96,8 @@ class Visitors:
             tally.waves += 1
 
     def figures(self) -> dict[str, Any]:
-        """All that there is to tell is in the tally."""
-        return {}
+        """What is not in the tally: how many of the undisturbed answers are not the right ones."""
+        return {"undisturbed_differ": self._differ} if self._right else {}
 
     async def _wave(self, number: int) -> None:
         calm = self._tally.hang_ups_from is None
@@ -97,14 +109,19 @@ class Visitors:
                 turn = next(self._sequels[number])
             impatient, patience = draw.random(), draw.random()
             stays = calm or impatient >= self._spec.share
-            await self._request(number, turn, None if stays else patience * self._spec.within)
+            # Drawn only where it is asked for: the other draws are those of earlier runs.
+            stops = self._spec.stops > 0 and draw.random() < self._spec.stops
+            await self._request(number, turn, None if stays else patience * self._spec.within, stops)
 
-    async def _request(self, number: int, turn: Turn, limit: float | None) -> None:
+    async def _request(self, number: int, turn: Turn, limit: float | None, stops: bool) -> None:
         tally = self._tally
+        first = turn.answer.split()[0] if stops else None
         began = tally.elapsed()
         try:
             # A cancelled request closes its connection: to the server, the user has gone.
-            answer = await asyncio.wait_for(self._ask(number, turn), limit)
+            answer = await asyncio.wait_for(
+                self._ask(number, turn, None if first is None else model.token(first)), limit
+            )
         except asyncio.TimeoutError:
             if limit is None:
                 await self._failed(began, f"no answer within {self._spec.timeout:.0f} s")
@@ -117,17 +134,17 @@ class Visitors:
         else:
             tally.note("completed")
             tally.waits.append(tally.elapsed() - began)
-            tally.mismatches += answer != turn.answer
+            tally.mismatches += answer.strip() != first if first else answer != turn.answer
 
-    async def _ask(self, number: int, turn: Turn) -> str:
+    async def _ask(self, number: int, turn: Turn, stop: int | None) -> str:
         # Neighbours differ in how they ask, not in what: with `half` and `half` all four ways are met.
         streamed = _chosen(self._spec.stream, "yes", number % 2 == 0)
         chat = _chosen(self._spec.api, "chat", number // 2 % 2 == 0)
         if not streamed:
-            return await self._client.complete(turn.said, self._spec.output, chat)
-        answer, times = await self._client.stream(turn.said, self._spec.output, chat)
+            return await self._client.complete(turn.said, self._spec.output, chat, stop)
+        answer, times = await self._client.stream(turn.said, self._spec.output, chat, stop)
         self._tally.first_tokens += times[:1]
-        self._tally.gaps += [later - earlier for earlier, later in pairwise(times)]
+        self._tally.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
         return answer
 
     async def _failed(self, began: float, kind: str, message: str = "") -> None:

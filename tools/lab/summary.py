@@ -43,6 +43,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
         ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']}\ndead after {arm['died_after']} s"),
         *((kind, lambda arm, kind=kind: arm[kind]) for kind in ("completed", "disconnected", "failed")),
         ("failures by kind", lambda arm: _kinds(arm["errors"])),
+        ("undisturbed outputs that differ from those without a connector", lambda arm: arm.get("undisturbed_differ")),
         ("outputs that differ from the undisturbed run's", lambda arm: arm["mismatches"]),
         ("right completions a second", lambda arm: f"{arm['goodput']:.2f}"),
         ("first token, median / 99 %", lambda arm: _seconds(arm["first_token"])),

@@ -29,6 +29,7 @@ import psutil
 T = TypeVar("T")
 TAIL_LINES = 40
 _LAUNCHER = Path(__file__).with_name("launcher.py")
+HEALTHY = 200
 _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
 _BUSY_SHARE = 0.1
@@ -48,6 +49,8 @@ class Part:
     """A URL that answers 200 when the part serves."""
     up_within: float = 300.0
     """Seconds until its health must answer for the first time."""
+    unhealthy_for: float = 10.0
+    """Seconds for which it may answer, before it is up, that it is not well: a server says so that failed in part."""
     silent_for: float = 30.0
     """Seconds without a sign of life that end the whole. Once up, only an answer counts; until then also a longer
     log, or processor time."""
@@ -77,6 +80,8 @@ class _Running:
     up: asyncio.Event = field(default_factory=asyncio.Event)
     up_after: float | None = None
     last_sign: float = 0.0
+    unwell_since: float | None = None
+    """Since when, in monotonic seconds, it has answered that it is not well, and was not up yet."""
     log_size: int = 0
     processor_seconds: float = 0.0
     watcher: asyncio.Task[None] | None = None
@@ -303,7 +308,8 @@ class Supervisor:
                 raise PartFailed(part.name, _ending(code), running.log, code)
             now = time.monotonic()
             if now - looked >= _LOOK_SECONDS:
-                healthy = await self._healthy(part)
+                status = await self._status(part)
+                healthy = status == HEALTHY
                 now, before, looked = time.monotonic(), looked, time.monotonic()
                 if healthy and not running.up.is_set():
                     running.up_after = now - running.started
@@ -311,20 +317,26 @@ class Supervisor:
                     running.up.set()
                 if healthy or (not running.up.is_set() and _stirring(running, now - before)):
                     running.last_sign = now
+                unwell = status is not None and not healthy and not running.up.is_set()
+                running.unwell_since = (running.unwell_since or now) if unwell else None
+                if running.unwell_since is not None and now - running.unwell_since > part.unhealthy_for:
+                    what = f"has answered HTTP {status} for {part.unhealthy_for:.0f} s where it is asked for its health"
+                    raise PartFailed(part.name, what, running.log)
                 if now - running.last_sign > part.silent_for:
                     raise PartFailed(part.name, f"has been silent for {part.silent_for:.0f} s", running.log)
                 if not running.up.is_set() and now - running.started > part.up_within:
                     raise PartFailed(part.name, f"did not get up within {part.up_within:.0f} s", running.log)
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _healthy(self, part: Part) -> bool:
+    async def _status(self, part: Part) -> int | None:
+        """Of the answer to the question for its health; None where there is none."""
         assert self._http is not None, "use 'async with'"
         patience = aiohttp.ClientTimeout(total=min(5.0, part.silent_for / 2))
         try:
             async with self._http.get(part.health, timeout=patience) as answer:
-                return answer.status == 200
+                return answer.status
         except (aiohttp.ClientError, asyncio.TimeoutError):
-            return False
+            return None
 
 
 async def together(*work: Coroutine[Any, Any, None]) -> None:

@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab import proxy
 from vllm_livepatch.tools.lab.options import TOPOLOGIES, names
 from vllm_livepatch.tools.lab.supervisor import Part
 from vllm_livepatch.tools.toml import tomllib
 
-_PORTS = range(15000, 32768)
+_PORTS = range(17001, 32768)
+"""Below Linux's own for connections, and above those of which Mooncake's transfer engine takes two (15000 to 17000)."""
 _given: set[int] = set()
 """Ports that were given out before: to another arm, whose parts may not have bound them yet."""
 _SHARED_CORES = Path(__file__).with_name("shared_cores")
 MODEL_NAME = "tiny"
+PROXY = "mooncake_connector_proxy.py"
+"""Upstream's example, as it is called; a cluster's node has it from vLLM's `examples/disaggregated`."""
 BLOCK_SIZE = 32
 """Tokens in a block of the engine's KV cache."""
 CHUNK_SIZE = 64
@@ -37,9 +41,12 @@ PORTS = {
     "lmcache": {"rpc": 5555, "http": 8080, "metrics": 9090},
     "engine": {"http": 8000, "side": 5600},
     "router": {"http": 30000, "metrics": 29000},
+    "proxy": {"http": 30000},
 }
 """What each kind of part listens on, and where in a cluster; `side` is the transfer's own channel."""
-HEALTH = {"lmcache": "/healthcheck", "engine": "/health", "router": "/health"}
+HEALTH = {"lmcache": "/healthcheck", "engine": "/health", "router": "/health", "proxy": "/openapi.json"}
+UNPATCHED = ("router", "proxy")
+"""Kinds of parts that no patch concerns: nothing is injected into them."""
 _INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER", "XDG_CACHE_HOME")
 
 
@@ -49,7 +56,7 @@ class Role:
 
     name: str
     kind: str
-    """`engine`, `lmcache` or `router`."""
+    """`engine`, `lmcache`, `router` or `proxy` (upstream's example, see `proxy`)."""
     beside: bool = False
     """Starts together with the part before it."""
     arguments: tuple[str, ...] = ()
@@ -166,6 +173,8 @@ def command(role: Role, placement: Placement, model: str, bind: str) -> list[str
     elif role.kind == "router":
         words = ["vllm-router", "--host", bind, "--port", port["http"]]
         words += ["--prometheus-host", bind, "--prometheus-port", port["metrics"]]
+    elif role.kind == "proxy":
+        words = ["python", PROXY, "--host", bind, "--port", port["http"]]
     else:
         words = ["vllm", "serve", model, "--host", bind, "--port", port["http"]]
     words += [str(word) for word in placement.fill(role.arguments)]
@@ -223,6 +232,8 @@ def local(
     parts = tuple(
         _local_part(role, placement, router or python, model, {})
         if role.kind == "router"
+        else _local_part(role, placement, python, model, {})
+        if role.kind == "proxy"
         else _local_part(role, placement, python, model, injected)
         for role in topology.roles
     )
@@ -244,6 +255,8 @@ def _local_part(role: Role, placement: Placement, python: Path, model: Path, inj
         variables["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "120"
         # Else NIXL's UCX reads the other process's memory by itself (cma), also of one that is stopped.
         variables["UCX_TLS"] = "tcp"
+    elif role.kind == "proxy":
+        program, words = [str(python), str(proxy.place())], words[1:]
     elif role.kind == "lmcache":
         # Without "auto" the engine's CPU worker and the server have no way of transfer in common.
         words += ["--supported-transfer-mode", "auto", "--chunk-size", str(CHUNK_SIZE)]

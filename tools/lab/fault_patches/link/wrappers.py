@@ -1,0 +1,37 @@
+"""Mooncake's writes take as long as on a link of so many bytes a second: a fault, for the lab."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+TARGET = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector:MooncakeConnectorWorker._send_blocks"
+LENGTHS = 3
+"""Where the sizes of what is written are among the positional arguments."""
+MEGABYTE = 1_000_000
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
+    """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    rate = livepatch.options["MB"] * MEGABYTE
+    lock = threading.Lock()
+    free_at = 0.0
+    """When the link has carried all that it was given so far, in monotonic seconds."""
+
+    def send(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal free_at
+        lengths = args[LENGTHS] if len(args) > LENGTHS else kwargs["lengths"]
+        with lock:  # the worker writes in several threads, by one link
+            free_at = max(free_at, time.monotonic()) + sum(lengths) / rate
+            done_at = free_at
+        result = wrapped(*args, **kwargs)
+        time.sleep(max(0.0, done_at - time.monotonic()))
+        livepatch.count("kilobytes", sum(lengths) // 1000)
+        return result
+
+    return {TARGET: send}
