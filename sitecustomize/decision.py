@@ -24,6 +24,7 @@ class Option:
     default: Any
     help: str = ""
     minimum: float | None = None
+    maximum: float | None = None
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     off: Any = None  # the value of an alias or the option itself that turns the whole patch off

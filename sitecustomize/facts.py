@@ -133,6 +133,7 @@ def _option(name: str, entry: Mapping[str, Any]) -> Option:
         default=entry["default"],
         help=str(entry.get("help", "")),
         minimum=entry.get("minimum"),
+        maximum=entry.get("maximum"),
         choices=_texts(name, entry, "choices"),
         aliases=_texts(name, entry, "aliases"),
         off=entry.get("off"),

@@ -114,9 +114,16 @@ def _parsed(option: Option, text: str) -> Any:
         value = type(option.default)(text)
     except ValueError:
         return None
-    if value != value or (option.minimum is not None and value < option.minimum and value != option.off):
+    if value != option.off and not _within(option, value):
         return None
     return value
+
+
+def _within(option: Option, value: float) -> bool:
+    """Whether a number is one (a NaN is none), and within what the option takes."""
+    least = option.minimum if option.minimum is not None else value
+    most = option.maximum if option.maximum is not None else value
+    return least <= value <= most
 
 
 def _wanted(option: Option) -> str:
@@ -124,5 +131,7 @@ def _wanted(option: Option) -> str:
         return "1 or 0"
     if option.choices:
         return f"one of {', '.join(option.choices)}"
-    least = "" if option.minimum is None else f" of at least {option.minimum:g}"
-    return ("a whole number" if isinstance(option.default, int) else "a number") + least
+    number = "a whole number" if isinstance(option.default, int) else "a number"
+    bounds = (("at least", option.minimum), ("at most", option.maximum))
+    said = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+    return f"{number} of {said}" if said else number

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.patches.idle_stepping import wrappers as patch
-from vllm_livepatch.sitecustomize import guard
+from vllm_livepatch.sitecustomize import guard, settings
 from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.tools import catalogue
 
 NAME = "idle-stepping"
 HOUR = 3600.0
@@ -280,3 +281,11 @@ def test_a_reader_on_another_machine(context: PatchContext, clock: SimpleNamespa
     reader = Reader(context, clock)
     reader.look(SimpleNamespace(_spin_condition=None), (), {}, execute(0))
     assert not context.aside
+
+
+@pytest.mark.parametrize(("text", "seconds", "errors"), [("1", 1.0, 0), ("1.5", 0.05, 1), ("3600", 0.05, 1)])
+def test_a_wait_has_a_longest(text: str, seconds: float, errors: int) -> None:
+    """A worker waits as long for the next step, and from 0.33.0 on vLLM watches how long that takes."""
+    declared = catalogue.load()[NAME].patch
+    environment = settings.read([declared], {"LIVEPATCH_IDLE_STEPPING_WAIT_SECONDS": text})
+    assert (environment.options[NAME]["WAIT_SECONDS"], len(environment.errors)) == (seconds, errors)

@@ -193,6 +193,154 @@ def test_what_one_ask_waits_for_is_kept_when_another_for_it_has_ended() -> None:
     asyncio.run(play())
 
 
+async def turns() -> None:
+    """What can go on goes on."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_who_asks_for_what_is_kept_again_is_served() -> None:
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
+
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.note({"t"})
+        prefill.reqs_need_send["t"] = entry()
+        await prefill.ask(serves, a=("t", [1]))
+        assert prefill.answers == [("FINISH", ["a"], None)]
+
+    asyncio.run(play())
+
+
+def test_what_is_ready_is_kept_though_nobody_waits_for_it() -> None:
+    """It holds a prefill's blocks, which the release frees when they have been fetched or their time is over."""
+
+    async def fails(identity: bytes, socket: Any, meta: Any) -> None:
+        raise ConnectionError
+
+    async def play() -> None:
+        prefill = Prefill()
+        made = prefill.reqs_need_send["t"] = entry()
+        made.ready.set()
+        await prefill.ask(fails, a=("t", [1]))
+        assert prefill.reqs_need_send == {"t": made}
+
+    asyncio.run(play())
+
+
+def test_who_waits_for_a_prefill_that_is_given_up_waits_no_more() -> None:
+    async def waits(identity: bytes, socket: Any, meta: Any) -> None:
+        await prefill.reqs_need_send["t"].ready.wait()
+        await socket.send_multipart((identity, says(FINISH)))
+
+    async def play() -> None:
+        prefill.reqs_need_send["t"] = entry()
+        asks = asyncio.ensure_future(prefill.ask(waits, a=("t", [1])))
+        await turns()
+        assert not prefill.answers
+        await prefill.note({"t"})
+        await turns()
+        assert prefill.answers == [("FINISH", None, ["a"])]
+        await asks
+
+    prefill = Prefill()
+    asyncio.run(play())
+
+
+def test_whose_blocks_a_transfer_has_is_not_said_anew() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        prefill.reqs_need_send["t"] = SimpleNamespace(p_req_id="first", ready=asyncio.Event())
+        await prefill.note(set(), begun=("t",))
+        assert prefill.reqs_need_send["t"].p_req_id == "first"
+
+    asyncio.run(play())
+
+
+def test_the_release_is_told_of_what_it_knows_alone() -> None:
+    """It stops at the first that it does not know, and forgets those behind it."""
+    told: list[set[str]] = []
+
+    async def release(metadata: Any) -> None:
+        told.append(metadata.reqs_not_processed)
+
+    async def play() -> None:
+        prefill = Prefill()
+        prefill.reqs_need_send["kept"] = entry()
+        to_send = {"p": ("begun", [])}
+        metadata = SimpleNamespace(reqs_to_send=to_send, reqs_not_processed={"kept", "begun", "unknown"})
+        await prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {})
+        assert told == [{"kept", "begun"}]
+
+    asyncio.run(play())
+
+
+def test_an_ask_for_blocks_too_is_answered_by_the_release_alone() -> None:
+    async def waits(identity: bytes, socket: Any, meta: Any) -> None:
+        await prefill.reqs_need_send["t"].ready.wait()
+        await socket.send_multipart((identity, says(FINISH, ok=["a", "b"])))
+
+    async def play() -> None:
+        prefill.reqs_need_send["t"] = entry()
+        asks = asyncio.ensure_future(prefill.ask(waits, a=("t", [1]), b=("t", [])))
+        await turns()
+        assert not prefill.answers
+        prefill.reqs_need_send["t"].ready.set()
+        await asks
+        assert prefill.answers == [("FINISH", ["a", "b"], None)]
+
+    prefill = Prefill()
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_the_release_answers_in_time_is_not_answered_before(waits: bool) -> None:
+    """Where it has answered at once, or waits for nothing: only it counts who has fetched."""
+
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        if waits:
+            await turns()
+        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
+        await turns()
+
+    async def play() -> None:
+        prefill = Prefill()
+        made = prefill.reqs_need_send["t"] = entry()
+        if waits:
+            made.ready.set()
+        await prefill.ask(serves, a=("t", []))
+        assert prefill.answers == [("FINISH", ["a"], None)]
+
+    asyncio.run(play())
+
+
+def test_who_asks_for_nothing_is_told_of_no_error() -> None:
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
+
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.ask(serves, a=("ta", [1]), b=("tb", []))
+        await prefill.note({"tc"})
+        await prefill.ask(None, c=("tc", []))
+        assert prefill.answers == [("FINISH", ["a"], None), ("FINISH", None, None)]
+
+    asyncio.run(play())
+
+
+def test_an_error_that_the_release_answers_with_is_its_own() -> None:
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        await socket.send_multipart((identity, says(MooncakeXferResponseStatus.ERROR)))
+
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.ask(serves, a=("t", [1]))
+        assert prefill.answers == [("ERROR", None, None)]
+
+    asyncio.run(play())
+
+
 # The listener
 
 
@@ -244,6 +392,16 @@ def test_while_the_process_lives_its_port_refuses_nobody() -> None:
     worker.run(PatchContext("mooncake-lost-asks", {}, {}, lambda: None))
     with socket.create_connection((worker.hostname, worker.side_channel_port), 60):
         pass
+    assert worker.async_zmq_ctx is worker.own
+
+
+def test_a_listener_that_fails_before_it_has_a_socket_leaves_the_context_as_it_was() -> None:
+    class Failing(Listening):
+        async def listen(self, ready: str) -> None:
+            raise ConnectionError("no socket")
+
+    worker = Failing()
+    worker.run(PatchContext("mooncake-lost-asks", {}, {}, lambda: None))
     assert worker.async_zmq_ctx is worker.own
 
 

@@ -62,7 +62,12 @@ FREE = a_patch(
     {"name": "verbose", "default": False},
     {"name": "n", "default": -1},
 )
-ALL = [STALE, REAPER, CHUNKED, ALLOCATOR, BLOCKS, MORIIO, FREE]
+BOUNDED = a_patch(
+    "bounded",
+    {"name": "share", "default": 0.05, "minimum": 0, "maximum": 1, "off": 7},
+    {"name": "most", "default": 3, "maximum": 5},
+)
+ALL = [STALE, REAPER, CHUNKED, ALLOCATOR, BLOCKS, MORIIO, FREE, BOUNDED]
 
 
 def read(environ: Mapping[str, str]) -> Environment:
@@ -262,3 +267,26 @@ def test_whether_ended_processes_leave_their_reports(given: str, keep: bool) -> 
     environment = read({"LIVEPATCH_STATE_KEEP": given})
     assert (environment.keep, environment.notes) == (keep, ())
     assert bool(environment.errors) == (given in ("", "banana"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("SHARE", "1.01", "a number of at least 0 and at most 1"),
+        ("SHARE", "-0.01", "a number of at least 0 and at most 1"),
+        ("SHARE", "inf", "a number of at least 0 and at most 1"),
+        ("SHARE", "nan", "a number of at least 0 and at most 1"),
+        ("MOST", "6", "a whole number of at most 5"),
+    ],
+)
+def test_a_number_beyond_its_bounds(name: str, text: str, wanted: str) -> None:
+    environment = read({f"LIVEPATCH_BOUNDED_{name}": text})
+    default = {"SHARE": 0.05, "MOST": 3}[name]
+    assert environment.options["bounded"][name.lower()] == default
+    assert environment.errors == (f"LIVEPATCH_BOUNDED_{name}={text!r} is not {wanted}; it counts as {default}",)
+
+
+@pytest.mark.parametrize(("name", "value"), [("SHARE", 0.0), ("SHARE", 1.0), ("SHARE", 7.0), ("MOST", 5), ("MOST", -9)])
+def test_a_number_at_its_bounds(name: str, value: float) -> None:
+    environment = read({f"LIVEPATCH_BOUNDED_{name}": str(value)})
+    assert (environment.options["bounded"][name.lower()], environment.errors) == (value, ())
