@@ -47,9 +47,12 @@ def start_ticks(pid: int) -> int | None:
 def pid_namespace() -> str | None:
     """Where this process's pid means what it says: the namespace, and the boot of the machine that it is on.
 
-    The first namespace has the same number on every machine. None where there is no /proc.
+    The first namespace has the same number on every machine. None where there is no /proc, or it is that of another
+    namespace (`unshare --pid` without `--mount-proc`): what it says of a pid is said of another process.
     """
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return None
         namespace = os.readlink("/proc/self/ns/pid")
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return f"{namespace} {file.read().strip().decode('ascii', 'replace')}"

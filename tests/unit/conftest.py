@@ -1,17 +1,17 @@
-"""Fixtures of the unit tests, and the line that names the interpreters that this machine lacks."""
+"""Fixtures of the unit tests, and the lines that name what this machine lacks."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
 import pytest
 from vllm_livepatch.tools import extensions
 
-from tests.unit import interpreters
-from tests.unit.prometheus import NO_PROMETHEUS
+from tests.unit import debian, interpreters
 from tests.unit.support import Cli, Sandbox
 
 # The same examples in every run, and none kept on disk: a test that fails, fails for everybody.
@@ -52,11 +52,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     lacking = interpreters.missing((*interpreters.UNSERVED, *interpreters.SERVED))
     if lacking:
         terminalreporter.write_line(f"This machine lacks these interpreters, nothing ran in them: {', '.join(lacking)}")
-    skipped = terminalreporter.stats.get("skipped", ())
-    without = [
-        report for report in skipped if isinstance(report.longrepr, tuple) and NO_PROMETHEUS in report.longrepr[2]
-    ]
-    if without:
-        terminalreporter.write_line(
-            f"This machine has no Prometheus and cannot fetch it: {len(without)} tests were not run"
-        )
+    reasons = (
+        report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()) if isinstance(report.longrepr, tuple)
+    )
+    without = Counter(reason.partition(debian.NOT_HERE)[2] for reason in reasons if debian.NOT_HERE in reason)
+    for what, tests in sorted(without.items()):
+        terminalreporter.write_line(f"This machine lacks {what}, and cannot fetch it: {tests} tests were not run")

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_livepatch import tools
 from vllm_livepatch.tools import metrics
 
-from tests.unit import fleet, prometheus
+from tests.unit import debian, fleet
 from tests.unit.support import Cli, until
 
 MONITORING = Path(next(iter(tools.__path__))) / "monitoring"
@@ -125,7 +125,7 @@ def test_who_fell_silent_is_left_out(tmp_path: Path) -> None:
 
 
 def test_promtool_finds_nothing_to_mend(state: Path) -> None:
-    command = [str(prometheus.needed("promtool")), "check", "metrics"]
+    command = [str(debian.needed("promtool")), "check", "metrics"]
     checked = subprocess.run(command, input=page(state), capture_output=True, text=True, timeout=60)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
@@ -190,7 +190,7 @@ def get(url: str) -> str:
 @contextmanager
 def scraping(url: str, place: Path) -> Iterator[str]:
     """A real Prometheus that scrapes `url` and has our alerts: its own address."""
-    program = prometheus.needed("prometheus")
+    program = debian.needed("prometheus")
     with socket.create_server(("127.0.0.1", 0)) as free:
         own = f"127.0.0.1:{free.getsockname()[1]}"
     shutil.copy(ALERTS, place / "alerts.yml")
@@ -228,7 +228,7 @@ def expressions() -> list[str]:
 
 
 def test_a_real_prometheus_scrapes_alerts_and_answers_the_dashboard(state: Path, tmp_path: Path) -> None:
-    prometheus.needed("prometheus")
+    debian.needed("prometheus")
     with serving(state) as url, scraping(url, tmp_path) as server:
 
         def answers(expression: str) -> list[dict[str, Any]]:
@@ -252,7 +252,7 @@ def test_a_real_prometheus_scrapes_alerts_and_answers_the_dashboard(state: Path,
 
 
 def test_promtool_accepts_the_alerts_and_each_fires_when_it_should(tmp_path: Path) -> None:
-    promtool = prometheus.needed("promtool")
+    promtool = debian.needed("promtool")
     shutil.copy(ALERTS, tmp_path / "alerts.yml")
     shutil.copy(Path(__file__).parent / "alerts_test.yml", tmp_path)
     for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):

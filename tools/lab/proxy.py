@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 
 import requests
-from vllm_livepatch.tools import environments, registry
+from vllm_livepatch.tools import environments, registry, user_cache
 
 ARCHIVE = "vllm-0.32.0.tar.gz"
 MEMBER = "vllm-0.32.0/examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py"
@@ -21,7 +21,7 @@ SHA256 = "c3c8c8fb96e7f805bb9c2cef36391b1b1c0dcbd296d7d3156bc4b9dd4dfe9e41"
 
 def place() -> Path:
     """Where the proxy is once it was fetched."""
-    return environments.cache_directory() / "proxies" / f"{SHA256[:12]}.py"
+    return user_cache.directory() / "proxies" / f"{SHA256[:12]}.py"
 
 
 def fetch() -> None:
