@@ -166,12 +166,15 @@ def test_a_share_of_prefill_legs_is_refused_before_its_engine_hears_of_it() -> N
     (wrapper,) = module("lost_prefills").wrappers(context).values()
     added: list[str] = []
 
+    def release(request_id: str, prompt: str, params: Any) -> None:
+        added.append(request_id)
+
+    add = context.around(release, wrapper)  # as a target is: an error that is not meant would end the fault
+
     def asked(request_id: str, **transfer: bool) -> bool:
         params = SimpleNamespace(extra_args={"kv_transfer_params": transfer} if transfer else None)
         try:
-            wrapper(
-                lambda request_id, prompt, params: added.append(request_id), None, (request_id, ""), {"params": params}
-            )
+            add(request_id, "prompt", params=params)
         except ValueError:
             return False
         return True

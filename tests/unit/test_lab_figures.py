@@ -18,7 +18,7 @@ from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 from tests.unit.test_lab_demo import result
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("lab", "lab-alive-and-right", "lab-lease", "lab-lmcache-lost", "lab-prefill-decode")
+DOCUMENTS = ("lab", "lab-alive-and-right", "lab-lease", "lab-lmcache-lost", "lab-mooncake", "lab-prefill-decode")
 KEPT = sorted(file for name in DOCUMENTS for file in (ROOT / "docs" / name).glob("*.json"))
 
 
@@ -109,6 +109,18 @@ def test_the_command_is_told_from_the_result(words: list[str], tmp_path: Path, m
     assert shlex.split(figures.command(json.loads(json.dumps(found)))) == [*start, *words]
     assert found["load"]["name"] in loads.KINDS
     assert found["faults"] == [asdict(fault) for fault in options.faults]
+
+
+@pytest.mark.parametrize("words", [["--alone"], ["--fault", "disconnects"]])
+def test_upstreams_benchmark_compares_no_answers_and_hangs_up_on_nobody(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ["vllm-livepatch", "lab", "lmcache", "--load", "bench", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*start, *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert f"{words[-1]}: vllm bench serve" in capsys.readouterr().err
 
 
 def test_the_settings_of_a_topology_are_told_where_they_are_not_the_usual() -> None:

@@ -25,6 +25,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         if not transfer.get("do_remote_decode") or draw.random() >= share:
             return wrapped(*args, **kwargs)
         livepatch.count("refused")
-        raise ValueError("a fault of the lab's: this prefill engine does not take the request")
+        raise livepatch.deliberate(ValueError("a fault of the lab's: this prefill engine does not take the request"))
 
     return {ADD: add}
