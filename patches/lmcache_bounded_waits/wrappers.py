@@ -32,7 +32,13 @@ PING_SECONDS = 5.0
 """Longest time for a heartbeat's ping: the next one to a server that died under it is to be answered within 10 s."""
 
 BACK_SECONDS = 2.0
-"""Longest time between the pings to a server that did not answer, and for each of them."""
+"""Longest time for a ping to a server that is lost."""
+
+UNANSWERED = 60
+"""So many messages without an answer may wait in the queue to a lost server; then the heartbeat's own interval is kept.
+
+The queue has room for 1,000, and LMCache's thread that sends blocks when it is full: a shutdown would wait for it.
+"""
 
 FORGOTTEN_SECONDS = 20.0
 """How long a worker may be silent, and its server surely knows it still: LMCache's own limit is 30 s or more."""
@@ -43,8 +49,8 @@ _ALLOWANCE = "_livepatch_allowance"
 Time without such waits restores it, so that the waits of one step, or of step after step, do not add up.
 """
 
-_INTERVAL = "_livepatch_interval"
-"""Attribute of a heartbeat: the interval that it was made with."""
+_PINGS = "_livepatch_pings"
+"""Attribute of a heartbeat: its `Pings`."""
 
 _LOST = "_livepatch_lost"
 """Attribute of a worker's adapter: how often it took its server for gone in a step."""
@@ -58,6 +64,7 @@ class Asking(threading.local):
 
     adapter: Any = None
     last: Any = None
+    sent: list[Any] | None = None  # what a heartbeat sends in this thread
     unanswered = False
     late: Late | None = None  # what is being stored, though there is no room for it yet
 
@@ -91,6 +98,26 @@ class Late:
             context.commit_store(*self.stored, [])
 
 
+class Pings:
+    """What a heartbeat knows of its server: the interval that it was made with, in seconds, and what got no answer.
+
+    Of a server that was stopped, or came back, an answer to one of these is a reason to ping it at once, and no more
+    than that: it says nothing of what came after it was sent.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self.interval = interval
+        self.unanswered: list[Any] = []  # no more than `UNANSWERED`
+
+    def note(self, sent: list[Any], *, healthy: bool) -> None:
+        waiting = [] if healthy else [future for future in (*self.unanswered, *sent) if not future.query()]
+        self.unanswered = waiting[-UNANSWERED:]
+
+    def due(self) -> bool:
+        """Whether a lost server may be pinged before the interval is over."""
+        return len(self.unanswered) < UNANSWERED or any(future.query() for future in self.unanswered)
+
+
 def clock() -> float:
     """Seconds, those included in which this machine was suspended, where it can tell."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
@@ -98,11 +125,15 @@ def clock() -> float:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     seconds: float = livepatch.options["SECONDS"]
+    soon: float = livepatch.options["PING_SECONDS"]
     asking = Asking()
     losing = threading.Lock()
 
     def ask(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
-        """A call in a step: its waits end early. Other threads' waits are LMCache's, for SECONDS from now on."""
+        """A call in a step, or a registration: its waits end early.
+
+        Other threads' waits are LMCache's, for SECONDS from now on.
+        """
         adapter._mq_timeout = min(adapter._mq_timeout, seconds)
         asking.adapter, asking.unanswered, asking.late = adapter, False, None
         try:
@@ -128,6 +159,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def init(wrapped: Call, future: Any, args: Any, kwargs: Any) -> Any:
         """An answer that a step has asked for."""
         wrapped(*args, **kwargs)
+        if asking.sent is not None:
+            asking.sent.append(future)
         if asking.adapter is not None:
             asking.last = future
             future.is_done_.wait = livepatch.around(future.is_done_.wait, wait)
@@ -252,22 +285,48 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def execute(wrapped: Call, beat: Any, args: Any, kwargs: Any) -> Any:
         """A heartbeat: the first ping that was sent to a lost server, and answered, registers its worker again."""
         adapter = getattr(beat._recover_callback, "__self__", None)  # a worker's, or None
-        if adapter is not None and not copies_in_the_step(adapter):
-            return wrapped(*args, **kwargs)
-        health = beat._health_event
-        interval = vars(beat).setdefault(_INTERVAL, beat._interval)
+        waits = adapter is None or copies_in_the_step(adapter)  # a step does, for this server
+        health, pings = beat._health_event, vars(beat).get(_PINGS)
+        if pings is None:
+            pings = vars(beat)[_PINGS] = Pings(beat._interval)
+            watch(beat, health, pings)
 
         def ping() -> Any:
             if adapter is not None:
                 beats(adapter)
-            beat._interval = min(interval, PING_SECONDS if health.is_set() else BACK_SECONDS)
-            return wrapped(*args, **kwargs)
+            longest = BACK_SECONDS if not health.is_set() else PING_SECONDS if waits else pings.interval
+            beat._interval = min(pings.interval, longest)  # the ping's time-out
+            sent: list[Any] = []
+            asking.sent = sent
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                asking.sent, beat._interval = None, pings.interval
+                pings.note(sent, healthy=health.is_set())
 
-        result = ping() if adapter is None else found(adapter, beat, health, ping)
-        beat._interval = interval if health.is_set() else min(interval, BACK_SECONDS)
+        result = ping() if adapter is None or not waits else found(adapter, beat, health, ping)
         if adapter is not None and health.is_set():
             fill_late(adapter)
         return result
+
+    def register_again(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        """A heartbeat that waits for a server which was lost once more would not see it come back."""
+        return ask(wrapped, adapter, args, kwargs) if copies_in_the_step(adapter) else wrapped(*args, **kwargs)
+
+    def watch(beat: Any, health: threading.Event, pings: Pings) -> None:
+        """Let a heartbeat's pause end when its server is found to be lost, by whomever, and last `soon` while it is."""
+
+        def pause(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+            deadline = time.monotonic() + (args[0] if args else kwargs["timeout"])
+            while (left := deadline - time.monotonic()) > 0:
+                if wrapped(min(left, soon)):  # it is to end
+                    return True
+                if not health.is_set() and pings.due():
+                    return False
+            return wrapped(0.0)
+
+        event = beat._wake_event if hasattr(beat, "_wake_event") else beat._stop_event  # the latter to 0.5.2
+        event.wait = livepatch.around(event.wait, pause)
 
     def found(adapter: Any, beat: Any, health: threading.Event, ping: Callable[[], Any]) -> Any:
         """Ping until no step lost the server under it: such a ping says nothing of what came after it was sent.
@@ -294,6 +353,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{SCHEDULER}.end_session": look_up,
         f"{WORKER}.submit_store_request": store,
         f"{WORKER}.submit_retrieve_request": load,
+        f"{WORKER}._reregister_kv_caches_callback": register_again,
         f"{MODULE}:HeartbeatThread._execute": livepatch.lasting(execute),
         f"{SHARED}.prepare_store": prepare_store,
         f"{SHARED}.commit_store": commit_store,

@@ -1,4 +1,7 @@
-"""`lmcache-bounded-waits`: a store that the server made room for too late. Its waits are in tests/releases."""
+"""`lmcache-bounded-waits`: a store that the server made room for too late, and a heartbeat's pauses.
+
+Its waits are in tests/releases.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Adapter:
     """A worker whose server is back, and has made room for one store."""
 
     def __init__(self) -> None:
-        self.context = PatchContext("lmcache-bounded-waits", {"SECONDS": 30.0}, {}, lambda: None)
+        self.context = PatchContext("lmcache-bounded-waits", {"SECONDS": 30.0, "PING_SECONDS": 1.0}, {}, lambda: None)
         self.transfer_ctx = EngineDrivenTransferContext()
         self.health = threading.Event()
         self.room = [SimpleNamespace(copy_=lambda chunk: self.filled.append(chunk))]
@@ -50,10 +53,15 @@ class Adapter:
     def recover(self) -> bool:
         return True
 
-    def beat(self) -> None:
-        beat = SimpleNamespace(_recover_callback=self.recover, _health_event=self.health, _interval=10.0)
+    def beat(self, answered: bool = True) -> None:
+        beat = SimpleNamespace(
+            _recover_callback=self.recover,
+            _health_event=self.health,
+            _interval=10.0,
+            _wake_event=threading.Event(),
+        )
         patch.wrappers(self.context)[f"{patch.MODULE}:HeartbeatThread._execute"](
-            lambda: beat._health_event.set(), beat, (), {}
+            lambda: beat._health_event.set() if answered else None, beat, (), {}
         )
 
 
@@ -65,6 +73,15 @@ def test_a_late_store_is_filled_once() -> None:
     adapter.beat()
     assert adapter.filled == ["second"]
     assert adapter.context.counters == {"stored_late": 1}
+
+
+def test_a_late_store_waits_for_a_server_that_is_well() -> None:
+    """One that has made room and is lost again would not answer that it was filled."""
+    adapter = Adapter()
+    adapter.beat(answered=False)
+    assert adapter.filled == []
+    adapter.beat()
+    assert adapter.filled == ["second"]
 
 
 @pytest.mark.parametrize(("silent", "filled"), [(19.0, ["second"]), (21.0, [])])
@@ -91,3 +108,112 @@ def test_of_a_server_that_was_restarted_nothing_is_kept(pool: str, kept: bool) -
     adapter.transfer_ctx = EngineDrivenTransferContext(pool)
     adapter.beat()
     assert (adapter.late.context is not None, bool(adapter.late.chunks)) == (kept, kept)
+
+
+class Waking:
+    """A heartbeat's event, and its clock: both are told what happens when."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.waits: list[float] = []
+        self.happens: dict[float, Callable[[], None]] = {}
+        self.is_set = False
+        monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def wait(self, timeout: float) -> bool:
+        self.waits.append(timeout)
+        for when in sorted(self.happens):
+            if self.now < when <= self.now + timeout:
+                self.happens.pop(when)()
+                if self.is_set:
+                    self.now = when
+                    return True
+        self.now += timeout
+        return self.is_set
+
+
+class Beat:
+    """A scheduler's heartbeat, every 10 s."""
+
+    def __init__(self, event: Waking, name: str = "_wake_event") -> None:
+        self._recover_callback: Callable[[], bool] = lambda: True
+        self._health_event = threading.Event()
+        self._health_event.set()
+        self._interval = 10.0
+        vars(self)[name] = event
+        self.event = event
+        options = {"SECONDS": 30.0, "PING_SECONDS": 1.0}
+        self.targets = patch.wrappers(PatchContext("lmcache-bounded-waits", options, {}, lambda: None))
+        self.answered = True
+        self.messages: list[Any] = []
+        self.timeouts: list[float] = []
+
+    def execute(self) -> None:
+        """One ping, whose future LMCache makes."""
+        self.targets[f"{patch.MODULE}:HeartbeatThread._execute"](self.send, self, (), {})
+
+    def send(self) -> None:
+        self.timeouts.append(self._interval)
+        answered = [self.answered]
+        future = SimpleNamespace(query=lambda: answered[0], answer=lambda: answered.__setitem__(0, True))
+        self.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
+        self.messages.append(future)
+        (self._health_event.set if self.answered else self._health_event.clear)()
+
+    def pause(self) -> float:
+        """How long LMCache's loop waits for its event, in seconds, as it does after each ping."""
+        began = self.event.now
+        self.ends = self.event.wait(timeout=self._interval)
+        return self.event.now - began
+
+
+@pytest.fixture(params=["_wake_event", "_stop_event"])
+def beat(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Beat:
+    return Beat(Waking(monkeypatch), request.param)
+
+
+def test_a_healthy_server_is_pinged_at_the_releases_own_interval(beat: Beat) -> None:
+    beat.execute()
+    assert (beat.pause(), beat.ends) == (10.0, False)
+    assert (beat.timeouts, beat._interval) == ([5.0], 10.0)
+
+
+def test_a_lost_server_is_pinged_each_second_until_it_is_back(beat: Beat) -> None:
+    beat.answered = False
+    seen = []
+    for beat.answered in (False, False, True, True):
+        beat.execute()
+        seen.append(beat.pause())
+    assert seen == [1.0, 1.0, 10.0, 10.0]
+    assert beat.timeouts == [5.0, 2.0, 2.0, 5.0]
+
+
+def test_a_server_that_is_lost_between_two_pings_is_not_waited_for(beat: Beat) -> None:
+    beat.execute()
+    beat.event.happens[3.5] = beat._health_event.clear
+    assert (beat.pause(), beat.ends) == (4.0, False)
+
+
+def test_a_pause_ends_with_the_heartbeat(beat: Beat) -> None:
+    beat.answered = False
+    beat.execute()
+    beat.event.happens[0.5] = lambda: setattr(beat.event, "is_set", True)
+    assert (beat.pause(), beat.ends) == (0.5, True)
+
+
+def test_pings_do_not_pile_up(beat: Beat) -> None:
+    """LMCache's queue to a server that is gone has no end of its own."""
+    beat.answered = False
+    pauses = []
+    for _ in range(patch.UNANSWERED + 10):
+        beat.execute()
+        pauses.append(beat.pause())
+    assert pauses == [1.0] * (patch.UNANSWERED - 1) + [10.0] * 11
+    assert len(vars(beat)[patch._PINGS].unanswered) == patch.UNANSWERED
+    beat.messages[-1].answer()  # one that was sent while it was gone: it is back
+    assert beat.pause() == 1.0
+    beat.execute()  # and is gone again
+    assert beat.pause() == 10.0
+    for beat.answered, pause in ((True, 10.0), (False, 1.0)):
+        beat.execute()
+        assert beat.pause() == pause

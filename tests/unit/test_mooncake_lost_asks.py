@@ -268,7 +268,7 @@ def test_the_release_is_told_of_what_it_knows_alone() -> None:
     async def play() -> None:
         prefill = Prefill()
         prefill.reqs_need_send["kept"] = entry()
-        to_send = {"p": ("begun", [])}
+        to_send: dict[str, tuple[str, list[int]]] = {"p": ("begun", [])}
         metadata = SimpleNamespace(reqs_to_send=to_send, reqs_not_processed={"kept", "begun", "unknown"})
         await prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {})
         assert told == [{"kept", "begun"}]

@@ -63,6 +63,7 @@ ALLOWED = {
     },
     "lmcache-failed-loads": {"livepatch_blocks": "what the patch itself sets"},
     "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
+    "lmcache-unfilled-stores": dict.fromkeys(("entry", "key", "l1", "rooms", "store"), "of what the patch itself has"),
     "lmcache-unloaded-stores": {
         **dict.fromkeys(
             ("_block_size", "_invalid_block_ids"),

@@ -15,6 +15,7 @@ RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
 import atexit
+import contextlib
 import importlib
 import json
 import signal
@@ -24,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import lmcache_server
@@ -42,10 +44,13 @@ class Waits:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.under_the_next: Callable[[], None] | None = None
+        self.pauses: dict[int, list[float]] = {}  # of the heartbeats' threads
         main, wait = threading.current_thread(), threading.Event.wait
 
         def noting(event: threading.Event, timeout: float | None = None) -> bool:
             if threading.current_thread() is not main:
+                if "_run_loop" in (sys._getframe(1).f_code.co_name, sys._getframe(4).f_code.co_name):  # stock, patched
+                    self.pauses.setdefault(threading.get_ident(), []).append(timeout or 0.0)
                 return wait(event, timeout)
             if self.under_the_next is not None:
                 act, self.under_the_next = self.under_the_next, None
@@ -66,8 +71,8 @@ class Waits:
 class Asker(Worker):
     """A worker that remembers what its steps waited for."""
 
-    def __init__(self, server: Server, waits: Waits) -> None:
-        super().__init__(server.port, float(sys.argv[1]))
+    def __init__(self, server: Server, waits: Waits, interval: float = 30.0, *, pings_by_itself: bool = False) -> None:
+        super().__init__(server.port, float(sys.argv[1]), interval, pings_by_itself=pings_by_itself)
         self.server, self.waits = server, waits
         self.health = self.adapter._health_event
         waits.taken()
@@ -248,7 +253,7 @@ def session(server: Server, waits: Waits) -> Any:
 
 
 def heartbeats(server: Server, waits: Waits) -> Any:
-    """How long each ping may take, and when the next one follows, with a heartbeat every 30 s; what it comes to.
+    """How long each ping may take, with a heartbeat every 30 s; what it comes to.
 
     Under the fourth a step is not answered.
     """
@@ -275,9 +280,78 @@ def heartbeats(server: Server, waits: Waits) -> Any:
     module.send_ping = send_ping
     while len(seen) < len(answers):
         beat._execute()
-        seen[-1] += [beat._interval, worker.adapter.is_healthy]
+        seen[-1] += [worker.adapter.is_healthy]
+        assert beat._interval == 30.0, "what LMCache tells of its threads"
     module.send_ping = plain
     return {"pings": seen, "registered by": count}
+
+
+def found_again(server: Server, waits: Waits) -> Any:
+    """A step and a lookup find their server lost, right after a heartbeat's ping; the next one is due in an hour.
+
+    How long the heartbeats pause, in seconds, and whether both sides find the server well again; how often it is
+    pinged while it is stopped, and how many pings of one side are under way at once.
+    """
+    worker = Asker(server, waits, interval=3600.0, pings_by_itself=True)
+    worker.hit("starts a heartbeat", 5, 65)
+    worker.stored(5)
+    worker.rest()
+    beats = [worker.adapter._heartbeat, *(worker.scheduler._heartbeats or {}).values()]
+    threads = [beat._thread.ident for beat in beats]
+    until(lambda: all(beat.last_summary for beat in beats) and all(waits.pauses.get(ident) for ident in threads))
+    module, plain = worker.module, worker.module.send_ping
+    sent: dict[int, list[float]] = {}
+    under_way: list[int] = []
+    most = 0
+
+    def send_ping(client: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal most
+        ident = threading.get_ident()
+        sent.setdefault(ident, []).append(time.monotonic())
+        under_way.append(ident)
+        most = max(most, under_way.count(ident))
+        try:
+            return plain(client, *args, **kwargs)
+        finally:
+            under_way.remove(ident)
+
+    server.stop()
+    module.send_ping = send_ping
+    lost = [worker.adapter._health_event, *worker.scheduler._health_events.values()]
+    for event in lost:  # as LMCache does after a lookup, and the patch after a step
+        event.clear()
+    soon = max(waits.pauses[ident][0] for ident in threads) < 1.0
+    if soon:
+        until(lambda: all(len(sent.get(ident, ())) > 1 for ident in threads))
+    os.kill(server.pid, signal.SIGCONT)
+    if soon:
+        until(lambda: all(event.is_set() for event in lost))
+    module.send_ping = plain
+    pings = [sent.get(ident, []) for ident in threads]
+    apart = min((after - before for times in pings for before, after in pairwise(times)), default=9)
+    longest = {max(waits.pauses[ident]) for ident in threads}
+    return [sorted(longest), [event.is_set() for event in lost], apart >= 0.5, most]
+
+
+def lost_again(server: Server, waits: Waits) -> Any:
+    """The server answers a ping and is stopped before it registers the worker; how long the heartbeat waits for it."""
+    worker = Asker(server, waits)
+    worker.beat()
+    module, plain, health = worker.module, worker.module.send_ping, worker.adapter._health_event
+
+    def send_ping(*args: Any, **kwargs: Any) -> Any:
+        module.send_ping = plain
+        answer = plain(*args, **kwargs)
+        server.stop()
+        return answer
+
+    health.clear()
+    module.send_ping = send_ping
+    waits.taken()
+    worker.adapter._heartbeat._execute()
+    result = [worker.adapter.is_healthy, waits.taken()]
+    os.kill(server.pid, signal.SIGCONT)
+    return [*result, worker.is_used_again()]
 
 
 def of_one_worker(case: Callable[[Asker], Any], server: Server, waits: Waits) -> Any:
@@ -357,21 +431,70 @@ def other_transfers(server: Server, waits: Waits) -> Any:
     return [*([name.replace("LMCache", ""), waited] for name, waited in steps), worker.adapter._heartbeat._interval]
 
 
-def ended_within_a_store(server: Server, waits: Waits) -> Any:
-    """A worker ends between the server's answer and its own copy; another loads what it was about to store."""
+class Device:
+    """Stands in for a GPU's streams and events, which wait for nothing: the memory is the processor's."""
+
+    class Stream:
+        pass
+
+    class Event:
+        def record(self, *_: Any) -> None: ...
+
+        def wait(self, *_: Any, **__: Any) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    stream = staticmethod(contextlib.nullcontext)
+
+    @staticmethod
+    def current_stream() -> None: ...
+
+
+def asynchronous(server: Server, waits: Waits) -> Any:
+    """Where stores are copied in threads of their own, as on GPUs: what a step waits for, and what is given up.
+
+    A load to which nobody answers; a preemption while a store is not answered, and whether it waits for that; a store
+    that LMCache reports as ended when the server is gone, though it has not begun to copy, and what is stored then.
+    """
+    transfers = "lmcache.v1.multiprocess.transfer_context."
+    importlib.import_module(transfers + "async_engine_driven").torch_dev = Device
+    module = importlib.import_module(transfers + "worker_transfer")
+    capable, module._supports_async_primitives = module._supports_async_primitives, lambda: True
     worker = Asker(server, waits)
-    worker.fill(10, FIRST)
-    module = importlib.import_module("lmcache.v1.multiprocess.transfer_context.worker_transfer")
-    copy, module.gather_paged_kv_to_cpu = module.gather_paged_kv_to_cpu, None  # an error, which ends the engine
-    try:
-        worker.store("never copied", 10, FIRST)
-    except TypeError:
-        worker.close()
-    module.gather_paged_kv_to_cpu = copy
+    module._supports_async_primitives = capable
+    pending = worker.adapter.transfer_ctx._pending_stores
+    worker.event = Device.Event  # type: ignore[method-assign]
+    worker.fill(5, FIRST)
+    worker.store("store", 5, FIRST)
+    until(lambda: worker.finished("store")[0])
+    worker.hit("a", 5, 65)
+    server.stop()
+    waits.taken()
+    load = worker.step({"a": SECOND}, [])
+    worker.store("not answered", 6, FIRST)
+    under_way = bool(pending)
+    worker.adapter.handle_preemptions(True)
+    waited = under_way and not pending
+    worker.fill(11, FIRST)
+    worker.store("given up", 11, FIRST)
+    worker.adapter._health_event.clear()  # as the heartbeat does
+    given_up = worker.finished("given up")[0], bool(pending)
+    worker.fill(12, FIRST)  # the blocks are another request's
+    os.kill(server.pid, signal.SIGCONT)
+    until(lambda: not pending)
     reader = Asker(server, waits)
-    hit = reader.hit("reads it", 10, 65)
-    reader.load("reads it", 10, SECOND)
-    return [hit, reader.finished()[1:], reader.holds(10, SECOND)]
+    result: list[int] = []
+    until(lambda: result.append(reader.hit(f"reads it {len(result)}", 11, 65)) or result[-1] > 0)
+    reader.load(f"reads it {len(result) - 1}", 11, SECOND)
+    return [
+        load,
+        waited,
+        given_up,
+        result[-1],
+        reader.finished()[2],
+        reader.holds(11, SECOND),
+        reader.holds(12, SECOND),
+    ]
 
 
 def killed(server: Server, later: Server, waits: Waits) -> Any:
@@ -407,8 +530,10 @@ ONE_SERVER: tuple[Callable[[Server, Waits], Any], ...] = (
     used_after_a_lookup,
     session,
     heartbeats,
+    found_again,
+    lost_again,
     other_transfers,
-    ended_within_a_store,
+    asynchronous,
 )
 ONE_WORKER: tuple[Callable[[Asker], Any], ...] = (lost_and_forgotten, forgotten_and_lost, lost_under_a_ping)
 """Of a server that knows no other: whether it knows this one is asked."""

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -128,6 +129,15 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
         time.sleep(SLOW)
         return resolve(*args)
 
+    l1 = transfers._ctx.storage_manager._l1_manager
+    reserved_for = l1._write_ttl_seconds
+    lock = importlib.import_module("lmcache.v1.distributed.l1_manager").TTLLock(1)  # ends as what is reserved does
+
+    def free() -> int:
+        """How many chunks of a worker's there would be room for."""
+        used, _ = l1.get_memory_usage()
+        return -int(used) // (LAYERS * 2 * CHUNK * 2 * 8 * 4)
+
     tempers = {"raise": raising, "slow": slow, "well": resolve}
 
     while True:
@@ -140,7 +150,11 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
             finally:
                 os.kill(parent, signal.SIGCONT)
         transfers._resolve_for_transfer = tempers.get(question, transfers._resolve_for_transfer)
-        pipe.send(known() if question in ("silence", "known") else question)
+        l1._write_ttl_seconds = {"short": 1, "long": reserved_for}.get(question, l1._write_ttl_seconds)
+        if question == "reserve":
+            lock.lock()
+        counted = {"silence": known, "known": known, "free": free, "reserved": lock.is_locked}.get(question)
+        pipe.send(counted() if counted else question)
 
 
 class Clock:
@@ -169,13 +183,28 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-class Worker:
-    """A worker's adapter with a cache in CPU memory, whose blocks have contents, and the scheduler's adapter."""
+def ping_once(beat: Any) -> None:
+    """In the place of a heartbeat's own thread, which pings when it starts: when it does again is the cases' to say."""
 
-    def __init__(self, port: int, mq_timeout: float, interval: float = 30.0) -> None:
+    def execute() -> None:
+        beat._last_summary = beat._execute()
+
+    beat._running = True  # it can be stopped
+    threading.Thread(target=execute, daemon=True).start()
+
+
+class Worker:
+    """A worker's adapter with a cache in CPU memory, whose blocks have contents, and the scheduler's adapter.
+
+    Their heartbeats ping when they are started, and then only by themselves where that is asked for.
+    """
+
+    def __init__(self, port: int, mq_timeout: float, interval: float = 30.0, *, pings_by_itself: bool = False) -> None:
         import zmq
 
         self.module = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
+        beats = self.module.HeartbeatThread
+        beats.start = beats.__mro__[1].start if pings_by_itself else ping_once
         strategy = self.module.ParallelStrategy(False, 1, 0, 1, 1, 1)
         url = f"tcp://127.0.0.1:{port}"
         given = {"mq_timeout": mq_timeout, "heartbeat_interval": interval}

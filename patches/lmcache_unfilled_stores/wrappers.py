@@ -1,0 +1,179 @@
+"""LMCache's server gives nothing out that a worker reserved in shared memory and did not fill.
+
+For a store over shared memory the server makes room, the worker copies into it, and says so. Where a worker's
+registration ends in between, by its goodbye or because the server forgot it, LMCache ends its stores as if they had
+been filled. Nobody knows then whether the worker copies still: its room leaves the index, and its memory is kept from
+everybody until the worker says that it has copied.
+
+Source: docs/connector-completions.md, "What LMCache's worker waits for"; nothing upstream.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+Store = tuple[int, Any]
+"""A worker's number, and the key of what it stores: how LMCache knows a store that was begun."""
+
+STORAGE = "lmcache.v1.distributed.storage_manager"
+MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer:EngineDrivenTransferModule"
+
+
+class Held:
+    """The write lock of one object for which room was made. The release's own ends after a time (600 s), in which the
+    worker need not have filled it: to 0.5.5 the object can be read then, and later its memory is given to others.
+    """
+
+    def __init__(self, rooms: Rooms, store: Store, l1: Any, key: Any, entry: Any) -> None:
+        self.rooms, self.store, self.l1, self.key, self.entry = rooms, store, l1, key, entry
+        self.own = entry.write_lock
+        entry.write_lock = self
+
+    def is_locked(self) -> bool:
+        return True
+
+    def lock(self) -> None:
+        """Nobody locks what is locked."""
+
+    def unlock(self) -> None:
+        """The worker has filled it, or LMCache drops it."""
+        self.end()
+        self.own.unlock()
+
+    def end(self) -> None:
+        self.entry.write_lock = self.own
+        self.rooms.held.pop(self, None)
+
+
+class Rooms:
+    """What is reserved in one server's shared memory."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # of `kept`; `held` is changed by single calls, each under its L1's own lock
+        self.held: dict[Held, None] = {}
+        self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
+        self.for_good: list[tuple[Any, Any]] = []  # of two stores by one name, whose end cannot be told
+
+    def hold(self, storage: Any, store: Store, keys: list[Any]) -> None:
+        """Room was made for these keys."""
+        with self.lock:
+            self.for_good += self.kept.pop(store, [])
+        for l1 in l1s(storage):
+            with l1._lock:
+                for key in keys:
+                    entry = reserved(l1, key)
+                    if entry is not None and not isinstance(entry.write_lock, Held) and entry.write_lock.is_locked():
+                        self.held[Held(self, store, l1, key, entry)] = None
+
+    def keep(self, worker: int) -> int:
+        """A worker's registration has ended: take what it has not filled out of the index; how many objects."""
+        taken = 0
+        for held in [held for held in list(self.held) if held.store[0] == worker]:
+            with held.l1._lock:
+                if reserved(held.l1, held.key) is not held.entry or held.entry.write_lock is not held:
+                    self.held.pop(held, None)
+                    continue  # filled meanwhile, or dropped by an operator's command
+                with self.lock:
+                    self.kept.setdefault(held.store, []).append((held.l1, held.entry.memory_obj))
+                take_out(held.l1, held.key)
+                held.end()
+                taken += 1
+        return taken
+
+    def copied(self, store: Store) -> int:
+        """The worker has copied after all: its room is free. How many objects."""
+        with self.lock:
+            kept = self.kept.pop(store, [])
+        for l1, memory in kept:
+            with l1._lock:
+                l1._memory_manager.free([memory])
+        return len(kept)
+
+    def give_up(self) -> None:
+        for held in list(self.held):
+            with held.l1._lock:
+                if held.entry.write_lock is held:
+                    held.end()
+
+
+def l1s(storage: Any) -> list[Any]:
+    """A storage manager's L1 caches: several from 0.5.6 on."""
+    several = getattr(storage, "_l1_managers_by_id", None)
+    return [storage._l1_manager] if several is None else list(several.values())
+
+
+def reserved(l1: Any, key: Any) -> Any:
+    """What room was made for, or None; from 0.5.6 on it is apart from what can be read."""
+    if hasattr(l1, "_staging"):
+        return l1._staging.get(key, {}).get(sys.modules[STORAGE]._L1_WRITE_TAG)
+    return l1._objects.get(key)
+
+
+def take_out(l1: Any, key: Any) -> None:
+    """Out of the index, without giving its memory back."""
+    if hasattr(l1, "_staging"):
+        l1._pop_staging(key, sys.modules[STORAGE]._L1_WRITE_TAG)
+        gone = key not in l1._objects and key not in l1._staging
+    else:
+        del l1._objects[key]
+        gone = True
+    for listener in l1._registered_listeners if gone else ():
+        listener.on_l1_keys_deleted_by_manager([key])
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """At each target: a look at its calls, or a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
+    rooms = Rooms()
+    livepatch.on_stand_aside(rooms.give_up)
+
+    def prepare_store(module: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        """Let no time end what was reserved."""
+        if not answer.context.get("slots"):  # all is there, or goes through messages
+            return
+        key, worker = named(args, kwargs)
+        keys = module._resolve_single_group_obj_keys(key)
+        reserved_now = [keys[index] for index in answer.context["chunk_indices"]]
+        rooms.hold(module._ctx.storage_manager, module._make_transfer_key(key, worker), reserved_now)
+        if worker not in module._engine_driven_contexts:  # its goodbye came meanwhile, and found nothing
+            ended(module, worker)
+
+    def ended(module: Any, worker: int) -> None:
+        with module._pending_shm_lock:
+            for store in [store for store in module._pending_shm_writes if store[0] == worker]:
+                del module._pending_shm_writes[store]
+        kept = rooms.keep(worker)
+        if kept:
+            livepatch.count("kept_apart", kept)
+            livepatch.say("kept_apart", f"a worker went in a store: {kept} chunks that it did not fill are kept apart")
+
+    def release_entry(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
+        """A registration has ended. LMCache ends the loads that it began, and finds no stores to be ended."""
+        ended(module, args[0] if args else kwargs["instance_id"])
+        return wrapped(*args, **kwargs)
+
+    def commit_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
+        """What was kept apart has been filled, too late to be given out."""
+        copied = rooms.copied(module._make_transfer_key(*named(args, kwargs)))
+        if not copied:
+            return wrapped(*args, **kwargs)
+        livepatch.count("given_back", copied)
+        return False
+
+    return {
+        f"{MODULE}._release_entry": release_entry,
+        f"{MODULE}.commit_store": commit_store,
+        f"{MODULE}.prepare_store": livepatch.after(prepare_store),
+    }
+
+
+def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Store:
+    """The first two parameters, in LMCache's order: a key, and a worker's number."""
+    given = {**dict(zip(("key", "instance_id"), args, strict=False)), **kwargs}
+    return given["key"], given["instance_id"]

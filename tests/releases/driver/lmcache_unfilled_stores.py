@@ -1,0 +1,206 @@
+# mypy: disable-error-code="import-not-found"
+"""End a real worker's registration within its store, at a real LMCache server; print what others load then, as JSON.
+
+The arguments are the cases. Blocks have contents: those of a prompt are filled with its number.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+gc.disable()
+# vLLM and LMCache log to stdout, which here belongs to the result.
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import atexit
+import contextlib
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lmcache_server
+
+lmcache_server.compiled()
+
+import lmcache
+from lmcache_server import AFTER_A_PING, PATIENCE, Server, Worker, silence, until
+
+FIRST, SECOND = [1, 2, 3, 4], [5, 6, 7, 8]
+
+
+@contextlib.contextmanager
+def within_the_copy(act: Callable[[], None]) -> Iterator[None]:
+    """A worker has been told where to copy, and has not begun to."""
+    module = importlib.import_module("lmcache.v1.multiprocess.transfer_context.worker_transfer")
+    copy = module.gather_paged_kv_to_cpu
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        module.gather_paged_kv_to_cpu = copy
+        act()
+        return copy(*args, **kwargs)
+
+    module.gather_paged_kv_to_cpu = gather
+    try:
+        yield
+    finally:
+        module.gather_paged_kv_to_cpu = copy
+
+
+class Died(Exception):
+    pass
+
+
+def dies() -> None:
+    raise Died
+
+
+def begun(server: Server, prompt: int, act: Callable[[Worker], None]) -> Worker:
+    """A worker that stores a prompt, and acts within its copy."""
+    worker = Worker(server.port, 1.0)
+    worker.beat()
+    worker.fill(prompt, FIRST)
+    with within_the_copy(lambda: act(worker)), contextlib.suppress(Died, TimeoutError):
+        worker.store("store", prompt, FIRST)
+    return worker
+
+
+def loaded(worker: Worker, name: str, prompt: int) -> list[Any]:
+    """How many tokens of a prompt are a hit, whether its load ends well, and whether what came is the prompt's."""
+    hit = worker.hit(name, prompt, 65)
+    if not hit:
+        return [hit]
+    worker.load(name, prompt, SECOND)
+    _, loads, failed = worker.finished()
+    return [hit, loads == [name] and not failed, worker.holds(prompt, SECOND)]
+
+
+def stored_and_loaded(worker: Worker, name: str, prompt: int) -> list[Any]:
+    worker.fill(prompt, FIRST)
+    worker.store(f"store {name}", prompt, FIRST)
+    worker.finished(f"store {name}")
+    return loaded(worker, name, prompt)
+
+
+def goodbye(server: Server) -> Any:
+    """An engine ends with an error within a store. What it stored is a hit for nobody; another stores it, and it is."""
+    begun(server, 10, lambda worker: dies()).close()
+    reader = Worker(server.port, 1.0)
+    result = [loaded(reader, "10", 10), stored_and_loaded(reader, "10 again", 10)]
+    reader.close()
+    return result
+
+
+def death(server: Server) -> Any:
+    """An engine is killed within a store, and the server has not heard of it for long."""
+    worker = begun(server, 20, lambda worker: dies())
+    worker.adapter._heartbeat.stop()
+    known = silence(server, AFTER_A_PING)
+    reader = Worker(server.port, 1.0)
+    result = [known, loaded(reader, "20", 20), stored_and_loaded(reader, "20 again", 20)]
+    reader.close()
+    return result
+
+
+def late(server: Server, end: Callable[[Worker], None], prompt: int) -> Any:
+    """A worker's registration ends within its copy, others store, and then it copies and says so.
+
+    Whether what it copied is a hit; what is loaded of the others' prompts, which filled what room there was; how many
+    chunks the cache lacks after that.
+    """
+    others = Worker(server.port, 1.0)
+    stored_and_loaded(others, "before", prompt + 1)
+    free = server.ask("free")
+
+    def act(worker: Worker) -> None:
+        end(worker)
+        assert len(stored_and_loaded(others, "within", prompt + 2)) == 3
+
+    worker = begun(server, prompt, act)
+    result = [loaded(others, "it", prompt), *(loaded(others, f"{one} again", one) for one in (prompt + 1, prompt + 2))]
+    lacking = free - server.ask("free")
+    worker.adapter._heartbeat.stop()
+    others.close()
+    return [*result, lacking]
+
+
+def says_goodbye(worker: Worker) -> None:
+    """And no more than that: to 0.5.5 the adapter itself does."""
+    if hasattr(worker.adapter.transfer_ctx, "unregister"):
+        worker.adapter.transfer_ctx.unregister().result(PATIENCE)
+        return
+    if hasattr(worker.adapter, "req_client"):
+        worker.adapter.req_client.unregister_kv_cache_engine_driven_context(worker.adapter.instance_id).result(PATIENCE)
+        return
+    kind = worker.module.RequestType.UNREGISTER_KV_CACHE_ENGINE_DRIVEN_CONTEXT
+    client = worker.adapter.mq_client
+    worker.module.send_lmcache_request(client, kind, [worker.adapter.instance_id]).result(PATIENCE)
+
+
+def copies_after_its_goodbye(server: Server) -> Any:
+    """As a worker on a GPU does, whose copies are in threads of their own."""
+    return late(server, says_goodbye, 30)
+
+
+def copies_after_it_was_forgotten(server: Server) -> Any:
+    """It was suspended."""
+    return late(server, lambda worker: (silence(server, AFTER_A_PING), None)[1], 40)
+
+
+def copies_for_long(server: Server) -> Any:
+    """The time for which LMCache reserves room is over, here a second. The worker is heard of."""
+    server.ask("short")
+    reader = Worker(server.port, 1.0)
+    result: list[Any] = []
+
+    def act(worker: Worker) -> None:
+        server.ask("reserve")
+        until(lambda: not server.ask("reserved"))
+        result.append(loaded(reader, "within", 50))
+
+    worker = begun(server, 50, act)
+    worker.finished("store")
+    server.ask("long")
+    result.append(loaded(reader, "after", 50))
+    for one in (worker, reader):
+        one.close()
+    return result
+
+
+CASES: tuple[Callable[[Server], Any], ...] = (
+    goodbye,
+    death,
+    copies_after_its_goodbye,
+    copies_after_it_was_forgotten,
+    copies_for_long,
+)
+
+
+def main() -> None:
+    result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
+    result["vllm"] = importlib.import_module("vllm").__file__
+    importlib.import_module("lmcache.v1.multiprocess.server")
+    importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
+    # All servers first: a process that has used ZMQ cannot be forked.
+    cases = [case for case in CASES if case.__name__ in sys.argv]
+    servers = [Server(held=True) for _ in cases]
+    for case, server in zip(cases, servers, strict=True):
+        server.start()
+        try:
+            result["cases"][case.__name__] = case(server)
+        except Exception:
+            traceback.print_exc()
+            result["cases"][case.__name__] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
+        server.kill()
+    json.dump(result, RESULT)
+    RESULT.flush()
+    atexit._run_exitfuncs()  # the bundle's report among them
+    os._exit(0)  # not by the adapters' shutdown: their servers are gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Each LMCache that shares memory with its workers: a real server, whose worker goes within a store; contents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+from packaging.version import Version
+from vllm_livepatch.tools import registry
+
+DRIVER = "lmcache_unfilled_stores"
+PATCH = "lmcache-unfilled-stores"
+RELEASES = [pin.version for pin in registry.pins("lmcache") if Version(pin.version) >= Version("0.5.0")]
+INSTALLED = "0.5.6"
+"""What the engine's environment has: the whole wheel. This release cannot be imported without its compiled modules."""
+
+RIGHT, WRONG, NONE = [64, True, True], [64, True, False], [0]
+"""A hit of two chunks that is loaded well: with its contents, with others. No hit."""
+
+PATCHED = {
+    "goodbye": [NONE, RIGHT],
+    "death": [0, NONE, RIGHT],
+    # Of what the others stored meanwhile nothing is overwritten, and what was kept from them is given back.
+    "copies_after_its_goodbye": [NONE, RIGHT, RIGHT, 2],
+    "copies_after_it_was_forgotten": [NONE, RIGHT, RIGHT, 2],
+    "copies_for_long": [NONE, RIGHT],
+}
+
+
+def stock(release: str) -> dict[str, Any]:
+    expires_into_a_hit = Version(release) < Version("0.5.6")
+    return {
+        "goodbye": [WRONG, WRONG],
+        "death": [0, WRONG, WRONG],
+        "copies_for_long": [WRONG if expires_into_a_hit else NONE, RIGHT if expires_into_a_hit else NONE],
+    }
+
+
+def driven(
+    release: str, warm: interpreter.Interpreter, work: Path, *cases: str, bundle: Path | None = None
+) -> dict[str, Any]:
+    releases = {"vllm": "0.29.0"} if release == INSTALLED else {"vllm": "0.29.0", "lmcache": release}
+    found: dict[str, Any] = warm.run(DRIVER, releases, work, bundle=bundle, arguments=cases)["cases"]
+    return found
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    expected = stock(release)
+    assert driven(release, warm, tmp_path, *expected) == expected
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    assert driven(release, warm, tmp_path, *PATCHED, bundle=bundle) == PATCHED
+    reports = [interpreter.read(file, PATCH) for file in (tmp_path / "state").glob("*.json")]
+    assert {one["verdict"] for one in reports if one["state"] == "applied"} == {"needed"}
+    said = (tmp_path / "stderr").read_text("utf-8", "replace")
+    assert said.count("2 chunks that it did not fill are kept apart") == 4, "each server but the last"

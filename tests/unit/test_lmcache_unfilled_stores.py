@@ -1,0 +1,271 @@
+"""`lmcache-unfilled-stores`: who may have which memory, call by call. Contents are in tests/releases.
+
+The server's parts are stand-ins, of both kinds: to 0.5.5 one index has all objects, from 0.5.6 on what is being written
+is apart.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.patches.lmcache_unfilled_stores import wrappers as patch
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+TAG = "storage_manager"
+
+
+class Lock:
+    """The release's own write lock, whose time may be over."""
+
+    def __init__(self) -> None:
+        self.locked = True
+
+    def is_locked(self) -> bool:
+        return self.locked
+
+    def unlock(self) -> None:
+        self.locked = False
+
+
+class Memory:
+    """An object whose memory comes back when nobody refers to it."""
+
+
+class Index:
+    """An L1 cache to 0.5.5."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects: dict[str, Any] = {}
+        self.freed: list[Any] = []
+        self.gone: list[str] = []
+        self._memory_manager = SimpleNamespace(free=self.freed.extend)
+        self._registered_listeners = [SimpleNamespace(on_l1_keys_deleted_by_manager=self.gone.extend)]
+
+    def reserve(self, key: str, memory: Any) -> Any:
+        entry = SimpleNamespace(memory_obj=memory, write_lock=Lock())
+        self._objects[key] = entry
+        return entry
+
+    def at(self, key: str) -> Any:
+        """What is being written."""
+        return self._objects.get(key)
+
+    def drop(self, key: str) -> None:
+        del self._objects[key]
+
+
+class Apart(Index):
+    """From 0.5.6 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._staging: dict[str, dict[str, Any]] = {}
+
+    def reserve(self, key: str, memory: Any) -> Any:
+        entry = SimpleNamespace(memory_obj=memory, write_lock=Lock())
+        self._staging.setdefault(key, {})[TAG] = entry
+        return entry
+
+    def at(self, key: str) -> Any:
+        return self._staging.get(key, {}).get(TAG)
+
+    def _pop_staging(self, key: str, tag: str) -> None:
+        del self._staging[key][tag]
+        if not self._staging[key]:
+            del self._staging[key]
+
+    def drop(self, key: str) -> None:
+        self._pop_staging(key, TAG)
+
+
+class Server:
+    """The part that patched calls are made of. A store by `key` needs one object, of the same name."""
+
+    def __init__(self, l1: Index) -> None:
+        self.l1 = l1
+        storage = {"_l1_managers_by_id": {1: Index(), 2: l1}} if isinstance(l1, Apart) else {"_l1_manager": l1}
+        self._ctx = SimpleNamespace(storage_manager=SimpleNamespace(**storage))
+        self._pending_shm_lock = threading.Lock()
+        self._pending_shm_writes: dict[tuple[int, str], list[str]] = {}
+        self._engine_driven_contexts: dict[int, Any] = {7: None, 8: None}
+        self.context = PatchContext("lmcache-unfilled-stores", {}, {}, lambda: None)
+        self.targets = patch.wrappers(self.context)
+        self.released: list[int] = []
+        self.committed: list[str] = []
+
+    def _make_transfer_key(self, key: str, worker: int) -> tuple[int, str]:
+        return worker, key
+
+    def _resolve_single_group_obj_keys(self, key: str) -> list[str]:
+        return ["there already", key]
+
+    def prepare(self, key: str, worker: int = 7, memory: Any = "memory") -> Any:
+        entry = self.l1.reserve(key, memory)
+        self._pending_shm_writes[worker, key] = [key]
+        self.look(key, worker)
+        return entry
+
+    def look(self, key: str, worker: int) -> None:
+        answer = SimpleNamespace(context={"slots": ["a slot"], "chunk_indices": [1]})
+        self.targets[f"{patch.MODULE}.prepare_store"].look(self, (key, worker), {}, answer)
+
+    def end(self, worker: int = 7) -> None:
+        self._engine_driven_contexts.pop(worker, None)
+        release = self.targets[f"{patch.MODULE}._release_entry"]
+        release(lambda *args: self.released.append(args[0]), self, (worker, "entry"), {})
+
+    def commit(self, key: str, worker: int = 7) -> Any:
+        def commit(**_: Any) -> bool:
+            self.committed.append(key)
+            return True
+
+        asked = {"key": key, "instance_id": worker, "cpu_data": b""}
+        return self.targets[f"{patch.MODULE}.commit_store"](commit, self, (), asked)
+
+
+@pytest.fixture(params=[Index, Apart])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setitem(sys.modules, patch.STORAGE, SimpleNamespace(_L1_WRITE_TAG=TAG))
+    return Server(request.param())
+
+
+def test_no_time_ends_what_is_reserved(server: Server) -> None:
+    entry = server.prepare("a")
+    own = entry.write_lock.own
+    own.locked = False  # its time is over
+    entry.write_lock.lock()
+    assert entry.write_lock.is_locked()
+    entry.write_lock.unlock()  # the worker has filled it
+    assert entry.write_lock is own
+    filled_in_time = server.prepare("b")
+    own = filled_in_time.write_lock.own
+    filled_in_time.write_lock.unlock()
+    assert (filled_in_time.write_lock, own.locked) == (own, False)
+    server.end()
+    assert (server.l1.gone, server.l1.freed, server.context.counters) == ([], [], {})
+
+
+def test_what_is_not_filled_leaves_the_index_and_its_memory_is_nobodys(server: Server) -> None:
+    entry = server.prepare("a")
+    server.prepare("b", worker=8)
+    own = entry.write_lock.own
+    server.end()
+    assert (server.l1.at("a"), server.l1.gone, server.l1.freed) == (None, ["a"], [])
+    assert entry.write_lock is own
+    assert server.l1.at("b").write_lock.is_locked()
+    assert list(server._pending_shm_writes) == [(8, "b")]
+    assert (server.released, server.context.counters) == ([7], {"kept_apart": 1})
+
+
+def test_its_memory_comes_back_when_it_has_been_copied_to(server: Server) -> None:
+    server.prepare("a")
+    server.end()
+    another = server.prepare("a", worker=8, memory="other memory")
+    assert server.commit("a") is False
+    assert (server.l1.freed, server.committed) == (["memory"], [])
+    assert server.l1.at("a") is another
+    assert server.commit("a") is True  # the second time it is LMCache's to answer
+    assert (server.l1.freed, server.committed) == (["memory"], ["a"])
+    assert server.commit("a", worker=8) is True
+    assert server.context.counters == {"kept_apart": 1, "given_back": 1}
+
+
+def test_of_two_stores_by_one_name_nobody_knows_which_has_copied(server: Server) -> None:
+    made = Memory()
+    memory = weakref.ref(made)
+    server.prepare("a", memory=made)
+    del made
+    server.end()
+    server._engine_driven_contexts[7] = None  # registered again
+    server.prepare("a", memory="other memory")
+    assert server.commit("a") is True
+    gc.collect()
+    assert memory() is not None, "LMCache's objects give their memory back when nobody refers to them"
+    assert server.l1.freed == []
+
+
+def test_what_another_reserves_under_the_same_key_stays(server: Server) -> None:
+    server.prepare("a")
+    server.l1.drop("a")  # an operator's command, which frees it
+    another = server.prepare("a", worker=8)
+    server.end()
+    assert server.l1.at("a") is another
+    assert (server.l1.gone, server.context.counters) == ([], {})
+
+
+class FilledFirst:
+    """A lock for which somebody waits until the worker has filled what it reserved."""
+
+    def __init__(self, entry: Any) -> None:
+        self.entry = entry
+
+    def __enter__(self) -> None:
+        self.entry.write_lock.unlock()
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_what_is_filled_just_then_stays(server: Server) -> None:
+    entry = server.prepare("a")
+    server.l1._lock = FilledFirst(entry)  # type: ignore[assignment]
+    server.end()
+    assert (server.l1.at("a"), server.l1.gone, server.context.counters) == (entry, [], {})
+
+
+def test_a_store_that_needs_no_room_says_nothing_of_an_earlier_one(server: Server) -> None:
+    """All of it was there."""
+    server.prepare("a")
+    server.end()
+    look = server.targets[f"{patch.MODULE}.prepare_store"].look
+    look(server, ("a", 7), {}, SimpleNamespace(context={"slots": [], "chunk_indices": []}))
+    assert server.commit("a") is False
+    assert server.l1.freed == ["memory"]
+
+
+def test_a_goodbye_that_comes_while_room_is_made(server: Server) -> None:
+    server.l1.reserve("a", "memory")
+    server._engine_driven_contexts.pop(7)
+    server._pending_shm_writes[7, "a"] = ["a"]
+    server.look("a", 7)
+    assert (server.l1.at("a"), server.l1.freed, server._pending_shm_writes) == (None, [], {})
+
+
+def test_what_can_be_read_is_not_taken_for_reserved(server: Server) -> None:
+    """As where it is filled before the patch has looked."""
+    server.l1.reserve("a", "memory").write_lock.unlock()
+    server.look("a", 7)
+    server.end()
+    assert server.l1.gone == []
+
+
+def test_a_patch_that_stands_aside_gives_the_locks_back(server: Server) -> None:
+    entry = server.prepare("a")
+    own = entry.write_lock.own
+    server.context.withdraw()
+    assert entry.write_lock is own
+
+
+def test_where_stores_go_through_messages_there_is_nothing_to_hold(server: Server) -> None:
+    through_messages: dict[str, Any] = {}
+    nothing_to_copy: dict[str, Any] = {"slots": [], "chunk_indices": []}
+    for context in (through_messages, nothing_to_copy):
+        look = server.targets[f"{patch.MODULE}.prepare_store"].look
+        look(server, ("a", 7), {}, SimpleNamespace(context=context))
+    server.end()
+    assert server.context.counters == {}
+
+
+def test_a_key_that_can_still_be_read_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, patch.STORAGE, SimpleNamespace(_L1_WRITE_TAG=TAG))
+    server = Server(Apart())
+    server.prepare("a")
+    server.l1._objects["a"] = SimpleNamespace()
+    server.end()
+    assert (server.l1.at("a"), server.l1.gone) == (None, [])
