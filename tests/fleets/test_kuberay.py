@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import yaml
 from vllm_livepatch.tools import deploy

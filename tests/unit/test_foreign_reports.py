@@ -56,7 +56,7 @@ def changed(content: Any, place: Path_, value: Any) -> Any:
     new = {"": copy.deepcopy(content)}
     inner, last = new, ""
     for key in place:
-        inner, last = inner[last], key  # type: ignore[assignment]
+        inner, last = inner[last], key
     if value is places:
         del inner[last]
     else:
@@ -69,10 +69,11 @@ def everything(state: Path) -> tuple[status.Reports, list[str]]:
     found = status.read(state)
     of_all = summary.summary(found)
     status.prune(found)
-    console = Console(file=io.StringIO(), width=200)
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
     console.print(pages.status_view(found.live, state))
     said = [summary.processes_text(found), summary.summary_text(of_all), *status.unmet(found, ["around", "b"])]
-    said += [console.file.getvalue(), generate_latest(metrics._registry(state)).decode()]
+    said += [screen.getvalue(), generate_latest(metrics._registry(state)).decode()]
     for value in (found.live, of_all):
         json.dumps(value, allow_nan=False)
     return found, said
@@ -92,14 +93,15 @@ def test_any_value_in_any_place_of_a_report(state: Path, own: bool) -> None:
     for place in places(content):
         for value in (*VALUES, places):
             file.write_text(json.dumps(changed(content, place, value)), "ascii")
-            found, said = everything(state)
+            found = status.read(state)
             assert 77 in [process["pid"] for process in found.live], (place, value)
             counts[len(found.live)] += 1
+            if len(found.live) == 1:
+                continue  # as without it
+            _, said = everything(state)
             text = "\n".join(said)
             assert reading._OBEYED.search(text) is None, (place, value)
             text.encode()
-            if not file.exists():  # ended, as this content has it
-                assert own
     assert beside.exists()
     assert min(counts.values()) > 50
 
