@@ -30,6 +30,7 @@ from vllm_livepatch.tools import deploy as deploying
 from vllm_livepatch.tools import from_diff as diffing
 from vllm_livepatch.tools import guard as guards
 from vllm_livepatch.tools import matrix as matrices
+from vllm_livepatch.tools.bundled import command as bundled
 from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled import verifying
 from vllm_livepatch.tools.errors import UserError
@@ -328,13 +329,18 @@ def end_with(
     """
     try:
         code = app(sys.argv[1:] or list(bare), standalone_mode=False, prog_name=prog_name)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (UserError, SourcesError) as error:
         _fail(name, str(error))
     except KeyboardInterrupt:
         _interrupted()
     except BrokenPipeError:  # piped into head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        bundled.drop_output()
         sys.exit(0)
+    except OSError as error:  # what nobody foresaw: a full disk, a directory that this user may not look into
+        bundled.drop_output()
+        _fail(name, bundled.named(error))
     except Exception as error:
         # click's errors, wherever this release of typer keeps its click.
         formatted = getattr(error, "format_message", None)

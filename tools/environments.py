@@ -34,6 +34,8 @@ CONSTRAINTS = Path(__file__).parent / "constraints-engine.txt"
 ROUTER = ["vllm-router==0.1.17", "orjson==3.13.0"]
 # On CPU memory it needs neither a GPU nor CUDA; the newest, since vLLM 0.33 asks for 1.5.
 NIXL = ["--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1"]
+# An engine's environment has what it asks for.
+RAY = ["--no-deps", "ray==2.60.0"]
 # Without what it asks for: over tcp its engine needs none of it. The other build links CUDA's libraries.
 MOONCAKE = ["--no-deps", "mooncake-transfer-engine-non-cuda==0.3.13.post1"]
 # What that links and brings no copy of (Debian's names; libnuma1 is on most machines).
@@ -72,6 +74,13 @@ def nixl(python: Path) -> Path:
     asked = [str(python), "-c", "import sys; print(sys.implementation.cache_tag)"]
     tag = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     root = _kept(f"nixl-{tag}", {**_machine(), "steps": NIXL}, _build_small(python, NIXL)).parents[1]
+    return next(root.glob("lib/python3*/site-packages"))
+
+
+def ray(python: Path) -> Path:
+    """A directory with Ray for ``python``, an engine's: for an environment that has both. Raises as ``engine`` does."""
+    version = subprocess.run([str(python), "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    root = _kept("ray", {**_machine(), "steps": RAY, "version": version}, _build_small(python, RAY)).parents[1]
     return next(root.glob("lib/python3*/site-packages"))
 
 

@@ -95,6 +95,8 @@ def named(reports: status.Reports) -> list[tuple[str, Process]]:
 
 def write(directory: Path, file: Path) -> None:
     """The metrics as a file for node_exporter's textfile collector: replaced as a whole. Raises UserError."""
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} cannot be written: it is no file")  # a device, which would be replaced as well
     try:
         write_to_textfile(str(file), _registry(directory))
     except OSError as error:

@@ -30,7 +30,7 @@ def printed(cli: Cli, form: str, *words: str) -> str:
     assert (done.code, done.err) == (0, "")
     assert not re.search("@[A-Z_]+@", done.out)
     assert IMAGE in done.out or form == "systemd"
-    assert MODEL in done.out or form == "ray"
+    assert MODEL in done.out
     return done.out
 
 
@@ -222,6 +222,15 @@ def test_what_is_not_a_plain_word_is_quoted(cli: Cli, tmp_path: Path) -> None:
     stand_in(tmp_path, "docker", "")
     assert shell(cli("deploy", "docker", "--model", "a b; exit 3").out, tmp_path).code == 0
     assert calls(tmp_path)[-1].endswith("[a b; exit 3]")
+
+
+@pytest.mark.parametrize("name", ["yes", "1.5", "null", "0x1f/", 'a"b', "a\\b", "a/b,c", "2026-01-01", "~", "a:"])
+def test_a_name_stays_a_text(cli: Cli, name: str) -> None:
+    for form in ("kubernetes", "ray"):
+        first, *_ = yaml.safe_load_all(cli("deploy", form, "--image", name, "--model", name).out)
+        spec = first["spec"]
+        pod = spec["template"] if form == "kubernetes" else spec["headGroupSpec"]["template"]
+        assert engine(pod["spec"])["image"] == name
 
 
 def test_every_form_is_a_file_of_the_package() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...sitecustomize.redaction import sentence
 from ..errors import UserError
 from . import doctor, status, summary, verdicts
 from .verifying import verified
@@ -18,6 +19,8 @@ from .verifying import verified
 
 def main(place: str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command of the bundle at `place` to the process's end. Bad input is one line on stderr, and exit 2."""
+    if sys.stdout is None:  # closed by who started it
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     options = _parser().parse_args(arguments)
     options.place = place
     try:
@@ -29,9 +32,24 @@ def main(place: str, arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # piped into head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         sys.exit(0)
+    except OSError as error:
+        drop_output()
+        print(f"vllm-livepatch: {named(error)}", file=sys.stderr)
+        sys.exit(2)
     sys.exit(code)
+
+
+def drop_output() -> None:
+    """Nobody takes what was printed: what is left of it is not tried again when the interpreter ends."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def named(error: OSError) -> str:
+    """What failed, and the file; of an address, no password."""
+    return sentence(": ".join(str(part) for part in (error.filename, error.strerror or error) if part is not None))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,7 +145,7 @@ def settled(reports: status.Reports, require: Sequence[str], prune: bool) -> int
             f"removed the reports of {len(gone)} ended processes: {', '.join(map(str, gone)) or '-'}", file=sys.stderr
         )
     lacking = status.unmet(reports, require) if require else []
-    for said in lacking:
+    for said in lacking or filter(None, [status.unread(reports)]):
         print(f"vllm-livepatch: {said}", file=sys.stderr)
     return 1 if lacking else 0
 

@@ -31,8 +31,10 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 14):
     said = "vllm-livepatch: this bundle does not serve Python %d.%d: nothing is patched\n"
     sys.stderr.write(said % sys.version_info[:2])
     sys.exit(1)
-own_package()
+try:
+    own_package()
+    from _vllm_livepatch.tools.bundled import command  # a tenth of a second, in which somebody may press Ctrl-C
 
-from _vllm_livepatch.tools.bundled import command  # type: ignore[import-not-found] # noqa: E402
-
-command.main(HERE)
+    command.main(HERE)
+except KeyboardInterrupt:
+    os._exit(130)

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...sitecustomize import report
-from ...sitecustomize.redaction import sentence, without_secrets
 from ...sitecustomize.reporting import HEARTBEAT_SECONDS
 from ..errors import UserError
+from .reading import process_of
 
-_KEYS = ("pid", "host", "argv", "python", "started", "bundle", "packages", "patches")
-_LATER_KEYS = ("version", "digest", "settings", "heartbeat", "pid_namespace")  # reports of version 0.1 lack them
 _LARGEST = 16 << 20  # bytes
 UNHEARD_SECONDS = 3 * HEARTBEAT_SECONDS
 """After which one who cannot be looked at from here, and has not written, is no witness that anything is alive."""
@@ -31,13 +29,14 @@ class Reports(NamedTuple):
     live: list[dict[str, Any]]  # oldest first
     seen: list[bool]  # of each of those, whether it was seen to be alive: not only by what it wrote
     ended: list[tuple[int, Path]]  # pids, and the reports that they left
+    unreadable: Sequence[Path] = ()  # of another user
 
 
 def state_directory(given: Path | None) -> Path:
     """Where the reports are. A directory that somebody named must exist; the default one may not, yet."""
     named = given or (Path(os.environ["LIVEPATCH_STATE_DIR"]) if os.environ.get("LIVEPATCH_STATE_DIR") else None)
-    if named is not None and not named.is_dir():
-        raise UserError(f"{named} is not a directory")
+    if named is not None and not os.path.isdir(named):
+        raise UserError(f"{named} is not a directory, or not to be seen by this user")
     if named is None:
         try:
             os.close(report.opened({}))
@@ -52,24 +51,35 @@ def read(directory: Path) -> Reports:
     """Every report. Nothing is removed."""
     found: list[tuple[dict[str, Any], bool]] = []
     ended: list[tuple[int, Path]] = []
+    unreadable: list[Path] = []
     here = (os.uname().nodename, report.pid_namespace())
-    for file in sorted(directory.glob("*.json")) if directory.is_dir() else ():
+    for file in _files(directory):
         try:
             content = json.loads(_read(file))
-            process = {key: content[key] for key in _KEYS} | {key: content.get(key) for key in _LATER_KEYS}
-            process["argv"] = without_secrets(process["argv"])  # version 0.1 wrote them as they were
-            for patch in process["patches"]:
-                patch["detail"] = patch["detail"] and sentence(patch["detail"])
-            ticks, pid = content.get("start_ticks"), int(process["pid"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            process = process_of(content)
+        except PermissionError:
+            unreadable.append(file)
+            continue
+        except (OSError, ValueError, RecursionError):
             continue  # not a report of ours, or gone
+        ticks, pid = content.get("start_ticks"), process["pid"]
         can_tell = process["pid_namespace"] is not None and (process["host"], process["pid_namespace"]) == here
         if can_tell and not _alive(pid, ticks):
             ended.append((pid, file))
         else:
             found.append((process, can_tell))
     found.sort(key=lambda one: (one[0]["started"], one[0]["pid"]))
-    return Reports([process for process, _ in found], [seen for _, seen in found], ended)
+    return Reports([process for process, _ in found], [seen for _, seen in found], ended, unreadable)
+
+
+def _files(directory: Path) -> list[Path]:
+    """In a directory that is there. Raises UserError where nobody here may look into it."""
+    try:
+        return sorted(Path(entry) for entry in os.scandir(directory) if entry.name.endswith(".json"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror or error}") from error
 
 
 def processes(directory: Path) -> list[dict[str, Any]]:
@@ -109,18 +119,26 @@ def is_missing(process: dict[str, Any], patch: dict[str, Any]) -> bool:
     return patch["reason"] not in ("off", "optional") and not nothing_to_mend
 
 
+def unread(reports: Reports) -> str:
+    """What cannot be told here, in a sentence; empty where all can."""
+    if not reports.unreadable:
+        return ""
+    number, first = len(reports.unreadable), reports.unreadable[0]
+    return f"{number} reports cannot be read here, such as {first}: ask as the user of the engine"
+
+
 def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
     """Why not every live process has all of these patches: a sentence each, none where each has them.
 
     Where its target was not imported a process needs none. One that is not seen to be alive, and was not heard of for
-    three heartbeats, is left out.
+    three heartbeats, is left out. A report of another user may be that of a process that lacks them.
     """
-    found: list[str] = []
+    found: list[str] = [said] if (said := unread(reports)) else []
     witnesses = [
         process for process, seen in zip(reports.live, reports.seen, strict=True) if seen or is_heard_of(process)
     ]
     if not witnesses:
-        return ["no live patched process is there" if not reports.live else "no process was heard of lately"]
+        return [*found, "no live patched process is there" if not reports.live else "no process was heard of lately"]
     for name in required:
         asked = name.replace("_", "-")
         for process in witnesses:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from .reading import STATES
 from .status import Reports, age, is_heard_of, is_missing
 
-STATES = ("applied", "armed", "skipped", "failed")
 _TROUBLES = 8
 _KINDS = 3
 _WIDTH = 200
@@ -46,7 +46,7 @@ def versioned(patch: dict[str, Any]) -> str:
 
 
 def why(patch: dict[str, Any]) -> str:
-    return f"{patch['reason']}: {patch['detail']}" if patch["reason"] else ""
+    return " ".join(f"{patch['reason']}: {patch['detail']}".split()) if patch["reason"] else ""
 
 
 def counted(counters: dict[str, int], kinds: int | None = None) -> str:

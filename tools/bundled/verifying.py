@@ -15,6 +15,8 @@ from ..errors import UserError
 MANIFEST = "manifest.json"
 GENERATION = re.compile(r"livepatch-[^/]+-[0-9a-f]{16}|_vllm_livepatch")
 """Folders at a bundle's top that an upgrade leaves for running processes; the second is as version 0.1 wrote them."""
+_OUTSIDE = re.compile(r"^/|(^|/)\.\.(/|$)|\0")
+"""In a manifest: a name of no file below the bundle."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,11 @@ def _own_manifests(folders: set[str], manifest: bytes) -> dict[str, str]:
 def _listed(manifest: bytes) -> dict[str, str] | str:
     """The SHA-256 of each file, or what is wrong with the manifest."""
     try:
-        found = json.loads(manifest)["files"]
-        return {str(name): str(sha256) for name, sha256 in dict(found).items()}
-    except (ValueError, KeyError, TypeError) as error:
+        found = {str(name): str(sha256) for name, sha256 in dict(json.loads(manifest)["files"]).items()}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         return str(error)
+    outside = [name for name in found if _OUTSIDE.search(name)]
+    return f"{outside[0]!r} is no file of a bundle" if outside else found
 
 
 def _source_of(name: str) -> str | None:
@@ -100,11 +103,14 @@ class _Directory:
         self._place = place
 
     def names(self) -> list[str]:
-        return [file.relative_to(self._place).as_posix() for file in self._place.rglob("*") if file.is_file()]
+        """Links to directories as well: Python imports what is behind one."""
+        found = (file for file in self._place.rglob("*") if file.is_symlink() or not file.is_dir())
+        return [file.relative_to(self._place).as_posix() for file in found]
 
     def read(self, name: str) -> bytes | None:
+        """None where there is no such file: a pipe, which would be waited for, or a device is none."""
         try:
-            return (self._place / name).read_bytes()
+            return (self._place / name).read_bytes() if (self._place / name).is_file() else None
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from importlib import resources
@@ -53,5 +54,6 @@ def _as_image_volume(said: str) -> str:
 
 
 def _yaml(value: str) -> str:
-    """A plain word as it is, anything else in quotes."""
-    return value if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", value) and ": " not in value else f'"{value}"'
+    """A name with a slash as it is; anything else in quotes, since a plain `yes` or `1.5` is no text."""
+    plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*[A-Za-z0-9]", value) is not None and "/" in value
+    return value if plain else json.dumps(value)

@@ -1,0 +1,175 @@
+"""A state directory that others may write to, or may not be read: what they leave there hides nothing beside it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from rich.console import Console
+from vllm_livepatch.tools import metrics, pages
+from vllm_livepatch.tools.bundled import command, reading, status, summary
+
+from tests.unit import fleet
+from tests.unit.support import Cli, Done
+
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    10**400,
+    1e400,
+    float("nan"),
+    1.5,
+    "",
+    "x",
+    "[/x]",
+    "\x1b[31mr\n\rx\u202e",
+    "\ud800",
+]
+VALUES += [[], [1], ["a"], [{}], {}, {"a": 1}, {"a": "b"}]
+Path_ = tuple[Any, ...]
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+def places(value: Any, before: Path_ = ()) -> Iterator[Path_]:
+    yield before
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from places(part, (*before, key))
+
+
+def changed(content: Any, place: Path_, value: Any) -> Any:
+    """With this in that place; `places` itself stands for nothing there."""
+    new = {"": copy.deepcopy(content)}
+    inner, last = new, ""
+    for key in place:
+        inner, last = inner[last], key
+    if value is places:
+        del inner[last]
+    else:
+        inner[last] = value
+    return new.get("")
+
+
+def everything(state: Path) -> tuple[status.Reports, list[str]]:
+    """All that is asked of a directory, as text."""
+    found = status.read(state)
+    of_all = summary.summary(found)
+    status.prune(found)
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    console.print(pages.status_view(found.live, state))
+    said = [summary.processes_text(found), summary.summary_text(of_all), *status.unmet(found, ["around", "b"])]
+    said += [screen.getvalue(), generate_latest(metrics._registry(state)).decode()]
+    for value in (found.live, of_all):
+        json.dumps(value, allow_nan=False)
+    return found, said
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_any_value_in_any_place_of_a_report(state: Path, own: bool) -> None:
+    """It is shown or passed over, with nothing in it that a terminal would obey; the one beside it is always shown."""
+    patches = (
+        fleet.patch("around", counters={"calls": 2}, targets=["a:b"], version=1),
+        fleet.patch("b", "failed", "x"),
+    )
+    file = (fleet.leave_own if own else fleet.leave)(state, *patches)
+    content = json.loads(file.read_text("ascii"))
+    beside = fleet.leave(state, fleet.patch("around"), pid=77)
+    counts = {1: 0, 2: 0}
+    for place in places(content):
+        for value in (*VALUES, places):
+            file.write_text(json.dumps(changed(content, place, value)), "ascii")
+            found = status.read(state)
+            assert 77 in [process["pid"] for process in found.live], (place, value)
+            counts[len(found.live)] += 1
+            if len(found.live) == 1:
+                continue  # as without it
+            _, said = everything(state)
+            text = "\n".join(said)
+            assert reading._OBEYED.search(text) is None, (place, value)
+            text.encode()
+    assert beside.exists()
+    assert min(counts.values()) > 50
+
+
+def test_a_patch_twice_is_no_report(state: Path) -> None:
+    """Prometheus would refuse the page for it."""
+    fleet.leave(state, fleet.patch("around"), fleet.patch("around"))
+    assert everything(state)[0].live == []
+
+
+@pytest.fixture
+def another() -> Iterator[Path]:
+    """A directory that anybody may look into, seen as a user who may not read everything."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        os.chmod(place, 0o755)
+        yield Path(place)
+
+
+class Unprivileged:
+    """Root may read everything: as somebody else for a while, where the tests are root's."""
+
+    def __enter__(self) -> None:
+        self._root = os.geteuid() == 0
+        if self._root:
+            os.seteuid(65534)
+
+    def __exit__(self, *error: object) -> None:
+        if self._root:
+            os.seteuid(0)
+
+
+def ask(capfd: pytest.CaptureFixture[str], *arguments: str) -> Done:
+    """The bundle's own `status`, in this process: another user may not read what the tests' own would import."""
+    with Unprivileged(), pytest.raises(SystemExit) as ended:
+        command.main("/livepatch", ["status", *arguments])
+    said = capfd.readouterr()
+    return Done(int(str(ended.value.code)), said.out, said.err)
+
+
+def test_the_report_of_another_user_is_not_passed_over(another: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fleet.leave(another, fleet.patch("around"))
+    hidden = fleet.leave(another, fleet.patch("around", "failed", "raised"))
+    hidden.chmod(0)
+    found = [ask(capfd, "--state-dir", str(another), *more) for more in ([], ["--summary"], ["--require", "around"])]
+    said = f"vllm-livepatch: 1 reports cannot be read here, such as {hidden}: ask as the user of the engine\n"
+    assert [(done.code, done.err) for done in found] == [(0, said), (0, said), (1, said)]
+    assert "1 processes on 1 hosts" in found[1].out
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_directory_that_is_not_to_be_looked_into(
+    another: Path, capfd: pytest.CaptureFixture[str], below: str
+) -> None:
+    """It is not said to hold no process."""
+    closed = another / "closed"
+    (closed / "below").mkdir(parents=True)
+    closed.chmod(0)
+    done = ask(capfd, "--state-dir", str(closed / below))
+    closed.chmod(0o700)
+    assert (done.code, done.out, len(done.lines)) == (2, "", 1)
+    assert str(closed / below) in done.err
+
+
+def test_what_nobody_foresaw_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "/somewhere")
+
+    state.mkdir()
+    monkeypatch.setattr(status, "read", full)
+    done = cli("status", "--state-dir", str(state))
+    assert (done.code, done.err) == (2, "vllm-livepatch: /somewhere: No space left on device\n")

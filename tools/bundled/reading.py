@@ -1,0 +1,89 @@
+"""A report as `status` takes it: of the form that processes write, and of nothing that a terminal would obey.
+
+Others may write to a directory that is shared: what they leave there must not hide the reports beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from types import NoneType
+from typing import Any
+
+from ...sitecustomize.redaction import sentence, without_secrets
+
+_TOO_LARGE = 2.0**63
+STATES = ("applied", "armed", "skipped", "failed")
+_MAYBE = (str, NoneType)
+_PATCH = {
+    "name": str,
+    "state": STATES,
+    "reason": _MAYBE,
+    "detail": _MAYBE,
+    "verdict": _MAYBE,
+    "targets": [str],
+    "counters": {...: int},
+    "version": (int, NoneType),
+}
+_LATER = {
+    "version": _MAYBE,
+    "digest": _MAYBE,
+    "settings": (dict, NoneType),
+    "heartbeat": (int, float, NoneType),
+    "pid_namespace": _MAYBE,
+}
+_FORM = {
+    "pid": int,
+    "host": str,
+    "argv": [str],
+    "python": _MAYBE,
+    "started": str,
+    "bundle": _MAYBE,
+    "packages": {...: _MAYBE},
+    "patches": [_PATCH],
+    **_LATER,
+}
+_OPTIONAL = _LATER.keys()
+"""Reports of version 0.1 lack them, and their patches a version."""
+_OBEYED = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, and those that turn the direction of what follows; no new line and no tab."""
+
+
+def process_of(content: Any) -> dict[str, Any]:
+    """The report of a process, without what it does not show. Raises ValueError for any other content."""
+    content = _plain(content)
+    if not _is(content, _FORM):
+        raise ValueError("not a report")
+    process: dict[str, Any] = {key: content.get(key) for key in _FORM}
+    process["patches"] = [{key: patch[key] for key in _PATCH if key in patch} for patch in process["patches"]]
+    names = {patch["name"] for patch in process["patches"]}
+    if len(names) < len(process["patches"]) or not _is((process["settings"] or {}).get("toggles"), (dict, NoneType)):
+        raise ValueError("not a report")
+    process["argv"] = without_secrets(process["argv"])  # version 0.1 wrote them as they were
+    for patch in process["patches"]:
+        patch["detail"] = patch["detail"] and sentence(patch["detail"])
+    return process
+
+
+def _is(value: Any, form: Any) -> bool:
+    """Whether it has a form: types, certain words, a list of a form, a dictionary of forms or of one."""
+    if isinstance(form, dict) and ... in form:
+        return isinstance(value, dict) and all(_is(part, form[...]) for part in value.values())
+    if isinstance(form, dict):
+        there = isinstance(value, dict) and form.keys() <= value.keys() | _OPTIONAL
+        return there and all(_is(value.get(key), part) for key, part in form.items())
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_is(part, form[0]) for part in value)
+    if form is STATES:
+        return value in STATES
+    return isinstance(value, form) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """Text that can be printed, and numbers that JSON and Prometheus have."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, (int, float)):
+        return value if abs(value) < _TOO_LARGE else None
+    return _OBEYED.sub("?", value) if isinstance(value, str) else value
