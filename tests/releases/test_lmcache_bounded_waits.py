@@ -78,6 +78,7 @@ def stock(release: str) -> dict[str, Any]:
     """
     version = Version(release)
     says, polls, beats = (version >= Version(since) for since in ("0.5.5", "0.5.5", "0.5.6"))
+    asynchronous = [[[], ["a"], [5, 6, 7, 8] if says else [], 2.0], True, [["given up"], True], 64, [], False, True]
     error = "TimeoutError" if version < Version("0.5.1") else "LMCacheTimeoutError"
     return {
         "stopped_after_a_load": [[[], ["a", "b"], [9, 10, 11, 12] if says else [], 2.0], True],
@@ -85,6 +86,9 @@ def stock(release: str) -> dict[str, Any]:
         "raises": [[error], False, AGAIN],
         "lookup": [0, 0.0 if polls else 1.0, 1.0, int(beats)],
         "found_again": [[3600.0], [False, False], True, 0],
+        # Not mended: a load waits twice, a preemption for as long as the store does, and a store that is given up reads
+        # what was another request's, and stores it.
+        **({"asynchronous": asynchronous} if version >= Version("0.5.2") else {}),
         "killed_under_a_store": [error, 1.0],
     }
 
