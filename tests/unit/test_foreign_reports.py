@@ -163,6 +163,7 @@ def test_a_directory_that_is_not_to_be_looked_into(
     closed.chmod(0o700)
     assert (done.code, done.out, len(done.lines)) == (2, "", 1)
     assert str(closed / below) in done.err
+    assert ("not to be seen by this user" in done.err) == bool(below)
 
 
 def test_what_nobody_foresaw_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, state: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(patched: Sandbox, cli: 
     name = own.relative_to(patched.bundle).as_posix()
     own.unlink()
     os.mkfifo(own)
-    done = cli("verify", str(patched.bundle))
+    done = cli.process("verify", str(patched.bundle))
     assert (done.code, done.out) == (1, f"{name} is missing\n")
 
 
