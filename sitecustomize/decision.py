@@ -191,7 +191,7 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
             variant,
         )
     if _is_listed(installed.release, variant):
-        known = "is what the diff applies to exactly" if patch.diff else "has the fault, reproduced on this release"
+        known = "is what the diff applies to exactly" if patch.diff else "has the fault"
         return "needed", f"{release} {known}", variant
     return "unverified", f"{release} is not listed, but its code is that of {variant.releases[-1]}", variant
 

@@ -103,7 +103,7 @@ def generate(
     if guard is not None:
         guards.write(entries, guard)
         print(f"{guard}: vllm-livepatch-guard; where VLLM_PLUGINS is set, add livepatch to it")
-        print(f"  pip install {shlex.quote(str(guard.absolute()))}")
+        print(f"  pip install --no-index {shlex.quote(str(guard.absolute()))}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -1,12 +1,13 @@
 """`matrix`: every patch against every pinned release, by the decision that runs in the process.
 
-A cell is *executed* where a release test drove exactly this code of this release, stock and patched, and *read* where
-only its fingerprints are known. The catalogue says which: a variant's `releases` are those that were driven, but for
-those in its `read`, and tests/releases/test_matrix.py holds them against what the release tests are run on.
+A cell is *executed* where a release test drove exactly this code of this release, stock and patched (stock alone where
+the release is left alone), and *read* where only its fingerprints are known. The release tests keep the record of that
+in executed.toml (`pytest tests/releases --keep-record`), and fail where it claims more than they ran.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,9 +34,11 @@ from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.pages import COLOURS
 from vllm_livepatch.tools.registry import Pin
 from vllm_livepatch.tools.sources import SourcesError
+from vllm_livepatch.tools.toml import tomllib
 
 Known = Literal["executed", "read"]
 NAMES = {"vllm": "vLLM", "lmcache": "LMCache"}
+EXECUTED_FILE = Path(__file__).with_name("executed.toml")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,13 @@ class Matrix:
             "patches": rows(lambda cell: cell.verdict),
             "known": rows(lambda cell: cell.known),
         }
+
+
+@functools.cache
+def executed() -> Mapping[str, Mapping[str, list[str]]]:
+    """The releases on which the release tests executed a patch, by patch and package."""
+    found: Mapping[str, Mapping[str, list[str]]] = tomllib.loads(EXECUTED_FILE.read_text("utf-8"))
+    return found
 
 
 def make(patches: Iterable[Patch]) -> Matrix:
@@ -106,7 +116,9 @@ def _cell(patch: Patch, package: str, found: Installed) -> Cell:
     verdict, detail, form = judge(patch, found) if own else judge_companion(patch, package, found)
     release = found.release if own else found.companions.get(package)
     version = public_release(release or "")
-    driven = form is not None and bool(form.code) and version in form.releases and version not in form.read
+    driven = (
+        form is not None and version in form.releases and version in executed().get(patch.name, {}).get(package, ())
+    )
     return Cell(verdict, "executed" if driven else "read", detail)
 
 

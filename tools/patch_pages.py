@@ -75,21 +75,23 @@ def page(patch: Patch) -> str:
 _SOURCES = ("origin", "upstream", "last_update")
 
 
-def _where(patch: Patch) -> list[str]:
-    """By verdict, with the releases that were verified, in spans of the pinned ones."""
-    verdicts = {
-        "needed": "needed",
-        "fixed-upstream": "not needed, fixed upstream",
-        "not-present": "there is no such code",
-    }
-    found = {release: verdict for verdict in verdicts for release in pages.releases(patch, verdict)}
-    spans: dict[str, list[str]] = {verdict: [] for verdict in verdicts}
+_VERDICTS = {"needed": "needed", "fixed-upstream": "not needed, fixed upstream", "not-present": "there is no such code"}
+
+
+def _spans(patch: Patch) -> dict[str, str]:
+    """The releases that were verified, by verdict, in spans of the pinned ones."""
+    found = {release: verdict for verdict in _VERDICTS for release in pages.releases(patch, verdict)}
+    spans: dict[str, list[str]] = {}
     pinned = [pin.version for pin in registry.all_pins(patch.package)]
     for verdict, group in groupby(pinned, found.get):
         if verdict is not None:
-            spans[verdict].append(pages.span(list(group)))
+            spans.setdefault(verdict, []).append(pages.span(list(group)))
+    return {verdict: ", ".join(spans[verdict]) for verdict in _VERDICTS if verdict in spans}
+
+
+def _where(patch: Patch) -> list[str]:
     package = matrix.NAMES[patch.package]
-    return [f"- {package} {', '.join(spans[verdict])}: {verdicts[verdict]}" for verdict in verdicts if spans[verdict]]
+    return [f"- {package} {releases}: {_VERDICTS[verdict]}" for verdict, releases in _spans(patch).items()]
 
 
 def _switch(patch: Patch) -> list[str]:
@@ -112,7 +114,7 @@ def _cell(said: object) -> str:
 def index(patches: list[Patch]) -> str:
     rows = [
         f"| [`{patch.name}`]({patch.name}.md) | {_cell(patch.title)} | {matrix.NAMES[patch.package]} "
-        f"| {pages.span(pages.releases(patch, 'needed'))} | {DEFAULTS.get(patch.auto, 'on')} |"
+        f"| {_spans(patch).get('needed', 'none')} | {DEFAULTS.get(patch.auto, 'on')} |"
         for patch in patches
     ]
     return HEAD + "\n".join(rows) + "\n"

@@ -1,4 +1,4 @@
-"""The record of what a run of the release tests executed, and the matrix's cells that claim more.
+"""The record of what a run of the release tests executed, and what is kept of it for the matrix.
 
 Each driver's run leaves a line: the test, the releases, and the patches that its process reports as applied. A patch's
 cell is executed on stock where a test that names the patch ran that release without it, and patched where one ran it
@@ -20,6 +20,7 @@ from vllm_livepatch.tools.matrix import Matrix
 VARIABLE = "LIVEPATCH_TEST_RECORD"
 """Names the directory of the record, for the workers of one test run."""
 ROOT = Path(__file__).parents[2]
+HEAD = "# The releases on which the release tests executed each patch: pytest tests/releases --keep-record\n\n"
 
 Record = dict[str, dict[tuple[str, str], set[str]]]
 """By patch and (package, release): "stock", "patched", or both."""
@@ -58,15 +59,23 @@ def read(place: Path) -> Record:
     return gathered(lines, {file: newrelease.patches_of(ROOT / file) for file in {line["file"] for line in lines}})
 
 
-def overclaimed(matrix: Matrix, record: Record) -> list[str]:
-    """The cells that are called executed, and what was not run of them."""
-    found = []
+def fully(matrix: Matrix, record: Record) -> dict[str, dict[str, list[str]]]:
+    """The releases on which each patch was executed as its cell's verdict asks for, by patch and package."""
+    found: dict[str, dict[str, list[str]]] = {}
     for patch, row in matrix.cells.items():
         for release, cell in row.items():
             wanted = {"stock", "patched"} if cell.verdict == "needed" else {"stock"}
-            lacking = wanted - record.get(patch, {}).get(release, set())
-            if cell.known == "executed" and lacking:
-                found.append(
-                    f"{patch} on {'=='.join(release)}: {cell.verdict}, not run {' and '.join(sorted(lacking))}"
-                )
+            if wanted <= record.get(patch, {}).get(release, set()):
+                found.setdefault(patch, {}).setdefault(release[0], []).append(release[1])
     return found
+
+
+def overclaimed(kept: Mapping[str, Mapping[str, list[str]]], ran: Mapping[str, Mapping[str, list[str]]]) -> list[str]:
+    """What is kept as executed, and was not run."""
+    return [
+        f"{patch} on {package}=={release}"
+        for patch, packages in kept.items()
+        for package, releases in packages.items()
+        for release in releases
+        if release not in ran.get(patch, {}).get(package, ())
+    ]

@@ -85,7 +85,9 @@ class Interpreter:
         result: dict[str, Any] = json.loads((work / "stdout").read_text(encoding="utf-8"))
         for package, place in given.items():
             assert Path(result[package]).is_relative_to(place), f"another {package} than the release's was driven"
-        executed.note(driver, releases, work / "state" if bundle else None)
+        # A package that was not put on the path is the engine environment's: of the newest pinned release.
+        own = {name: registry.pins(name)[-1].version for name in ("lmcache",) if result.get(name) and name not in given}
+        executed.note(driver, {**releases, **own}, work / "state" if bundle else None)
         return result
 
     def close(self) -> None:

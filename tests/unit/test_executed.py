@@ -27,36 +27,40 @@ def ran(release: str, *applied: str, file: str = "test_one.py") -> dict[str, Any
     return {"file": file, "driver": "one", "releases": {"vllm": release}, "applied": list(applied)}
 
 
-def claims(verdict: Any, known: Any, *lines: dict[str, Any]) -> list[str]:
-    cells = {("vllm", "1.0"): Cell(verdict, known, "")}
+def fully(verdict: Any, *lines: dict[str, Any]) -> dict[str, Any]:
+    cells = {("vllm", "1.0"): Cell(verdict, "read", "")}
     made = Matrix(tuple(cells), (PATCH,), {"one-patch": cells})
-    return list(executed.overclaimed(made, executed.gathered(lines, ABOUT)))
+    return dict(executed.fully(made, executed.gathered(lines, ABOUT)))
+
+
+WHOLE = {"one-patch": {"vllm": ["1.0"]}}
 
 
 @pytest.mark.parametrize(
-    ("lines", "lacking"),
+    ("lines", "found"),
     [
-        ([], "patched and stock"),
-        ([ran("1.0")], "patched"),
-        ([ran("1.0", "other")], "patched"),
-        ([ran("1.0", "one-patch")], "stock"),
-        ([ran("1.0"), ran("1.1", "one-patch")], "patched"),
-        ([ran("1.0"), ran("1.0", "one-patch", file="test_other.py")], "patched"),
-        ([ran("1.0"), ran("1.0", "one-patch")], None),
+        ([], {}),
+        ([ran("1.0")], {}),
+        ([ran("1.0", "other")], {}),
+        ([ran("1.0", "one-patch")], {}),
+        ([ran("1.0"), ran("1.1", "one-patch")], {}),
+        ([ran("1.0"), ran("1.0", "one-patch", file="test_other.py")], {}),
+        ([ran("1.0"), ran("1.0", "one-patch")], WHOLE),
     ],
 )
-def test_needed_takes_a_run_without_the_patch_and_one_with_it(lines: list[Any], lacking: str | None) -> None:
-    expected = [] if lacking is None else [f"one-patch on vllm==1.0: needed, not run {lacking}"]
-    assert claims("needed", "executed", *lines) == expected
+def test_needed_takes_a_run_without_the_patch_and_one_with_it(lines: list[Any], found: dict[str, Any]) -> None:
+    assert fully("needed", *lines) == found
 
 
 def test_a_release_that_is_left_alone_takes_a_run_without_it() -> None:
-    assert claims("fixed-upstream", "executed") == ["one-patch on vllm==1.0: fixed-upstream, not run stock"]
-    assert claims("fixed-upstream", "executed", ran("1.0", "other")) == []
+    assert fully("fixed-upstream") == {}
+    assert fully("fixed-upstream", ran("1.0", "other")) == WHOLE
 
 
-def test_what_is_only_read_claims_nothing() -> None:
-    assert claims("needed", "read") == []
+def test_what_is_kept_and_was_not_run_is_named() -> None:
+    assert executed.overclaimed(WHOLE, WHOLE) == []
+    assert executed.overclaimed(WHOLE, {}) == ["one-patch on vllm==1.0"]
+    assert executed.overclaimed({}, WHOLE) == []
 
 
 def test_a_line_is_left_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
