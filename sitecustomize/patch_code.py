@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 
@@ -12,8 +11,10 @@ from .application import ApplyError
 def load(root: str, patch: str) -> ModuleType:
     """The patch's module. Raises ApplyError where that bundle has been replaced since and is no longer there."""
     _forget_where_parts_lay(sys.modules[root])
+    name = f"{root}.patches.{patch.replace('-', '_')}.wrappers"
     try:
-        return importlib.import_module(f"{root}.patches.{patch.replace('-', '_')}.wrappers")
+        __import__(name)  # not by importlib, of which another thread may be importing the other half
+        return sys.modules[name]
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != root:
             raise

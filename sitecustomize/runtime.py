@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from . import application, cache, guard, installed, overrides, patch_code, redaction, settings
 from .changed_module import ChangedModule, part_of_import
@@ -26,6 +26,7 @@ from .report import ProcessReport
 from .reporting import Reporter
 from .source_changes import Made, SourceChanges, TooLate, no_place
 
+_Found = TypeVar("_Found")
 EXIT_STRICT = 78  # EX_CONFIG
 _RECHECK_SECONDS = 15.0
 _FLUSH_SECONDS = 1.0
@@ -282,24 +283,15 @@ class Runtime:
             if set(made) != set(patch.targets):
                 raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
             wanted = {target: made[target] for target in targets}
-            for patience in (True, True, True, False):
-                try:
-                    while not self._put_around(state, context, wanted):
-                        pass  # another thread was faster: on what it left
-                    break
-                except (AttributeError, ImportError, NameError):
-                    # Where several threads import at once, Python may take their waiting for a deadlock and give out a
-                    # module of the standard library of which half is there. A moment later all of it is.
-                    if not patience:
-                        raise
-                    time.sleep(0.1)
+            while not _patiently(lambda: self._put_around(state, context, wanted)):
+                pass  # another thread was faster: on what it left
         except application.ApplyError as error:
             self._unapply(state, error.reason, error.detail)
         except (Exception, SystemExit) as error:  # a patch may end itself, not the process
             self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
 
     def _made(self, patch: Patch, context: PatchContext) -> dict[str, Callable[..., Any]]:
-        code = patch_code.load(self._root, patch.name)
+        code = _patiently(lambda: patch_code.load(self._root, patch.name))
         return dict(code.wrappers(context))
 
     def _put_around(self, state: _PatchState, context: PatchContext, made: dict[str, Callable[..., Any]]) -> bool:
@@ -497,6 +489,20 @@ class Runtime:
                 state.context.forget()
         self.report.begin()
         self._reporter.forked_child()
+
+
+def _patiently(step: Callable[[], _Found]) -> _Found:
+    """What a step gives that imports.
+
+    Where several threads import at once, Python may take their waiting for a deadlock and give out a module of the
+    standard library of which half is there, importlib itself among them. A moment later all of it is.
+    """
+    for _ in range(3):
+        try:
+            return step()
+        except (AttributeError, ImportError, NameError):
+            time.sleep(0.1)
+    return step()
 
 
 def end_process(why: str) -> None:

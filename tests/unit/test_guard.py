@@ -31,7 +31,7 @@ def guard(patched: Sandbox, cli: Cli) -> Path:
     place = patched.root / "guard"
     done = cli("generate", "--guard", str(place), "--patch-dir", str(patched.patches), "--patch", "around")
     assert (done.code, done.err) == (0, "")
-    assert f"pip install {place}" in done.out
+    assert f"pip install --no-index {place}" in done.out
     return place
 
 
