@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def test_a_patchs_code_is_imported_while_half_of_importlib_is_there(monkeypatch:
 def test_what_is_half_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
+    answers: Iterator[Exception | None]
     answers = iter([NameError("name 'sys' is not defined"), ImportError("partially initialized module"), None])
 
     def step() -> str:
