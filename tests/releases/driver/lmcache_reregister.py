@@ -179,6 +179,7 @@ def under_way(server: Server, worker: Worker) -> Any:
 def silent_and_known(server: Server, worker: Worker) -> Any:
     """A silence that is shorter than the server's patience: to register again does no harm."""
     before = stored_and_loaded(worker, 5)
+    worker.rest()
     forgotten = silence(server, AFTER_A_PING / 2) == 0
     return [before, forgotten, stored_and_loaded(worker, 8), server.ask("known")]
 
@@ -194,6 +195,7 @@ def preempted(server: Server, worker: Worker) -> Any:
     assert over() is None, "the pool of a server that has gone would stay mapped"
     stores = worker.adapter.transfer_ctx
     stores.flush_inflight_stores = lambda: flushed.append("earlier")
+    worker.rest()
     silence(server, AFTER_A_PING)
     worker.store("b", 5, FIRST)
     worker.adapter.transfer_ctx.flush_inflight_stores = lambda: flushed.append("now")
