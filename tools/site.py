@@ -1,4 +1,4 @@
-"""What MkDocs asks while it builds the site (mkdocs.yml): the README is its first page, each patch has its place.
+"""What MkDocs asks while it builds the site (site.yml): the README is its first page, each patch has its place.
 
 A link out of the documentation, to the repository's code, has no page to lead to: its text stays.
 """

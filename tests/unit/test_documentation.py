@@ -101,9 +101,11 @@ def test_the_readme_is_short() -> None:
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    mkdocs(["build", "--strict", "--site-dir", str(tmp_path / "site")], standalone_mode=False)
+    mkdocs(
+        ["build", "--strict", "--config-file", str(ROOT / "tools/site.yml"), "--site-dir", str(tmp_path / "site")],
+        standalone_mode=False,
+    )
     front = (tmp_path / "site/index.html").read_text("utf-8")
     assert "images/lives.png" in front
     assert (tmp_path / "site/images/lives.png").is_file()
