@@ -6,36 +6,23 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from vllm_livepatch.tools import (
-    bundle,
-    catalogue,
-    checking,
-    displaced,
-    extensions,
-    monitor,
-    pages,
-    placing,
-    published,
-    waiting,
-)
 from vllm_livepatch.tools import deploy as deploying
-from vllm_livepatch.tools import from_diff as diffing
-from vllm_livepatch.tools import guard as guards
-from vllm_livepatch.tools import matrix as matrices
-from vllm_livepatch.tools.bundled import command as bundled
 from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled import verifying
+from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, placing
+from vllm_livepatch.tools.bundles import guard as guards
+from vllm_livepatch.tools.commands import checking, ending, monitor, rendering, waiting
+from vllm_livepatch.tools.commands import from_diff as diffing
+from vllm_livepatch.tools.commands import matrix as matrices
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab.options import lab
-from vllm_livepatch.tools.sources import SourcesError
+from vllm_livepatch.tools.releases import published
 
 app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -128,9 +115,9 @@ def list_patches(patch_dir: PatchDirs = None, as_json: AsJson = False) -> None:
     """The catalogue."""
     entries = catalogue.load(patch_dir or ())
     if as_json:
-        _print_json([pages.summary(entry.patch) for entry in entries.values()])
+        _print_json([rendering.summary(entry.patch) for entry in entries.values()])
     else:
-        Console().print(pages.catalogue_table(entry.patch for entry in entries.values()))
+        Console().print(rendering.catalogue_table(entry.patch for entry in entries.values()))
 
 
 @app.command()
@@ -145,7 +132,7 @@ def show(
     if as_json:
         _print_json({"name": entry.patch.name, **entry.facts})
     else:
-        pages.print_page(Console(), entry.patch)
+        rendering.print_page(Console(), entry.patch)
 
 
 @app.command()
@@ -317,50 +304,7 @@ def _print_json(value: Any) -> None:
 
 def main() -> NoReturn:
     """Run the command line."""
-    end_with(app, prog_name="vllm-livepatch")
-
-
-def end_with(
-    app: typer.Typer, name: str = "vllm-livepatch", bare: Sequence[str] = ("--help",), prog_name: str | None = None
-) -> NoReturn:
-    """Run a command line to the process's end; bad input is one line on stderr, of ``name``, and exit 2.
-
-    ``bare`` is what it does when nothing is said, ``prog_name`` what its help calls it.
-    """
-    try:
-        code = app(sys.argv[1:] or list(bare), standalone_mode=False, prog_name=prog_name)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except (UserError, SourcesError) as error:
-        _fail(name, str(error))
-    except KeyboardInterrupt:
-        _interrupted()
-    except BrokenPipeError:  # piped into head
-        bundled.drop_output()
-        sys.exit(0)
-    except OSError as error:  # what nobody foresaw: a full disk, a directory that this user may not look into
-        bundled.drop_output()
-        _fail(name, bundled.named(error))
-    except Exception as error:
-        # click's errors, wherever this release of typer keeps its click.
-        formatted = getattr(error, "format_message", None)
-        if formatted is None:
-            if type(error).__name__ == "Abort":  # what Ctrl-C becomes within a command
-                _interrupted()
-            raise
-        _fail(name, formatted() or "see --help")
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _interrupted() -> NoReturn:
-    """A second Ctrl-C, while the interpreter ends, ends it at once: without it, that would be a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(130)
-
-
-def _fail(name: str, message: str) -> NoReturn:
-    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+    ending.end_with(app, prog_name="vllm-livepatch")
 
 
 if __name__ == "__main__":

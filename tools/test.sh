@@ -9,7 +9,7 @@ step() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
 step "in the background: the engine's environment and the pinned sources"
 log=$(mktemp)
-"$python" -m vllm_livepatch.tools.prepare >"$log" 2>&1 &
+"$python" -m vllm_livepatch.tools.lab.prepare >"$log" 2>&1 &
 preparing=$!
 trap 'kill "$preparing" 2>/dev/null || true; rm -f "$log"' EXIT
 

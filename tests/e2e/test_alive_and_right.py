@@ -20,8 +20,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from vllm_livepatch.tools import bundle, catalogue, environments, placing
-from vllm_livepatch.tools.lab import logs, model, revisions, topology
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
+from vllm_livepatch.tools.lab import environments, logs, model, revisions, topology
 from vllm_livepatch.tools.lab.arm import USAGE, drained
 from vllm_livepatch.tools.lab.client import Client, RequestFailed
 from vllm_livepatch.tools.lab.supervisor import Part, Supervisor

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import environments, sources
-from vllm_livepatch.tools.lab import model, topology
+from vllm_livepatch.tools.lab import environments, model, topology
+from vllm_livepatch.tools.releases import sources
 
 from tests.releases import source_diffs
 

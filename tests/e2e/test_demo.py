@@ -13,7 +13,7 @@ import psutil
 import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.tools import environments
+from vllm_livepatch.tools.lab import environments
 from vllm_livepatch.tools.lab.demo import stale_ids
 
 SECONDS = 20

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from vllm_livepatch.tools import environments
-from vllm_livepatch.tools.lab import model, topology
+from vllm_livepatch.tools.lab import environments, model, topology
 from vllm_livepatch.tools.lab.supervisor import PartFailed, Supervisor
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 import pytest
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools import bundle, catalogue, environments, placing
-from vllm_livepatch.tools.lab import faults, model, topology
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
+from vllm_livepatch.tools.lab import environments, faults, model, topology
 from vllm_livepatch.tools.lab.arm import USAGE, drained
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.supervisor import Part, Supervisor

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.tools import environments, sources
-from vllm_livepatch.tools.lab import demo, loads, model, topology
+from vllm_livepatch.tools.lab import demo, environments, loads, model, topology
 from vllm_livepatch.tools.lab.arm import drained
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, tail
 from vllm_livepatch.tools.lab.tally import Tally
+from vllm_livepatch.tools.releases import sources
 
 from tests.releases import source_diffs
 

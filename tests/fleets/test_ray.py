@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm_livepatch.tools import deploy, environments
+from vllm_livepatch.tools import deploy
 from vllm_livepatch.tools.bundled import status
-from vllm_livepatch.tools.lab import model
+from vllm_livepatch.tools.lab import environments, model
 
 STANDINS = Path(__file__).parent / "standins"
 VLLM = os.environ.get("FLEETS_VLLM", "0.32.0")

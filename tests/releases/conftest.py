@@ -17,7 +17,9 @@ import pytest
 import tomli_w
 from interpreter import Interpreter
 from packaging.version import Version
-from vllm_livepatch.tools import catalogue, environments, matrix
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.commands import matrix
+from vllm_livepatch.tools.lab import environments
 
 CLAIMS = pytest.StashKey[list[str]]()
 """What a whole run found of the matrix's cells."""

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_livepatch.tools import newrelease
-from vllm_livepatch.tools.matrix import Matrix
+from vllm_livepatch.tools.commands.matrix import Matrix
+from vllm_livepatch.tools.upkeep import newrelease
 
 VARIABLE = "LIVEPATCH_TEST_RECORD"
 """Names the directory of the record, for the workers of one test run."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import executed
-from vllm_livepatch.tools import registry, sources
+from vllm_livepatch.tools.releases import registry, sources
 
 HERE = Path(__file__).parent
 DRIVERS = HERE / "driver"

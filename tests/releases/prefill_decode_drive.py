@@ -12,7 +12,8 @@ from typing import Any
 import interpreter
 import pytest
 from filelock import FileLock
-from vllm_livepatch.tools import environments, registry
+from vllm_livepatch.tools.lab import environments
+from vllm_livepatch.tools.releases import registry
 
 DRIVER = Path(__file__).parent / "driver" / "prefill_decode.py"
 

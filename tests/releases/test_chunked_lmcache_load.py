@@ -13,7 +13,8 @@ from typing import Any
 import interpreter
 import pytest
 from packaging.version import Version
-from vllm_livepatch.tools import catalogue, registry, sources
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.releases import registry, sources
 
 PATCH = "chunked-lmcache-load"
 DRIVER = PATCH.replace("-", "_")

@@ -11,7 +11,8 @@ import interpreter
 import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.tools import catalogue, registry, sources
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.releases import registry, sources
 
 PATCH = "compile-cache-key"
 DRIVER = PATCH.replace("-", "_")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import source_diffs
-from vllm_livepatch.tools import sources
+from vllm_livepatch.tools.releases import sources
 
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import interpreter
 import pytest
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 
 DRIVER = "early_sends"
 PATCH = "stale-finished-recving"

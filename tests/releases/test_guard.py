@@ -9,7 +9,7 @@ from typing import Any
 
 import interpreter
 import pytest
-from vllm_livepatch.tools import catalogue
+from vllm_livepatch.tools.bundles import catalogue
 
 RELEASES = ["0.14.1", "0.21.0", "0.29.0", "0.33.0"]
 MODULES = sorted({module for entry in catalogue.load().values() for module in entry.patch.modules})

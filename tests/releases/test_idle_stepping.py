@@ -11,7 +11,7 @@ from typing import Any
 
 import interpreter
 import pytest
-from vllm_livepatch.tools import catalogue
+from vllm_livepatch.tools.bundles import catalogue
 
 PATCH = "idle-stepping"
 DRIVER = PATCH.replace("-", "_")

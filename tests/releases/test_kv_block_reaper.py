@@ -9,7 +9,7 @@ from typing import Any
 import interpreter
 import pytest
 from packaging.version import Version
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 
 PATCH = "kv-block-reaper"
 DRIVER = "kv_block_reaper"

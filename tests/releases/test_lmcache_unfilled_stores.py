@@ -8,7 +8,7 @@ from typing import Any
 import interpreter
 import pytest
 from packaging.version import Version
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 
 DRIVER = "lmcache_unfilled_stores"
 PATCH = "lmcache-unfilled-stores"

@@ -10,7 +10,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import catalogue, matrix, newrelease, registry
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.commands import matrix
+from vllm_livepatch.tools.releases import registry
+from vllm_livepatch.tools.upkeep import newrelease
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = catalogue.load()

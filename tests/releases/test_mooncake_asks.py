@@ -14,7 +14,8 @@ from typing import Any
 import interpreter
 import pytest
 from packaging.version import Version
-from vllm_livepatch.tools import catalogue, environments
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.lab import environments
 
 DRIVER = "mooncake_asks"
 PATCHES = ("mooncake-failed-loads", "mooncake-lost-asks")

@@ -12,7 +12,8 @@ from typing import Any
 import interpreter
 import pytest
 from vllm_livepatch.sitecustomize import decision, installed
-from vllm_livepatch.tools import catalogue, registry, sources
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.releases import registry, sources
 
 PATCH = "mori-ep-fp8"
 RELEASES = [pin.version for pin in registry.pins("vllm")]

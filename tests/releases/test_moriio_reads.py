@@ -12,7 +12,7 @@ from typing import Any
 import interpreter
 import pytest
 from packaging.version import Version
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 
 PATCH = "moriio-timeouts"
 RELEASES = [pin.version for pin in registry.pins("vllm")]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 
 PATCH = "mp-block-transfer"
 TRANSFER = Path(__file__).parents[2] / "patches" / "mp_block_transfer" / "transfer.py"

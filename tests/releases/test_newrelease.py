@@ -10,26 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools import catalogue, registry, releases_file, variants
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.releases import registry, releases_file
 from vllm_livepatch.tools.toml import tomllib
+from vllm_livepatch.tools.upkeep import catalogue_edits
 
 ROOT = Path(__file__).parents[2]
 WRITE = """
 import sys
-from vllm_livepatch.tools import newrelease
+from vllm_livepatch.tools.upkeep import newrelease
 assert str(newrelease.ROOT) == sys.argv[3], newrelease.ROOT
 for name, done in newrelease.write(sys.argv[1], sys.argv[2]).done.items():
     print(f"{name}: {done}")
 """
 DRIVE = """
 import sys
-from vllm_livepatch.tools import newrelease
+from vllm_livepatch.tools.upkeep import newrelease
 newrelease.main(f"{sys.argv[1]}=={sys.argv[2]}", 1)
 """
 
 
 def data_files(root: Path) -> list[Path]:
-    return [*root.glob("patches/*/patch.toml"), *root.glob("tests/releases/*.toml"), root / "tools/releases.toml"]
+    return [
+        *root.glob("patches/*/patch.toml"),
+        *root.glob("tests/releases/*.toml"),
+        root / "tools/releases/releases.toml",
+    ]
 
 
 def python(root: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +69,7 @@ def forget(root: Path, package: str, version: str) -> None:
         elif file.name == "patch.toml" and package not in packages_of(tomllib.loads(text)):
             continue
         else:
-            text = variants.without_release(text, version)
+            text = catalogue_edits.without_release(text, version)
         file.write_text(text, "utf-8")
 
 
@@ -88,7 +94,7 @@ def proposed(committed: dict[str, Any], package: str, version: str, previous: st
 def test_the_newest_release_comes_back(package: str, copy: Path) -> None:
     *_, previous, newest = (pin.version for pin in registry.pins(package))
     forget(copy, package, newest)
-    assert f'"{newest}"' not in (copy / "tools/releases.toml").read_text("utf-8")
+    assert f'"{newest}"' not in (copy / "tools/releases/releases.toml").read_text("utf-8")
     done = python(copy, WRITE, package, newest, str(copy))
     assert done.returncode == 0, done.stderr
     for file in data_files(copy):
@@ -107,7 +113,7 @@ def test_the_newest_release_comes_back(package: str, copy: Path) -> None:
 
 CASE = """
 import pytest
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 PATCH = "{name}"
 @pytest.mark.parametrize("release", [pin.version for pin in registry.pins("vllm")])
 def test_it(release):

@@ -13,7 +13,7 @@ import interpreter
 import pytest
 from packaging.version import Version
 from prefill_decode_drive import nixl_site
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 
 DRIVER = "lease_guard"
 PATCH = "nixl-lease-guard"

@@ -14,7 +14,7 @@ import interpreter
 import pytest
 from packaging.version import Version
 from prefill_decode_drive import nixl_site
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 
 DRIVER = "push_failures"
 PATCH = "nixl-push-failures"

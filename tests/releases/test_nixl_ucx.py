@@ -10,7 +10,8 @@ import pytest
 from packaging.version import Version
 from prefill_decode_drive import RELEASES, Run, drive, shared_directory
 from vllm_livepatch.sitecustomize import decision, installed
-from vllm_livepatch.tools import catalogue, sources
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.releases import sources
 
 PATCH = "nixl-ucx-error-handling"
 

@@ -11,7 +11,7 @@ import interpreter
 import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.tools import registry, sources
+from vllm_livepatch.tools.releases import registry, sources
 
 RELEASES = [pin.version for pin in registry.pins("vllm")]
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import interpreter
 import pytest
-from vllm_livepatch.tools import pairs, published, reads
+from vllm_livepatch.tools.compatibility import pairs, reads
+from vllm_livepatch.tools.releases import published
 
 PAIRS = [
     ("0.14.1", "0.3.15"),
@@ -42,7 +43,7 @@ def test_what_is_said_happens(vllm: str, lmcache: str, warm: interpreter.Interpr
 
 
 def test_the_list_of_what_a_pair_reads_is_of_the_newest_releases() -> None:
-    """`python -m vllm_livepatch.tools.reads` writes it."""
+    """`python -m vllm_livepatch.tools.compatibility.reads` writes it."""
     assert reads.modules() == reads.newest()
 
 

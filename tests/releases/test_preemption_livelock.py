@@ -11,7 +11,8 @@ from typing import Any
 import interpreter
 import pytest
 from packaging.version import Version
-from vllm_livepatch.tools import catalogue, registry
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.releases import registry
 
 PATCH = "preemption-livelock"
 DRIVER = PATCH.replace("-", "_")

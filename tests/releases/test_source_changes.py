@@ -15,7 +15,8 @@ from pathlib import Path
 import interpreter
 import pytest
 import source_diffs
-from vllm_livepatch.tools import catalogue, sources
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.releases import sources
 
 WRAPPERS = "stale-finished-recving"
 CORE = "vllm/v1/core"

@@ -14,7 +14,7 @@ from typing import Any
 
 import interpreter
 import pytest
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 from vllm_livepatch.tools.toml import tomllib
 
 HERE = Path(__file__).parent

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize.decision import module_of
-from vllm_livepatch.tools import catalogue, check, published, registry, sources
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.compatibility import check
+from vllm_livepatch.tools.releases import published, registry, sources
 
 DRIVER = Path(__file__).parent / "driver" / "verdicts.py"
 RELEASES = [(package, pin.version) for package in ("vllm", "lmcache") for pin in registry.pins(package)]

@@ -15,7 +15,8 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from vllm_livepatch.tools import environments, registry
+from vllm_livepatch.tools.lab import environments
+from vllm_livepatch.tools.releases import registry
 
 from tests.simulation import answers, arms, losses, shrink
 

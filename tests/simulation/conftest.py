@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import environments
-from vllm_livepatch.tools.lab import revisions
+from vllm_livepatch.tools.lab import environments, revisions
 
 from tests.simulation import arms
 

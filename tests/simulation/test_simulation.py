@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools import registry
+from vllm_livepatch.tools.releases import registry
 
 from tests.simulation import answers, arms, shrink
 from tests.simulation.cases import CASES, LATE_OLDEST, LOST, Case

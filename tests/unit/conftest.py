@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from vllm_livepatch.tools import extensions
+from vllm_livepatch.tools.bundles import extensions
 
 from tests.unit import debian, interpreters
 from tests.unit.support import Cli, Sandbox

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.tools import bundle, catalogue, cli, placing
+from vllm_livepatch.tools import cli
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 
 # Not the tests' own environment: its .pth files would be in every comparison.
 PYTHON: str = getattr(sys, "_base_executable", sys.executable)

@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import bundle, catalogue, placing
 from vllm_livepatch.tools.bundled.verifying import verified
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.errors import UserError
 
 from tests.unit import interpreters

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import tomli_w
-from vllm_livepatch.tools import bundle, catalogue, check, placing
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
+from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
 
 from tests.unit import interpreters

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm_livepatch.sitecustomize.changes import Change, Hunk, HunkError, changed, contained, places
-from vllm_livepatch.tools import diffs
+from vllm_livepatch.tools.diffs import reading
 
 TEXT = "".join(f"line {number}\n" for number in range(1, 21))
 HUNK = Hunk(9, ("line 9", "line 10", "line 11"), ("line 9", "ten", "line 11"))
@@ -100,7 +100,7 @@ def test_the_diff_of_two_texts_makes_one_of_the_other(old: list[str], new: list[
     if not text:
         assert before == after
         return
-    (change,) = diffs.parse(text.encode()).changes
+    (change,) = reading.parse(text.encode()).changes
     if all(hunk.old for hunk in change.hunks) or not before:
         assert changed(before, change.hunks) == after
     if all(hunk.new for hunk in change.hunks) or not after:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize import cache
-from vllm_livepatch.tools import check as checking
-from vllm_livepatch.tools import registry, sources
+from vllm_livepatch.tools.compatibility import check as checking
+from vllm_livepatch.tools.releases import registry, sources
 
 from tests.unit.local_index import LocalIndex, make_wheel, serving
 from tests.unit.support import PYTHON, STEP, Cli, Done, Sandbox

@@ -12,7 +12,7 @@ from vllm_livepatch.patches.chunked_lmcache_load import wrappers as patch
 from vllm_livepatch.patches.stale_finished_recving import wrappers as stale
 from vllm_livepatch.sitecustomize import settings
 from vllm_livepatch.sitecustomize.context import PatchContext
-from vllm_livepatch.tools import catalogue
+from vllm_livepatch.tools.bundles import catalogue
 
 NAME = "chunked-lmcache-load"
 INIT = f"{patch.SCHEDULER}.__init__"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import catalogue
+from vllm_livepatch.tools.bundles import catalogue
 
 from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Cli, Sandbox, until
 

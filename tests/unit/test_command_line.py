@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize import decision
-from vllm_livepatch.tools import bundle, catalogue, pairs, registry, threads
-from vllm_livepatch.tools.border import Problem
+from vllm_livepatch.tools import threads
+from vllm_livepatch.tools.bundles import bundle, catalogue
+from vllm_livepatch.tools.compatibility import pairs
+from vllm_livepatch.tools.compatibility.cross_package import Problem
 from vllm_livepatch.tools.lab import options, printing
+from vllm_livepatch.tools.releases import registry
 
 from tests.unit.support import DEADLINE, Cli, Sandbox, until
 

@@ -24,12 +24,14 @@ from vllm_livepatch.sitecustomize.decision import (
 )
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import check as checking
-from vllm_livepatch.tools import matrix, registry, variants
-from vllm_livepatch.tools.drift import drift
+from vllm_livepatch.tools.commands import matrix
+from vllm_livepatch.tools.commands.matrix import Cell, Matrix
+from vllm_livepatch.tools.compatibility import check as checking
+from vllm_livepatch.tools.compatibility.drift import drift
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.matrix import Cell, Matrix
+from vllm_livepatch.tools.releases import registry
 from vllm_livepatch.tools.toml import tomllib
+from vllm_livepatch.tools.upkeep import catalogue_edits
 
 from tests.unit.local_index import LocalIndex, make_wheel, serving
 from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, Cli, Sandbox
@@ -365,7 +367,7 @@ package = "cache"
 def written(tracker: str | None, locks: str | None, version: str = "0.6") -> tuple[Patch, str]:
     patch = to_patch("p", tomllib.loads(TEXT))
     found = Installed(None, {TARGET: None, HIT: tracker, LOCKS: locks}, companions={"cache": version})
-    text, done = variants.added(TEXT, patch, "cache", found, version, "0.5")
+    text, done = catalogue_edits.added(TEXT, patch, "cache", found, version, "0.5")
     assert text.count('"cache.locks:free" = "1') == 1  # what all have is said once
     return to_patch("p", tomllib.loads(text)), done
 
@@ -389,4 +391,4 @@ def test_a_release_that_nothing_is_near_is_for_a_person() -> None:
     patch = dataclasses.replace(to_patch("p", tomllib.loads(TEXT)), companions={"cache": ()})
     found = Installed(None, {TARGET: None, HIT: "3" * 16, LOCKS: None}, companions={"cache": "0.6"})
     with pytest.raises(UserError, match="by hand"):
-        variants.added(TEXT, patch, "cache", found, "0.6", "0.5")
+        catalogue_edits.added(TEXT, patch, "cache", found, "0.6", "0.5")

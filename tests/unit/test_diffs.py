@@ -11,8 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_livepatch.sitecustomize.changes import changed
-from vllm_livepatch.tools import catalogue, diffs, from_diff, imports, registry, sources
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.commands import from_diff
+from vllm_livepatch.tools.compatibility import imports
+from vllm_livepatch.tools.diffs import judging, reading
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.releases import registry, sources
 
 from tests.unit.support import finish
 
@@ -89,8 +93,8 @@ def source_of(texts: Mapping[str, str]) -> imports.Source:
     return dict(texts).get
 
 
-def judge(text: str, texts: Mapping[str, str], modules: diffs.Modules | None = None) -> diffs.Judged:
-    return diffs.judge(diffs.parse(text.encode()), "1.0", source_of(texts), modules)
+def judge(text: str, texts: Mapping[str, str], modules: judging.Modules | None = None) -> judging.Judged:
+    return judging.judge(reading.parse(text.encode()), "1.0", source_of(texts), modules)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +114,15 @@ def judge(text: str, texts: Mapping[str, str], modules: diffs.Modules | None = N
     ],
 )
 def test_the_forms_of_a_diff(text: str) -> None:
-    diff = diffs.parse(text.encode())
+    diff = reading.parse(text.encode())
     assert [change.module for change in diff.changes] == ["vllm.worker"]
     assert (diff.package, diff.aside) == ("vllm", ())
     assert changed(OLD, diff.changes[0].hunks) == NEW
-    assert diffs.parse(diff.text.encode()).changes == diff.changes, "what is kept means the same"
+    assert reading.parse(diff.text.encode()).changes == diff.changes, "what is kept means the same"
 
 
 def test_several_files_and_what_is_set_aside() -> None:
-    diff = diffs.parse((TESTS + GIT + ADDED + GIT.replace("worker", "a")).encode())
+    diff = reading.parse((TESTS + GIT + ADDED + GIT.replace("worker", "a")).encode())
     assert [change.module for change in diff.changes] == ["vllm.a", "vllm.extra", "vllm.extra.more", "vllm.worker"]
     assert [change.added for change in diff.changes] == [False, True, True, False]
     assert [change.package for change in diff.changes] == [False, True, False, False]
@@ -126,7 +130,7 @@ def test_several_files_and_what_is_set_aside() -> None:
     assert diff.changes[2].text == 'def more():\n    return "more"\n'
     assert diff.aside == (("tests/test_worker.py", "no Python module of vllm or lmcache"),)
     assert "tests/" not in diff.text
-    assert diffs.parse(diff.text.encode()).changes == diff.changes
+    assert reading.parse(diff.text.encode()).changes == diff.changes
 
 
 def test_a_file_that_plain_diff_adds() -> None:
@@ -134,7 +138,7 @@ def test_a_file_that_plain_diff_adds() -> None:
         "--- vllm-1.0/vllm/more.py\t1970-01-01 00:00:00.000000000 +0000\n"
         "+++ vllm-mine/vllm/more.py\t2026-01-01 00:00:00.000000000 +0000\n@@ -0,0 +1 @@\n+x = 1\n"
     )
-    assert [(change.module, change.added) for change in diffs.parse(text.encode()).changes] == [
+    assert [(change.module, change.added) for change in reading.parse(text.encode()).changes] == [
         ("vllm.more", True),
         ("vllm.worker", False),
     ]
@@ -152,14 +156,14 @@ def test_files_are_chosen_by_pattern(options: dict[str, list[str]], kept: list[s
     text = GIT + LMCACHE + (KERNEL + BINARY + DELETED + RENAMED + MODE if "exclude" in options else TESTS)
     if "exclude" in options:
         text = text.replace(RENAMED, "")
-    diff = diffs.parse(text.encode(), **options)
+    diff = reading.parse(text.encode(), **options)
     assert [change.module for change in diff.changes] == kept
     assert {why for _, why in diff.aside} <= {"not included", "excluded"}
 
 
 def test_a_rename_is_set_aside_by_either_name() -> None:
     for name in ("vllm/old.py", "vllm/new.py"):
-        assert diffs.parse((GIT + RENAMED).encode(), exclude=[name]).aside == (("vllm/new.py", "excluded"),)
+        assert reading.parse((GIT + RENAMED).encode(), exclude=[name]).aside == (("vllm/new.py", "excluded"),)
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
@@ -194,7 +198,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "huge line number": (PLAIN.replace("-4,3", f"-{'9' * 5000},3").encode(), "cannot be read"),
     "not UTF-8": (PLAIN.replace("[item]", "ä").encode("latin-1"), "not UTF-8: byte 97"),
     "UTF-16": (PLAIN.encode("utf-16"), "binary parts"),
-    "too large": (PLAIN.encode() + b"+" * diffs.LARGEST, "more than 8 MiB"),
+    "too large": (PLAIN.encode() + b"+" * reading.LARGEST, "more than 8 MiB"),
     "hunk without file": (HUNK.encode(), "cannot be read"),
     "new name only": (PLAIN.split("\n", 1)[1].encode(), "cannot be read"),
     "file twice": ((GIT + GIT).encode(), "names vllm/worker.py twice"),
@@ -275,14 +279,14 @@ def accepted_or_refused(data: bytes) -> None:
     """A diff is either taken, and then names modules of one package only and is kept in the same meaning, or refused
     with one line."""
     try:
-        diff = diffs.parse(data)
+        diff = reading.parse(data)
     except UserError:
         return
     for change in diff.changes:
         assert change.module.split(".")[0] == diff.package
         assert all(part.isidentifier() for part in change.module.split("."))
         assert all("\n" not in line for hunk in change.hunks for line in (*hunk.old, *hunk.new))
-    assert diffs.parse(diff.text.encode()).changes == diff.changes
+    assert reading.parse(diff.text.encode()).changes == diff.changes
 
 
 @given(st.binary(max_size=300))

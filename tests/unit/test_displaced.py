@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import catalogue, displaced, from_diff
+from vllm_livepatch.tools.bundles import catalogue, displaced
+from vllm_livepatch.tools.commands import from_diff
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.sources import SourcesError
+from vllm_livepatch.tools.releases.sources import SourcesError
 
 from tests.unit.support import STEP, WORK, Cli, Sandbox
 

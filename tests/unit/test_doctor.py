@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools import bundle, bundled, placing
+from vllm_livepatch.tools import bundled
+from vllm_livepatch.tools.bundles import bundle, placing
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, STOCK, USE_STEP, WORK, Done, Sandbox, finish

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from mkdocs.__main__ import cli as mkdocs
-from vllm_livepatch.tools import catalogue, patch_pages, registry
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.releases import registry
+from vllm_livepatch.tools.upkeep import patch_pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -55,7 +57,7 @@ def test_the_commands_and_modules_it_names_are_there(page: Path) -> None:
 
 
 def test_the_patches_pages_are_the_catalogues() -> None:
-    """`python -m vllm_livepatch.tools.patch_pages docs/patches` writes them."""
+    """`python -m vllm_livepatch.tools.upkeep.patch_pages docs/patches` writes them."""
     written = {file.name: file.read_text("utf-8") for file in (ROOT / "docs/patches").iterdir()}
     assert written == patch_pages.texts()
 
@@ -103,7 +105,14 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     monkeypatch.setattr(sys, "path", list(sys.path))
     mkdocs(
-        ["build", "--strict", "--config-file", str(ROOT / "tools/site.yml"), "--site-dir", str(tmp_path / "site")],
+        [
+            "build",
+            "--strict",
+            "--config-file",
+            str(ROOT / "tools/upkeep/site.yml"),
+            "--site-dir",
+            str(tmp_path / "site"),
+        ],
         standalone_mode=False,
     )
     front = (tmp_path / "site/index.html").read_text("utf-8")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools import environments, user_cache
+from vllm_livepatch.tools import user_cache
+from vllm_livepatch.tools.lab import environments
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize.decision import Patch, Variant
-from vllm_livepatch.tools.matrix import Cell, Matrix
+from vllm_livepatch.tools.commands.matrix import Cell, Matrix
 
 FILE = Path(__file__).parents[1] / "releases/executed.py"
 spec = importlib.util.spec_from_file_location("executed", FILE)

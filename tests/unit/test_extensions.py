@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
-from vllm_livepatch.tools import bundle, catalogue, extensions, placing, registry, sbom
 from vllm_livepatch.tools.bundled.verifying import verified
+from vllm_livepatch.tools.bundles import bundle, catalogue, extensions, placing, sbom
+from vllm_livepatch.tools.bundles.extensions import Extension
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.extensions import Extension
+from vllm_livepatch.tools.releases import registry
 
 from tests.unit import interpreters
 from tests.unit.local_index import LocalIndex, serving
@@ -233,7 +234,7 @@ try:
 except ImportError:  # what the tools need of it on 3.10 comes with pip, too
     from pip._vendor import tomli
     sys.modules["tomli"] = tomli
-from vllm_livepatch.tools import bundle, catalogue
+from vllm_livepatch.tools.bundles import bundle, catalogue
 print(bundle.digest(bundle.contents(catalogue.load(), {"_wrappers.one.so": b"1", "_wrappers.two.so": b"2"})))
 """
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 from rich.console import Console
-from vllm_livepatch.tools import metrics, pages
 from vllm_livepatch.tools.bundled import command, reading, status, summary
+from vllm_livepatch.tools.commands import metrics, rendering
 
 from tests.unit import fleet
 from tests.unit.support import Cli, Done
@@ -71,7 +71,7 @@ def everything(state: Path) -> tuple[status.Reports, list[str]]:
     status.prune(found)
     screen = io.StringIO()
     console = Console(file=screen, width=200)
-    console.print(pages.status_view(found.live, state))
+    console.print(rendering.status_view(found.live, state))
     said = [summary.processes_text(found), summary.summary_text(of_all), *status.unmet(found, ["around", "b"])]
     said += [screen.getvalue(), generate_latest(metrics._registry(state)).decode()]
     for value in (found.live, of_all):

@@ -8,7 +8,7 @@ import time
 import pytest
 from vllm_livepatch.sitecustomize import context
 from vllm_livepatch.sitecustomize.greeting import LATEST_SECONDS, QUIET_SECONDS, Greeting, Outcome
-from vllm_livepatch.tools import bundle
+from vllm_livepatch.tools.bundles import bundle
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, USE_STEP, WORK, Sandbox

@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 from vllm_livepatch.sitecustomize import settings, vllm_plugin
-from vllm_livepatch.tools import bundle, catalogue, placing
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 
 from tests.unit.support import DEADLINE, PATCHED, PYTHON, STOCK, USE_STEP, Cli, Done, Sandbox, finish
 

@@ -15,7 +15,7 @@ import pytest
 from vllm_livepatch.patches.idle_stepping import wrappers as patch
 from vllm_livepatch.sitecustomize import guard, settings
 from vllm_livepatch.sitecustomize.context import PatchContext
-from vllm_livepatch.tools import catalogue
+from vllm_livepatch.tools.bundles import catalogue
 
 NAME = "idle-stepping"
 HOUR = 3600.0

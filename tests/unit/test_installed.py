@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_livepatch.tools import bundle, catalogue
+from vllm_livepatch.tools.bundles import bundle, catalogue
 
 from tests.unit import debian
 from tests.unit.support import PYTHON, finish

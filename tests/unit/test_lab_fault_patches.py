@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize.context import PatchContext
-from vllm_livepatch.tools import catalogue
+from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import faults, options
 from vllm_livepatch.tools.lab.topology import load

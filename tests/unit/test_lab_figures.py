@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools import cli, matrix
+from vllm_livepatch.tools import cli
 from vllm_livepatch.tools.bench import chunked_load
+from vllm_livepatch.tools.commands import ending, matrix
 from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 
 from tests.unit.test_lab_demo import result
@@ -139,7 +140,7 @@ def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def run(*words: str) -> int | str | None:
         monkeypatch.setattr(sys, "argv", ["figures", "--place", str(tmp_path / "kept"), *words])
         with pytest.raises(SystemExit) as ended:
-            cli.end_with(figures.app, name="figures")
+            ending.end_with(figures.app, name="figures")
         return ended.value.code
 
     assert run("--keep", str(tmp_path / "result.json")) == 2

@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm_livepatch.tools import cli, environments
+from vllm_livepatch.tools import cli
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import bench, lab, loads, model
+from vllm_livepatch.tools.lab import bench, environments, lab, loads, model
 from vllm_livepatch.tools.lab.arm import falling_into
 from vllm_livepatch.tools.lab.bench import BenchServe, count
 from vllm_livepatch.tools.lab.client import RequestFailed

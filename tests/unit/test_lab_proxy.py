@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools import environments, registry
-from vllm_livepatch.tools.lab import proxy
+from vllm_livepatch.tools.lab import environments, proxy
+from vllm_livepatch.tools.releases import registry
 
 CONTENT = b"print('a proxy')\n"
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm_livepatch.tools import environments
-from vllm_livepatch.tools.lab import lab, topology
+from vllm_livepatch.tools.lab import environments, lab, topology
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.loads import Storm
 from vllm_livepatch.tools.lab.storm import Visitors

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize.decision import Patch, Variant
-from vllm_livepatch.tools import matrix, registry, releases_file
+from vllm_livepatch.tools.commands import matrix
+from vllm_livepatch.tools.commands.matrix import Cell, Matrix
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.matrix import Cell, Matrix
+from vllm_livepatch.tools.releases import registry, releases_file
 
 from . import local_index
 from .support import Cli

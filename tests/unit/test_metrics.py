@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from vllm_livepatch import tools
-from vllm_livepatch.tools import metrics
+from vllm_livepatch.tools import commands
+from vllm_livepatch.tools.commands import metrics
 
 from tests.unit import debian, fleet
 from tests.unit.support import Cli, until
 
-MONITORING = Path(next(iter(tools.__path__))) / "monitoring"
+MONITORING = Path(next(iter(commands.__path__))) / "monitoring"
 ALERTS, DASHBOARD = MONITORING / "alerts.yml", MONITORING / "dashboard.json"
 OURS = re.compile(r"\blivepatch_[a-z_]+\b")
 

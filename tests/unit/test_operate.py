@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools import catalogue, deploy
+from vllm_livepatch.tools import deploy
+from vllm_livepatch.tools.bundles import catalogue
 
 from tests.unit.support import Cli
 

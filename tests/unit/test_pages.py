@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools import catalogue, pages
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.commands import rendering
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 
@@ -20,7 +21,7 @@ def printed(*patches: dict[str, Any], width: int = 200) -> str:
     process = {"pid": 1, "host": "here", "argv": argv, "started": "now", "packages": {}, "heartbeat": None}
     process |= {"version": "0.2.0", "digest": None}
     console = Console(file=io.StringIO(), width=width)
-    console.print(pages.status_view([{**process, "patches": list(patches)}], Path("somewhere")))
+    console.print(rendering.status_view([{**process, "patches": list(patches)}], Path("somewhere")))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -49,17 +50,17 @@ def test_each_counter_of_a_patch_is_explained(name: str) -> None:
 def test_show_says_what_is_counted() -> None:
     console = Console(file=io.StringIO(), width=400)
     patch = catalogue.load()["stale-finished-recving"].patch
-    pages.print_page(console, patch)
+    rendering.print_page(console, patch)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for kind, meaning in patch.about["counters"].items():
         assert re.search(rf"^{kind} +{re.escape(meaning)}", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize("reason", pages.MEANINGS)
+@pytest.mark.parametrize("reason", rendering.MEANINGS)
 def test_status_explains_a_reason_that_is_there(reason: str) -> None:
-    said = f"  {reason}: {pages.MEANINGS[reason]}\n"
+    said = f"  {reason}: {rendering.MEANINGS[reason]}\n"
     assert printed(entry(reason), entry(reason)).count(said) == 1
-    assert pages.MEANINGS[reason] not in printed(entry())
+    assert rendering.MEANINGS[reason] not in printed(entry())
 
 
 def test_status_says_where_counters_are_explained() -> None:
@@ -73,7 +74,7 @@ def test_names_and_commands_stay_on_a_line() -> None:
     assert "  vllm -c import one import two\n" in shown
     for name, one in catalogue.load().items():
         console = Console(file=io.StringIO(), width=80)
-        pages.print_page(console, one.patch)
+        rendering.print_page(console, one.patch)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         for option in one.patch.options:
             for known in (variable(name, option.name), *option.aliases):

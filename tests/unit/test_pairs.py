@@ -5,8 +5,8 @@ from __future__ import annotations
 from textwrap import dedent
 
 import pytest
-from vllm_livepatch.tools import pairs
-from vllm_livepatch.tools.border import Border, Missing, Problem
+from vllm_livepatch.tools.compatibility import pairs
+from vllm_livepatch.tools.compatibility.cross_package import Border, Missing, Problem
 
 FACTORY_OLD = """
 class KVConnectorFactory:

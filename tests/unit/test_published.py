@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.sitecustomize.installed import Tree, release
-from vllm_livepatch.tools import archives, published, registry, sources
-from vllm_livepatch.tools.published import PublishedTree, Shelf
-from vllm_livepatch.tools.registry import Pin
-from vllm_livepatch.tools.sources import SourcesError
+from vllm_livepatch.tools.releases import archives, published, registry, sources
+from vllm_livepatch.tools.releases.published import PublishedTree, Shelf
+from vllm_livepatch.tools.releases.registry import Pin
+from vllm_livepatch.tools.releases.sources import SourcesError
 
 from tests.unit.local_index import BINARY, LocalIndex, make_source_archive, make_wheel, serving
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from vllm_livepatch.tools import check, published, reads
+from vllm_livepatch.tools.compatibility import check, reads
+from vllm_livepatch.tools.releases import published
 
 
 class Tree:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
-from vllm_livepatch.tools import registry
-from vllm_livepatch.tools.registry import Pin, RegistryError
+from vllm_livepatch.tools.releases import registry
+from vllm_livepatch.tools.releases.registry import Pin, RegistryError
 
 from tests.unit.local_index import LocalIndex, serving
 

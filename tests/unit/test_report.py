@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize import report, reporting
-from vllm_livepatch.tools import bundle as tools_bundle
 from vllm_livepatch.tools.bundled import status
+from vllm_livepatch.tools.bundles import bundle as tools_bundle
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, STEP, USE_STEP, WORK, Sandbox, until

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import registry, sources
-from vllm_livepatch.tools.registry import Pin
-from vllm_livepatch.tools.sources import SourcesError
+from vllm_livepatch.tools.releases import registry, sources
+from vllm_livepatch.tools.releases.registry import Pin
+from vllm_livepatch.tools.releases.sources import SourcesError
 from vllm_livepatch.tools.toml import tomllib
 
 from tests.unit.local_index import BINARY, LocalIndex, make_wheel, serving

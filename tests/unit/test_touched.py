@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.sitecustomize.guard import Wrapped
-from vllm_livepatch.tools import catalogue
+from vllm_livepatch.tools.bundles import catalogue
 
 ENTRIES = {name: entry for name, entry in catalogue.load().items() if not entry.patch.diff}
 TYPES: tuple[type, ...] = (

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import catalogue
+from vllm_livepatch.tools.bundles import catalogue
 
 ENTRIES = catalogue.load()
 PAGE = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text("utf-8")

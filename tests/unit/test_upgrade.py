@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import bundle, placing
 from vllm_livepatch.tools.bundled.verifying import verified
+from vllm_livepatch.tools.bundles import bundle, placing
 
 from tests.unit import interpreters, upgrades
 from tests.unit.support import PYTHON, USE_STEP, Done, Sandbox

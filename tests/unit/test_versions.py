@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools import catalogue, versions
+from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.upkeep import versions
 
 from tests.unit.support import USE_STEP, Cli, Sandbox
 
@@ -17,7 +18,7 @@ OWN = "preemption_livelock"
 
 def test_no_patch_was_changed_without_its_version() -> None:
     assert versions.current(versions.folders()) == versions.locked(), (
-        "run python -m vllm_livepatch.tools.versions, which raises the version of each patch that has changed"
+        "run python -m vllm_livepatch.tools.upkeep.versions, which raises the version of each patch that has changed"
     )
     assert all(entry["version"] >= 1 for entry in versions.locked().values())
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_livepatch.tools import bundle, placing
+from vllm_livepatch.tools.bundles import bundle, placing
 
 from tests.unit.support import DEADLINE, PYTHON, STEP, WORK, Sandbox
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from vllm_livepatch.tools import environments
 from vllm_livepatch.tools.bench.drivers import DRIVERS
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab import environments
 
 TRANSFER = Path(__file__).resolve().parents[2] / "patches" / "mp_block_transfer" / "transfer.py"
 OTHERS = ("memcpy", "rows", "loop", "upstream, tensors", "upstream, addresses")

@@ -29,7 +29,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import bundle, catalogue, diffs, environments, placing, sources
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
+from vllm_livepatch.tools.diffs import folder, judging, reading
+from vllm_livepatch.tools.lab import environments
+from vllm_livepatch.tools.releases import sources
 
 MODULES = ("vllm.v1.core.sched.scheduler", "vllm.v1.core.kv_cache_manager", "vllm.v1.core.kv_cache_utils")
 NAME = "bench-change"
@@ -60,8 +63,8 @@ def patch_of(release: str, place: Path) -> None:
         text, file = tree.source(module) or "", module.replace(".", "/") + ".py"
         after = f"{text}\n\nCHANGED = True\n"
         lines += difflib.unified_diff(text.splitlines(True), after.splitlines(True), f"a/{file}", f"b/{file}")
-    diff = diffs.parse("".join(lines).encode())
-    diffs.write(diff, NAME, "the benchmark", [diffs.judge(diff, release, tree.source)], place / "patches")
+    diff = reading.parse("".join(lines).encode())
+    folder.write(diff, NAME, "the benchmark", [judging.judge(diff, release, tree.source)], place / "patches")
     entries = catalogue.choose(catalogue.load([place / "patches"]), [NAME])
     placing.write_directory(bundle.contents(entries), place / "bundle")
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_livepatch.tools import bundle, catalogue, placing, sources
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.releases import sources
 
 HERE, TESTS = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "tests"
 # In a wheel they are beside this module, in a checkout where the tests have them.

@@ -29,8 +29,8 @@ import aiohttp
 import psutil
 from rich.console import Console
 from rich.table import Table
-from vllm_livepatch.tools import bundle, catalogue, environments, placing
-from vllm_livepatch.tools.lab import model, topology
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
+from vllm_livepatch.tools.lab import environments, model, topology
 from vllm_livepatch.tools.lab.client import Client, Said
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 

@@ -21,7 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from vllm_livepatch.sitecustomize.decision import module_of
-from vllm_livepatch.tools import catalogue, check, published, registry
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.compatibility import check
+from vllm_livepatch.tools.releases import published, registry
 
 PACKAGES = ("vllm", "lmcache")
 

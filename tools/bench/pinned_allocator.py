@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_livepatch.tools import registry, sources
 from vllm_livepatch.tools.bench.drivers import DRIVERS
+from vllm_livepatch.tools.releases import registry, sources
 
 GIB = 1 << 30
 CODE = """

@@ -14,8 +14,8 @@ import statistics
 from pathlib import Path
 
 from rich.console import Console
-from vllm_livepatch.tools import environments
 from vllm_livepatch.tools.bench import drivers
+from vllm_livepatch.tools.lab import environments
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import wrapt
 from rich.console import Console
 from rich.table import Table
-from vllm_livepatch.tools import bundle, catalogue, extensions, placing
+from vllm_livepatch.tools.bundles import bundle, catalogue, extensions, placing
 
 TARGET = "vllm.v1.core.sched.scheduler"
 

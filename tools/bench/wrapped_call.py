@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from vllm_livepatch.tools import bundle, catalogue, extensions, placing
+from vllm_livepatch.tools.bundles import bundle, catalogue, extensions, placing
 
 CODE = """
 import json, timeit

@@ -7,7 +7,7 @@ import re
 import shlex
 from importlib import resources
 
-from vllm_livepatch.tools.bundle import version
+from vllm_livepatch.tools.bundles.bundle import version
 from vllm_livepatch.tools.errors import UserError
 
 FORMS = {

@@ -16,9 +16,10 @@ import aiohttp
 import typer
 from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools import catalogue, environments, user_cache
+from vllm_livepatch.tools import user_cache
+from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import faults, lab, loads, printing, report, summary, topology
+from vllm_livepatch.tools.lab import environments, faults, lab, loads, printing, report, summary, topology
 from vllm_livepatch.tools.lab.client import RequestFailed
 from vllm_livepatch.tools.lab.supervisor import PartFailed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from vllm_livepatch.tools import cli
+from vllm_livepatch.tools.commands import ending
 from vllm_livepatch.tools.lab import command, lab, loads, topology
 
 PATCH = "stale-finished-recving"
@@ -79,4 +79,4 @@ def stale_ids(status: list[dict[str, Any]]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    cli.end_with(app, name="demo", bare=())
+    ending.end_with(app, name="demo", bare=())

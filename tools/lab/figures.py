@@ -14,9 +14,10 @@ from typing import Annotated, Any
 
 import typer
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools import cli, matrix, releases_file
+from vllm_livepatch.tools.commands import ending, matrix
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import loads, report, summary, topology
+from vllm_livepatch.tools.releases import releases_file
 
 PLACE = Path("docs/lab")
 NAME = "lab"
@@ -127,4 +128,4 @@ def figures(
 
 
 if __name__ == "__main__":
-    cli.end_with(app, name="figures")
+    ending.end_with(app, name="figures")

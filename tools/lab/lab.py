@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools import environments
-from vllm_livepatch.tools.lab import alone, faults, loads, model, proxy, topology
+from vllm_livepatch.tools.lab import alone, environments, faults, loads, model, proxy, topology
 from vllm_livepatch.tools.lab.arm import Arm, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client

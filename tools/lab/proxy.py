@@ -11,7 +11,9 @@ import tarfile
 from pathlib import Path
 
 import requests
-from vllm_livepatch.tools import environments, registry, user_cache
+from vllm_livepatch.tools import user_cache
+from vllm_livepatch.tools.lab import environments
+from vllm_livepatch.tools.releases import registry
 
 ARCHIVE = "vllm-0.32.0.tar.gz"
 MEMBER = "vllm-0.32.0/examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py"

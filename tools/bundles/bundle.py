@@ -1,0 +1,175 @@
+"""What is in a bundle: the same bytes for the same input."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import wrapt
+from vllm_livepatch import sitecustomize
+from vllm_livepatch.tools import bundled, user_cache
+from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
+from vllm_livepatch.tools.bundles import sbom
+from vllm_livepatch.tools.bundles.catalogue import Entry
+from vllm_livepatch.tools.bundles.placing import write_directory
+from vllm_livepatch.tools.errors import UserError
+
+PACKAGE = "_vllm_livepatch"
+_TARGETS, _FINDING, _GENERATION = "\nTARGETS = {}  #", '\nFINDING = ""  #', b'\nGENERATION = ""  #'
+
+
+def version() -> str:
+    return metadata.version("vllm-livepatch")
+
+
+def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+    """Every file of the bundle by its path in it. `extensions` are wrapt's compiled forms, by file name.
+
+    At the top lies what is looked for there: by Python's start, and by people. All else is in one folder, the
+    generation, which is named by what is in it: an upgrade puts another one beside it, and then replaces the entry,
+    which names it.
+    """
+    package = {**_runtime(), **_answers(), **_patches(entries), **_wrapt(extensions or {})}
+    digests = {name: _digest(item.folder) for name, item in entries.items()}
+    bill = sbom.make(version(), metadata.version("wrapt"), digests, extensions or {})
+    main = (_rooms(bundled) / "main.py").read_bytes()
+    top = {"sitecustomize.py": _entry(entries), "__main__.py": main, sbom.SBOM: bill}
+    generation = f"livepatch-{version()}-{_digest_of({**package, **top})[:16]}"
+    files = {f"{generation}/{PACKAGE}/{name}": data for name, data in package.items()}
+    for name, data in top.items():
+        files[name] = data.replace(_GENERATION, f'\nGENERATION = "{generation}"  #'.encode())
+    files[MANIFEST] = files[f"{generation}/{MANIFEST}"] = _json(
+        {
+            "vllm-livepatch": version(),
+            "wrapt": metadata.version("wrapt"),
+            "python": ">=3.10,<3.15",
+            "patches": sorted(entries),
+            "extensions": sorted(extensions or {}),
+            "generation": generation,
+            "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
+        }
+    )
+    return files
+
+
+def digest(files: Mapping[str, bytes]) -> str:
+    """What names a bundle, whoever made it and whatever holds it: the digest of its manifest."""
+    return "sha256:" + hashlib.sha256(files[MANIFEST]).hexdigest()
+
+
+def _entry(entries: Mapping[str, Entry]) -> bytes:
+    """What Python's start runs, the generation's name still to come."""
+    entry, finding = ((_rooms(sitecustomize) / name).read_text("utf-8") for name in ("entry.py", "finding.py"))
+    places = (_TARGETS, _FINDING, _GENERATION.decode())
+    if any(entry.count(place) != 1 for place in places) or "'''" in finding or not finding.isascii():
+        raise AssertionError("entry.py has no place for the targets, the generation and finding.py")
+    targets = json.dumps({**_targets(entries), PACKAGE: "own"}, sort_keys=True)
+    entry = entry.replace(_TARGETS, f"\nTARGETS = {targets}  #")
+    return entry.replace(_FINDING, f"\nFINDING = r'''{finding}'''  #").encode()
+
+
+def _runtime() -> dict[str, bytes]:
+    """What runs in the process once a target is imported."""
+    sources = sorted(_rooms(sitecustomize).glob("*.py"))
+    files = {
+        f"sitecustomize/{source.name}": source.read_bytes()
+        for source in sources
+        if source.name not in ("entry.py", "finding.py", "vendored.py")
+    }
+    return {**files, "__init__.py": b""}
+
+
+def _answers() -> dict[str, bytes]:
+    """What the bundle answers by itself: its own commands."""
+    tools = _rooms(bundled).parent
+    sources = [tools / "errors.py", *(source for source in _rooms(bundled).glob("*.py") if source.name != "main.py")]
+    files = {f"tools/{source.relative_to(tools).as_posix()}": source.read_bytes() for source in sorted(sources)}
+    return {**files, "tools/__init__.py": b""}
+
+
+def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
+    """The patches' code, and what is known of them."""
+    files: dict[str, bytes] = {"patches/__init__.py": b""}
+    for item in entries.values():
+        files[f"patches/{item.folder.name}/__init__.py"] = b""
+        for source in sorted(item.folder.rglob("*")):
+            if source.is_file() and "__pycache__" not in source.parts and source.name != "patch.toml":
+                files[f"patches/{item.folder.name}/{source.relative_to(item.folder).as_posix()}"] = source.read_bytes()
+    catalogue = {
+        "version": version(),
+        "patches": {name: item.facts for name, item in sorted(entries.items())},
+        "digests": {name: _digest(item.folder) for name, item in sorted(entries.items())},
+        "changes": {
+            name: [change.to_json() for change in item.changes()]
+            for name, item in sorted(entries.items())
+            if item.patch.diff
+        },
+    }
+    return {**files, "catalogue.json": _json(catalogue)}
+
+
+def _wrapt(extensions: Mapping[str, bytes]) -> dict[str, bytes]:
+    """For patches that import it. An interpreter takes the extension whose name says that it is for it, or none."""
+    files = {"vendor/__init__.py": (_rooms(sitecustomize) / "vendored.py").read_bytes()}
+    for source in sorted(Path(wrapt.__file__).parent.glob("*.py")):
+        files[f"vendor/wrapt/{source.name}"] = source.read_bytes()
+    for licence in metadata.files("wrapt") or []:
+        if licence.name == "LICENSE":
+            files["vendor/wrapt/LICENSE"] = Path(str(licence.locate())).read_bytes()
+    return {**files, **{f"vendor/wrapt/{name}": data for name, data in extensions.items()}}
+
+
+def _rooms(package: ModuleType) -> Path:
+    return Path(next(iter(package.__path__)))
+
+
+def _targets(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Each module that a patch names, and what is done to it, in the entry's words."""
+    targets = {name: "wrapped" for item in entries.values() for name in item.patch.modules}
+    for item in entries.values():
+        for change in item.changes() if item.patch.diff else ():
+            added = "added package" if change.package else "added"
+            targets[change.module] = added if change.added else "changed"
+    return targets
+
+
+def cached(files: Mapping[str, bytes]) -> Path:
+    """A directory that holds this bundle, in the user's cache (or a temporary place where that cannot be written)."""
+    name = hashlib.sha256(files[MANIFEST]).hexdigest()[:16]
+    for place in (
+        user_cache.directory() / "bundles",
+        Path(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}-bundles"),
+    ):
+        out = place / name
+        try:
+            if out.is_dir() and not verified(out).differences:
+                return out
+            shutil.rmtree(out, ignore_errors=True)
+            write_directory(files, out)
+        except UserError:
+            continue
+        return out
+    raise UserError("neither the user's cache nor the temporary directory can be written")
+
+
+def _digest_of(files: Mapping[str, bytes]) -> str:
+    lines = (f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _digest(folder: Path) -> str:
+    """What a patch folder holds, its bytecode left out."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    digests = (f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

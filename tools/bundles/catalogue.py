@@ -1,0 +1,94 @@
+"""The catalogue: every folder with a `patch.toml`, read and checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_livepatch import patches as own_patches
+from vllm_livepatch.sitecustomize.changes import Change
+from vllm_livepatch.sitecustomize.decision import Patch, PatchError
+from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.tools.diffs import reading
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.toml import tomllib
+
+KEEPS_APART = "compile-cache-key"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One patch folder: where it is, its facts as written, and as checked."""
+
+    folder: Path
+    facts: dict[str, Any]
+    patch: Patch
+
+    def changes(self) -> tuple[Change, ...]:
+        """What a diff changes, nothing where the patch is none. Raises UserError."""
+        if not self.patch.diff:
+            return ()
+        diff = reading.parse((self.folder / self.patch.diff).read_bytes(), packages=[self.patch.package])
+        targets = {change.module for change in diff.changes if not change.added}
+        added = {change.module for change in diff.changes if change.added}
+        if (targets, added) != (set(self.patch.targets), set(self.patch.added)):
+            raise UserError(f"{self.folder}: {self.patch.diff} changes other modules than patch.toml says")
+        return diff.changes
+
+
+def load(extra: Iterable[Path] = ()) -> dict[str, Entry]:
+    """Our own patches and those of `extra` directories, by name. Raises UserError."""
+    entries: dict[str, Entry] = {}
+    for place in (*map(Path, own_patches.__path__), *extra):
+        if not place.is_dir():
+            raise UserError(f"{place} is not a directory of patches")
+        found = sorted(place.glob("*/patch.toml"))
+        if not found:
+            raise UserError(f"{place} has no patch: a patch is a folder with a patch.toml")
+        for file in found:
+            entry = read(file.parent)
+            if entry.patch.name in entries:
+                first = entries[entry.patch.name].folder
+                raise UserError(f"two patches are called {entry.patch.name}: {first} and {entry.folder}")
+            entries[entry.patch.name] = entry
+    return entries
+
+
+def read(folder: Path) -> Entry:
+    """One patch folder. Raises UserError."""
+    if not folder.name.isidentifier():
+        raise UserError(f"{folder}: a patch's folder is its name with underscores")
+    name = folder.name.replace("_", "-")
+    file = folder / "patch.toml"
+    try:
+        facts = tomllib.loads(file.read_text("utf-8"))
+        patch = to_patch(name, facts)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError) as error:
+        raise UserError(f"{file}: {str(error).splitlines()[0]}") from error
+    code = patch.diff or "wrappers.py"
+    if not (folder / code).is_file():
+        raise UserError(f"{folder} has no {code}, which is the patch's code")
+    return Entry(folder, facts, patch)
+
+
+def known(entries: Collection[str], name: str) -> str:
+    """A patch's name as somebody typed it, with `_` or `-`, as the catalogue has it. Raises UserError."""
+    if name.replace("_", "-") in entries:
+        return name.replace("_", "-")
+    near = difflib.get_close_matches(name.replace("_", "-").lower(), entries, 1)
+    rest = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(entries))}"
+    raise UserError(f"no patch is called {name}; {rest}")
+
+
+def choose(entries: dict[str, Entry], names: Sequence[str]) -> dict[str, Entry]:
+    """The entries called `names`, all where none is named; with what keeps apart the compiled artifacts of those that
+    change traced code. Raises UserError.
+    """
+    wanted = {known(entries, name) for name in names}
+    chosen = {name: entry for name, entry in entries.items() if not names or name in wanted}
+    if any(entry.patch.traced for entry in chosen.values()) and KEEPS_APART in entries:
+        chosen[KEEPS_APART] = entries[KEEPS_APART]
+    return chosen

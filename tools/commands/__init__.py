@@ -1,0 +1,1 @@
+"""What the command line does and shows; `cli` has its options. A command's tables are in `rendering`."""

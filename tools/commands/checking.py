@@ -1,0 +1,99 @@
+"""`check` as a whole: what is asked, what is found, what is shown of it, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from vllm_livepatch.sitecustomize import installed
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.commands import rendering
+from vllm_livepatch.tools.compatibility import check, pairs
+from vllm_livepatch.tools.errors import UserError
+
+
+@dataclass(frozen=True)
+class Question:
+    """The command's options. Without releases, wheels and a place it is about this interpreter."""
+
+    releases: Sequence[str] = ()
+    wheels: Sequence[Path] = ()
+    python: str | None = None
+    site_packages: Path | None = None
+    diff: bool = True
+    required: Sequence[str] = ()
+    patch_dirs: Sequence[Path] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    packages: dict[str, str | None]
+    patches: list[check.Checked]
+    pair: dict[str, Any] | None
+    unmet: tuple[str, ...]  # of the patches that are required: what they lack, a sentence each
+
+    @property
+    def failed(self) -> bool:
+        blocked = any(patch.blocked for patch in self.patches)
+        return blocked or bool(self.unmet) or bool(self.pair and self.pair["broken"])
+
+
+def find(question: Question) -> Answer:
+    """Everything that is shown, whatever has to be fetched for it included. Raises UserError."""
+    if question.python is not None and question.site_packages is not None:
+        raise UserError("--python and --site-packages exclude each other")
+    entries = catalogue.load(question.patch_dirs)
+    required = [catalogue.known(entries, name) for name in question.required]
+    patches = [entry.patch for entry in entries.values()]
+    packages_of_all = sorted({package for patch in patches for package in patch.packages})
+    others = check.released(question.releases, question.wheels, patches)
+    tree: installed.Tree | None = None
+    if question.site_packages is not None:
+        tree, where = check.directory_tree(question.site_packages), str(question.site_packages)
+    elif question.python is not None or not others:
+        where = question.python or sys.executable
+        tree = check.interpreter_tree(where, packages_of_all)
+    else:
+        where = "what was named"
+        patches = [patch for patch in patches if patch.package in others]
+    tree = check.Several(tree, others) if others or tree is None else tree
+    changes = {patch.name: entries[patch.name].changes() for patch in patches}
+    packages, answers = check.check(patches, tree, changes)
+    for name in others.keys() - packages.keys() - {"torch"}:
+        packages[name] = installed.release(name, tree)
+    if not packages and all(tree.origin(f"{package}.__init__") is None for package in packages_of_all):
+        raise UserError(f"{where} has neither {' nor '.join(packages_of_all)}: there is nothing to check")
+    if question.diff:
+        answers = check.explained(answers, tree, others)
+    pair = pairs.of_tree(tree)
+    described = pair.described(None if question.diff else lambda problem: "") if pair else None
+    return Answer(packages, answers, described, _unmet(required, answers))
+
+
+def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[str, ...]:
+    decisions = {answer.patch.name: answer.decision for answer in answers}
+    found = []
+    for name in required:
+        decision = decisions.get(name)
+        if decision is None:
+            found.append(f"{name} is required, and its package was not looked at")
+        elif not decision.apply:
+            found.append(f"{name} is required, and would not be applied ({decision.reason}): {decision.detail}")
+    return tuple(found)
+
+
+def show(answer: Answer, as_json: bool) -> None:
+    if as_json:
+        judged = {"patches": [one.described() for one in answer.patches], "pairs": [answer.pair] if answer.pair else []}
+        print(json.dumps({"packages": answer.packages, **judged}, indent=1))
+    else:
+        rendering.print_check(Console(), answer.packages, answer.patches)
+        if answer.pair:
+            pairs.print_pair(Console(soft_wrap=True), answer.pair)
+    for said in answer.unmet:
+        print(f"vllm-livepatch: {said}", file=sys.stderr)

@@ -1,0 +1,56 @@
+"""How a command line ends: its exit code, one line for bad input, never a traceback for Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
+from vllm_livepatch.tools.bundled import command as bundled
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.releases.sources import SourcesError
+
+
+def end_with(
+    app: typer.Typer, name: str = "vllm-livepatch", bare: Sequence[str] = ("--help",), prog_name: str | None = None
+) -> NoReturn:
+    """Run a command line to the process's end; bad input is one line on stderr, of ``name``, and exit 2.
+
+    ``bare`` is what it does when nothing is said, ``prog_name`` what its help calls it.
+    """
+    try:
+        code = app(sys.argv[1:] or list(bare), standalone_mode=False, prog_name=prog_name)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (UserError, SourcesError) as error:
+        _fail(name, str(error))
+    except KeyboardInterrupt:
+        _interrupted()
+    except BrokenPipeError:  # piped into head
+        bundled.drop_output()
+        sys.exit(0)
+    except OSError as error:  # what nobody foresaw: a full disk, a directory that this user may not look into
+        bundled.drop_output()
+        _fail(name, bundled.named(error))
+    except Exception as error:
+        # click's errors, wherever this release of typer keeps its click.
+        formatted = getattr(error, "format_message", None)
+        if formatted is None:
+            if type(error).__name__ == "Abort":  # what Ctrl-C becomes within a command
+                _interrupted()
+            raise
+        _fail(name, formatted() or "see --help")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupted() -> NoReturn:
+    """A second Ctrl-C, while the interpreter ends, ends it at once: without it, that would be a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(130)
+
+
+def _fail(name: str, message: str) -> NoReturn:
+    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,230 @@
+"""`matrix`: every patch against every pinned release, by the decision that runs in the process.
+
+A cell is *executed* where a release test drove exactly this code of this release, stock and patched (stock alone where
+the release is left alone), and *read* where only its fingerprints are known. The release tests keep the record of that
+in executed.toml (`pytest tests/releases --keep-record`), and fail where it claims more than they ran.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from vllm_livepatch.sitecustomize import cache, installed
+from vllm_livepatch.sitecustomize.decision import (
+    Installed,
+    Patch,
+    Verdict,
+    judge,
+    judge_companion,
+    module_of,
+    public_release,
+)
+from vllm_livepatch.tools import threads
+from vllm_livepatch.tools.commands.rendering import COLOURS
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.releases import published, registry, releases_file
+from vllm_livepatch.tools.releases.registry import Pin
+from vllm_livepatch.tools.releases.sources import SourcesError
+from vllm_livepatch.tools.toml import tomllib
+
+Known = Literal["executed", "read"]
+NAMES = {"vllm": "vLLM", "lmcache": "LMCache"}
+EXECUTED_FILE = Path(__file__).with_name("executed.toml")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One patch on one release, and how that is known."""
+
+    verdict: Verdict
+    known: Known
+    detail: str
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`releases` are (package, version), by package and oldest first; `cells` by patch, then release."""
+
+    releases: tuple[tuple[str, str], ...]
+    patches: tuple[Patch, ...]
+    cells: Mapping[str, Mapping[tuple[str, str], Cell]]
+
+    def described(self) -> dict[str, Any]:
+        """As `matrix --json` prints it."""
+
+        def rows(value: Callable[[Cell], str]) -> dict[str, dict[str, str]]:
+            return {
+                name: {f"{package}=={version}": value(cell) for (package, version), cell in row.items()}
+                for name, row in self.cells.items()
+            }
+
+        return {
+            "releases": [f"{package}=={version}" for package, version in self.releases],
+            "patches": rows(lambda cell: cell.verdict),
+            "known": rows(lambda cell: cell.known),
+        }
+
+
+@functools.cache
+def executed() -> Mapping[str, Mapping[str, list[str]]]:
+    """The releases on which the release tests executed a patch, by patch and package."""
+    found: Mapping[str, Mapping[str, list[str]]] = tomllib.loads(EXECUTED_FILE.read_text("utf-8"))
+    return found
+
+
+def make(patches: Iterable[Patch]) -> Matrix:
+    """Judge every patch on every pinned release of its package. Raises UserError."""
+    chosen = tuple(patches)
+    packages = dict.fromkeys(
+        [*(patch.package for patch in chosen), *(one for patch in chosen for one in patch.packages)]
+    )
+    pins = [pin for package in packages for pin in registry.all_pins(package)]
+    fingerprints = cache.Fingerprints(cache.directory(os.environ))
+
+    def column(pin: Pin) -> dict[str, Cell]:
+        concerned = [patch for patch in chosen if pin.package in patch.packages]
+        tree = published.tree(pin.package, pin.version)
+        tree.prefetch({module_of(name) for patch in concerned for name in patch.names_of(pin.package)})
+        return {
+            patch.name: _cell(patch, pin.package, installed.look(patch, tree, fingerprints.of_names))
+            for patch in concerned
+        }
+
+    try:
+        columns = dict(zip(((pin.package, pin.version) for pin in pins), threads.each(column, pins), strict=True))
+    except SourcesError as error:
+        raise UserError(str(error)) from error
+    cells = {
+        patch.name: {release: column[patch.name] for release, column in columns.items() if patch.name in column}
+        for patch in chosen
+    }
+    return Matrix(tuple(columns), chosen, cells)
+
+
+def _cell(patch: Patch, package: str, found: Installed) -> Cell:
+    """One package alone: of another than the patched one, whether the patch was verified with its code."""
+    own = package == patch.package
+    verdict, detail, form = judge(patch, found) if own else judge_companion(patch, package, found)
+    release = found.release if own else found.companions.get(package)
+    version = public_release(release or "")
+    driven = (
+        form is not None and version in form.releases and version in executed().get(patch.name, {}).get(package, ())
+    )
+    return Cell(verdict, "executed" if driven else "read", detail)
+
+
+def show(matrix: Matrix, console: Console) -> None:
+    """A table for each package: a row for each release, a column for each patch."""
+    for package in dict.fromkeys(package for package, _ in matrix.releases):
+        patches = [patch for patch in matrix.patches if package in patch.packages]
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column(NAMES.get(package, package))
+        for patch in patches:
+            table.add_column(patch.name, overflow="fold")
+        for release in (one for one in matrix.releases if one[0] == package):
+            row = [matrix.cells[patch.name][release] for patch in patches]
+            table.add_row(release[1], *(_shown(cell) for cell in row))
+        console.print(table)
+        console.print()
+    console.print(Text("*: known by execution (the fault shown on stock, and gone with the patch); others are read"))
+
+
+def _shown(cell: Cell) -> Text:
+    mark = "*" if cell.known == "executed" else ""
+    return Text(f"{cell.verdict}{mark}", style=COLOURS.get(cell.verdict, ""))
+
+
+def markdown(matrix: Matrix) -> str:
+    """A row for each patch, the releases of each verdict in spans; bold is executed."""
+    counts = ", ".join(
+        f"{len(found)} of {NAMES.get(package, package)} ({found[0][1]} to {found[-1][1]})"
+        for package, group in groupby(matrix.releases, lambda release: release[0])
+        if (found := list(group))
+    )
+    shown: list[Verdict] = ["needed", "fixed-upstream", "not-present", "unverified", "drifted"]
+    seen = {cell.verdict for row in matrix.cells.values() for cell in row.values()}
+    verdicts = [verdict for verdict in shown if verdict in seen]
+    lines = [
+        f"Releases: {counts}. **Bold**: executed, by a release test on this release, stock and patched;",
+        "the rest is read, by the fingerprints of the code.",
+        "",
+        "| patch | of | " + " | ".join(verdicts) + " |",
+        "|---" * (2 + len(verdicts)) + "|",
+    ]
+    for patch in matrix.patches:
+        for package in patch.packages:
+            row = {release: cell for release, cell in matrix.cells[patch.name].items() if release[0] == package}
+            spans = [", ".join(_spans(row, verdict)) for verdict in verdicts]
+            of = NAMES.get(package, package) + ("" if package == patch.package else ", relied on")
+            lines.append(f"| `{patch.name}` | {of} | " + " | ".join(spans) + " |")
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _spans(row: Mapping[tuple[str, str], Cell], verdict: Verdict) -> Iterator[str]:
+    """Releases next to each other that have a verdict and know it the same way, as one span."""
+    for (found, known), group in groupby(row.items(), lambda item: (item[1].verdict, item[1].known)):
+        versions = [release[1] for release, _ in group]
+        if found == verdict:
+            span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+            yield f"**{span}**" if known == "executed" else span
+
+
+def block(text: str, name: str = "matrix") -> str:
+    """What stands between the markers ``<!-- name -->`` and ``<!-- /name -->`` of a document. Raises UserError."""
+    return _parts(text, name)[1]
+
+
+def write(file: Path, table: str, name: str = "matrix") -> None:
+    """Put a table between a document's markers of that name. Raises UserError."""
+    try:
+        before, _, after = _parts(file.read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    releases_file.write(file, f"{before}<!-- {name} -->\n{table}<!-- /{name} -->{after}")
+
+
+def _parts(text: str, name: str) -> tuple[str, str, str]:
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, begun, rest = text.partition(f"{begin}\n")
+    table, ended, after = rest.partition(end)
+    if not begun or not ended:
+        raise UserError(f"there is no {begin} and {end}, each at the beginning of a line, for the table to go between")
+    return before, table, after
+
+
+def refresh(packages: Iterable[str]) -> list[Pin]:
+    """Add the final releases that the registry has and the data lacks, from the oldest pinned one on, as read.
+
+    Raises UserError.
+    """
+    added: list[Pin] = []
+    text = registry.PINS_FILE.read_text(encoding="utf-8")
+    for package in packages:
+        pinned = registry.all_pins(package)
+        try:
+            offered = registry.files(package)
+            known = {Version(pin.version) for pin in pinned}
+            oldest = min(known, default=Version("0"))
+            for version in registry.final_releases(offered):
+                if Version(version) in known or Version(version) < oldest:
+                    continue
+                wheel = registry.find_wheel(package, version, offered=offered)
+                added.append(Pin(package, version, wheel.name, wheel.sha256, read=True))
+        except registry.RegistryError as error:
+            raise UserError(str(error)) from error
+    for pin in added:
+        text = releases_file.with_table(text, releases_file.table(pin))
+    if added:
+        releases_file.write(registry.PINS_FILE, text)
+        registry.all_pins.cache_clear()
+    return added

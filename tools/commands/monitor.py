@@ -1,0 +1,50 @@
+"""What `status` does for a person at a terminal, for a script, and for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from vllm_livepatch.tools.bundled import command, status
+from vllm_livepatch.tools.commands import rendering
+from vllm_livepatch.tools.errors import UserError
+
+
+def run(
+    directory: Path,
+    *,
+    as_json: bool,
+    watch: bool,
+    summary: bool,
+    require: Sequence[str],
+    prune: bool,
+    prometheus: Path | None,
+    serve: int | None,
+    address: str,
+) -> int:
+    """The exit code. Raises UserError."""
+    if prometheus is not None or serve is not None:
+        if watch or as_json or summary:
+            raise UserError("--prometheus and --serve go without --watch, --json and --summary")
+        from vllm_livepatch.tools.commands import metrics  # a tenth of a second
+
+        if prometheus is not None:
+            metrics.write(directory, prometheus)
+        if serve is not None:
+            metrics.serve(directory, serve, address)
+        return command.settled(status.read(directory), require, prune)
+    if as_json or summary:
+        return command.show_status(
+            directory, as_json=as_json, watch=watch, as_summary=summary, require=require, prune=prune
+        )
+    if watch:
+        with Live(console=Console(), refresh_per_second=2) as live:
+            while True:
+                live.update(rendering.status_view(status.processes(directory), directory))
+                time.sleep(1)
+    reports = status.read(directory)
+    Console().print(rendering.status_view(reports.live, directory))
+    return command.settled(reports, require, prune)

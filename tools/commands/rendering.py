@@ -1,0 +1,200 @@
+"""What a person looks at: tables and pages. Plain text where the output is piped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from vllm_livepatch.sitecustomize.decision import Patch, variable
+from vllm_livepatch.tools.bundled import summary as plain
+from vllm_livepatch.tools.commands.listing import Listing
+from vllm_livepatch.tools.compatibility.check import Checked
+from vllm_livepatch.tools.compatibility.drift import Drift
+
+COLOURS = {
+    "needed": "green",
+    "applied": "green",
+    "unverified": "yellow",
+    "armed": "yellow",
+    "drifted": "red",
+    "failed": "red",
+    "fixed-upstream": "dim",
+    "not-present": "dim",
+    "skipped": "dim",
+}
+
+BY_DEFAULT = {
+    "rocm": "`auto` applies it on ROCm only; {name}=on applies it anywhere",
+    "traced": "`auto` applies it only beside patches that change traced code",
+    "off": "`auto` does not apply it; {name}=on does",
+}
+"""What to say of a patch that `auto` does not apply wherever it is needed."""
+
+MEANINGS = {
+    "partly": "the other targets' modules are not imported in this process. Where they never are, nothing is amiss",
+    "bypassed": "the class named overrides the patched method without calling it: its objects run without the patch",
+    "raised": "an error of the patch's own. The release's own code answers now; report the error",
+    "overwritten": "somebody else replaced the patched code later: this process may run without the patch",
+    "foreign": "somebody else had replaced the code before: this process runs without the patch",
+    "imported": "the module was imported before the patch could change it: this process runs without the patch",
+    "late": "the bundle was armed late, or not at all: the detail says why. This process runs without the patch",
+    "drifted": "the code differs from every verified version. `vllm-livepatch check` shows where",
+}
+"""What a reason asks of an operator. Said below a process' patches, where one of them has it."""
+
+
+def coloured(word: str) -> Text:
+    return Text(word, style=COLOURS.get(word, ""))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        # Names stay whole, so that they can be searched for and copied.
+        table.add_column(column, overflow="fold", no_wrap=column.strip() in ("patch", "variable", "counter"))
+    return table
+
+
+def releases(patch: Patch, verdict: str) -> list[str]:
+    """The releases of a verdict, in the order of the file."""
+    return [release for variant in patch.variants if variant.verdict == verdict for release in variant.releases]
+
+
+def span(found: list[str]) -> str:
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" if found else "none"
+
+
+def summary(patch: Patch) -> dict[str, Any]:
+    return {
+        "name": patch.name,
+        "version": patch.version,
+        "title": patch.title,
+        "package": patch.package,
+        "needed": releases(patch, "needed"),
+        "fixed-upstream": releases(patch, "fixed-upstream"),
+        **({"companions": _companions(patch)} if patch.companions else {}),
+        "variable": variable(patch.name),
+    }
+
+
+def _companions(patch: Patch) -> dict[str, list[str]]:
+    """The releases that it was verified with, of each other package."""
+    return {
+        package: [release for form in forms if form.code for release in form.releases]
+        for package, forms in patch.companions.items()
+    }
+
+
+def catalogue_table(patches: Iterable[Patch]) -> Table:
+    table = _table("patch", "needed on", "what it does")
+    for patch in patches:
+        table.add_row(patch.versioned, f"{patch.package} {span(releases(patch, 'needed'))}", patch.title)
+    return table
+
+
+def print_page(console: Console, patch: Patch) -> None:
+    """The page for somebody who has the symptom."""
+    about = patch.about
+    console.print(Text(patch.versioned, style="bold"), Text(patch.title))
+    for heading, entry in (("What one sees", "symptom"), ("Why", "why"), ("What changes", "change")):
+        if entry in about:
+            console.print(Text(f"\n{heading}", style="bold"))
+            console.print(Text(str(about[entry]).strip()))
+    if patch.auto in BY_DEFAULT:
+        console.print(Text("\nTurn it on", style="bold"))
+        console.print(Text(BY_DEFAULT[patch.auto].format(name=variable(patch.name))))
+    console.print(Text("\nTurn it off", style="bold"))
+    console.print(Text(f"{variable(patch.name)}=off (this patch), LIVEPATCH=off (everything)"))
+    if patch.aliases:
+        console.print(Text(f"Also switched by {', '.join(patch.aliases)} (1 or 0)"))
+    if patch.options:
+        console.print(Text("\nOptions", style="bold"))
+        table = _table("variable", "default", "meaning")
+        for option in patch.options:
+            names = "\n".join((variable(patch.name, option.name), *option.aliases))
+            table.add_row(names, str(option.default), option.help)
+        console.print(table)
+    if "counters" in about:
+        console.print(Text("\nWhat `status` counts", style="bold"))
+        table = _table("counter", "meaning")
+        for kind, meaning in about["counters"].items():
+            table.add_row(kind, meaning)
+        console.print(table)
+    console.print(Text("\nWhere it comes from", style="bold"))
+    for entry in ("origin", "upstream", "last_update"):
+        if entry in about:
+            console.print(Text(f"{entry.replace('_', ' ')}: {about[entry]}"))
+    if "threads" in about:
+        console.print(Text(f"threads: {', '.join(about['threads'])}"))
+    console.print(Text("\nReleases", style="bold"))
+    table = _table("verdict", "releases", "fingerprint of the first target")
+    for variant in patch.variants:
+        first = variant.code[patch.targets_of(variant)[0]]
+        table.add_row(coloured(variant.verdict), ", ".join(variant.releases), first)
+    console.print(table)
+    for package, companions in patch.companions.items():
+        console.print(Text(f"\nReleases of {package} that it relies on, where installed", style="bold"))
+        table = _table("its code", "releases")
+        for form in companions:
+            table.add_row("verified" if form.code else "not there yet", ", ".join(form.releases))
+        console.print(table)
+    console.print(Text("\nTargets", style="bold"))
+    for target in patch.targets:
+        console.print(Text(f"patched  {target}"))
+    for call in patch.calls:
+        console.print(Text(f"called   {call}"))
+
+
+def print_check(console: Console, packages: Mapping[str, str | None], answers: list[Checked]) -> None:
+    found = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in packages.items())
+    console.print(Text(f"checked: {found or 'none of the packages that these patches are for'}"))
+    table = Listing("patch", "verdict", "applies", "why")
+    for answer in answers:
+        decision = answer.decision
+        table.add_row(
+            answer.patch.name, coloured(decision.verdict), "yes" if decision.apply else "no", Text(decision.detail)
+        )
+    console.print(table)
+    for answer in answers:
+        if answer.drift is not None:
+            _print_drift(console, answer.patch, answer.drift)
+
+
+def _print_drift(console: Console, patch: Patch, drift: Drift) -> None:
+    """What drifted, and which releases had which variant."""
+    console.print(
+        Text(f"\n{patch.name}: what drifted from {drift.package} {drift.release}, the nearest that is verified")
+    )
+    for change in drift.changes:
+        for line in change.diff:
+            style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1], "")
+            console.print(Text(line, style=style), soft_wrap=True)
+    if drift.unread:
+        console.print(Text(f"its code cannot be shown: {drift.unread}"))
+    table = _table("verified variant", "verdict", "what differs from it")
+    for variant, differs in drift.variants:
+        table.add_row(", ".join(variant.releases), coloured(variant.verdict), Text("\n".join(differs) or "nothing"))
+    console.print(table)
+
+
+def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableType:
+    if not processes:
+        return Text(f"no live patched process has a report in {directory}")
+    parts: list[RenderableType] = []
+    for process in processes:
+        parts += [Text(plain.head(process), style="bold"), Text(f"  {plain.command_of(process)}", style="dim")]
+        table = Listing("  patch", "state", "verdict", "counters", "why")
+        for patch in process["patches"]:
+            counters = plain.counted(patch["counters"]) or "-"
+            row = (coloured(patch["state"]), patch["verdict"] or "", counters, Text(plain.why(patch)))
+            table.add_row(f"  {plain.versioned(patch)}", *row)
+        parts.append(table)
+        reasons = {patch["reason"] for patch in process["patches"]}
+        parts += [Text(f"  {reason}: {said}", style="dim") for reason, said in MEANINGS.items() if reason in reasons]
+    if any(patch["counters"] for process in processes for patch in process["patches"]):
+        parts.append(Text("vllm-livepatch show PATCH says what its counters count", style="dim"))
+    return Group(*parts)

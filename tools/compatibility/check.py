@@ -1,0 +1,181 @@
+"""`check`: what is installed in an interpreter or a directory, or was published, judged without importing any of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from vllm_livepatch.sitecustomize import installed
+from vllm_livepatch.sitecustomize.changes import Change
+from vllm_livepatch.sitecustomize.decision import Patch, module_of
+from vllm_livepatch.tools import threads
+from vllm_livepatch.tools.bundled.verdicts import Judged, judge
+from vllm_livepatch.tools.compatibility import reads
+from vllm_livepatch.tools.compatibility.drift import Drift, drift
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.releases import published, registry
+from vllm_livepatch.tools.releases.sources import SourcesError
+
+PACKAGES = ("vllm", "lmcache")
+"""What this project is about, whether or not the patches at hand are for both."""
+
+# Asks an interpreter where it would import from. Finding a top-level package's spec does not import it.
+_PROBE = """
+import importlib.util, json, sys
+found = {}
+for name in sys.argv[1:]:
+    spec = importlib.util.find_spec(name)
+    found[name] = list(spec.submodule_search_locations or []) if spec else []
+print(json.dumps([sys.path, found]))
+"""
+
+
+@dataclass(frozen=True)
+class Checked(Judged):
+    """One patch against what is installed, and what drifted."""
+
+    drift: Drift | None = None
+
+    def described(self) -> dict[str, Any]:
+        drifted = {} if self.drift is None else {"drift": self.drift.described()}
+        return {**super().described(), **drifted}
+
+
+class Several(installed.Tree):
+    """A tree in which some top-level packages are those of other trees."""
+
+    def __init__(self, below: installed.Tree | None, others: Mapping[str, installed.Tree]) -> None:
+        super().__init__([] if below is None else below.path)
+        self._below = below
+        self._others = others
+
+    def source(self, module: str) -> str | None:
+        tree = self._tree(module)
+        return None if tree is None else tree.source(module)
+
+    def origin(self, module: str) -> str | None:
+        tree = self._tree(module)
+        return None if tree is None else tree.origin(module)
+
+    def prefetch(self, modules: Iterable[str]) -> None:
+        """Have those of the trees that can read several modules together do so."""
+        wanted = list(modules)
+        for top, tree in self._others.items():
+            if isinstance(tree, published.PublishedTree):
+                tree.prefetch([module for module in wanted if module.partition(".")[0] == top])
+
+    def _tree(self, module: str) -> installed.Tree | None:
+        return self._others.get(module.partition(".")[0], self._below)
+
+
+class Rocm(installed.Tree):
+    """torch as a release that was built for ROCm comes with it."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def source(self, module: str) -> str | None:
+        return 'hip = "of the release"\n' if module == "torch.version" else None
+
+
+def interpreter_tree(python: str, packages: Iterable[str]) -> installed.Tree:
+    """The tree that an interpreter imports from. Raises UserError where it cannot be asked."""
+    environ = {**os.environ, "LIVEPATCH": "off"}
+    try:
+        answer = subprocess.run(
+            [python, "-c", _PROBE, *packages], capture_output=True, text=True, timeout=60, env=environ, check=True
+        )
+        path, found = json.loads(answer.stdout)
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"{python} cannot say what is installed: {said}") from error
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{python} is not an interpreter that can be asked: {error}") from error
+    return installed.Tree([part for part in path if part], {name: places for name, places in found.items() if places})
+
+
+def directory_tree(directory: Path) -> installed.Tree:
+    """The tree of a site-packages directory, of an unpacked image's too."""
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory")
+    return installed.Tree([str(directory.absolute())])
+
+
+def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[Patch]) -> dict[str, installed.Tree]:
+    """The trees of PACKAGE==VERSION (PACKAGE: its newest release) and of wheel files, by the packages patches are for.
+
+    Raises UserError.
+    """
+    shelf = published.Shelf()
+    wanted = [_parsed(release) for release in releases]
+    ahead = reads.modules() if {name for name, _ in wanted} >= set(PACKAGES) else ()
+
+    def opened(name: str, version: str | None) -> published.PublishedTree:
+        tree = shelf.tree(name, version or shelf.newest(name))
+        tree.prefetch({module for patch in patches for module in map(module_of, patch.names)}.union(ahead))
+        return tree
+
+    try:
+        trees = [published.wheel_file(wheel) for wheel in wheels]
+        trees += threads.each(lambda asked: opened(*asked), wanted)
+    except SourcesError as error:
+        raise UserError(str(error)) from error
+    known = {package for patch in patches for package in patch.packages} | {
+        package for package in PACKAGES if registry.pins(package)
+    }
+    found: dict[str, installed.Tree] = {}
+    for tree in trees:
+        tops = tree.tops & known
+        if not tops:
+            raise UserError(f"no patch is for {tree.package}; there are some for {', '.join(sorted(known))}")
+        if tops & found.keys():
+            raise UserError(f"name one release of {min(tops)}; matrix compares many")
+        found.update(dict.fromkeys(tops, tree))
+        if tree.version.partition("+")[2].startswith("rocm"):
+            found["torch"] = Rocm()
+    return found
+
+
+def _parsed(release: str) -> tuple[str, str | None]:
+    try:
+        requirement = Requirement(release)
+    except InvalidRequirement:
+        requirement = None
+    pins = list(requirement.specifier) if requirement is not None else []
+    if requirement is None or len(pins) > 1 or any(pin.operator != "==" or "*" in pin.version for pin in pins):
+        raise UserError(f"--release takes PACKAGE==VERSION, or PACKAGE for its newest release, not {release!r}")
+    return requirement.name, pins[0].version if pins else None
+
+
+def explained(answers: Iterable[Checked], tree: installed.Tree, asked: Collection[str] = ()) -> list[Checked]:
+    """The answers, with what drifted where something did.
+
+    The registry is asked for our packages and those `asked` about, and not told of anybody's own.
+    """
+
+    def fetch(package: str, release: str) -> installed.Tree:
+        if package not in asked and package not in PACKAGES:
+            raise SourcesError(f"{package} is nothing that the registry is asked for unless --release names it")
+        return published.tree(package, release)
+
+    return [
+        dataclasses.replace(answer, drift=drift(answer.patch, answer.installed, tree, fetch))
+        if answer.decision.verdict == "drifted"
+        else answer
+        for answer in answers
+    ]
+
+
+def check(
+    patches: Iterable[Patch], tree: installed.Tree, changes: Mapping[str, Sequence[Change]] | None = None
+) -> tuple[dict[str, str | None], list[Checked]]:
+    """As `judge`, which says more."""
+    packages, answers = judge(patches, tree, changes)
+    return packages, [Checked(answer.patch, answer.installed, answer.decision) for answer in answers]

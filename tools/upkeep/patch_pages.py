@@ -1,0 +1,155 @@
+"""The documentation's page of each patch, and their list, made from the catalogue.
+
+python -m vllm_livepatch.tools.upkeep.patch_pages docs/patches     # writes a page a patch, removes others
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from vllm_livepatch.sitecustomize.decision import Patch, variable
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.commands import ending, matrix, rendering
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.releases import registry
+
+FURTHER = {
+    "chunked-lmcache-load": ("chunked-load.md",),
+    "failed-loads": ("failed-loads.md", "load-deadlocks.md"),
+    "idle-stepping": ("idle-stepping.md",),
+    "kv-block-reaper": ("kv-block-reaper.md",),
+    "lmcache-bounded-waits": ("lab-lmcache-lost.md",),
+    "lmcache-finished-ids": ("connector-completions.md",),
+    "lmcache-reregister": ("lab-lmcache-lost.md",),
+    "mori-ep-fp8": ("mori.md",),
+    "moriio-timeouts": ("mori.md",),
+    "mp-block-transfer": ("block-transfer.md",),
+    "nixl-lease-guard": ("nixl-lease-guard.md", "lab-lease.md"),
+    "nixl-push-failures": ("nixl-push-failures.md",),
+    "nixl-ucx-error-handling": ("mori.md",),
+    "rocm-pinned-allocator": ("rocm-pinned-allocator.md",),
+    "stable-request-ids": ("mori.md",),
+    "stale-finished-recving": ("connector-completions.md", "lab-alive-and-right.md"),
+}
+"""What else the documentation has of a patch."""
+
+HEAD = """# Patches
+
+`vllm-livepatch show NAME` prints the same pages; `check` says which of them your release needs. From a message in the
+log to its patch: [troubleshooting](../troubleshooting.md). Every patch on every release:
+[compatibility](../compatibility.md).
+
+| patch | what it does | of | needed on | by default |
+|---|---|---|---|---|
+"""
+DEFAULTS = {"rocm": "on ROCm", "traced": "beside patches of traced code", "off": "off"}
+
+
+def page(patch: Patch) -> str:
+    """One patch's page. The symptom is first, so that a search for a line of a log ends here."""
+    about = patch.about
+    lines = [f"# {patch.name}", "", f"{patch.title}. Version {patch.version}.", ""]
+    for heading, entry in (("What one sees", "symptom"), ("Why", "why"), ("What changes", "change")):
+        if entry in about:
+            lines += [f"## {heading}", "", _text(about[entry]), ""]
+    lines += ["## Where it applies", "", *_where(patch), ""]
+    lines += ["## Turn it on and off", "", *_switch(patch), ""]
+    if patch.options:
+        lines += ["| option | default | meaning |", "|---|---|---|"]
+        for option in patch.options:
+            names = "<br>".join(f"`{name}`" for name in (variable(patch.name, option.name), *option.aliases))
+            lines.append(f"| {names} | `{option.default}` | {_cell(option.help)} |")
+        lines.append("")
+    if "counters" in about:
+        lines += ["## What `status` counts", "", "| counter | meaning |", "|---|---|"]
+        lines += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in about["counters"].items()]
+        lines.append("")
+    lines += ["## Where it comes from", ""]
+    lines += [f"- {entry.replace('_', ' ')}: {_text(about[entry])}" for entry in _SOURCES if entry in about]
+    lines += [f"- more: [{file}](../{file})" for file in FURTHER.get(patch.name, ())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_SOURCES = ("origin", "upstream", "last_update")
+
+
+_VERDICTS = {"needed": "needed", "fixed-upstream": "not needed, fixed upstream", "not-present": "there is no such code"}
+
+
+def _spans(patch: Patch) -> dict[str, str]:
+    """The releases that were verified, by verdict, in spans of the pinned ones."""
+    found = {release: verdict for verdict in _VERDICTS for release in rendering.releases(patch, verdict)}
+    spans: dict[str, list[str]] = {}
+    pinned = [pin.version for pin in registry.all_pins(patch.package)]
+    for verdict, group in groupby(pinned, found.get):
+        if verdict is not None:
+            spans.setdefault(verdict, []).append(rendering.span(list(group)))
+    return {verdict: ", ".join(spans[verdict]) for verdict in _VERDICTS if verdict in spans}
+
+
+def _where(patch: Patch) -> list[str]:
+    package = matrix.NAMES[patch.package]
+    return [f"- {package} {releases}: {_VERDICTS[verdict]}" for verdict, releases in _spans(patch).items()]
+
+
+def _switch(patch: Patch) -> list[str]:
+    name = variable(patch.name)
+    on = rendering.BY_DEFAULT.get(patch.auto, "`auto` applies it wherever the release needs it").format(name=name)
+    lines = [f"{on}. `{name}=off` turns it off, `LIVEPATCH=off` everything."]
+    if patch.aliases:
+        lines.append(f"Also switched by {', '.join(f'`{alias}`' for alias in patch.aliases)} (1 or 0).")
+    return lines
+
+
+def _text(said: object) -> str:
+    return re.sub(r"\n+", "\n\n", str(said).strip()).replace("<", "&lt;")
+
+
+def _cell(said: object) -> str:
+    return " ".join(_text(said).split()).replace("|", "\\|")
+
+
+def index(patches: list[Patch]) -> str:
+    rows = [
+        f"| [`{patch.name}`]({patch.name}.md) | {_cell(patch.title)} | {matrix.NAMES[patch.package]} "
+        f"| {_spans(patch).get('needed', 'none')} | {DEFAULTS.get(patch.auto, 'on')} |"
+        for patch in patches
+    ]
+    return HEAD + "\n".join(rows) + "\n"
+
+
+def texts() -> dict[str, str]:
+    """Every page by its file's name."""
+    patches = [entry.patch for entry in catalogue.load().values()]
+    return {"index.md": index(patches)} | {f"{patch.name}.md": page(patch) for patch in patches}
+
+
+def write(place: Path) -> None:
+    """Raises UserError."""
+    made = texts()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for file in place.glob("*.md"):
+            if file.name not in made:
+                file.unlink()
+        for name, text in made.items():
+            (place / name).write_text(text, "utf-8")
+    except OSError as error:
+        raise UserError(f"{place}: {error.strerror or error}") from error
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(place: Annotated[Path, typer.Argument(help="the folder of the pages")]) -> None:
+    """Write the documentation's page of each patch."""
+    write(place)
+
+
+if __name__ == "__main__":
+    ending.end_with(app, name="patch_pages")
