@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.tools import user_cache
 from vllm_livepatch.tools.lab import environments
+from vllm_livepatch.tools.toml import tomllib
 
 
 @pytest.fixture
@@ -168,3 +169,11 @@ def test_libraries_that_mooncake_links_go_where_it_looks_for_its_own(
         "libibverbs.so.1.14.44.0": "code",
     }
     assert not (tmp_path / "debian").exists()
+
+
+def test_the_engine_extra_names_what_the_tests_run_with(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes: list[dict[str, Any]] = []
+    monkeypatch.setattr(environments, "_kept", lambda name, recipe, build: recipes.append(recipe))
+    environments.engine()
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["optional-dependencies"]["engine"] == recipes[0]["steps"]
