@@ -15,7 +15,7 @@ from tests.unit.support import PYTHON, finish
 
 ROOT = Path(__file__).parents[2]
 UV = (sys.executable, "-m", "uv")
-DIGEST = "from vllm_livepatch.tools import bundle, catalogue; print(bundle.digest(bundle.contents(catalogue.load())))"
+DIGEST = "from vllm_livepatch.tools.bundles import bundle, catalogue; print(bundle.digest(bundle.contents(catalogue.load())))"
 """Of the bundle without compiled wrapt, which it would ask the registry for."""
 NO_INDEX = re.compile("error sending request|dns error|Failed to fetch|Network connectivity is disabled")
 
