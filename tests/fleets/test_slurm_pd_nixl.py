@@ -45,14 +45,16 @@ os.execve(part["command"][0], part["command"], part["environment"] | {{name: os.
 class Jobs:
     """The engines' jobs; `stop` them."""
 
-    def __init__(self, cluster: slurm.Cluster, root: Path, bundle: Path, tiny: Path) -> None:
+    def __init__(self, cluster: slurm.Cluster, root: Path, bundle: Path, tiny: Path, engine: Path) -> None:
         self.state, self._cluster, self._root, self._bundle = root / "state", cluster, root, bundle
         self._ids: list[str] = []
         self._bin = root / "bin"
         self._bin.mkdir()
-        (self._bin / "python3").symlink_to(sys.executable)
+        # A link to it would not be the environment's interpreter: that is found from where it lies.
+        (self._bin / "python3").write_text(f'#!/bin/sh\nexec {engine} "$@"\n')
         (self._bin / "vllm").write_text(ENGINE.format(python=sys.executable, model=tiny, kept=THE_JOBS_OWN))
-        (self._bin / "vllm").chmod(0o755)
+        for file in self._bin.iterdir():
+            file.chmod(0o755)
         self._job = root / "job.sh"
         self._job.write_text(deploy.text("slurm", "image", str(tiny)))
 
@@ -114,7 +116,7 @@ def cluster(request: pytest.FixtureRequest, bundle: Path, tmp_path: Path) -> Ite
 
 @pytest.fixture
 def jobs(cluster: slurm.Cluster, bundle: Path, tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(cluster, tmp_path, bundle, model.make(tmp_path / "model"))
+    made = Jobs(cluster, tmp_path, bundle, model.make(tmp_path / "model"), environments.engine(VLLM))
     try:
         yield made
     finally:

@@ -26,6 +26,7 @@ PluginDir={plugins}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
 MpiDefault=none
 PartitionName=all Nodes=ALL Default=YES
 """
