@@ -133,9 +133,11 @@ async def play(
             for prompt in prompts[2 : 2 + times.requests]:
                 await asyncio.sleep(times.between * dice.uniform(0.5, 1.5))
                 _, pieces = await client.stream(prompt, 1)
+                if name == "holding" and not await client.metric(USAGE):
+                    break  # an engine that answers too late: this one, and the next, came to one that holds nothing
                 firsts.append(pieces[0])
-        if not await client.metric(USAGE):
-            raise RuntimeError("the blocks came back while requests came: a longer lease is needed")
+            if not firsts:
+                raise RuntimeError("the blocks came back before a request was answered: a longer lease is needed")
         await back(client, begun)
         await client.reset_prefix_cache()
     return found
