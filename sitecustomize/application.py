@@ -46,16 +46,16 @@ def planned(
 
     Raises ApplyError where one of them is not there, is not what its module wrote, or cannot be wrapped.
 
-    `known` are wrappers that we put in place before, `files` those of modules whose source we changed: they are no
-    strangers. `force` takes a target that somebody else replaced since its module was written.
+    `known` are wrappers that we put in place before, `files` those of modules whose source we changed: neither
+    counts as somebody else's. `force` takes a target that somebody else replaced since its module was written.
     """
     ours = {id(wrapper) for wrapper in known}
     steps: list[Applied] = []
     for target, wrapper in wrappers.items():
         owner, attribute, original = _resolve(target)
-        stranger = None if force or id(original) in ours else _stranger(target, original, files)
-        if stranger is not None:
-            raise ApplyError("foreign", f"{target} was already replaced by {stranger}")
+        replacement = None if force or id(original) in ours else _replacement(target, original, files)
+        if replacement is not None:
+            raise ApplyError("foreign", f"{target} was already replaced by {replacement}")
         try:
             steps.append(Applied(target, owner, attribute, original, stand_in(original, wrapper, target)))
         except guard.Unwrappable as error:
@@ -101,7 +101,7 @@ def undo(steps: Iterable[Applied]) -> None:
 _run: dict[str, types.ModuleType] = {}
 
 
-def has_run(module: types.ModuleType) -> None:
+def executed(module: types.ModuleType) -> None:
     """A target module has run to its end."""
     _run[module.__name__] = module
 
@@ -186,7 +186,7 @@ def _lookup(target: str) -> Any:
         return None
 
 
-def _stranger(target: str, found: Any, files: Mapping[str, str]) -> str | None:
+def _replacement(target: str, found: Any, files: Mapping[str, str]) -> str | None:
     """What stands where the module's own function should, None where it is that function.
 
     A function of another file may still be the module's doing, by a decorator: then its source has one.

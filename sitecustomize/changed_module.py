@@ -53,12 +53,12 @@ class ChangedModule:
             self._code = self._cached_code() or self._compiled()
         return self._code
 
-    def dress(self, loader: Any) -> None:
+    def substitute(self, loader: Any) -> None:
         """Make a loader give the changed text to whoever asks it."""
         loader.get_source = lambda fullname=None: self.text
         loader.get_code = lambda fullname=None: self.code()
 
-    def undress(self, loader: Any) -> None:
+    def restore(self, loader: Any) -> None:
         """Let the loader, and who asks for lines, speak of the file on disk again."""
         del loader.get_source, loader.get_code
         if self.origin is not None:
@@ -127,7 +127,7 @@ class _AddedLoader:
 
     def __init__(self, changed: ChangedModule) -> None:
         self._changed = changed
-        changed.dress(self)
+        changed.substitute(self)
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None

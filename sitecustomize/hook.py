@@ -28,12 +28,12 @@ def before(name: str, loader: Any, module: ModuleType | None) -> Any:
     """
     runtime = _the_runtime()
     if runtime is not None:
-        runtime.arrives(name)
+        runtime.will_execute(name)
     if module is not None:
         _show(module, loader)
     if runtime is None:
         return None
-    guarded(runtime.meet, name)
+    guarded(runtime.before_execution, name)
     changed = runtime.changed(name)
     if changed is None:
         return None
@@ -41,7 +41,7 @@ def before(name: str, loader: Any, module: ModuleType | None) -> Any:
         dressed = copy.copy(loader)
         if module is None or dressed is loader:
             raise TypeError("it cannot be copied")
-        changed.dress(dressed)
+        changed.substitute(dressed)
     except Exception as error:  # somebody's own loader: it loads as it does
         guarded(runtime.out_of_reach, name, f"its loader cannot be made to load a changed source: {error}")
         return None
@@ -53,7 +53,7 @@ def after(module: ModuleType) -> None:
     """A target has been executed."""
     runtime = _the_runtime()
     if runtime is not None:
-        guarded(runtime.loaded, module)
+        guarded(runtime.after_execution, module)
 
 
 def changed(name: str, loader: Any) -> Any:
@@ -61,7 +61,7 @@ def changed(name: str, loader: Any) -> Any:
     runtime = _the_runtime()
     if runtime is None:
         return None
-    guarded(runtime.meet, name)
+    guarded(runtime.before_execution, name)
     found = runtime.changed(name)
     return None if found is None else _Changed(runtime, found, loader)
 
@@ -82,8 +82,8 @@ def imported_before(name: str) -> None:
     """A target module that was imported before the entry ran."""
     runtime = _the_runtime()
     if runtime is not None:
-        guarded(runtime.meet, name)
-        guarded(runtime.loaded, sys.modules[name])
+        guarded(runtime.before_execution, name)
+        guarded(runtime.after_execution, sys.modules[name])
 
 
 def armed_late(names: list[str]) -> None:

@@ -118,17 +118,17 @@ class Runtime:
 
     # The course of one target's import
 
-    def arrives(self, module: str) -> None:
-        """A target module will be executed by way of us, and not before `meet` has come back."""
+    def will_execute(self, module: str) -> None:
+        """A target module will be executed by way of us, and not before `before_execution` has come back."""
         self._sources.arriving.add(module)
 
     def armed_late(self, modules: list[str]) -> None:
         """These were imported before us, and others may hold what they took from them: their patches do not apply."""
         self._too_late = frozenset(modules)
         for module in modules:
-            self.meet(module)
+            self.before_execution(module)
 
-    def meet(self, module: str) -> None:
+    def before_execution(self, module: str) -> None:
         """A target module is about to be executed, or was before us: decide about every patch that names it."""
         self._decide_about(self._of(module))
         self._checked_and_written()
@@ -142,11 +142,11 @@ class Runtime:
                 self._decide(state)
             self._say_decisions()
 
-    def loaded(self, module: ModuleType) -> None:
+    def after_execution(self, module: ModuleType) -> None:
         """A target module has been executed: apply every patch whose target modules are now all there."""
         if sys.modules.get(module.__name__) is not module:
             return  # somebody's private copy: no caller reaches it by its name
-        application.has_run(module)
+        application.executed(module)
         for state in sorted(self._of(module.__name__), key=lambda state: not state.patch.diff):
             decision = state.decision
             if decision is None or not decision.apply or state.state == "failed":
@@ -236,13 +236,13 @@ class Runtime:
         with self._lock:  # two threads may meet two targets at once
             greets, self._greeted = not self._greeted, True
         if greets:
-            self._greet()
+            self._begin_summary()
         if decision.reason in ("unverified", "forced"):
             self._greeting.behind(f"{state.patch.name}: {decision.detail}")
         if decision.wanted and not decision.apply:
             self._not_applied(state)
 
-    def _greet(self) -> None:
+    def _begin_summary(self) -> None:
         self._greeting.begin(self.packages)
         if not self._reporter.flush(_FIRST_SECONDS):
             self.report.late()
@@ -314,7 +314,7 @@ class Runtime:
         try:
             planned = application.planned(wrappers, stand_in, known, self._sources.files(), forced)
         except application.ApplyError:
-            with self._lock:  # a stranger's may be what another thread of ours has put there
+            with self._lock:  # somebody else's may be what another thread of ours has put there
                 if any(other.applied is not steps for other, steps in zip(self.states, before, strict=True)):
                     return False
             raise
@@ -361,7 +361,7 @@ class Runtime:
     def added(self, module: str) -> ModuleSpec | None:
         """The spec of a module that only a diff has."""
         if any(module in state.patch.added for state in self.states):
-            guarded(self.meet, module)
+            guarded(self.before_execution, module)
         return self._sources.added(module)
 
     def is_gone(self, module: str) -> bool:
@@ -427,7 +427,7 @@ class Runtime:
                 continue
             found = overrides.bypassing(steps)
             overtaken = ((step, application.overtaken_by(step)) for step in steps)
-            replaced = next(((step, stranger) for step, stranger in overtaken if stranger is not None), None)
+            replaced = next(((step, by) for step, by in overtaken if by is not None), None)
             with self._lock:
                 if state.applied is not steps or state.state != "applied":
                     continue  # what was looked up is no longer so

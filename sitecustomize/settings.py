@@ -47,8 +47,8 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
     known = {"LIVEPATCH_STATE_DIR", "LIVEPATCH_STATE_KEEP", "LIVEPATCH_LOG"}
     for patch in patches:
         known |= {variable(patch.name), *(variable(patch.name, option.name) for option in patch.options)}
-    strangers = sorted(name for name in environ if name.startswith("LIVEPATCH_") and name not in known)
-    notes = tuple(f"{name} names nothing in this bundle" for name in strangers)
+    unknown = sorted(name for name in environ if name.startswith("LIVEPATCH_") and name not in known)
+    notes = tuple(f"{name} names nothing in this bundle" for name in unknown)
     return Environment(mode, toggles, options, tuple(errors), notes, keep=keep)
 
 

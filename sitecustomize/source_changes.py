@@ -137,7 +137,7 @@ class SourceChanges:
         of a change stays; also where an import in between caught what an inner one raised.
         """
         if self._modules.get(module.__name__) is not changed:  # dropped since it was found
-            changed.undress(loader)
+            changed.restore(loader)
             loader.exec_module(module)
             return
         before, loaded_before = dict(vars(module)), set(sys.modules)
@@ -159,7 +159,7 @@ class SourceChanges:
         if this.error is not None and outermost is None and changed.origin is not None:
             vars(module).clear()
             vars(module).update(before)
-            changed.undress(loader)
+            changed.restore(loader)
             self._drop(module.__name__, this.error, loaded_before, give_up)
             loader.exec_module(module)
 

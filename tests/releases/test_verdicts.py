@@ -28,10 +28,10 @@ ENTRIES = catalogue.load()
 def offline(package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, check.Checked]:
     monkeypatch.setattr(sources, "cached", lambda package, version: None)  # out of the wheel, not from a directory
     patches = [entry.patch for entry in ENTRIES.values() if entry.patch.package == package]
-    tree = published.Shelf().tree(package, version)
+    tree = published.PublishedReleases().tree(package, version)
     tree.prefetch(module for patch in patches for module in map(module_of, patch.names))
     changes = {patch.name: ENTRIES[patch.name].changes() for patch in patches}
-    packages, answers = check.check(patches, check.Several(None, {package: tree}), changes)
+    packages, answers = check.check(patches, check.CombinedTree(None, {package: tree}), changes)
     assert set(packages.values()) <= {version}
     return {answer.patch.name: answer for answer in answers}
 

@@ -16,7 +16,7 @@ import pytest
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.sitecustomize.installed import Tree, release
 from vllm_livepatch.tools.releases import archives, published, registry, sources
-from vllm_livepatch.tools.releases.published import PublishedTree, Shelf
+from vllm_livepatch.tools.releases.published import PublishedReleases, PublishedTree
 from vllm_livepatch.tools.releases.registry import Pin
 from vllm_livepatch.tools.releases.sources import SourcesError
 
@@ -56,8 +56,8 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def shelf(index: LocalIndex, told: list[str]) -> Shelf:
-    return Shelf(told.append)
+def published_releases(index: LocalIndex, told: list[str]) -> PublishedReleases:
+    return PublishedReleases(told.append)
 
 
 def unpacked(place: Path) -> Tree:
@@ -68,10 +68,10 @@ def unpacked(place: Path) -> Tree:
     return Tree([str(place)])
 
 
-def refusal(shelf: Shelf, version: str = "1.0", module: str = "demo.one") -> str:
+def refusal(published_releases: PublishedReleases, version: str = "1.0", module: str = "demo.one") -> str:
     """The one line with which a release cannot be read, without the index's password; the cache is not left broken."""
     with pytest.raises(SourcesError) as caught:
-        shelf.tree("demo", version).source(module)
+        published_releases.tree("demo", version).source(module)
     message = str(caught.value)
     assert "\n" not in message
     assert "secret" not in message
@@ -95,8 +95,8 @@ def assert_sound() -> None:
             assert content == FILES[name.partition("/files/")[2]]
 
 
-def test_a_tree_is_as_an_installed_one(shelf: Shelf, tmp_path: Path) -> None:
-    tree, other = shelf.tree("demo", "1.0"), unpacked(tmp_path / "unpacked")
+def test_a_tree_is_as_an_installed_one(published_releases: PublishedReleases, tmp_path: Path) -> None:
+    tree, other = published_releases.tree("demo", "1.0"), unpacked(tmp_path / "unpacked")
     for module in ("demo", "demo.one", "demo.two", "demo.deep.three", "demo.deep", "demo.broken", "demo._native", "no"):
         assert tree.source(module) == other.source(module), module
         ours, theirs = tree.origin(module), other.origin(module)
@@ -107,8 +107,8 @@ def test_a_tree_is_as_an_installed_one(shelf: Shelf, tmp_path: Path) -> None:
     assert tree.tops == {"demo"}
 
 
-def test_only_what_is_asked_for_is_read_and_only_once(index: LocalIndex, shelf: Shelf) -> None:
-    tree = shelf.tree("demo", "1.0")
+def test_only_what_is_asked_for_is_read_and_only_once(index: LocalIndex, published_releases: PublishedReleases) -> None:
+    tree = published_releases.tree("demo", "1.0")
     tree.prefetch(["demo.one", "demo.two", "demo.absent"])
     asked = index.requests
     assert tree.source("demo.one")
@@ -121,10 +121,10 @@ def test_only_what_is_asked_for_is_read_and_only_once(index: LocalIndex, shelf: 
     }
 
 
-def test_what_was_read_is_kept_and_more_is_added(index: LocalIndex, shelf: Shelf) -> None:
-    first = shelf.tree("demo", "1.0").source("demo.one")
+def test_what_was_read_is_kept_and_more_is_added(index: LocalIndex, published_releases: PublishedReleases) -> None:
+    first = published_releases.tree("demo", "1.0").source("demo.one")
     sent = index.sent
-    again = Shelf().tree("demo", "1.0")
+    again = PublishedReleases().tree("demo", "1.0")
     assert again.source("demo.one") == first
     assert index.sent == sent
     assert again.source("demo.deep.three")
@@ -132,111 +132,119 @@ def test_what_was_read_is_kept_and_more_is_added(index: LocalIndex, shelf: Shelf
 
 
 @pytest.mark.parametrize("damage", [b"", b"ONE = 2\n"])
-def test_a_damaged_file_of_the_cache_is_read_again(index: LocalIndex, shelf: Shelf, damage: bytes) -> None:
-    first = shelf.tree("demo", "1.0").source("demo.one")
+def test_a_damaged_file_of_the_cache_is_read_again(
+    index: LocalIndex, published_releases: PublishedReleases, damage: bytes
+) -> None:
+    first = published_releases.tree("demo", "1.0").source("demo.one")
     (file,) = sources.cache_directory().with_name("published").rglob("one.py")
     file.write_bytes(damage)
-    assert Shelf().tree("demo", "1.0").source("demo.one") == first
+    assert PublishedReleases().tree("demo", "1.0").source("demo.one") == first
     assert_sound()
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"demo'])
-def test_a_damaged_list_of_the_cache_is_read_again(index: LocalIndex, shelf: Shelf, damage: bytes) -> None:
-    first = shelf.tree("demo", "1.0").source("demo.one")
+def test_a_damaged_list_of_the_cache_is_read_again(
+    index: LocalIndex, published_releases: PublishedReleases, damage: bytes
+) -> None:
+    first = published_releases.tree("demo", "1.0").source("demo.one")
     (file,) = sources.cache_directory().with_name("published").rglob("list.json")
     file.write_bytes(damage)
-    assert Shelf().tree("demo", "1.0").source("demo.one") == first
+    assert PublishedReleases().tree("demo", "1.0").source("demo.one") == first
     assert_sound()
 
 
-def test_a_wheel_of_another_content_under_the_same_name_is_another(index: LocalIndex, shelf: Shelf) -> None:
-    assert shelf.tree("demo", "1.0").source("demo.two") == "TWO = 'the package'\n"
+def test_a_wheel_of_another_content_under_the_same_name_is_another(
+    index: LocalIndex, published_releases: PublishedReleases
+) -> None:
+    assert published_releases.tree("demo", "1.0").source("demo.two") == "TWO = 'the package'\n"
     index.add("demo", NAME, make_wheel("demo", "1.0", {"demo/two.py": b"TWO = 2\n"}))
-    assert Shelf().tree("demo", "1.0").source("demo.two") == "TWO = 2\n"
+    assert PublishedReleases().tree("demo", "1.0").source("demo.two") == "TWO = 2\n"
 
 
 @pytest.mark.parametrize("damage", ["member", "directory"])
-def test_damaged_wheel(index: LocalIndex, shelf: Shelf, damage: str) -> None:
+def test_damaged_wheel(index: LocalIndex, published_releases: PublishedReleases, damage: str) -> None:
     content = bytearray(index.files["demo"][NAME])
     where = content.find(b"demo/one.py") + 14 if damage == "member" else content.rfind(b"demo/one.py") - 46
     content[where : where + 4] = b"\xff\xff\xff\xff"
     index.files["demo"][NAME] = bytes(content)
-    assert refusal(shelf).startswith(f"the registry's {NAME} is damaged: ")
+    assert refusal(published_releases).startswith(f"the registry's {NAME} is damaged: ")
 
 
-def test_truncated_range(index: LocalIndex, shelf: Shelf) -> None:
+def test_truncated_range(index: LocalIndex, published_releases: PublishedReleases) -> None:
     index.cut_short = True
-    assert refusal(shelf) == f"the registry's {NAME} broke off in the middle of a part"
+    assert refusal(published_releases) == f"the registry's {NAME} broke off in the middle of a part"
     index.cut_short = False
-    assert Shelf().tree("demo", "1.0").source("demo.one")
+    assert PublishedReleases().tree("demo", "1.0").source("demo.one")
 
 
 def test_where_ranges_are_ignored_the_wheel_is_read_whole(
-    index: LocalIndex, shelf: Shelf, told: list[str], tmp_path: Path
+    index: LocalIndex, published_releases: PublishedReleases, told: list[str], tmp_path: Path
 ) -> None:
     index.ignore_ranges = True
-    tree, other = shelf.tree("demo", "1.0"), unpacked(tmp_path / "unpacked")
+    tree, other = published_releases.tree("demo", "1.0"), unpacked(tmp_path / "unpacked")
     for module in ("demo.one", "demo.two", "demo.deep.three"):
         assert tree.source(module) == other.source(module)
     assert told[0] == f"{NAME}: the server gives no parts of a file, so it is read whole"
     asked = index.requests
-    assert Shelf().tree("demo", "1.0").source("demo.deep.three")
+    assert PublishedReleases().tree("demo", "1.0").source("demo.deep.three")
     assert index.requests == asked + 1  # the index: nobody pinned this release
     assert_sound()
 
 
-def test_a_whole_wheel_that_is_damaged(index: LocalIndex, shelf: Shelf) -> None:
+def test_a_whole_wheel_that_is_damaged(index: LocalIndex, published_releases: PublishedReleases) -> None:
     index.ignore_ranges = True
     index.digests[NAME] = "0" * 64
-    assert refusal(shelf) == f"the registry's {NAME} is damaged: its SHA-256 is not what the registry says"
+    assert refusal(published_releases) == f"the registry's {NAME} is damaged: its SHA-256 is not what the registry says"
 
 
-def test_a_whole_wheel_that_breaks_off(index: LocalIndex, shelf: Shelf) -> None:
+def test_a_whole_wheel_that_breaks_off(index: LocalIndex, published_releases: PublishedReleases) -> None:
     index.ignore_ranges = index.cut_short = True
     index.cut_whole = True
-    assert f"the registry's {NAME} broke off" in refusal(shelf)
+    assert f"the registry's {NAME} broke off" in refusal(published_releases)
 
 
-def test_a_missing_release(shelf: Shelf) -> None:
-    assert refusal(shelf, "9.9") == "demo 9.9 is not in the registry; the newest there is 1.1"
+def test_a_missing_release(published_releases: PublishedReleases) -> None:
+    assert refusal(published_releases, "9.9") == "demo 9.9 is not in the registry; the newest there is 1.1"
 
 
 @pytest.mark.parametrize("below", ["", "src/"])
-def test_a_release_without_a_wheel(index: LocalIndex, shelf: Shelf, below: str) -> None:
+def test_a_release_without_a_wheel(index: LocalIndex, published_releases: PublishedReleases, below: str) -> None:
     index.add("demo", ARCHIVE, make_source_archive("demo", "1.1", FILES, below))
-    tree = shelf.tree("demo", "1.1")
+    tree = published_releases.tree("demo", "1.1")
     assert tree.source("demo.two") == "TWO = 'the package'\n"
     assert release("demo", tree) == "1.1"
     assert tree.tops == {"demo"}
     assert_sound()
 
 
-def test_a_source_archive_that_is_damaged(index: LocalIndex, shelf: Shelf) -> None:
+def test_a_source_archive_that_is_damaged(index: LocalIndex, published_releases: PublishedReleases) -> None:
     index.add("demo", ARCHIVE, index.files["demo"][ARCHIVE][:200])
-    assert refusal(shelf, "1.1").startswith(f"the registry's {ARCHIVE} is damaged: ")
+    assert refusal(published_releases, "1.1").startswith(f"the registry's {ARCHIVE} is damaged: ")
 
 
-def test_a_yanked_release_is_read_and_said(index: LocalIndex, shelf: Shelf, told: list[str]) -> None:
+def test_a_yanked_release_is_read_and_said(
+    index: LocalIndex, published_releases: PublishedReleases, told: list[str]
+) -> None:
     index.yanked.add(NAME)
-    assert shelf.tree("demo", "1.0").source("demo.one")
+    assert published_releases.tree("demo", "1.0").source("demo.one")
     assert told == ["demo 1.0 was yanked: broken"]
 
 
 def test_no_network(index: LocalIndex, monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
-    first = Shelf().tree("demo", "1.0").source("demo.one")
+    first = PublishedReleases().tree("demo", "1.0").source("demo.one")
     with serving(LocalIndex()) as gone:
         pass
-    monkeypatch.setattr(Shelf, "offered", unreachable(gone.url))
-    shelf = Shelf(told.append)
-    assert shelf.tree("demo", "1.0").source("demo.one") == first
+    monkeypatch.setattr(PublishedReleases, "offered", unreachable(gone.url))
+    published_releases = PublishedReleases(told.append)
+    assert published_releases.tree("demo", "1.0").source("demo.one") == first
     assert told == ["demo 1.0 is from the cache: the registry at 127.0.0.1 cannot be reached; is there a network?"]
-    assert refusal(shelf, "1.1") == "the registry at 127.0.0.1 cannot be reached; is there a network?"
+    assert refusal(published_releases, "1.1") == "the registry at 127.0.0.1 cannot be reached; is there a network?"
 
 
 def unreachable(url: str) -> Any:
-    """`Shelf.offered` of an index that is gone."""
+    """`PublishedReleases.offered` of an index that is gone."""
 
-    def offered(self: Shelf, package: str) -> Any:
+    def offered(self: PublishedReleases, package: str) -> Any:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("PIP_INDEX_URL", url)
@@ -250,9 +258,9 @@ def unreachable(url: str) -> Any:
 def test_a_pinned_release_needs_no_network_once_read(index: LocalIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = (Pin("demo", "1.0", NAME, index.add("demo", NAME, index.files["demo"][NAME]), ""),)
     monkeypatch.setattr(registry, "all_pins", lambda package: pinned)
-    first = Shelf().tree("demo", "1.0").source("demo.one")
+    first = PublishedReleases().tree("demo", "1.0").source("demo.one")
     asked = index.requests
-    tree = Shelf().tree("demo", "1.0")
+    tree = PublishedReleases().tree("demo", "1.0")
     assert tree.source("demo.one") == first
     assert index.requests == asked
     assert tree.source("demo.deep.three")  # what was never asked for still is to be had
@@ -264,23 +272,25 @@ def test_whole_sources_that_are_there_serve(index: LocalIndex, monkeypatch: pyte
     monkeypatch.setattr(registry, "all_pins", lambda package: (Pin("demo", "1.0", NAME, sha256, digest),))
     sources.site_packages("demo", "1.0")
     asked = index.requests
-    assert Shelf().tree("demo", "1.0").source("demo.two") == "TWO = 2\n"
+    assert PublishedReleases().tree("demo", "1.0").source("demo.two") == "TWO = 2\n"
     assert index.requests == asked
 
 
-def test_a_full_disk_costs_only_time(shelf: Shelf, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_only_time(
+    published_releases: PublishedReleases, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "open", full, raising=False)
-    assert shelf.tree("demo", "1.0").source("demo.one")
+    assert published_releases.tree("demo", "1.0").source("demo.one")
     assert any("cannot be written" in line for line in told)
     assert kept() == {}
 
 
 def test_a_full_disk_under_a_wheel_that_is_read_whole(
-    index: LocalIndex, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    index: LocalIndex, published_releases: PublishedReleases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.ignore_ranges = True
     monkeypatch.setattr(archives, "_download", full)
-    assert refusal(shelf).endswith(": No space left on device")
+    assert refusal(published_releases).endswith(": No space left on device")
 
 
 def full(*arguments: object, **options: object) -> Any:
@@ -293,7 +303,7 @@ def test_checks_at_once_on_one_cache(index: LocalIndex) -> None:
 
     def read(number: int) -> str | None:
         barrier.wait(timeout=20)
-        tree = Shelf().tree("demo", "1.0")
+        tree = PublishedReleases().tree("demo", "1.0")
         tree.prefetch(["demo.one", "demo.deep.three"])
         return tree.source("demo.one")
 
@@ -303,14 +313,16 @@ def test_checks_at_once_on_one_cache(index: LocalIndex) -> None:
     assert sum(name.endswith("deep/three.py") for name in kept()) == 1
 
 
-def test_a_vendors_local_version_is_the_public_release(shelf: Shelf, told: list[str]) -> None:
-    tree = shelf.tree("demo", "1.0+rocm700")
+def test_a_vendors_local_version_is_the_public_release(published_releases: PublishedReleases, told: list[str]) -> None:
+    tree = published_releases.tree("demo", "1.0+rocm700")
     assert tree.source("demo.two") == "TWO = 'the package'\n"
     assert release("demo", tree) == "1.0+rocm700"
     assert told == ["demo 1.0+rocm700 is not in the registry: 1.0 is read in its place"]
 
 
-def test_a_local_version_of_another_index(index: LocalIndex, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_version_of_another_index(
+    index: LocalIndex, published_releases: PublishedReleases, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "demo-1.2.dev3+g1234567.rocm700-py3-none-any.whl"
     with serving(LocalIndex()) as nightly:
         nightly.add(
@@ -318,30 +330,34 @@ def test_a_local_version_of_another_index(index: LocalIndex, shelf: Shelf, monke
         )
         monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"file:///nowhere {nightly.url}")
         for version in ("1.2.dev3", "1.2.dev3+g1234567.rocm700"):
-            tree = shelf.tree("demo", version)
+            tree = published_releases.tree("demo", version)
             assert tree.source("demo.two") == "TWO = 'nightly'\n"
             assert release("demo", tree) == "1.2.dev3+g1234567.rocm700"
-        assert shelf.newest("demo") == "1.0"  # no source archive, no nightly
+        assert published_releases.newest("demo") == "1.0"  # no source archive, no nightly
 
 
-def test_a_version_is_compared_as_one(shelf: Shelf) -> None:
-    assert release("demo", shelf.tree("Demo", "1")) == "1.0"
+def test_a_version_is_compared_as_one(published_releases: PublishedReleases) -> None:
+    assert release("demo", published_releases.tree("Demo", "1")) == "1.0"
 
 
 def test_pips_own_configuration_names_the_index(
-    index: LocalIndex, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    index: LocalIndex, published_releases: PublishedReleases, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("PIP_INDEX_URL")
     (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {index.url}\nextra-index-url = file:///nowhere\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    assert shelf.tree("demo", "1.0").source("demo.one")
+    assert published_releases.tree("demo", "1.0").source("demo.one")
     (tmp_path / "pip.conf").write_bytes(b"\xff[")
     assert registry.endpoints()[0] != index.url
 
 
-def test_a_file_that_says_it_is_enormous(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_says_it_is_enormous(
+    published_releases: PublishedReleases, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(archives, "LARGEST", 100)
-    assert refusal(shelf, module="demo.deep.three").endswith("demo/deep/three.py is no Python file of 10000 bytes")
+    assert refusal(published_releases, module="demo.deep.three").endswith(
+        "demo/deep/three.py is no Python file of 10000 bytes"
+    )
 
 
 # A wheel on this machine
@@ -376,9 +392,9 @@ def test_nothing_of_a_target_was_executed() -> None:
     assert "demo" not in sys.modules
 
 
-def test_the_list_of_files_is_read_once(index: LocalIndex, shelf: Shelf) -> None:
+def test_the_list_of_files_is_read_once(index: LocalIndex, published_releases: PublishedReleases) -> None:
     """It is most of what there is to read, in a wheel of thousands of files."""
-    tree = shelf.tree("demo", "1.0")
+    tree = published_releases.tree("demo", "1.0")
     before = index.requests
     for module in ("demo.one", "demo.two", "demo.deep.three"):
         assert tree.source(module)

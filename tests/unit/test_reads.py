@@ -24,7 +24,7 @@ class Tree:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     monkeypatch.setattr(Tree, "asked", {}, raising=False)
-    monkeypatch.setattr(published.Shelf, "tree", lambda self, package, version: Tree(package))
+    monkeypatch.setattr(published.PublishedReleases, "tree", lambda self, package, version: Tree(package))
     return Tree.asked
 
 

@@ -62,10 +62,10 @@ def main() -> None:
 def judged(releases: list[tuple[str, ...]]) -> int:
     """Every patch's verdict on every release; how many that were."""
     entries = catalogue.load()
-    shelf = published.Shelf()
+    published_releases = published.PublishedReleases()
 
     def read(release: tuple[str, ...]) -> published.PublishedTree:
-        tree = shelf.tree(*release)
+        tree = published_releases.tree(*release)
         tree.prefetch(
             module_of(name)
             for entry in entries.values()
@@ -80,7 +80,7 @@ def judged(releases: list[tuple[str, ...]]) -> int:
             own = {name: entry for name, entry in entries.items() if entry.patch.package == tree.package}
             changes = {name: entry.changes() for name, entry in own.items()}
             _, answers = check.check(
-                [entry.patch for entry in own.values()], check.Several(None, {tree.package: tree}), changes
+                [entry.patch for entry in own.values()], check.CombinedTree(None, {tree.package: tree}), changes
             )
             count += len(answers)
     return count
@@ -100,12 +100,12 @@ def measured(releases: list[str], cache: str) -> dict[str, Any]:
 
 def wheel_sizes(releases: list[str]) -> dict[str, int]:
     """The bytes of each release's wheel, as the registry's server says."""
-    shelf = published.Shelf()
+    published_releases = published.PublishedReleases()
     session = registry.open_session()
 
     def size(release: str) -> int:
         package, _, version = release.partition("==")
-        wheel = registry.find_file(package, version, shelf.offered(package))
+        wheel = registry.find_file(package, version, published_releases.offered(package))
         answer = session.head(wheel.url, timeout=registry.TIMEOUT, allow_redirects=True)
         answer.raise_for_status()
         return int(answer.headers["Content-Length"])

@@ -61,7 +61,7 @@ def find(question: Question) -> Answer:
     else:
         where = "what was named"
         patches = [patch for patch in patches if patch.package in others]
-    tree = check.Several(tree, others) if others or tree is None else tree
+    tree = check.CombinedTree(tree, others) if others or tree is None else tree
     changes = {patch.name: entries[patch.name].changes() for patch in patches}
     packages, answers = check.check(patches, tree, changes)
     for name in others.keys() - packages.keys() - {"torch"}:

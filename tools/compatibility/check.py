@@ -48,7 +48,7 @@ class Checked(Judged):
         return {**super().described(), **drifted}
 
 
-class Several(installed.Tree):
+class CombinedTree(installed.Tree):
     """A tree in which some top-level packages are those of other trees."""
 
     def __init__(self, below: installed.Tree | None, others: Mapping[str, installed.Tree]) -> None:
@@ -113,12 +113,12 @@ def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[
 
     Raises UserError.
     """
-    shelf = published.Shelf()
+    published_releases = published.PublishedReleases()
     wanted = [_parsed(release) for release in releases]
     ahead = reads.modules() if {name for name, _ in wanted} >= set(PACKAGES) else ()
 
     def opened(name: str, version: str | None) -> published.PublishedTree:
-        tree = shelf.tree(name, version or shelf.newest(name))
+        tree = published_releases.tree(name, version or published_releases.newest(name))
         tree.prefetch({module for patch in patches for module in map(module_of, patch.names)}.union(ahead))
         return tree
 

@@ -95,7 +95,7 @@ class PublishedTree(Tree):
 
 def tree(package: str, version: str) -> PublishedTree:
     """The release `version` of the distribution `package`, from the registry or the cache. Raises SourcesError."""
-    return _shelf(registry.endpoints()).tree(package, version)
+    return _published_releases(registry.endpoints()).tree(package, version)
 
 
 def wheel_file(file: Path) -> PublishedTree:
@@ -109,11 +109,11 @@ def wheel_file(file: Path) -> PublishedTree:
 
 
 @functools.cache
-def _shelf(endpoints: tuple[str, ...]) -> Shelf:
-    return Shelf()
+def _published_releases(endpoints: tuple[str, ...]) -> PublishedReleases:
+    return PublishedReleases()
 
 
-class Shelf:
+class PublishedReleases:
     """The releases that one set of indexes offers: what they were asked once is not asked again."""
 
     def __init__(self, tell: Tell = say) -> None:

@@ -73,7 +73,7 @@ def judged(console: Console, package: str, version: str) -> None:
     """Print every patch's verdict, and what drifted. Raises UserError."""
     entries = {name: entry for name, entry in catalogue.load().items() if entry.patch.package == package}
     patches = [entry.patch for entry in entries.values()]
-    tree = checking.Several(None, checking.released([f"{package}=={version}"], [], patches))
+    tree = checking.CombinedTree(None, checking.released([f"{package}=={version}"], [], patches))
     packages, answers = checking.check(patches, tree, {name: entry.changes() for name, entry in entries.items()})
     rendering.print_check(console, packages, checking.explained(answers, tree))
 
