@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 HIDDEN = "***"
 
 _WORDS = frozenset(
-    ("auth", "authorization", "bearer", "cookie", "credential", "credentials", "pass", "pat", "pwd", "sas")
+    (
+        *("auth", "authorization", "bearer", "cookie", "cred", "creds", "credential", "credentials", "jwt"),
+        *("pass", "passcode", "pat", "pw", "pwd", "sas"),
+    )
 )
 _ENDS = (
     "token",
@@ -29,18 +32,21 @@ _ENDS = (
 _NUMBER = re.compile(r"[\d.,_]+[kKmMgG]?(i?[bB])?")
 _FLAG = re.compile(r"--?[a-z][a-z0-9_.-]*(=.*)?", re.DOTALL)  # a value that begins with - seldom is all small letters
 _WHOLE = re.compile(r"(-*[A-Za-z_][\w.-]*\s*[:=]\s*)(.+)", re.DOTALL)  # NAME=value, --name=value, Header: value
-_PAIR = re.compile(
-    r"""((?P<quote>["']?)(?P<name>[A-Za-z_][\w.-]*)(?P=quote)\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,;&}\])"']+)"""
-)
-_USER = re.compile(r"(://)[^/\s@]+(@)")
-_SCHEME = re.compile(r"\b(bearer|basic)(\s+)[^\s\"']+", re.IGNORECASE)
-# Hugging Face, OpenAI and the like, GitHub, GitLab, Slack, AWS, JSON web tokens.
-_KNOWN = re.compile(r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|eyJ[\w-]{8,}\.)[\w./+=-]{12,}", re.ASCII)
+# No pattern may take more than one look at a place: a command line can hold a megabyte, and here the engine waits.
+# Quotes inside of quotes have a backslash in front.
+_QUOTED = r"""(?P<quote>\\{0,3}["'])?(?<![\w.-])(?P<name>[\w.-]+)"""
+_PAIR = re.compile(_QUOTED + r"(?(quote)(?P=quote))\s*[:=]\s*")
 # In a sentence a colon may be one: only after a name in quotes it is what a dictionary shows.
-_SAID = re.compile(
-    r"""((?P<name>[A-Za-z_][\w.-]*)\s*=\s*|(?P<quote>["'])(?P<quoted>[A-Za-z_][\w.-]*)(?P=quote)\s*:\s*"""
-    r"""|(?<!\S)--?(?P<flag>[A-Za-z][\w.-]*)\s+)(?P<value>"[^"]*"|'[^']*'|[^\s,;&}\])"']+)"""
+_SAID = re.compile(_QUOTED + r"(?(quote)(?P=quote)\s*[:=]|\s*=)\s*")
+_FLAGGED = re.compile(r"(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)\s+(?!--?[a-z][a-z0-9_.-]*(?:[=\s]|$))")
+_VALUE = re.compile(r"""\\{0,3}"[^"]*"|\\{0,3}'[^']*'|[^\s,;&}\])"']+""")
+_USER = re.compile(r"(://)[^/\s\"']+(@)")  # to the last one: a password may hold another
+_SCHEME = re.compile(r"\b(bearer|basic)(\s+)[^\s\"']+", re.IGNORECASE)
+# Hugging Face, OpenAI and the like, GitHub, GitLab, Slack, AWS, Google, JSON web tokens.
+_KNOWN = re.compile(
+    r"\b(hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abprs]-|A[KS]IA|AIza|eyJ[\w-]{8,999}\.)[\w./+=-]{12,}", re.ASCII
 )
+_DEEP = 4  # names in front of a value, as in --env=FOO_TOKEN=value
 _SWITCHES = frozenset(("auto", "on", "off", "force", "strict", "none", "true", "false"))
 
 
@@ -63,13 +69,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 def sentence(text: str) -> str:
     """A log line, or a report's sentence: errors in it may quote what they met."""
-    return _SAID.sub(_said, _forms(text))
-
-
-def _said(found: re.Match[str]) -> str:
-    name, value = found["name"] or found["quoted"] or found["flag"], found["value"].strip("\"'")
-    shown = not is_secret(name) or value.lower() in _SWITCHES or _harmless(name, value)
-    return found[0] if shown else f"{found[1]}{HIDDEN}"
+    return _without(_SAID, _without(_FLAGGED, _forms(text), _SWITCHES), _SWITCHES)
 
 
 def is_secret(name: str) -> bool:
@@ -88,20 +88,40 @@ def _harmless(name: str, value: str) -> bool:
     return not value or (counts and _NUMBER.fullmatch(value) is not None)
 
 
-def _text(text: str) -> str:
+def _text(text: str, deep: int = _DEEP) -> str:
     """One argument, or a string inside of one."""
     value = _json(text)
     if value is not None:
-        hidden = _inside(value)
-        return text if hidden == value else json.dumps(hidden)
+        try:
+            hidden = _inside(value)
+            return text if hidden == value else json.dumps(hidden)
+        except RecursionError:  # as deep as nothing is
+            return HIDDEN
     whole = _WHOLE.fullmatch(text)
     if whole is not None:
         name, rest = whole.groups()
         if is_secret(name):
             return text if _harmless(name, rest) else f"{name}{HIDDEN}"
-        if rest.startswith(("{", "[")) or _WHOLE.fullmatch(rest) is not None:
-            return f"{name}{_text(rest)}"
-    return _PAIR.sub(_pair, _forms(text))
+        if deep and (rest.startswith(("{", "[")) or _WHOLE.fullmatch(rest) is not None):
+            return f"{name}{_text(rest, deep - 1)}"
+    return _without(_PAIR, _without(_FLAGGED, _forms(text)))
+
+
+def _without(names: re.Pattern[str], text: str, shown: Collection[str] = ()) -> str:
+    """Without the value behind each secret name, but for the words that are shown. Any place may begin a name, also
+    the value of one that is not secret.
+    """
+    parts: list[str] = []
+    end = 0
+    for found in names.finditer(text):
+        if found.start() < end or not is_secret(found["name"]):
+            continue
+        value = _VALUE.match(text, found.end())
+        word = value[0].strip("\\\"'") if value is not None else ""
+        if value is not None and word.lower() not in shown and not _harmless(found["name"], word):
+            parts += [text[end : value.start()], HIDDEN]
+            end = value.end()
+    return "".join((*parts, text[end:]))
 
 
 def _forms(text: str) -> str:
@@ -109,13 +129,6 @@ def _forms(text: str) -> str:
     text = _USER.sub(rf"\1{HIDDEN}\2", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
     return _KNOWN.sub(rf"\1{HIDDEN}", text)
-
-
-def _pair(found: re.Match[str]) -> str:
-    name, value = found["name"], found[4]
-    if not is_secret(name):
-        return found[1] + _PAIR.sub(_pair, value)
-    return found[0] if _harmless(name, value.strip("\"'")) else f"{found[1]}{HIDDEN}"
 
 
 def _json(text: str) -> Any:

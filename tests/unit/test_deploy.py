@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import deploy
+from vllm_livepatch.tools.bundles import catalogue
 
 from tests.unit.support import Cli, Done, finish
 
@@ -98,6 +102,10 @@ def test_slurm(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "calls").unlink()
     assert shell(text, tmp_path, **variables).code == 1
     assert len(calls(tmp_path)) == 1
+    stand_in(tmp_path, "srun", "echo $LIVEPATCH >>calls")
+    (tmp_path / "calls").unlink()
+    assert shell(text, tmp_path, LIVEPATCH="off", **variables).code == 0  # which doctor would take for a fault
+    assert calls(tmp_path) == [f"srun [vllm] [serve] [{MODEL}]", "off"]
 
 
 def test_systemd(cli: Cli, tmp_path: Path) -> None:
@@ -107,7 +115,13 @@ def test_systemd(cli: Cli, tmp_path: Path) -> None:
     unit.read_string(text)
     assert "Environment=PYTHONPATH=/opt/livepatch\n" in text
     assert unit["Service"]["ExecStart"].endswith(f"serve {MODEL}")
-    assert unit["Service"]["ExecStartPre"] == "/opt/vllm/bin/python /opt/livepatch doctor"
+    asks = unit["Service"]["ExecStartPre"]
+    assert asks.startswith("/bin/sh -c '")
+    stand_in(tmp_path, "python", "exit 1")
+    for word, code in (("strict", 1), ("off", 0)):
+        asked = shlex.split(asks.replace("$$", "$").replace("/opt/vllm/bin/python", f"{tmp_path}/python"))
+        assert finish(asked, {"LIVEPATCH": word, "PATH": os.environ["PATH"]}).code == code
+    assert calls(tmp_path) == ["python [/opt/livepatch] [doctor]"]
     assert unit["Service"]["RestartPreventExitStatus"] == "78"
     analyze = shutil.which("systemd-analyze")
     if analyze is not None:  # all else is held by what is above
@@ -191,6 +205,9 @@ def test_what_the_probe_runs_is_a_shell_s_and_python_s(cli: Cli, tmp_path: Path)
     (tmp_path / "calls").unlink()
     assert finish(probe, environ, cwd=tmp_path).code == 1
     assert len(calls(tmp_path)) == 1
+    (tmp_path / "calls").unlink()
+    finish(probe, {**environ, "LIVEPATCH": "off"}, cwd=tmp_path)  # which doctor would take for a fault
+    assert [call.split()[1] for call in calls(tmp_path)] == ["[-c]"]
 
 
 def test_ray(cli: Cli) -> None:
@@ -231,6 +248,49 @@ def test_a_name_stays_a_text(cli: Cli, name: str) -> None:
         spec = first["spec"]
         pod = spec["template"] if form == "kubernetes" else spec["headGroupSpec"]["template"]
         assert engine(pod["spec"])["image"] == name
+
+
+@pytest.mark.parametrize(
+    "name", ["org/model", "@MODEL@", "$HOME", "$(id)", "`id`", "'", '"', "%h", "😀/x", "模型", "-x", "a#b"]
+)
+@pytest.mark.parametrize("form", ["docker", "slurm", "kubernetes", "systemd"])
+def test_a_name_reaches_the_engine_as_it_is(form: str, name: str, tmp_path: Path) -> None:
+    said = deploy.text(form, name, name, name)
+    if form == "kubernetes":
+        deployment, _ = yaml.safe_load_all(said)
+        (given,) = engine(deployment["spec"]["template"]["spec"])["args"]
+    elif form == "systemd":  # as systemd.service(5) has it
+        (line,) = (line for line in said.splitlines() if line.startswith("ExecStart="))
+        word = line.partition("vllm serve ")[2].replace("%%", "%").replace("$$", "$")
+        given = json.loads(word) if word.startswith('"') else word
+        assert re.fullmatch(r"[^\s'\"\\\\]+", word) or word.startswith('"')
+        assert not re.search(r"(?<![%$])[%$](?![%$])", line.partition("vllm serve ")[2])
+    else:
+        for program in ("docker", "srun"):
+            stand_in(tmp_path, program, "")
+        assert shell(said, tmp_path, SLURM_JOB_ID="7").code == 0
+        given = calls(tmp_path)[-1].rpartition(" [")[2][:-1]
+    assert given == name
+
+
+@pytest.mark.parametrize("form", deploy.FORMS)
+@pytest.mark.parametrize("name", ["a\nb", "a\tb", "a\u2028b", "a\0b"])
+def test_a_name_of_more_than_a_line_is_refused(cli: Cli, form: str, name: str) -> None:
+    for option in ("--image", "--model", "--bundle-image"):
+        done = cli("deploy", form, option, name)
+        assert (done.code, done.out, len(done.lines)) == (2, "", 1)
+
+
+def test_what_is_said_of_lmcache_s_server_and_of_turning_off(cli: Cli) -> None:
+    for form in ("docker", "kubernetes", "systemd"):
+        assert "LMCache's own server" in printed(cli, form)
+    text = printed(cli, "kubernetes")
+    named = {document["metadata"]["name"] for document in yaml.safe_load_all(text) if document["kind"] == "Deployment"}
+    lines = re.findall(r"^#   kubectl set env deployment/(\S+) (.+)$", text, re.MULTILINE)
+    assert {name for name, _ in lines} == named
+    known = {variable(name) for name in catalogue.load()} | {"LIVEPATCH"}
+    assert {word.rstrip("-").partition("=")[0] for _, words in lines for word in words.split()} <= known
+    assert lines[1][1] == "LIVEPATCH=off"
 
 
 def test_every_form_is_a_file_of_the_package() -> None:

@@ -151,6 +151,14 @@ def test_a_bundle_without_its_package(patched: Sandbox) -> None:
     assert "is damaged" in done.err
 
 
+@pytest.mark.parametrize("command", ["doctor", "status", "verify"])
+def test_a_bundle_without_one_of_its_modules(patched: Sandbox, command: str) -> None:
+    (patched.package / "tools/bundled/summary.py").unlink()
+    done = ask(patched, command)
+    assert (done.code, done.out, len(done.lines)) == (1, "", 1)
+    assert done.err.startswith(f"vllm-livepatch: the bundle {patched.bundle} is damaged: ")
+
+
 @pytest.mark.parametrize("value", ["off", "0", "banana"])
 def test_turned_off(patched: Sandbox, value: str) -> None:
     failed, _ = doctor(patched, LIVEPATCH=value)
@@ -237,7 +245,11 @@ def test_verify(patched: Sandbox) -> None:
     (patched.bundle / "more.py").unlink()
     digest = bundle.digest(bundle.contents(patched.entries()))
     assert ask(patched, "verify", "--digest", digest).code == 0
-    assert ask(patched, "verify", "--digest", digest[:-1]).code == 1
+    other = f"{digest[:-1]}{'1' if digest.endswith('0') else '0'}"
+    assert ask(patched, "verify", "--digest", other).code == 1
+    for none in (digest[:-1], digest.upper(), digest.partition(":")[2], ""):
+        done = ask(patched, "verify", "--digest", none)
+        assert (done.code, done.out, "is not sha256: and 64 hexadecimal digits" in done.err) == (2, "", True), none
     (patched.bundle / "more.py").write_text("")
     done = ask(patched, "verify", "--json")
     assert done.code == 1

@@ -146,9 +146,20 @@ def test_the_report_of_another_user_is_not_passed_over(another: Path, capfd: pyt
     hidden = fleet.leave(another, fleet.patch("around", "failed", "raised"))
     hidden.chmod(0)
     found = [ask(capfd, "--state-dir", str(another), *more) for more in ([], ["--summary"], ["--require", "around"])]
-    said = f"vllm-livepatch: 1 reports cannot be read here, such as {hidden}: ask as the user of the engine\n"
+    said = f"vllm-livepatch: 1 reports cannot be read here, such as {hidden}: ask as the user of the engine, by its own bundle\n"
     assert [(done.code, done.err) for done in found] == [(0, said), (0, said), (1, said)]
     assert "1 processes on 1 hosts" in found[1].out
+
+
+@pytest.mark.parametrize("name", ["node1-7-00000000000000aa.json", "settings.json"])
+def test_the_report_of_a_later_version_is_not_passed_over(state: Path, cli: Cli, name: str) -> None:
+    """Its process may lack what is asked for. Another file of JSON that lies there is nobody's report."""
+    fleet.leave(state, fleet.patch("around"))
+    (state / name).write_text(json.dumps({"pid": 7, "patches": {"around": "dormant"}}))
+    done = cli("status", "--state-dir", str(state), "--require", "around")
+    assert (done.code, "cannot be read here" in done.err) == ((1, True) if "node1" in name else (0, False))
+    (state / name).write_text("")  # as a crash of the machine leaves it
+    assert cli("status", "--state-dir", str(state), "--require", "around").code == 0
 
 
 @pytest.mark.parametrize("below", ["", "below"])

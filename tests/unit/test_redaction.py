@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm_livepatch.sitecustomize.redaction import HIDDEN, is_secret, sentence, without_secrets
 
-from tests.unit.support import PATCHED, USE_STEP, Sandbox
+from tests.unit.support import PATCHED, USE_STEP, Sandbox, finish
 
 SECRET = "s3cr3tValue"
 URL = f"postgres://user:{SECRET}@db:5432/name"
@@ -45,6 +47,15 @@ LINES: dict[str, tuple[list[str], list[str]]] = {
     "JSON with a URL": ([json.dumps({"where": URL})], [json.dumps({"where": f"postgres://{HIDDEN}@db:5432/name"})]),
     "not quite JSON": ([f"{{'api_key': '{SECRET}', 'n': 1}}"], [f"{{'api_key': {HIDDEN}, 'n': 1}}"]),
     "a program": (["-c", f"import x; x.token = '{SECRET}'; y()"], ["-c", f"import x; x.token = {HIDDEN}; y()"]),
+    "a command in a text": (["-c", f"exec vllm serve m --quiet --api-key '{SECRET}' --port 80"], ["-c", f"exec vllm serve m --quiet --api-key {HIDDEN} --port 80"]),
+    "a secret flag behind another": ([f"x --token --api-key {SECRET}"], [f"x --token --api-key {HIDDEN}"]),
+    "quotes in quotes": ([f'sh -c "curl -d {{\\"token\\": \\"{SECRET}\\"}}"'], [f'sh -c "curl -d {{\\"token\\": {HIDDEN}}}"']),
+    "a URL with two": ([f"http://user:p@{SECRET}@host/a@b"], [f"http://{HIDDEN}@host/a@b"]),
+    "deeper than it is looked into": (["=".join(["a"] * 9) + f"=token={SECRET}"], ["=".join(["a"] * 9) + f"=token={HIDDEN}"]),
+    "of Google": ([f"AIza{SECRET * 2}"], [f"AIza{HIDDEN}"]),
+    "of AWS for a while": (["ASIA" + SECRET * 2], [f"ASIA{HIDDEN}"]),
+    "of GitHub": ([f"ghr_{SECRET * 2}"], [f"ghr_{HIDDEN}"]),
+    "a web token": (["--jwt", SECRET], ["--jwt", HIDDEN]),
     "known by its form": (["login", f"hf_{SECRET * 2}"], ["login", f"hf_{HIDDEN}"]),
 }  # fmt: skip
 PLAIN = [
@@ -66,6 +77,26 @@ def test_what_is_shown(case: str) -> None:
 @pytest.mark.parametrize("line", PLAIN, ids=lambda line: line[0])
 def test_what_is_no_secret_is_shown_as_it_is(line: list[str]) -> None:
     assert without_secrets(line) == line
+
+
+LONG = ["a", "aB9_", "a.", "-a", '"', chr(92), "a=", "a:", "://a", "eyJ-", "--key a ", "bearer "]
+
+
+def test_a_long_word_is_not_looked_at_again_and_again() -> None:
+    """One of 128 KB, as a program or a file in base64 is, took minutes, in which the engine waited."""
+    code = f"""if True:
+    from vllm_livepatch.sitecustomize.redaction import sentence, without_secrets
+    for word in {LONG!r}:
+        text = word * (200_000 // len(word))
+        assert len(without_secrets([text])) == 1 and sentence(text)
+    """
+    done = finish([sys.executable, "-c", code], os.environ)
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("text", ["[" * 900 + f'"{SECRET}"' + "]" * 900, '{"a":' * 900 + "1" + "}" * 900])
+def test_what_is_too_deep_is_not_shown(text: str) -> None:
+    assert without_secrets([text]) == [HIDDEN]
 
 
 NAMES = st.sampled_from(
@@ -109,6 +140,9 @@ SENTENCES = {
     f"got HF_TOKEN='{SECRET}' here": f"got HF_TOKEN={HIDDEN} here",
     f"{{'api_key': '{SECRET}', 'port': 80}}": f"{{'api_key': {HIDDEN}, 'port': 80}}",
     f"vllm serve --api-key {SECRET} --port 80": f"vllm serve --api-key {HIDDEN} --port 80",
+    f"vllm serve --quiet --api-key {SECRET}": f"vllm serve --quiet --api-key {HIDDEN}",
+    f"docker run -e HF_TOKEN={SECRET} -e A=b": f"docker run -e HF_TOKEN={HIDDEN} -e A=b",
+    f"ValueError('--api-key {SECRET}')": f"ValueError('--api-key {HIDDEN}')",
     f"401 for Bearer {SECRET}": f"401 for Bearer {HIDDEN}",
     f"no model at hf_{SECRET * 2}": f"no model at hf_{HIDDEN}",
 }

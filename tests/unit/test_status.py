@@ -126,6 +126,39 @@ def test_one_that_fell_silent_is_no_witness(ask: Ask, state: Path) -> None:
     assert ask("--require", "around").code == 1
 
 
+def test_one_whose_clock_is_ahead_is_no_witness(ask: Ask, state: Path) -> None:
+    """As one whose clock is behind: who has ended would be one until that hour comes."""
+    fleet.leave(state, fleet.patch("around"), silent=-3600.0)
+    done = ask("--require", "around")
+    assert (done.code, done.err) == (1, "vllm-livepatch: no process was heard of lately\n")
+    assert ", its clock is 3" in ask().out
+    assert "1 of them not heard of for three minutes" in ask("--summary").out
+    fleet.leave(state, fleet.patch("around"), silent=-100.0)
+    assert ask("--require", "around").code == 0
+
+
+def test_an_answer_that_nobody_reads_is_still_told_by_the_exit_code(patched: Sandbox, state: Path) -> None:
+    """`status --require ... | head -1` under `set -o pipefail`."""
+    fleet.leave(state, fleet.patch("around", "failed", "raised"))
+    read, write = os.pipe()
+    os.close(read)
+    require = ["status", "--state-dir", str(state), "--require", "around"]
+    digest = f"sha256:{'0' * 64}"
+    asked = [(["doctor"], 1), (require, 1), ([*require, "--json"], 1), (["verify", "--digest", digest], 1)]
+    asked += [(["verify"], 0), (["check"], 2)]
+    try:
+        for words, code in asked:
+            command = [PYTHON, str(patched.bundle), *words]
+            done = subprocess.run(
+                command, env=patched.environ(path=[]), stdout=write, stderr=subprocess.PIPE, timeout=60
+            )
+            assert (done.returncode, b"Traceback" in done.stderr) == (code, False), words
+        watch = [PYTHON, str(patched.bundle), *require[:3], "--watch"]
+        assert subprocess.run(watch, env=patched.environ(), stdout=write, timeout=60).returncode == 0
+    finally:
+        os.close(write)
+
+
 def test_prune_removes_what_is_known_to_have_ended(ask: Ask, state: Path) -> None:
     stay = {
         fleet.leave_own(state),

@@ -31,7 +31,7 @@ def main(place: str, arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # piped into head
+    except BrokenPipeError:  # piped into head, and watching: nobody does any more
         drop_output()
         sys.exit(0)
     except OSError as error:
@@ -45,6 +45,14 @@ def drop_output() -> None:
     """Nobody takes what was printed: what is left of it is not tried again when the interpreter ends."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say(text: str) -> None:
+    """Print it. Where nobody takes it (piped into head), the exit code is still asked for."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        drop_output()
 
 
 def named(error: OSError) -> str:
@@ -100,11 +108,11 @@ def _doctor(options: argparse.Namespace) -> int:
         )
         return 1 if failed else 0
     for check in diagnosis.checks:
-        print(f"{check.result:8} {check.name}: {check.said}")
+        say(f"{check.result:8} {check.name}: {check.said}")
     if failed:
-        print(f"not fit to be patched: {'; '.join(dict.fromkeys(check.name for check in failed))}")
+        say(f"not fit to be patched: {'; '.join(dict.fromkeys(check.name for check in failed))}")
         return 1
-    print("processes that are started like this one are patched")
+    say("processes that are started like this one are patched")
     return 0
 
 
@@ -127,13 +135,15 @@ def show_status(
         reports = status.read(directory)
         if as_json:
             found: Any = summary.summary(reports) if as_summary else reports.live
-            print(json.dumps(found, indent=None if watch else 1), flush=True)
+            text = json.dumps(found, indent=None if watch else 1)
         elif as_summary:
-            print(summary.summary_text(summary.summary(reports)), flush=True)
+            text = summary.summary_text(summary.summary(reports))
         else:
-            print(summary.processes_text(reports), flush=True)
+            text = summary.processes_text(reports)
         if not watch:
+            say(text)
             return settled(reports, require, prune)
+        print(text, flush=True)
         time.sleep(1)
 
 
@@ -157,7 +167,7 @@ def _verify(options: argparse.Namespace) -> int:
         _print_json({"bundle": options.place, **said})
     else:
         as_written = f"{options.place}: {found.compared} files, all as written, {found.digest}"
-        print("\n".join(found.differences) or as_written)
+        say("\n".join(found.differences) or as_written)
     return 1 if found.differences else 0
 
 
@@ -167,7 +177,7 @@ def _check(options: argparse.Namespace) -> int:
         _print_json({"packages": packages, "patches": [answer.described() for answer in judged]})
     else:
         releases = (f"{name} {release or 'of unknown release'}" for name, release in packages.items())
-        print(f"checked: {', '.join(releases) or 'none of the packages that these patches are for'}")
+        say(f"checked: {', '.join(releases) or 'none of the packages that these patches are for'}")
         rows = [
             (
                 answer.patch.name,
@@ -177,11 +187,11 @@ def _check(options: argparse.Namespace) -> int:
             )
             for answer in judged
         ]
-        print("\n".join(summary.columns([("patch", "verdict", "applies", "why"), *rows])))
+        say("\n".join(summary.columns([("patch", "verdict", "applies", "why"), *rows])))
     if not packages:
         return 2
     return 1 if any(answer.blocked for answer in judged) else 0
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1))
+    say(json.dumps(value, indent=1))

@@ -32,9 +32,12 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 14):
     sys.stderr.write(said % sys.version_info[:2])
     sys.exit(1)
 try:
-    own_package()
-    from _vllm_livepatch.tools.bundled import command  # a tenth of a second, in which somebody may press Ctrl-C
-
+    try:
+        own_package()
+        from _vllm_livepatch.tools.bundled import command  # a tenth of a second, in which somebody may press Ctrl-C
+    except Exception as error:  # a file of ours that is missing, empty or not to be read
+        sys.stderr.write("vllm-livepatch: the bundle %s is damaged: %s\n" % (HERE, error))
+        sys.exit(1)
     command.main(HERE)
 except KeyboardInterrupt:
     os._exit(130)

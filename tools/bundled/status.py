@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from ..errors import UserError
 from .reading import process_of
 
 _LARGEST = 16 << 20  # bytes
+_NAMED = re.compile(r".+-\d+-[0-9a-f]{16}\.json")
+"""As a process names its report; another file in a directory that somebody named need not be one."""
 UNHEARD_SECONDS = 3 * HEARTBEAT_SECONDS
 """After which one who cannot be looked at from here, and has not written, is no witness that anything is alive."""
 
@@ -29,7 +32,7 @@ class Reports(NamedTuple):
     live: list[dict[str, Any]]  # oldest first
     seen: list[bool]  # of each of those, whether it was seen to be alive: not only by what it wrote
     ended: list[tuple[int, Path]]  # pids, and the reports that they left
-    unreadable: Sequence[Path] = ()  # of another user
+    unreadable: Sequence[Path] = ()  # of another user, or of a form that is not known here
 
 
 def state_directory(given: Path | None) -> Path:
@@ -56,12 +59,17 @@ def read(directory: Path) -> Reports:
     for file in _files(directory):
         try:
             content = json.loads(_read(file))
-            process = process_of(content)
         except PermissionError:
             unreadable.append(file)
             continue
         except (OSError, ValueError, RecursionError):
             continue  # not a report of ours, or gone
+        try:
+            process = process_of(content)
+        except (ValueError, RecursionError):
+            if _NAMED.fullmatch(file.name):  # of a later version: its process may lack what is asked for
+                unreadable.append(file)
+            continue
         ticks, pid = content.get("start_ticks"), process["pid"]
         can_tell = process["pid_namespace"] is not None and (process["host"], process["pid_namespace"]) == here
         if can_tell and not _alive(pid, ticks):
@@ -100,14 +108,14 @@ def prune(reports: Reports) -> list[int]:
 
 
 def age(process: dict[str, Any]) -> float | None:
-    """How many seconds ago it last wrote; None for a report of version 0.1."""
-    return None if process["heartbeat"] is None else max(0.0, time.time() - process["heartbeat"])
+    """How many seconds ago it last wrote, below 0 where its clock is ahead; None for a report of version 0.1."""
+    return None if process["heartbeat"] is None else time.time() - process["heartbeat"]
 
 
 def is_heard_of(process: dict[str, Any]) -> bool:
-    """Whether it has written in its last three heartbeats."""
+    """Whether it has written in its last three heartbeats. A clock that is as far ahead tells nothing of that."""
     seconds = age(process)
-    return seconds is not None and seconds <= UNHEARD_SECONDS
+    return seconds is not None and abs(seconds) <= UNHEARD_SECONDS
 
 
 def is_missing(process: dict[str, Any], patch: dict[str, Any]) -> bool:
@@ -124,7 +132,7 @@ def unread(reports: Reports) -> str:
     if not reports.unreadable:
         return ""
     number, first = len(reports.unreadable), reports.unreadable[0]
-    return f"{number} reports cannot be read here, such as {first}: ask as the user of the engine"
+    return f"{number} reports cannot be read here, such as {first}: ask as the user of the engine, by its own bundle"
 
 
 def unmet(reports: Reports, required: Sequence[str]) -> list[str]:

@@ -26,7 +26,9 @@ def packages_of(process: dict[str, Any]) -> str:
 
 def heard(process: dict[str, Any]) -> str:
     seconds = age(process)
-    return "" if seconds is None else f", last heard of {seconds:.0f} s ago"
+    if seconds is None:
+        return ""
+    return f", last heard of {seconds:.0f} s ago" if seconds > -1 else f", its clock is {-seconds:.0f} s ahead"
 
 
 def head(process: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from ..errors import UserError
 MANIFEST = "manifest.json"
 GENERATION = re.compile(r"livepatch-[^/]+-[0-9a-f]{16}|_vllm_livepatch")
 """Folders at a bundle's top that an upgrade leaves for running processes; the second is as version 0.1 wrote them."""
+_DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _OUTSIDE = re.compile(r"^/|(^|/)\.\.(/|$)|\0")
 """In a manifest: a name of no file below the bundle."""
 
@@ -34,8 +35,10 @@ def verified(place: Path, digest: str | None = None) -> Verified:
 
     Bytecode that an interpreter has cached beside the sources since is not the bundle's. What an upgrade left for the
     processes that it found running is compared with the manifest that came with it. Raises UserError where there is no
-    bundle, or its manifest cannot be read.
+    bundle, its manifest cannot be read, or `digest` is none.
     """
+    if digest is not None and not _DIGEST.fullmatch(digest):
+        raise UserError(f"--digest {digest} is not sha256: and 64 hexadecimal digits, as `generate` prints it")
     if not place.exists():
         raise UserError(f"{place} does not exist")
     files: _Files = _Zip(place) if place.is_file() else _Directory(place)

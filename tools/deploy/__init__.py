@@ -34,15 +34,16 @@ def text(form: str, image: str, model: str, bundle_image: str = "", image_volume
         raise UserError(f"there is no {form}; there are {', '.join(FORMS)}")
     if image_volume and form != "kubernetes":
         raise UserError("--image-volume is for kubernetes")
+    for name in (image, model, bundle_image):
+        if not name.isprintable():
+            raise UserError(f"{name!r} cannot be pasted: it has more than a line, or characters that cannot be seen")
     said = (resources.files(__name__) / FORMS[form]).read_text("utf-8")
     if image_volume:
         said = _as_image_volume(said)
-    quoted = shlex.quote if form in ("docker", "slurm", "systemd") else _yaml
+    quoted = {"docker": shlex.quote, "slurm": shlex.quote, "systemd": _systemd}.get(form, _yaml)
     bundle_image = bundle_image or f"registry.example.com/livepatch:{version()}"
     values = {"IMAGE": image, "MODEL": model, "BUNDLE_IMAGE": bundle_image}
-    for name, value in values.items():
-        said = said.replace(f"@{name}@", quoted(value))
-    return said
+    return re.sub("@([A-Z_]+)@", lambda found: quoted(values[found[1]]), said)
 
 
 def _as_image_volume(said: str) -> str:
@@ -56,4 +57,10 @@ def _as_image_volume(said: str) -> str:
 def _yaml(value: str) -> str:
     """A name with a slash as it is; anything else in quotes, since a plain `yes` or `1.5` is no text."""
     plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*[A-Za-z0-9]", value) is not None and "/" in value
-    return value if plain else json.dumps(value)
+    return value if plain else json.dumps(value, ensure_ascii=False)
+
+
+def _systemd(value: str) -> str:
+    """A word of ExecStart=, where quotes are as in C, and % and $ stand for something: systemd.service(5)."""
+    value = value.replace("%", "%%").replace("$", "$$")
+    return value if re.fullmatch(r"[\w./:@%$+,=-]+", value) else json.dumps(value, ensure_ascii=False)

@@ -10,6 +10,9 @@ docker run --rm --entrypoint python3 -v "$PWD/bundle:/livepatch:ro" -e "PYTHONPA
 #   docker image inspect --format '{{json .Config.Entrypoint}}' "$image"
 docker run --gpus all --ipc=host -p 8000:8000 -v "$PWD/bundle:/livepatch:ro" \
     -e "PYTHONPATH=/livepatch${own:+:$own}" -e LIVEPATCH=strict "$image" @MODEL@
+# LMCache's own server, in an image that has LMCache, is another process and has patches too:
+#   docker run --gpus all --ipc=host --network host -v "$PWD/bundle:/livepatch:ro" \
+#       -e "PYTHONPATH=/livepatch${own:+:$own}" -e LIVEPATCH=strict --entrypoint lmcache "$image" server
 
 # Or an image of your own, whose build fails where it would not be patched:
 #   FROM @IMAGE@

@@ -9,7 +9,7 @@ bundle=${BUNDLE:-$HOME/livepatch}
 
 # Without containers: srun hands these on to every task.
 export PYTHONPATH="$bundle${PYTHONPATH:+:$PYTHONPATH}"
-export LIVEPATCH=strict
+export LIVEPATCH=${LIVEPATCH:-strict}  # LIVEPATCH=off sbatch ... turns everything off
 # A node's reports: vllm-livepatch status --state-dir DIR, on that node.
 export LIVEPATCH_STATE_DIR=${LIVEPATCH_STATE_DIR:-${TMPDIR:-/tmp}/livepatch-$SLURM_JOB_ID}
 python=(python3)
@@ -25,5 +25,5 @@ if [[ -n ${IMAGE:-} ]]; then
 fi
 
 # Every node is asked before anything is served; the job ends where one would not be patched.
-srun "${container[@]}" "${python[@]}" "$bundle" doctor
+[[ $LIVEPATCH == off ]] || srun "${container[@]}" "${python[@]}" "$bundle" doctor
 srun "${container[@]}" vllm serve @MODEL@
