@@ -71,7 +71,7 @@ class Rooms:
             with l1._lock:
                 for key in keys:
                     entry = reserved(l1, key)
-                    if entry is not None and not isinstance(entry.write_lock, Held) and entry.write_lock.is_locked():
+                    if entry is not None and entry.write_lock.is_locked():
                         self.held[Held(self, store, l1, key, entry)] = None
 
     def keep(self, worker: int) -> int:
@@ -106,8 +106,7 @@ class Rooms:
     def give_up(self) -> None:
         for held in list(self.held):
             with held.l1._lock:
-                if held.entry.write_lock is held:
-                    held.end()
+                held.end()
 
 
 def l1s(storage: Any) -> list[Any]:

@@ -61,4 +61,6 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     reports = [interpreter.read(file, PATCH) for file in (tmp_path / "state").glob("*.json")]
     assert {one["verdict"] for one in reports if one["state"] == "applied"} == {"needed"}
     said = (tmp_path / "stderr").read_text("utf-8", "replace")
-    assert said.count("2 chunks that it did not fill are kept apart") == 4, "one of each server whose worker went within"
+    assert said.count("2 chunks that it did not fill are kept apart") == 4, (
+        "one of each server whose worker went within"
+    )

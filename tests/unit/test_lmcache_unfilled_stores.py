@@ -156,6 +156,10 @@ def test_no_time_ends_what_is_reserved(server: Server) -> None:
     own = filled_in_time.write_lock.own
     filled_in_time.write_lock.unlock()
     assert (filled_in_time.write_lock, own.locked) == (own, False)
+    held = weakref.ref(server.prepare("c").write_lock)
+    server.l1.at("c").write_lock.unlock()
+    gc.collect()
+    assert held() is None, "nothing is remembered of what was filled"
     server.end()
     assert (server.l1.gone, server.l1.freed, server.context.counters) == ([], [], {})
 
@@ -200,12 +204,22 @@ def test_of_two_stores_by_one_name_nobody_knows_which_has_copied(server: Server)
 
 
 def test_what_another_reserves_under_the_same_key_stays(server: Server) -> None:
-    server.prepare("a")
+    held = weakref.ref(server.prepare("a").write_lock)
     server.l1.drop("a")  # an operator's command, which frees it
     another = server.prepare("a", worker=8)
     server.end()
     assert server.l1.at("a") is another
     assert (server.l1.gone, server.context.counters) == ([], {})
+    gc.collect()
+    assert held() is None
+
+
+def test_what_another_has_reserved_of_the_same_prompt_is_that_ones(server: Server) -> None:
+    """It needs no room, so none is made for it."""
+    another = server.prepare("there already", worker=8)
+    server.prepare("a")
+    server.end()
+    assert (server.l1.at("there already"), server.l1.gone) == (another, ["a"])
 
 
 class FilledFirst:
@@ -316,10 +330,17 @@ def test_where_stores_go_through_messages_there_is_nothing_to_hold(server: Serve
     assert server.context.counters == {}
 
 
-def test_a_key_that_can_still_be_read_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("written", [False, True])
+def test_a_key_that_can_be_read_or_is_written_by_others_is_not_gone(
+    monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
     monkeypatch.setitem(sys.modules, patch.STORAGE, SimpleNamespace(_L1_WRITE_TAG=TAG))
-    server = Server(Apart())
+    l1 = Apart()
+    server = Server(l1)
     server.prepare("a")
-    server.l1._objects["a"] = SimpleNamespace()
+    if written:
+        l1._staging["a"]["another tag"] = SimpleNamespace()
+    else:
+        l1._objects["a"] = SimpleNamespace()
     server.end()
     assert (server.l1.at("a"), server.l1.gone) == (None, [])
