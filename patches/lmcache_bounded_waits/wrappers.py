@@ -9,6 +9,7 @@ Source: LMCache PR#5047, #4516, PR#4517, #4759.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -123,6 +124,16 @@ def clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
+def pool(context: Any) -> tuple[int, int] | None:
+    """Which memory a worker has mapped, None where it is none: that of a server which was restarted is another one,
+    by the same name if that is one of the server's options."""
+    shared = getattr(context, "_shm", None)
+    if shared is None:
+        return None
+    file = os.fstat(shared._fd)
+    return file.st_dev, file.st_ino
+
+
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     seconds: float = livepatch.options["SECONDS"]
     soon: float = livepatch.options["PING_SECONDS"]
@@ -234,6 +245,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return None  # no room: LMCache makes some
 
     def commit_store(wrapped: Call, context: Any, args: Any, kwargs: Any) -> Any:
+        """The release's own would say that room is filled which is made later."""
         adapter, late, asking.late = asking.adapter, asking.late, None
         if late is None:
             return wrapped(*args, **kwargs)
@@ -253,11 +265,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         for late in getattr(adapter, _LATE, []):  # a step may put another list there meanwhile, with the same in it
             if late.over:
                 continue
-            if late.answer.query():
+            if pool(late.context) != pool(getattr(adapter.transfer_ctx, "_engine_driven_context", None)):
+                late.end()  # the server that was asked is gone, whoever has answered
+            elif late.answer.query():
                 late.fill()
                 livepatch.count("stored_late")
-            elif late.context._shm_name != getattr(adapter.transfer_ctx._engine_driven_context, "_shm_name", ""):
-                late.end()  # that of a server which was restarted: the one that was asked is gone
 
     def load(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
         if not copies_in_the_step(adapter):
@@ -356,6 +368,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{WORKER}._reregister_kv_caches_callback": register_again,
         f"{MODULE}:HeartbeatThread._execute": livepatch.lasting(execute),
         f"{SHARED}.prepare_store": prepare_store,
-        f"{SHARED}.commit_store": commit_store,
+        f"{SHARED}.commit_store": livepatch.lasting(commit_store),
         "lmcache.v1.multiprocess.futures:MessagingFuture.__init__": init,
     }

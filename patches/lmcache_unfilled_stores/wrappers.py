@@ -3,7 +3,8 @@
 For a store over shared memory the server makes room, the worker copies into it, and says so. Where a worker's
 registration ends in between, by its goodbye or because the server forgot it, LMCache ends its stores as if they had
 been filled. Nobody knows then whether the worker copies still: its room leaves the index, and its memory is kept from
-everybody until the worker says that it has copied.
+everybody until the worker says that it has copied. A worker that could not map the shared memory (in a container of its
+own) is made room for too, and sends what it stores in a message: LMCache then keeps the room, and drops the message.
 
 Source: docs/connector-completions.md, "What LMCache's worker waits for"; nothing upstream.
 """
@@ -56,6 +57,7 @@ class Rooms:
     """What is reserved in one server's shared memory."""
 
     def __init__(self) -> None:
+        self.making = threading.Lock()  # room is made, or a registration ends: one after the other
         self.lock = threading.Lock()  # of `kept`; `held` is changed by single calls, each under its L1's own lock
         self.held: dict[Held, None] = {}
         self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
@@ -69,23 +71,28 @@ class Rooms:
             with l1._lock:
                 for key in keys:
                     entry = reserved(l1, key)
-                    if entry is not None and not isinstance(entry.write_lock, Held) and entry.write_lock.is_locked():
+                    if entry is not None and entry.write_lock.is_locked():
                         self.held[Held(self, store, l1, key, entry)] = None
 
     def keep(self, worker: int) -> int:
         """A worker's registration has ended: take what it has not filled out of the index; how many objects."""
-        taken = 0
-        for held in [held for held in list(self.held) if held.store[0] == worker]:
-            with held.l1._lock:
-                if reserved(held.l1, held.key) is not held.entry or held.entry.write_lock is not held:
-                    self.held.pop(held, None)
-                    continue  # filled meanwhile, or dropped by an operator's command
-                with self.lock:
-                    self.kept.setdefault(held.store, []).append((held.l1, held.entry.memory_obj))
-                take_out(held.l1, held.key)
-                held.end()
-                taken += 1
-        return taken
+        return sum(self._taken_out(held) for held in list(self.held) if held.store[0] == worker)
+
+    def _taken_out(self, held: Held) -> bool:
+        with held.l1._lock:
+            if reserved(held.l1, held.key) is not held.entry or held.entry.write_lock is not held:
+                self.held.pop(held, None)
+                return False  # filled meanwhile, or dropped by an operator's command
+            with self.lock:
+                self.kept.setdefault(held.store, []).append((held.l1, held.entry.memory_obj))
+            take_out(held.l1, held.key)
+            held.end()
+            return True
+
+    def not_used(self, store: Store) -> int:
+        """A worker does not copy into the room that was made for a store: it is free. How many objects."""
+        taken = [self._taken_out(held) for held in list(self.held) if held.store == store]
+        return self.copied(store) if any(taken) else 0  # of an earlier store by that name nothing is known
 
     def copied(self, store: Store) -> int:
         """The worker has copied after all: its room is free. How many objects."""
@@ -99,8 +106,7 @@ class Rooms:
     def give_up(self) -> None:
         for held in list(self.held):
             with held.l1._lock:
-                if held.entry.write_lock is held:
-                    held.end()
+                held.end()
 
 
 def l1s(storage: Any) -> list[Any]:
@@ -133,16 +139,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     rooms = Rooms()
     livepatch.on_stand_aside(rooms.give_up)
 
-    def prepare_store(module: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        """Let no time end what was reserved."""
-        if not answer.context.get("slots"):  # all is there, or goes through messages
-            return
-        key, worker = named(args, kwargs)
+    def prepare_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
+        """Let no time end what is reserved."""
+        with rooms.making:
+            answer = wrapped(*args, **kwargs)
+            if answer.context.get("slots"):  # else all is there, or goes through messages
+                hold(module, answer, **named(args, kwargs))
+        return answer
+
+    def hold(module: Any, answer: Any, key: Any, instance_id: int) -> None:
         keys = module._resolve_single_group_obj_keys(key)
         reserved_now = [keys[index] for index in answer.context["chunk_indices"]]
-        rooms.hold(module._ctx.storage_manager, module._make_transfer_key(key, worker), reserved_now)
-        if worker not in module._engine_driven_contexts:  # its goodbye came meanwhile, and found nothing
-            ended(module, worker)
+        rooms.hold(module._ctx.storage_manager, module._make_transfer_key(key, instance_id), reserved_now)
+        if instance_id not in module._engine_driven_contexts:  # its goodbye came meanwhile, and found nothing
+            ended(module, instance_id)
 
     def ended(module: Any, worker: int) -> None:
         with module._pending_shm_lock:
@@ -155,25 +165,47 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def release_entry(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """A registration has ended. LMCache ends the loads that it began, and finds no stores to be ended."""
-        ended(module, args[0] if args else kwargs["instance_id"])
-        return wrapped(*args, **kwargs)
+        with rooms.making:
+            ended(module, args[0] if args else kwargs["instance_id"])
+            return wrapped(*args, **kwargs)
 
     def commit_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
-        """What was kept apart has been filled, too late to be given out."""
-        copied = rooms.copied(module._make_transfer_key(*named(args, kwargs)))
-        if not copied:
+        """The worker has copied, or sends what it stores in a message."""
+        asked = named(args, kwargs)
+        if asked.pop("cpu_data"):
+            sent(module, module._make_transfer_key(**asked))
             return wrapped(*args, **kwargs)
-        livepatch.count("given_back", copied)
-        return False
+        store = module._make_transfer_key(**asked)
+        if copied(store):
+            return False  # too late to be given out
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            copied(store)  # its registration has ended meanwhile
+
+    def copied(store: Store) -> bool:
+        number = rooms.copied(store)
+        if number:
+            livepatch.count("given_back", number)
+        return bool(number)
+
+    def sent(module: Any, store: Store) -> None:
+        """LMCache would leave the message out: there is room for its chunks already, of which nobody fills any."""
+        with module._pending_shm_lock:
+            module._pending_shm_writes.pop(store, None)
+        number = rooms.not_used(store)
+        if number:
+            livepatch.count("sent", number)
+            why = "a worker cannot map this server's shared memory (another container's /dev/shm?)"
+            livepatch.say("sent", f"{why}: what it stores comes in messages, and what it loads fails")
 
     return {
         f"{MODULE}._release_entry": release_entry,
         f"{MODULE}.commit_store": commit_store,
-        f"{MODULE}.prepare_store": livepatch.after(prepare_store),
+        f"{MODULE}.prepare_store": prepare_store,
     }
 
 
-def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Store:
-    """The first two parameters, in LMCache's order: a key, and a worker's number."""
-    given = {**dict(zip(("key", "instance_id"), args, strict=False)), **kwargs}
-    return given["key"], given["instance_id"]
+def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a store is asked for with, in LMCache's order: a key, a worker's number, and at its end what is sent."""
+    return {**dict(zip(("key", "instance_id", "cpu_data"), args, strict=False)), **kwargs}

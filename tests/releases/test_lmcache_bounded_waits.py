@@ -68,6 +68,7 @@ def patched(release: str) -> dict[str, Any]:
         **({"stopped_through_messages": STOPPED} if release == INSTALLED else {}),
         "killed": {"step": STOPPED["step"], "again": AGAIN},
         "killed_under_a_store": [["a", "b"], [], [], 1.0],
+        "maps_nothing_of_a_dead_server": [[["a"], [], [], 1.0], AGAIN, False],
     }
 
 
@@ -125,7 +126,7 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     (patch,) = [one for one in reports if one["state"] == "applied" and one["counters"]]
     assert patch["verdict"] == "needed", patch
     through_messages, lookups = int(release == INSTALLED), 2 if Version(release) < Version("0.5.5") else 0
-    unanswered, loads_failed = 14 + lookups + through_messages, 5 + through_messages
+    unanswered, loads_failed = 15 + lookups + through_messages, 5 + through_messages
     assert patch["counters"] == {"unanswered": unanswered, "loads_failed": loads_failed, "stored_late": 1}
 
 

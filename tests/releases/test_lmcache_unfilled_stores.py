@@ -26,6 +26,8 @@ PATCHED = {
     "copies_after_its_goodbye": [NONE, RIGHT, RIGHT, 2],
     "copies_after_it_was_forgotten": [NONE, RIGHT, RIGHT, 2],
     "copies_for_long": [NONE, RIGHT],
+    # As much is taken as what was stored needs.
+    "cannot_map_the_pool": [RIGHT, RIGHT, 2],
 }
 
 
@@ -35,6 +37,7 @@ def stock(release: str) -> dict[str, Any]:
         "goodbye": [WRONG, WRONG],
         "death": [0, WRONG, WRONG],
         "copies_for_long": [WRONG if expires_into_a_hit else NONE, RIGHT if expires_into_a_hit else NONE],
+        "cannot_map_the_pool": [NONE, WRONG, 2],
     }
 
 
@@ -58,4 +61,6 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     reports = [interpreter.read(file, PATCH) for file in (tmp_path / "state").glob("*.json")]
     assert {one["verdict"] for one in reports if one["state"] == "applied"} == {"needed"}
     said = (tmp_path / "stderr").read_text("utf-8", "replace")
-    assert said.count("2 chunks that it did not fill are kept apart") == 4, "each server but the last"
+    assert said.count("2 chunks that it did not fill are kept apart") == 4, (
+        "one of each server whose worker went within"
+    )

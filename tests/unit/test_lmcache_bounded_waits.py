@@ -5,6 +5,8 @@ Its waits are in tests/releases.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,14 +14,23 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.patches.lmcache_bounded_waits import wrappers as patch
+from vllm_livepatch.sitecustomize import guard
 from vllm_livepatch.sitecustomize.context import PatchContext
+
+POOL, ANOTHER = (os.open(file, os.O_RDONLY) for file in (__file__, os.__file__))
+"""Two files, in the place of two servers' shared memory."""
+
+
+def mapped(pool: int) -> SimpleNamespace:
+    """As a SharedMemory is."""
+    return SimpleNamespace(_fd=pool)
 
 
 class EngineDrivenTransferContext:
     """By its name the patch tells that a worker copies in the step. It has a server's pool mapped."""
 
-    def __init__(self, pool: str = "pool") -> None:
-        self._engine_driven_context = SimpleNamespace(_shm_name=pool)
+    def __init__(self, pool: int = POOL) -> None:
+        self._engine_driven_context = SimpleNamespace(_shm=mapped(pool))
 
 
 class Adapter:
@@ -41,7 +52,7 @@ class Adapter:
                 _build_slot_tensors=lambda slots: self.room,
                 commit_store=lambda *asked: self.committed(),
                 mq_timeout=0.0,
-                _shm_name="pool",
+                _shm=mapped(POOL),
             ),
         )
         self.late.stored, self.late.chunks = ("key", 7), ["first", "second"]
@@ -100,14 +111,65 @@ def test_after_a_long_silence_the_room_may_be_anothers(
     assert (adapter.late.context, adapter.late.chunks) == (None, [])
 
 
-@pytest.mark.parametrize(("pool", "kept"), [("pool", True), ("another", False)])
-def test_of_a_server_that_was_restarted_nothing_is_kept(pool: str, kept: bool) -> None:
-    """Its pool's memory would stay for as long as it is mapped."""
+@pytest.mark.parametrize("answered", [False, True])
+def test_of_a_server_that_was_restarted_nothing_is_kept(answered: bool) -> None:
+    """Its pool's memory would stay for as long as it is mapped. Nor is anything said to be filled: the room that an
+    answer tells of, if the other server gave it, is in that one's pool."""
     adapter = Adapter()
+    said: list[str] = []
+    adapter.committed = lambda: said.append("filled")
     adapter.late.answer.query = lambda: False
-    adapter.transfer_ctx = EngineDrivenTransferContext(pool)
     adapter.beat()
-    assert (adapter.late.context is not None, bool(adapter.late.chunks)) == (kept, kept)
+    assert adapter.late.chunks, "it waits"
+    adapter.late.answer.query = lambda: answered
+    adapter.transfer_ctx = EngineDrivenTransferContext(ANOTHER)
+    adapter.beat()
+    assert (adapter.late.context, adapter.late.chunks, adapter.filled, said) == (None, [], [], [])
+
+
+def test_a_worker_that_shuts_down_fills_nothing() -> None:
+    """LMCache's heartbeat may still be in its last ping."""
+    adapter = Adapter()
+    adapter.transfer_ctx = None  # type: ignore[assignment]
+    adapter.health.set()
+    adapter.beat()
+    assert (adapter.filled, adapter.context.aside) == ([], False)
+
+
+class Shared:
+    """A worker's context over shared memory."""
+
+    _shm = mapped(POOL)
+
+
+def test_a_store_that_was_given_up_is_not_said_to_be_filled_by_a_patch_that_stands_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server makes room for it later."""
+    monkeypatch.setitem(sys.modules, patch.MODULE, SimpleNamespace(send_ping=lambda *_: False))
+    adapter: Any = Adapter()
+    context = PatchContext("lmcache-bounded-waits", {"SECONDS": 0.1, "PING_SECONDS": 1.0}, {}, lambda: None)
+    targets = patch.wrappers(context)
+    said: list[str] = []
+
+    def store(*_: Any) -> None:
+        future = SimpleNamespace(is_done_=SimpleNamespace(wait=lambda timeout: False))
+        targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
+
+        def times_out(*_: Any) -> None:
+            assert not future.is_done_.wait(0.1)
+            raise TimeoutError
+
+        assert targets[f"{patch.SHARED}.prepare_store"](times_out, Shared(), ("key", 7), {}) is None
+        context.withdraw()
+        commit = guard.around(
+            lambda *asked: said.append("filled"), targets[f"{patch.SHARED}.commit_store"], context, ""
+        )
+        assert commit("key", 7, ["a chunk"]) is False
+
+    adapter._mq_timeout, adapter.mq_client, adapter._health_event = 1.0, "a client", adapter.health
+    targets[f"{patch.WORKER}.submit_store_request"](store, adapter, (), {})
+    assert said == []
 
 
 class Waking:

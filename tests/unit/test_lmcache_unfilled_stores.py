@@ -10,6 +10,7 @@ import gc
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm_livepatch.patches.lmcache_unfilled_stores import wrappers as patch
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 TAG = "storage_manager"
+Call = Callable[[], None]
 
 
 class Lock:
@@ -100,8 +102,8 @@ class Server:
         self.released: list[int] = []
         self.committed: list[str] = []
 
-    def _make_transfer_key(self, key: str, worker: int) -> tuple[int, str]:
-        return worker, key
+    def _make_transfer_key(self, key: str, instance_id: int) -> tuple[int, str]:
+        return instance_id, key
 
     def _resolve_single_group_obj_keys(self, key: str) -> list[str]:
         return ["there already", key]
@@ -112,21 +114,27 @@ class Server:
         self.look(key, worker)
         return entry
 
-    def look(self, key: str, worker: int) -> None:
-        answer = SimpleNamespace(context={"slots": ["a slot"], "chunk_indices": [1]})
-        self.targets[f"{patch.MODULE}.prepare_store"].look(self, (key, worker), {}, answer)
+    def look(self, key: str, worker: int, context: dict[str, Any] | None = None, within: Call = lambda: None) -> None:
+        answer = SimpleNamespace(context={"slots": ["a slot"], "chunk_indices": [1]} if context is None else context)
+
+        def prepare(*_: Any) -> Any:
+            within()
+            return answer
+
+        assert self.targets[f"{patch.MODULE}.prepare_store"](prepare, self, (key, worker), {}) is answer
 
     def end(self, worker: int = 7) -> None:
         self._engine_driven_contexts.pop(worker, None)
         release = self.targets[f"{patch.MODULE}._release_entry"]
         release(lambda *args: self.released.append(args[0]), self, (worker, "entry"), {})
 
-    def commit(self, key: str, worker: int = 7) -> Any:
+    def commit(self, key: str, worker: int = 7, sent: bytes = b"", within: Call = lambda: None) -> Any:
         def commit(**_: Any) -> bool:
+            within()
             self.committed.append(key)
             return True
 
-        asked = {"key": key, "instance_id": worker, "cpu_data": b""}
+        asked = {"key": key, "instance_id": worker, "cpu_data": sent}
         return self.targets[f"{patch.MODULE}.commit_store"](commit, self, (), asked)
 
 
@@ -148,6 +156,10 @@ def test_no_time_ends_what_is_reserved(server: Server) -> None:
     own = filled_in_time.write_lock.own
     filled_in_time.write_lock.unlock()
     assert (filled_in_time.write_lock, own.locked) == (own, False)
+    held = weakref.ref(server.prepare("c").write_lock)
+    server.l1.at("c").write_lock.unlock()
+    gc.collect()
+    assert held() is None, "nothing is remembered of what was filled"
     server.end()
     assert (server.l1.gone, server.l1.freed, server.context.counters) == ([], [], {})
 
@@ -192,12 +204,22 @@ def test_of_two_stores_by_one_name_nobody_knows_which_has_copied(server: Server)
 
 
 def test_what_another_reserves_under_the_same_key_stays(server: Server) -> None:
-    server.prepare("a")
+    held = weakref.ref(server.prepare("a").write_lock)
     server.l1.drop("a")  # an operator's command, which frees it
     another = server.prepare("a", worker=8)
     server.end()
     assert server.l1.at("a") is another
     assert (server.l1.gone, server.context.counters) == ([], {})
+    gc.collect()
+    assert held() is None
+
+
+def test_what_another_has_reserved_of_the_same_prompt_is_that_ones(server: Server) -> None:
+    """It needs no room, so none is made for it."""
+    another = server.prepare("there already", worker=8)
+    server.prepare("a")
+    server.end()
+    assert (server.l1.at("there already"), server.l1.gone) == (another, ["a"])
 
 
 class FilledFirst:
@@ -223,8 +245,7 @@ def test_a_store_that_needs_no_room_says_nothing_of_an_earlier_one(server: Serve
     """All of it was there."""
     server.prepare("a")
     server.end()
-    look = server.targets[f"{patch.MODULE}.prepare_store"].look
-    look(server, ("a", 7), {}, SimpleNamespace(context={"slots": [], "chunk_indices": []}))
+    server.look("a", 7, {"slots": [], "chunk_indices": []})
     assert server.commit("a") is False
     assert server.l1.freed == ["memory"]
 
@@ -235,6 +256,54 @@ def test_a_goodbye_that_comes_while_room_is_made(server: Server) -> None:
     server._pending_shm_writes[7, "a"] = ["a"]
     server.look("a", 7)
     assert (server.l1.at("a"), server.l1.freed, server._pending_shm_writes) == (None, [], {})
+
+
+def test_a_registration_that_ends_waits_until_room_was_made(server: Server) -> None:
+    """Else LMCache would end a store that was begun between the patch's look and its own."""
+    ends = threading.Thread(target=server.end)
+
+    def within() -> None:
+        server._pending_shm_writes[7, "a"] = ["a"]
+        ends.start()
+        ends.join(0.1)
+        assert server.released == []
+
+    server.l1.reserve("a", "memory")
+    server.look("a", 7, within=within)
+    ends.join()
+    assert (server.l1.at("a"), server.l1.freed, server._pending_shm_writes) == (None, [], {})
+
+
+def test_a_registration_that_ends_while_a_store_does(server: Server) -> None:
+    """The worker says only once that it has copied."""
+    server.prepare("a")
+    assert server.commit("a", within=server.end) is True
+    assert server.l1.freed == ["memory"]
+    assert server.context.counters == {"kept_apart": 1, "given_back": 1}
+
+
+def test_a_worker_that_sends_what_it_stores_does_not_copy(server: Server) -> None:
+    server.prepare("a")
+    other, by_another = server.prepare("b"), server.prepare("c", worker=8)
+    pending: list[Any] = []
+    assert server.commit("a", sent=b"chunks", within=lambda: pending.extend(server._pending_shm_writes)) is True
+    assert (server.l1.at("a"), server.l1.gone, server.l1.freed) == (None, ["a"], ["memory"])
+    assert (server.l1.at("b"), server.l1.at("c")) == (other, by_another)
+    assert (server.committed, pending) == (["a"], [(7, "b"), (8, "c")])
+    assert server.context.counters == {"sent": 1}
+
+
+def test_what_a_worker_sends_says_nothing_of_an_earlier_copy(server: Server) -> None:
+    """It may be under way since before the worker registered again, and could not map the memory any more."""
+    server.prepare("a")
+    server.end()
+    server._engine_driven_contexts[7] = None
+    server.look("a", 7, {"slots": [], "chunk_indices": []})
+    assert server.commit("a", sent=b"chunks") is True
+    assert server.l1.freed == []
+    server.prepare("a", memory="other memory")
+    assert server.commit("a", sent=b"chunks") is True
+    assert server.l1.freed == ["other memory"]
 
 
 def test_what_can_be_read_is_not_taken_for_reserved(server: Server) -> None:
@@ -256,16 +325,22 @@ def test_where_stores_go_through_messages_there_is_nothing_to_hold(server: Serve
     through_messages: dict[str, Any] = {}
     nothing_to_copy: dict[str, Any] = {"slots": [], "chunk_indices": []}
     for context in (through_messages, nothing_to_copy):
-        look = server.targets[f"{patch.MODULE}.prepare_store"].look
-        look(server, ("a", 7), {}, SimpleNamespace(context=context))
+        server.look("a", 7, context)
     server.end()
     assert server.context.counters == {}
 
 
-def test_a_key_that_can_still_be_read_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("written", [False, True])
+def test_a_key_that_can_be_read_or_is_written_by_others_is_not_gone(
+    monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
     monkeypatch.setitem(sys.modules, patch.STORAGE, SimpleNamespace(_L1_WRITE_TAG=TAG))
-    server = Server(Apart())
+    l1 = Apart()
+    server = Server(l1)
     server.prepare("a")
-    server.l1._objects["a"] = SimpleNamespace()
+    if written:
+        l1._staging["a"]["another tag"] = SimpleNamespace()
+    else:
+        l1._objects["a"] = SimpleNamespace()
     server.end()
     assert (server.l1.at("a"), server.l1.gone) == (None, [])

@@ -341,6 +341,57 @@ def test_an_error_that_the_release_answers_with_is_its_own() -> None:
     asyncio.run(play())
 
 
+def test_what_the_release_says_of_an_error_stays_beside_what_it_leaves_out() -> None:
+    answer = says(FINISH, ok=["a"], err=["b"])
+    answer.err_msg = "of b, the release's own"
+
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        await socket.send_multipart((identity, answer))
+
+    prefill = Prefill()
+    asyncio.run(prefill.ask(serves, a=("ta", [1]), b=("tb", [2]), c=("tc", [3])))
+    assert prefill.answers == [("FINISH", ["a"], ["b", "c"])]
+    assert answer.err_msg == "of b, the release's own"
+
+
+def test_an_answer_that_cannot_be_completed_is_the_releases_own() -> None:
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        await socket.send_multipart((identity, says(FINISH)))
+
+    prefill = Prefill()
+    prefill._xfer_resp_decoder.decode = lambda response: 1 / 0
+    asyncio.run(prefill.ask(serves, a=("t", [1])))
+    assert prefill.answers == [("FINISH", None, None)]
+    assert prefill.context.aside
+
+
+def test_prefills_that_cannot_be_noted_are_the_releases_to_record() -> None:
+    told: list[Any] = []
+
+    async def release(metadata: Any) -> None:
+        told.append(metadata)
+
+    prefill = Prefill()
+    metadata = SimpleNamespace(reqs_to_send={}, reqs_not_processed=None)
+    asyncio.run(prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {}))
+    assert told == [metadata]
+    assert prefill.context.aside
+
+
+def test_of_an_ask_that_has_ended_nothing_is_kept() -> None:
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
+
+    async def play() -> None:
+        await prefill.ask(serves, a=("t", [1]))
+        await turns()
+
+    prefill = Prefill()
+    asyncio.run(play())
+    asks = getattr(prefill, patch.STATE)
+    assert (asks.tasks, dict(asks.waiting)) == (set(), {})
+
+
 # The listener
 
 
@@ -400,16 +451,27 @@ def test_a_listener_that_fails_before_it_has_a_socket_leaves_the_context_as_it_w
         async def listen(self, ready: str) -> None:
             raise ConnectionError("no socket")
 
+    kept = len(listener._kept)
     worker = Failing()
     worker.run(PatchContext("mooncake-lost-asks", {}, {}, lambda: None))
     assert worker.async_zmq_ctx is worker.own
+    assert len(listener._kept) == kept, "it had no port"
 
 
 def test_a_port_that_zmq_closes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     context = PatchContext("mooncake-lost-asks", {}, {}, lambda: None)
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
-    monkeypatch.setattr(time, "sleep", lambda seconds: server.close())
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) > 1:
+            server.close()
+
+    monkeypatch.setattr(time, "sleep", sleep)
     listener.keep(context, "127.0.0.1", port)
+    assert len(slept) == 2
+    assert not context._said, "it is kept"
     with socket.create_connection(("127.0.0.1", port), 60):
         pass

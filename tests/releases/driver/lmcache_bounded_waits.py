@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lmcache_server
@@ -518,6 +519,23 @@ def killed_under_a_store(server: Server, waits: Waits) -> Any:
     return worker.step({}, ["a", "b"])
 
 
+def maps_nothing_of_a_dead_server(server: Server, later: Server, waits: Waits) -> Any:
+    """The server is killed under a store, and another takes its place: also the name of its shared memory.
+
+    Whether the first one's memory is still mapped, which the kernel keeps for as long.
+    """
+    worker = Asker(server, waits)
+    pool = os.fstat(worker.adapter.transfer_ctx._engine_driven_context._shm._fd).st_ino
+    server.stop()
+    waits.under_the_next = server.kill
+    result = worker.step({}, ["a"])
+    later.start()
+    again = worker.is_used_again()
+    gc.collect()
+    mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return [result, again, str(pool) in mapped]
+
+
 ONE_SERVER: tuple[Callable[[Server, Waits], Any], ...] = (
     stopped,
     stopped_after_a_load,
@@ -549,6 +567,7 @@ def main() -> None:
     later = Server(server.port, held=True)
     messages = Server(held=True, shared=False)
     forgetful = Server(held=True)
+    last = Server(forgetful.port, held=True)
     waits = Waits()
     cases: dict[str, Callable[[], Any]] = {one.__name__: partial(one, server, waits) for one in ONE_SERVER}
     for case in ONE_WORKER:
@@ -556,6 +575,7 @@ def main() -> None:
     cases["stopped_through_messages"] = lambda: (messages.start(), stopped(messages, waits))[1]
     cases["killed"] = lambda: killed(server, later, waits)
     cases["killed_under_a_store"] = lambda: killed_under_a_store(later if "killed" in sys.argv else server, waits)
+    cases["maps_nothing_of_a_dead_server"] = lambda: maps_nothing_of_a_dead_server(forgetful, last, waits)
     for name in sys.argv[2:]:
         began = time.monotonic()
         try:
@@ -564,7 +584,7 @@ def main() -> None:
             traceback.print_exc()
             result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
-    for one in (server, later, messages, forgetful):
+    for one in (server, later, messages, forgetful, last):
         one.kill()
     json.dump(result, RESULT)
     RESULT.flush()

@@ -21,6 +21,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lmcache_server
@@ -171,12 +172,36 @@ def copies_for_long(server: Server) -> Any:
     return result
 
 
+def cannot_map_the_pool(server: Server) -> Any:
+    """A worker in a container of its own: it sends what it stores in messages.
+
+    Another's loads of that, before the worker's goodbye and after it; how many chunks the cache lacks then.
+    """
+    pool = Path("/dev/shm", f"lmcache_l1_pool_lmcache-{server.port}")
+    reader = Worker(server.port, 1.0)
+    stored_and_loaded(reader, "before", 61)
+    free = server.ask("free")
+    hidden = pool.rename(pool.with_name(f"hidden-{pool.name}"))
+    worker = Worker(server.port, 1.0)
+    hidden.rename(pool)
+    worker.fill(60, FIRST)
+    worker.store("store", 60, FIRST)
+    worker.finished("store")
+    result = [loaded(reader, "within", 60)]
+    worker.close()
+    result.append(loaded(reader, "after", 60))
+    lacking = free - server.ask("free")
+    reader.close()
+    return [*result, lacking]
+
+
 CASES: tuple[Callable[[Server], Any], ...] = (
     goodbye,
     death,
     copies_after_its_goodbye,
     copies_after_it_was_forgotten,
     copies_for_long,
+    cannot_map_the_pool,
 )
 
 
