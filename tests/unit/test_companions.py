@@ -295,9 +295,10 @@ def test_check_asks_an_interpreter_for_both(
 ) -> None:
     """It alone knows where an editable install is."""
 
-    def interpreter_tree(python: str, packages: Iterable[str]) -> Tree:
+    def interpreter_tree(python: str, packages: Iterable[str]) -> checking.InterpreterTree:
         places = {"fakeengine": [str(sandbox.site / "fakeengine")], "fakecache": [str(beside / "fakecache")]}
-        return Tree([], {name: place for name, place in places.items() if name in packages})
+        there = {name: place for name, place in places.items() if name in packages}
+        return checking.InterpreterTree([], there, (3, 11))
 
     rename(beside)
     monkeypatch.setattr(checking, "interpreter_tree", interpreter_tree)

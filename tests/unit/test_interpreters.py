@@ -8,10 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm_livepatch import sitecustomize
+from vllm_livepatch.tools import bundled
 from vllm_livepatch.tools.bundled import verifying
+from vllm_livepatch.tools.bundles import extensions
+from vllm_livepatch.tools.compatibility import check
 
 from tests.unit import interpreters
-from tests.unit.support import STEP, WORK, Done, Sandbox, finish
+from tests.unit.support import PYTHON, STEP, WORK, Done, Sandbox, finish
 
 UNSERVED = interpreters.found(interpreters.UNSERVED)
 SERVED = interpreters.found(interpreters.SERVED)
@@ -109,3 +113,40 @@ def test_a_supported_interpreter_is_served(sandbox: Sandbox, version: str) -> No
     assert len(done.lines) == 1
     for name in ("around", "other"):
         assert (sandbox.reported(name)["state"], sandbox.reported(name)["verdict"]) == ("applied", "needed")
+
+
+OTHERWISE = """
+import runpy, sys
+sys.version_info = {version}
+sys.argv = ["livepatch", "doctor"]
+{then}
+"""
+"""A process of this interpreter, which takes itself for another version from here on: no later one is at hand."""
+
+
+@pytest.mark.parametrize(("version", "armed"), [((3, 9), False), ((3, 10), True), ((3, 14), True), ((3, 15), False)])
+def test_versions_that_no_machine_here_has(patched: Sandbox, version: tuple[int, int], armed: bool) -> None:
+    """The entry puts no finder in place, and `doctor` says that nothing is patched."""
+    entry = patched.bundle / "sitecustomize.py"
+    finders = f"print('armed', any(name == 'LivepatchFinder' for name in {PATHS}))"
+    said = (*version, 0, "final", 0)
+    code = OTHERWISE.format(
+        version=said, then=f"try:\n    runpy.run_path({str(entry)!r})\nexcept ImportError:\n    pass\n{finders}"
+    )
+    done = finish([PYTHON, "-c", code], patched.environ(path=[patched.site]), cwd=patched.root)
+    assert (done.code, done.out, done.err) == (0, f"armed {armed}\n", "")
+    code = OTHERWISE.format(version=said, then=f"runpy.run_path({str(patched.bundle)!r}, run_name='__main__')")
+    done = finish([PYTHON, "-c", code], patched.environ(), cwd=patched.root)
+    refused = f"vllm-livepatch: this bundle does not serve Python {version[0]}.{version[1]}: nothing is patched\n"
+    assert (done.err == refused) == (not armed)
+    assert done.code == (0 if armed else 1), done
+
+
+def test_all_places_serve_the_same_versions() -> None:
+    """They cannot import each other: the entry and the bundle's main module parse on Python 2.7."""
+    oldest, newest = check.SERVED
+    text = f"({oldest[0]}, {oldest[1]}) <= sys.version_info[:2] <= ({newest[0]}, {newest[1]})"
+    for package, name in ((sitecustomize, "entry.py"), (sitecustomize, "vllm_plugin.py"), (bundled, "main.py")):
+        assert Path(next(iter(package.__path__)), name).read_text("utf-8").count(text) == 1, name
+    assert tuple(f"3.{minor}" for minor in range(oldest[1], newest[1] + 1)) == extensions.SERVED
+    assert interpreters.SERVED == extensions.SERVED

@@ -36,11 +36,12 @@ class Answer:
     patches: list[check.Checked]
     pair: dict[str, Any] | None
     unmet: tuple[str, ...]  # of the patches that are required: what they lack, a sentence each
+    unserved: str | None = None  # said of an interpreter in which nothing would be patched
 
     @property
     def failed(self) -> bool:
         blocked = any(patch.blocked for patch in self.patches)
-        return blocked or bool(self.unmet) or bool(self.pair and self.pair["broken"])
+        return blocked or bool(self.unmet) or bool(self.unserved) or bool(self.pair and self.pair["broken"])
 
 
 def find(question: Question) -> Answer:
@@ -53,11 +54,13 @@ def find(question: Question) -> Answer:
     packages_of_all = sorted({package for patch in patches for package in patch.packages})
     others = check.released(question.releases, question.wheels, patches)
     tree: installed.Tree | None = None
+    unserved: str | None = None
     if question.site_packages is not None:
         tree, where = check.directory_tree(question.site_packages), str(question.site_packages)
     elif question.python is not None or not others:
         where = question.python or sys.executable
-        tree = check.interpreter_tree(where, packages_of_all)
+        asked = check.interpreter_tree(where, packages_of_all)
+        tree, unserved = asked, asked.unserved
     else:
         where = "what was named"
         patches = [patch for patch in patches if patch.package in others]
@@ -72,7 +75,7 @@ def find(question: Question) -> Answer:
         answers = check.explained(answers, tree, others)
     pair = pairs.of_tree(tree)
     described = pair.described(None if question.diff else lambda problem: "") if pair else None
-    return Answer(packages, answers, described, _unmet(required, answers))
+    return Answer(packages, answers, described, _unmet(required, answers), unserved)
 
 
 def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[str, ...]:
@@ -95,5 +98,5 @@ def show(answer: Answer, as_json: bool) -> None:
         rendering.print_check(Console(), answer.packages, answer.patches)
         if answer.pair:
             pairs.print_pair(Console(soft_wrap=True), answer.pair)
-    for said in answer.unmet:
+    for said in (*filter(None, [answer.unserved]), *answer.unmet):
         print(f"vllm-livepatch: {said}", file=sys.stderr)

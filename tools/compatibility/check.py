@@ -25,6 +25,8 @@ from vllm_livepatch.tools.releases.sources import SourcesError
 
 PACKAGES = ("vllm", "lmcache")
 """What this project is about, whether or not the patches at hand are for both."""
+SERVED = ((3, 10), (3, 14))
+"""The oldest and the newest Python that a bundle serves. In others a process starts as if it were not there."""
 
 # Asks an interpreter where it would import from. Finding a top-level package's spec does not import it.
 _PROBE = """
@@ -33,7 +35,7 @@ found = {}
 for name in sys.argv[1:]:
     spec = importlib.util.find_spec(name)
     found[name] = list(spec.submodule_search_locations or []) if spec else []
-print(json.dumps([sys.path, found]))
+print(json.dumps([sys.path, found, sys.version_info[:2]]))
 """
 
 
@@ -85,20 +87,38 @@ class Rocm(installed.Tree):
         return 'hip = "of the release"\n' if module == "torch.version" else None
 
 
-def interpreter_tree(python: str, packages: Iterable[str]) -> installed.Tree:
+class InterpreterTree(installed.Tree):
+    """What an interpreter imports from, and its version."""
+
+    def __init__(self, path: Sequence[str], packages: Mapping[str, Sequence[str]], version: Sequence[int]) -> None:
+        super().__init__(path, packages)
+        self.version = tuple(version)
+
+    @property
+    def unserved(self) -> str | None:
+        """What is to be said where no bundle serves this interpreter."""
+        oldest, newest = SERVED
+        if oldest <= self.version <= newest:
+            return None
+        served = " to ".join(".".join(map(str, version)) for version in SERVED)
+        return f"Python {'.'.join(map(str, self.version))} is not served: nothing is patched there ({served} are)"
+
+
+def interpreter_tree(python: str, packages: Iterable[str]) -> InterpreterTree:
     """The tree that an interpreter imports from. Raises UserError where it cannot be asked."""
     environ = {**os.environ, "LIVEPATCH": "off"}
     try:
         answer = subprocess.run(
             [python, "-c", _PROBE, *packages], capture_output=True, text=True, timeout=60, env=environ, check=True
         )
-        path, found = json.loads(answer.stdout)
+        path, found, version = json.loads(answer.stdout)
     except subprocess.CalledProcessError as error:
         said = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{python} cannot say what is installed: {said}") from error
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{python} is not an interpreter that can be asked: {error}") from error
-    return installed.Tree([part for part in path if part], {name: places for name, places in found.items() if places})
+    places = {name: places for name, places in found.items() if places}
+    return InterpreterTree([part for part in path if part], places, version)
 
 
 def directory_tree(directory: Path) -> installed.Tree:
