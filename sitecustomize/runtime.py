@@ -291,8 +291,8 @@ class Runtime:
             self._unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
 
     def _made(self, patch: Patch, context: PatchContext) -> dict[str, Callable[..., Any]]:
-        code = _patiently(lambda: patch_code.load(self._root, patch.name))
-        return dict(code.wrappers(context))
+        wrappers = _patiently(lambda: patch_code.load(self._root, patch.name).wrappers)
+        return dict(wrappers(context))
 
     def _put_around(self, state: _PatchState, context: PatchContext, made: dict[str, Callable[..., Any]]) -> bool:
         """Whether the wrappers are in place, or have no place any more; False where another thread came in between.

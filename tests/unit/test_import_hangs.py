@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from vllm_livepatch.sitecustomize import patch_code, runtime
@@ -28,6 +30,17 @@ def test_a_patchs_code_is_imported_while_half_of_importlib_is_there(monkeypatch:
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(importlib, "_bootstrap", None)
     assert patch_code.load("vllm_livepatch", "kv-block-reaper").__name__ == name
+
+
+def test_a_patchs_code_of_which_half_is_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread imports it: Python gives out what it has so far where waiting would be a deadlock."""
+    whole = SimpleNamespace(wrappers=lambda context: {"a:target": context})
+    given = iter([SimpleNamespace(), whole])
+    monkeypatch.setattr(patch_code, "load", lambda root, name: next(given))
+    made: Any = runtime.Runtime._made(
+        cast(Any, SimpleNamespace(_root="root")), cast(Any, SimpleNamespace(name="a")), cast(Any, "its context")
+    )
+    assert made == {"a:target": "its context"}
 
 
 def test_what_is_half_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

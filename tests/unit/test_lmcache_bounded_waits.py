@@ -86,6 +86,33 @@ def test_a_late_store_is_filled_once() -> None:
     assert adapter.context.counters == {"stored_late": 1}
 
 
+def test_a_server_that_had_all_of_it_is_told_nothing() -> None:
+    """It might take that for the end of another store by the same name."""
+    adapter = Adapter()
+    said: list[str] = []
+    adapter.committed = lambda: said.append("filled")
+    adapter.late.answer.result = lambda: SimpleNamespace(context={"slots": [], "chunk_indices": []})
+    adapter.beat()
+    assert (adapter.late.over, said) == (True, [])
+
+
+def test_a_late_store_is_not_waited_for_as_a_step_is() -> None:
+    """The heartbeat is: it is to find the server again."""
+    adapter = Adapter()
+    waits: list[float] = []
+    context = adapter.late.context
+    adapter.committed = lambda: waits.append(context.mq_timeout)
+    adapter.beat()
+    assert waits == [patch.BACK_SECONDS]
+
+
+def test_a_time_out_that_is_less_than_ours_stays() -> None:
+    adapter: Any = Adapter()
+    adapter._mq_timeout, adapter._heartbeats = 3.0, None
+    patch.wrappers(adapter.context)[f"{patch.SCHEDULER}.end_session"](lambda: None, adapter, (), {})
+    assert adapter._mq_timeout == 3.0
+
+
 def test_a_late_store_waits_for_a_server_that_is_well() -> None:
     """One that has made room and is lost again would not answer that it was filled."""
     adapter = Adapter()
@@ -142,34 +169,93 @@ class Shared:
     _shm = mapped(POOL)
 
 
-def test_a_store_that_was_given_up_is_not_said_to_be_filled_by_a_patch_that_stands_aside(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The server makes room for it later."""
-    monkeypatch.setitem(sys.modules, patch.MODULE, SimpleNamespace(send_ping=lambda *_: False))
-    adapter: Any = Adapter()
-    context = PatchContext("lmcache-bounded-waits", {"SECONDS": 0.1, "PING_SECONDS": 1.0}, {}, lambda: None)
-    targets = patch.wrappers(context)
-    said: list[str] = []
+class Stores:
+    """A worker's two calls of each store, over shared memory; the first gets no answer."""
 
-    def store(*_: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, patch.MODULE, SimpleNamespace(send_ping=lambda *_: False))
+        self.context = PatchContext("lmcache-bounded-waits", {"SECONDS": 0.1, "PING_SECONDS": 1.0}, {}, lambda: None)
+        self.targets = patch.wrappers(self.context)
+        self.said: list[Any] = []
+        self.adapter: Any = Adapter()
+        self.adapter._mq_timeout, self.adapter.mq_client = 1.0, "a client"
+        self.adapter._health_event = self.adapter.health
+
+    def store(self, step: Callable[[], None]) -> None:
+        self.targets[f"{patch.WORKER}.submit_store_request"](lambda: step(), self.adapter, (), {})
+
+    def prepare(self) -> None:
         future = SimpleNamespace(is_done_=SimpleNamespace(wait=lambda timeout: False))
-        targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
+        self.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
 
         def times_out(*_: Any) -> None:
             assert not future.is_done_.wait(0.1)
             raise TimeoutError
 
-        assert targets[f"{patch.SHARED}.prepare_store"](times_out, Shared(), ("key", 7), {}) is None
-        context.withdraw()
-        commit = guard.around(
-            lambda *asked: said.append("filled"), targets[f"{patch.SHARED}.commit_store"], context, ""
-        )
-        assert commit("key", 7, ["a chunk"]) is False
+        assert self.targets[f"{patch.SHARED}.prepare_store"](times_out, Shared(), ("key", 7), {}) is None
 
-    adapter._mq_timeout, adapter.mq_client, adapter._health_event = 1.0, "a client", adapter.health
-    targets[f"{patch.WORKER}.submit_store_request"](store, adapter, (), {})
-    assert said == []
+    def commit(self) -> Any:
+        release = lambda *asked: self.said.append(asked)  # noqa: E731
+        commit = guard.around(release, self.targets[f"{patch.SHARED}.commit_store"], self.context, "")
+        return commit("key", 7, ["a chunk"])
+
+
+def test_a_patch_that_stands_aside_within_a_store_does_not_say_that_it_is_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server makes room for it later."""
+    stores = Stores(monkeypatch)
+
+    def step() -> None:
+        stores.prepare()
+        stores.context.withdraw()
+        assert stores.commit() is False
+
+    stores.store(step)
+    assert stores.said == []
+
+
+def test_the_last_two_stores_that_were_given_up_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps a copy of what is to be stored. The first one's server may be gone, the second one's not."""
+    stores = Stores(monkeypatch)
+    kept = []
+    for _ in range(3):
+        stores.store(lambda: (stores.prepare(), stores.commit())[0])
+        kept.append(getattr(stores.adapter, patch._LATE)[:])
+    assert [len(late) for late in kept] == [2, 2, 2], "the first was there before"
+    assert kept[2][0] is kept[1][1]
+
+
+def test_every_server_of_a_scheduler_is_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not is not waited for any longer, though the others live. A wait that has no end of its own has SECONDS."""
+    stores = Stores(monkeypatch)
+    stores.adapter._heartbeats, stores.adapter.mq_clients = None, {"one": 1, "another": 2}
+    sys.modules[patch.MODULE].send_ping = lambda client, timeout: client == 1
+    waits: list[float] = []
+    answers = iter([False, True])
+
+    def look_up() -> bool:
+        future = SimpleNamespace(
+            is_done_=SimpleNamespace(wait=lambda timeout: (waits.append(timeout), next(answers))[1])
+        )
+        stores.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
+        return bool(future.is_done_.wait())
+
+    answered = stores.targets[f"{patch.SCHEDULER}.check_lookup_result"](look_up, stores.adapter, (), {})
+    assert (answered, waits) == (True, [0.1, 0.0]), "it came at last"
+
+
+def test_a_store_that_ended_with_an_error_says_nothing_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = Stores(monkeypatch)
+
+    def fails() -> None:
+        stores.prepare()
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        stores.store(fails)
+    stores.store(lambda: stores.commit())
+    assert stores.said == [("key", 7, ["a chunk"])]
 
 
 class Waking:
@@ -261,6 +347,22 @@ def test_a_pause_ends_with_the_heartbeat(beat: Beat) -> None:
     beat.execute()
     beat.event.happens[0.5] = lambda: setattr(beat.event, "is_set", True)
     assert (beat.pause(), beat.ends) == (0.5, True)
+
+
+def test_an_interval_that_is_less_than_ours_stays(beat: Beat) -> None:
+    beat._interval = 0.2
+    beat.answered = False
+    pauses = []
+    for _ in range(2):
+        beat.execute()
+        pauses.append(beat.pause())
+    assert (beat.timeouts, pauses) == ([0.2, 0.2], [0.2, 0.2])
+
+
+def test_a_heartbeat_that_is_to_end_is_not_paused_first(beat: Beat) -> None:
+    beat.execute()
+    beat._interval, beat.event.is_set = 0.0, True
+    assert (beat.pause(), beat.ends) == (0.0, True)
 
 
 def test_pings_do_not_pile_up(beat: Beat) -> None:
