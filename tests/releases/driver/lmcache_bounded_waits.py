@@ -23,10 +23,10 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import lmcache_server
@@ -74,7 +74,7 @@ class Waits:
         Answer.wait = noting  # type: ignore[method-assign]
         for name, module in list(sys.modules.items()):
             if name.endswith("lmcache_bounded_waits.wrappers"):
-                module.time = SimpleNamespace(  # type: ignore[attr-defined]
+                module.time = types.SimpleNamespace(  # type: ignore[attr-defined]
                     **{**vars(time), "monotonic": lambda: self.clock}
                 )
 
