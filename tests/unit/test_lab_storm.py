@@ -261,10 +261,10 @@ def test_a_server_that_never_answers_is_a_failure_and_not_a_disconnect() -> None
 
     async def work(client: Client) -> Tally:
         tally = Tally()
-        async with Client(client._url, "tiny", timeout=0.2) as hasty:
-            found = visitors(hasty, replace(LOAD, share=0.0, timeout=0.2), tally)
-            await found.undisturbed()
-            server.delay = 30
+        found = visitors(client, replace(LOAD, share=0.0, timeout=0.2), tally)
+        await found.undisturbed()
+        server.delay = 30
+        async with Client(client._url, "tiny", timeout=0.2) as found._client:
             await found.load(SECONDS)
         return tally
 

@@ -200,12 +200,15 @@ def test_work_that_fails_because_a_part_is_dying_is_the_part_s_failure(tmp_path:
 
 
 def test_a_part_waits_for_the_one_before_it_unless_it_may_start_beside(tmp_path: Path) -> None:
-    slow = "import threading; threading.Event().wait(1.5)"
+    eager_s = tmp_path / "eager.json"
+    slow = f"import pathlib, time\nwhile not pathlib.Path({str(eager_s)!r}).is_file(): time.sleep(0.01)"
+    slow += "\nprint('up', time.time(), flush=True)"
     needy, eager = server("needy"), server("eager")
     beside = Part(eager.name, eager.command, eager.environment, eager.health, beside=True)
     bring_up(tmp_path, server("slow", slow), beside, needy)
+    up = float((tmp_path / "slow.log").read_text().split("up ", 1)[1].split()[0])
     started = {name: float(str(record(tmp_path, name)["started"])) for name in ("slow", "eager", "needy")}
-    assert started["eager"] - started["slow"] < 1.5 <= started["needy"] - started["slow"]
+    assert started["slow"] < started["eager"] < up < started["needy"]
 
 
 def test_pid_command_and_environment_are_written_and_nothing_is_inherited(

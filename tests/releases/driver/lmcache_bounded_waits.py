@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -34,24 +35,31 @@ import lmcache_server
 lmcache_server.compiled()
 
 import lmcache
-from lmcache_server import AFTER_A_PING, Server, Worker, silence, until
+from lmcache_server import AFTER_A_PING, Answer, Server, Worker, silence, until
 
 FIRST, SECOND, THIRD = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
 
 
 class Waits:
-    """How many seconds the main thread's waits were that came to nothing, since it was last asked."""
+    """How many seconds the main thread's waits were that came to nothing, since it was last asked.
+
+    Time passes for the patch by these waits alone, so that a machine that stalls takes none of what a step may wait.
+    """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.clock = 0.0
         self.under_the_next: Callable[[], None] | None = None
         self.pauses: dict[int, list[float]] = {}  # of the heartbeats' threads
-        main, wait = threading.current_thread(), threading.Event.wait
+        main, plain, wait = threading.current_thread(), threading.Event.wait, Answer.wait
 
-        def noting(event: threading.Event, timeout: float | None = None) -> bool:
+        def pausing(event: threading.Event, timeout: float | None = None) -> bool:
             if threading.current_thread() is not main:
                 if "_run_loop" in (sys._getframe(1).f_code.co_name, sys._getframe(4).f_code.co_name):  # stock, patched
                     self.pauses.setdefault(threading.get_ident(), []).append(timeout or 0.0)
+            return plain(event, timeout)
+
+        def noting(event: Answer, timeout: float | None = None) -> bool:
+            if threading.current_thread() is not main:
                 return wait(event, timeout)
             if self.under_the_next is not None:
                 act, self.under_the_next = self.under_the_next, None
@@ -60,9 +68,16 @@ class Waits:
             if not came:
                 assert timeout is not None
                 self.seconds += timeout
+                self.clock += timeout
             return came
 
-        threading.Event.wait = noting  # type: ignore[method-assign]
+        threading.Event.wait = pausing  # type: ignore[method-assign]
+        Answer.wait = noting  # type: ignore[method-assign]
+        for name, module in list(sys.modules.items()):
+            if name.endswith("lmcache_bounded_waits.wrappers"):
+                module.time = types.SimpleNamespace(  # type: ignore[attr-defined]
+                    **{**vars(time), "monotonic": lambda: self.clock}
+                )
 
     def taken(self) -> float:
         seconds, self.seconds = self.seconds, 0.0
@@ -192,13 +207,22 @@ def raises_again(server: Server, waits: Waits) -> Any:
 
 
 def slow(server: Server, waits: Waits) -> Any:
-    """The server lives, and takes its time: it is waited for, and its answers count."""
+    """The server lives, and takes its time, which is until it was pinged: it is waited for, and its answers count."""
     worker = Asker(server, waits)
     worker.stored(5)
     worker.hit("a", 5, 65)
-    server.ask("slow")
+    worker.rest()
+    module, plain = worker.module, worker.module.send_ping
+
+    def send_ping(*args: Any, **kwargs: Any) -> Any:
+        answer = plain(*args, **kwargs)
+        server.ask("well")
+        return answer
+
+    server.ask("hold")
+    module.send_ping = send_ping
     worker.load("a", 5, SECOND)
-    server.ask("well")
+    module.send_ping = plain
     return [worker.finished()[1:], worker.adapter.is_healthy, worker.holds(5, SECOND)]
 
 
@@ -427,7 +451,9 @@ def other_transfers(server: Server, waits: Waits) -> Any:
             return futures.MessagingFuture().result(timeout=0.7)
 
     worker.adapter.transfer_ctx = Other()
+    server.leaves_out = True  # and so does everybody: nobody answers these two
     steps = [worker.step({}, ["a"]), worker.step({"b": SECOND}, [])]
+    server.leaves_out = False
     worker.adapter._heartbeat._execute()
     return [*([name.replace("LMCache", ""), waited] for name, waited in steps), worker.adapter._heartbeat._interval]
 

@@ -4,6 +4,9 @@
 The server is started by the release's own `run_cache_server`, with the options' defaults: a worker is forgotten 120 s after
 its last ping, or 3600 s after its registration where it never pinged. A test does not wait for that: the server's clock is set
 forward, and its own look for silent workers is called.
+
+Nor does a case depend on how long this machine, or one of the processes, stalls: who waits for the server's answer waits until
+it is there, unless the case keeps the server from answering (`Answer`).
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from ports import free_port
 
 CHUNK, BLOCK, BLOCKS, LAYERS = 32, 16, 16, 2
-SLOW = 0.7
-"""How long, in seconds, a slow server takes for what a worker asks for."""
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Longest time, in seconds, for what must come about."""
+TICK = 0.02
+"""In so many seconds a wait looks again."""
 AFTER_A_PING, NEVER_PINGED = 121.0, 3601.0
 """Seconds of silence after which the server has forgotten a worker, by its options' defaults."""
 
@@ -59,6 +62,8 @@ class Server:
 
         self.port = port or free_port()
         self.serves = False
+        self.stopped = False
+        self.leaves_out = False  # it answers pings and registrations, and nothing that a step asks for
         self.pipe, theirs = multiprocessing.Pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -75,8 +80,10 @@ class Server:
     def start(self) -> None:
         self.pipe.send("start")
         self.serves = self.ask("ready") == "ready"
+        Answer.servers[self.port] = self
 
     def ask(self, question: str) -> Any:
+        self.leaves_out = {"raise": True, "hold": True, "well": False}.get(question, self.leaves_out)
         self.pipe.send(question)
         assert self.pipe.poll(PATIENCE), f"the server does not answer to {question}"
         return self.pipe.recv()
@@ -89,6 +96,16 @@ class Server:
         """Stop it; when this returns it is stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
+        self.stopped = True
+
+    def is_silent(self) -> bool:
+        """Whether it is stopped, by a case and not by a stall, or has ended."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        self.stopped = self.stopped and state in "Tt"
+        return self.stopped or state in "ZX"
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -125,8 +142,10 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
     def raising(*args: Any) -> Any:
         raise ValueError("as where it does not know the worker")
 
-    def slow(*args: Any) -> Any:
-        time.sleep(SLOW)
+    held = threading.Event()
+
+    def holding(*args: Any) -> Any:
+        held.wait(PATIENCE)
         return resolve(*args)
 
     l1 = transfers._ctx.storage_manager._l1_manager
@@ -138,7 +157,7 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
         used, _ = l1.get_memory_usage()
         return -int(used) // (LAYERS * 2 * CHUNK * 2 * 8 * 4)
 
-    tempers = {"raise": raising, "slow": slow, "well": resolve}
+    tempers = {"raise": raising, "hold": holding, "well": resolve}
 
     while True:
         question, _, seconds = pipe.recv().partition(" ")
@@ -151,6 +170,8 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
                 os.kill(parent, signal.SIGCONT)
         transfers._resolve_for_transfer = tempers.get(question, transfers._resolve_for_transfer)
         l1._write_ttl_seconds = {"short": 1, "long": reserved_for}.get(question, l1._write_ttl_seconds)
+        if question in tempers:
+            (held.clear if question == "hold" else held.set)()
         if question == "reserve":
             lock.lock()
         counted = {"silence": known, "known": known, "free": free, "reserved": lock.is_locked}.get(question)
@@ -190,7 +211,59 @@ def ping_once(beat: Any) -> None:
         beat._last_summary = beat._execute()
 
     beat._running = True  # it can be stopped
-    threading.Thread(target=execute, daemon=True).start()
+    beat._thread = threading.Thread(target=execute, daemon=True)
+    beat._thread.start()
+
+
+class Answer(threading.Event):
+    """What sets this is a server's answer. A wait for it runs out only while the server is kept from answering.
+
+    That of the main thread, whose next act would let the server answer, is over at once; others wait by `TICK`s, one of which
+    they have waited where the machine stalls for a second.
+    """
+
+    servers: ClassVar[dict[int, Server]] = {}
+    port = 0
+    """Which server is asked."""
+    looked = passed = 0.0
+    """When `clock` was last asked, and what it said."""
+
+    @classmethod
+    def clock(cls) -> float:
+        """In place of time.monotonic() for lookups that are polled, from 0.5.5 on."""
+        now = time.monotonic()
+        if cls.servers[cls.port].is_silent():
+            cls.passed += now - cls.looked
+        cls.looked = now
+        return cls.passed
+
+    def wait(self, timeout: float | None = None) -> bool:
+        left = PATIENCE if timeout is None else timeout
+        deadline = time.monotonic() + PATIENCE
+        while left > 0 and time.monotonic() < deadline:
+            if super().wait(min(left, TICK)):
+                return True
+            server = self.servers[Answer.port]
+            if server.is_silent() or (server.leaves_out and is_of_a_step()):
+                left = 0.0 if threading.current_thread() is threading.main_thread() else left - TICK
+        return self.is_set()
+
+
+def is_of_a_step() -> bool:
+    """Whether the caller waits for what a step asks for, and not for a ping or a registration under it."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in ("submit_store_request", "submit_retrieve_request"):
+            return True
+        if name in ("send_ping", "_send_register_kv_caches_request"):
+            return False
+        frame = frame.f_back
+    return False
+
+
+CONTEXTS: list[Any] = []
+"""ZMQ's, one for each adapter: they know their sockets' monitors by numbers, of which the next socket may get one too soon."""
 
 
 class Worker:
@@ -202,16 +275,20 @@ class Worker:
     def __init__(self, port: int, mq_timeout: float, interval: float = 30.0, *, pings_by_itself: bool = False) -> None:
         import zmq
 
+        Answer.port = port
+        importlib.import_module("lmcache.v1.multiprocess.futures").threading = SimpleNamespace(
+            **{**vars(threading), "Event": Answer}
+        )
+        CONTEXTS.extend([zmq.Context(), zmq.Context()])
         self.module = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
+        self.module.time = SimpleNamespace(**{**vars(time), "monotonic": Answer.clock})
         beats = self.module.HeartbeatThread
         beats.start = beats.__mro__[1].start if pings_by_itself else ping_once
         strategy = self.module.ParallelStrategy(False, 1, 0, 1, 1, 1)
         url = f"tcp://127.0.0.1:{port}"
         given = {"mq_timeout": mq_timeout, "heartbeat_interval": interval}
-        self.adapter = self.module.LMCacheMPWorkerAdapter(url, zmq.Context.instance(), "m", BLOCK, strategy, **given)
-        self.scheduler = self.module.LMCacheMPSchedulerAdapter(
-            [url], zmq.Context.instance(), "m", BLOCK, strategy, **given
-        )
+        self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], "m", BLOCK, strategy, **given)
+        self.scheduler = self.module.LMCacheMPSchedulerAdapter([url], CONTEXTS[-1], "m", BLOCK, strategy, **given)
         self.caches = {f"layer{number}": torch.zeros(2, BLOCKS, 2, BLOCK, 8) for number in range(LAYERS)}
         self.adapter.register_kv_caches(self.caches)
         self.reported: list[tuple[set[str], set[str]]] = []
@@ -223,11 +300,19 @@ class Worker:
         self.adapter._heartbeat._execute()
 
     def rest(self) -> None:
-        """Wait until the heartbeat's own thread has pinged, if it was started: the next ping comes after the interval."""
-        until(lambda: self.adapter._heartbeat is None or self.adapter._heartbeat.last_summary is not None)
+        """Wait until the heartbeats' own threads have pinged, where they were started: the next ping comes after the interval.
+
+        A heartbeat that a step asked for, and did not wait for, has ended too.
+        """
+        beats = (self.adapter._heartbeat, *(getattr(self.scheduler, "_heartbeats", None) or {}).values())
+        until(lambda: all(beat is None or beat.last_summary is not None for beat in beats))
+        asking = getattr(getattr(self.adapter, "_livepatch_registration", None), "asking", None)
+        until(lambda: asking is None or not asking.is_alive())
 
     def close(self) -> None:
-        """Let both adapters say goodbye, so that the server knows the worker no more."""
+        """Let both adapters say goodbye, so that the server knows the worker no more: no ping is under way any longer,
+        after which it might register again."""
+        self.rest()
         self.adapter.shutdown()
         self.scheduler.shutdown()
 
