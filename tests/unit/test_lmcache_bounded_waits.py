@@ -213,6 +213,8 @@ def test_a_patch_that_stands_aside_within_a_store_does_not_say_that_it_is_filled
 
     stores.store(step)
     assert stores.said == []
+    stores.commit()  # of another one, whose room was made late, and is filled now
+    assert stores.said == [("key", 7, ["a chunk"])]
 
 
 def test_the_last_two_stores_that_were_given_up_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
