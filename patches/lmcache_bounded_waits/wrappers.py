@@ -246,7 +246,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def commit_store(wrapped: Call, context: Any, args: Any, kwargs: Any) -> Any:
         """The release's own would say that room is filled which is made later."""
-        adapter, late = asking.adapter, asking.late
+        adapter, late, asking.late = asking.adapter, asking.late, None
         if late is None:
             return wrapped(*args, **kwargs)
         *late.stored, late.chunks = args

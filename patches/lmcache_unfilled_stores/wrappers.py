@@ -57,7 +57,7 @@ class Rooms:
     """What is reserved in one server's shared memory."""
 
     def __init__(self) -> None:
-        self.making = threading.Lock()  # room is made, or a registration ends: one after the other
+        self.making: dict[int, threading.Lock] = {}  # by worker: its room is made or its registration ends, not both
         self.lock = threading.Lock()  # of `kept`; `held` is changed by single calls, each under its L1's own lock
         self.held: dict[Held, None] = {}
         self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
@@ -141,11 +141,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def prepare_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """Let no time end what is reserved."""
-        with rooms.making:
+        asked = named(args, kwargs)
+        with making(asked["instance_id"]):
             answer = wrapped(*args, **kwargs)
             if answer.context.get("slots"):  # else all is there, or goes through messages
-                hold(module, answer, **named(args, kwargs))
+                hold(module, answer, **asked)
         return answer
+
+    def making(worker: int) -> threading.Lock:
+        return rooms.making.setdefault(worker, threading.Lock())
 
     def hold(module: Any, answer: Any, key: Any, instance_id: int) -> None:
         keys = module._resolve_single_group_obj_keys(key)
@@ -165,8 +169,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def release_entry(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """A registration has ended. LMCache ends the loads that it began, and finds no stores to be ended."""
-        with rooms.making:
-            ended(module, args[0] if args else kwargs["instance_id"])
+        worker = args[0] if args else kwargs["instance_id"]
+        with making(worker):
+            ended(module, worker)
             return wrapped(*args, **kwargs)
 
     def commit_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:

@@ -18,6 +18,8 @@ INSTALLED = "0.5.6"
 
 RIGHT, WRONG, NONE = [64, True, True], [64, True, False], [0]
 """A hit of two chunks that is loaded well: with its contents, with others. No hit."""
+FAILED = [64, False, False]
+"""A hit whose load is reported as failed."""
 
 PATCHED = {
     "goodbye": [NONE, RIGHT],
@@ -26,8 +28,8 @@ PATCHED = {
     "copies_after_its_goodbye": [NONE, RIGHT, RIGHT, 2],
     "copies_after_it_was_forgotten": [NONE, RIGHT, RIGHT, 2],
     "copies_for_long": [NONE, RIGHT],
-    # As much is taken as what was stored needs.
-    "cannot_map_the_pool": [RIGHT, RIGHT, 2],
+    # As much is taken as what was stored needs. Not mended: the worker's own loads fail, and are reported so.
+    "cannot_map_the_pool": [FAILED, RIGHT, RIGHT, 2],
 }
 
 
@@ -37,7 +39,7 @@ def stock(release: str) -> dict[str, Any]:
         "goodbye": [WRONG, WRONG],
         "death": [0, WRONG, WRONG],
         "copies_for_long": [WRONG if expires_into_a_hit else NONE, RIGHT if expires_into_a_hit else NONE],
-        "cannot_map_the_pool": [NONE, WRONG, 2],
+        "cannot_map_the_pool": [NONE, NONE, WRONG, 2],
     }
 
 

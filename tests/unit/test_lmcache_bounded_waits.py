@@ -177,9 +177,9 @@ class Stores:
         self.context = PatchContext("lmcache-bounded-waits", {"SECONDS": 0.1, "PING_SECONDS": 1.0}, {}, lambda: None)
         self.targets = patch.wrappers(self.context)
         self.said: list[Any] = []
-        self.adapter: Any = Adapter()
-        self.adapter._mq_timeout, self.adapter.mq_client = 1.0, "a client"
-        self.adapter._health_event = self.adapter.health
+        adapter: Any = Adapter()
+        adapter._mq_timeout, adapter.mq_client, adapter._health_event = 1.0, "a client", adapter.health
+        self.adapter = adapter
 
     def store(self, step: Callable[[], None]) -> None:
         self.targets[f"{patch.WORKER}.submit_store_request"](lambda: step(), self.adapter, (), {})
@@ -213,31 +213,40 @@ def test_a_patch_that_stands_aside_within_a_store_does_not_say_that_it_is_filled
 
     stores.store(step)
     assert stores.said == []
+    stores.commit()  # of another one, whose room was made late, and is filled now
+    assert stores.said == [("key", 7, ["a chunk"])]
 
 
 def test_the_last_two_stores_that_were_given_up_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps a copy of what is to be stored. The first one's server may be gone, the second one's not."""
     stores = Stores(monkeypatch)
     kept = []
+
+    def step() -> None:
+        stores.prepare()
+        stores.commit()
+
     for _ in range(3):
-        stores.store(lambda: (stores.prepare(), stores.commit())[0])
+        stores.store(step)
         kept.append(getattr(stores.adapter, patch._LATE)[:])
     assert [len(late) for late in kept] == [2, 2, 2], "the first was there before"
     assert kept[2][0] is kept[1][1]
 
 
 def test_every_server_of_a_scheduler_is_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not is not waited for any longer, though the others live. A wait that has no end of its own has SECONDS."""
+    """One that does not is not waited for any longer, though the others live. A wait without an end of its own has SECONDS."""
     stores = Stores(monkeypatch)
     stores.adapter._heartbeats, stores.adapter.mq_clients = None, {"one": 1, "another": 2}
-    sys.modules[patch.MODULE].send_ping = lambda client, timeout: client == 1
+    module = SimpleNamespace(send_ping=lambda client, timeout: client == 1)
+    monkeypatch.setitem(sys.modules, patch.MODULE, module)
     waits: list[float] = []
-    answers = iter([False, True])
+
+    def wait(timeout: float) -> bool:
+        waits.append(timeout)
+        return len(waits) > 1
 
     def look_up() -> bool:
-        future = SimpleNamespace(
-            is_done_=SimpleNamespace(wait=lambda timeout: (waits.append(timeout), next(answers))[1])
-        )
+        future = SimpleNamespace(is_done_=SimpleNamespace(wait=wait))
         stores.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
         return bool(future.is_done_.wait())
 

@@ -267,6 +267,8 @@ def test_a_registration_that_ends_waits_until_room_was_made(server: Server) -> N
         ends.start()
         ends.join(0.1)
         assert server.released == []
+        server.end(worker=8)  # another's does not wait
+        assert server.released == [8]
 
     server.l1.reserve("a", "memory")
     server.look("a", 7, within=within)

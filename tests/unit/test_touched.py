@@ -54,6 +54,8 @@ ALLOWED = {
     "lmcache-bounded-waits": {
         "CLOCK_BOOTTIME": "of the module time",
         "__self__": "of a bound method",
+        "_fd": "of a multiprocessing.shared_memory.SharedMemory, which LMCache maps a server's pool with",
+        **dict.fromkeys(("st_dev", "st_ino"), "of os.fstat's answer"),
         "copy_": TORCH,
     },
     "kv-block-reaper": dict.fromkeys(("held", "parked", "receive"), "of the ledger of stale-finished-recving, ours"),

@@ -175,7 +175,7 @@ def copies_for_long(server: Server) -> Any:
 def cannot_map_the_pool(server: Server) -> Any:
     """A worker in a container of its own: it sends what it stores in messages.
 
-    Another's loads of that, before the worker's goodbye and after it; how many chunks the cache lacks then.
+    Its own load of that, and another's, before its goodbye and after it; how many chunks the cache lacks then.
     """
     pool = Path("/dev/shm", f"lmcache_l1_pool_lmcache-{server.port}")
     reader = Worker(server.port, 1.0)
@@ -187,7 +187,7 @@ def cannot_map_the_pool(server: Server) -> Any:
     worker.fill(60, FIRST)
     worker.store("store", 60, FIRST)
     worker.finished("store")
-    result = [loaded(reader, "within", 60)]
+    result = [loaded(worker, "its own", 60), loaded(reader, "within", 60)]
     worker.close()
     result.append(loaded(reader, "after", 60))
     lacking = free - server.ask("free")
