@@ -8,6 +8,7 @@ import queue
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -132,11 +133,11 @@ def test_a_late_request_waits_before_its_engine_hears_of_it(monkeypatch: pytest.
 
 
 def test_writes_share_a_link_and_take_their_time_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch, clock, slept = module("link"), SimpleNamespace(now=10.0), list[float]()
+    patch, clock, slept = module("link"), SimpleNamespace(now=10.0, mine=True), list[float]()
 
     def sleep(seconds: float) -> None:
         slept.append(round(seconds, 3))
-        clock.now += seconds
+        clock.now += seconds * clock.mine
 
     monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     context = PatchContext("fault", {"MB": 2.0}, {}, lambda: None)
@@ -146,8 +147,10 @@ def test_writes_share_a_link_and_take_their_time_on_it(monkeypatch: pytest.Monke
     def written(seconds: float, result: int = 0, *others: Any) -> Any:
         def write(session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> int:
             clock.now += seconds
-            for lengths in others:
+            for lengths in others:  # of another thread, in which time passes as well
+                clock.mine = False
                 meanwhile.append(wrapper(written(0.0), None, ("other", [], [], lengths), {}))
+                clock.mine = True
             return result
 
         return write
@@ -155,14 +158,17 @@ def test_writes_share_a_link_and_take_their_time_on_it(monkeypatch: pytest.Monke
     assert wrapper(written(0.25, 7), None, ("peer", [], [], [1_000_000, 500_000]), {}) == 7
     assert (slept, clock.now) == ([0.5], 10.75), "1.5 MB at 2 MB/s, of which it took a third itself"
     wrapper(written(0.0, 0, [2_000_000]), None, ("peer", [], []), {"lengths": [1_000_000]})
-    assert (slept[1:], clock.now) == ([1.5, 0.0], 12.25), "the second waits for the first on the link, not the reverse"
+    assert (slept[1:], clock.now) == ([1.5, 0.5], 11.25), "the second waits for the first on the link, not the reverse"
     wrapper(written(9.0), None, ("peer", [], [], [1_000_000]), {})
-    assert (slept[3:], clock.now) == ([0.0], 21.25), "the engine itself was slower"
+    assert (slept[3:], clock.now) == ([0.0], 20.25), "the engine itself was slower"
     assert (meanwhile, context.counters) == ([0], {"kilobytes": 5500})
 
 
-def test_a_share_of_prefill_legs_is_refused_before_its_engine_hears_of_it() -> None:
-    context = PatchContext("fault", {"SHARE": 0.5, "SEED": 1}, {}, lambda: None)
+def test_a_share_of_prefill_legs_is_refused_once_the_load_has_begun_before_its_engine_hears_of_it(
+    tmp_path: Path,
+) -> None:
+    loading = tmp_path / "loading"
+    context = PatchContext("fault", {"SHARE": 0.5, "SEED": 1, "AFTER": str(loading)}, {}, lambda: None)
     (wrapper,) = module("lost_prefills").wrappers(context).values()
     added: list[str] = []
 
@@ -179,6 +185,8 @@ def test_a_share_of_prefill_legs_is_refused_before_its_engine_hears_of_it() -> N
             return False
         return True
 
+    assert all(asked("undisturbed", do_remote_decode=True) for _ in range(20))
+    loading.touch()
     assert all(asked("own") and asked("decode", do_remote_prefill=True) for _ in range(20))
     assert 5 < sum(asked("prefill", do_remote_decode=True) for _ in range(20)) == added.count("prefill") < 15
     assert context.counters == {"refused": 20 - added.count("prefill")}

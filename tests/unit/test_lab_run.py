@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm_livepatch.tools.lab import environments, lab, topology
+from vllm_livepatch.tools.lab import environments, faults, lab, topology
+from vllm_livepatch.tools.lab.arm import Arm
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.loads import Storm
 from vllm_livepatch.tools.lab.storm import Visitors
@@ -136,6 +137,30 @@ def test_what_a_topology_cannot_run_without_rides_in_with_every_arm_and_alone_wi
         assert environment["LIVEPATCH_MOONCAKE_ON_CPU"] == "on"
     assert patches["stock"] == {"mooncake-on-cpu"}
     assert patches["stock"] < patches["patched"]
+
+
+def test_lost_prefills_begin_with_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: dict[str, list[bool]] = {}
+
+    def look(arm: Arm) -> None:
+        environment = record(tmp_path / arm.name, "engine")["environment"]
+        assert isinstance(environment, dict)
+        begun.setdefault(arm.name, []).append(Path(environment["LIVEPATCH_LOST_PREFILLS_AFTER"]).exists())
+
+    prepare, settle = Arm.prepare, Arm.settle
+
+    async def prepared(arm: Arm, *args: Any) -> None:
+        await prepare(arm, *args)
+        look(arm)
+
+    async def settled(arm: Arm, *args: Any) -> None:
+        look(arm)
+        await settle(arm, *args)
+
+    monkeypatch.setattr(Arm, "prepare", prepared)
+    monkeypatch.setattr(Arm, "settle", settled)
+    run(tmp_path, injected=faults.injected(["lost-prefills=0.5"]), arms=("stock", "patched"))
+    assert begun == {"stock": [False, True], "patched": [False, True]}
 
 
 def test_the_right_answers_may_be_those_of_an_engine_that_is_asked_before_and_is_gone_then(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ _NUDGE = ("w1 w2 w3 w4",)
 _FIRST = (" ".join(f"w{number}" for number in range(3 * topology.BLOCK_SIZE)),)
 """Less than a block is not transferred."""
 _NUDGE_SECONDS = 2.0
+LOADING = "loading"
+"""A file beside the parts' logs, from when the load begins."""
 
 Say = Callable[[str], None]
 
@@ -92,6 +94,7 @@ class Arm:
 
         Raises ``PartFailed`` only for what is no part of the deployment.
         """
+        (self.parts.directory / LOADING).touch()
         work = [self._work.load(seconds), *(self._hurting(fault) for fault in hurt)]
         watchers = [asyncio.create_task(self._watch.look()), asyncio.create_task(self._narrate())]
         try:

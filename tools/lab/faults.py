@@ -13,13 +13,15 @@ from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 DISCONNECTS = "disconnects"
+LOST_PREFILLS = "lost-prefills"
+"""A fault that would leave no right answers to compare with: it begins with the load."""
 PATCHES = Path(__file__).with_name("fault_patches")
 INJECTED = {
     "late-reads": "SECONDS",
     "late-requests": "SECONDS",
     "link": "MB",
     "lost-completions": "SHARE",
-    "lost-prefills": "SHARE",
+    LOST_PREFILLS: "SHARE",
     "slow-lmcache": "SECONDS",
     "slow-transfer": "SECONDS",
 }

@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools.lab import alone, environments, faults, loads, model, proxy, topology
-from vllm_livepatch.tools.lab.arm import Arm, Work, falling_into, guarded
+from vllm_livepatch.tools.lab.arm import LOADING, Arm, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.faults import Fault
@@ -194,6 +194,8 @@ def _injected(options: Options, arm: str) -> dict[str, str]:
     """What puts an arm's bundle into a process. The lab's own patches ride in it; of stock they are all of it."""
     own = _own_patches(options)
     variables = {key: value for entry in own.values() for key, value in entry.items()}
+    if faults.LOST_PREFILLS in own:
+        variables[variable(faults.LOST_PREFILLS, "AFTER")] = str(options.out / arm / LOADING)
     if arm != "stock":
         return {**_bundle(options, arm), **(options.toggles or {}), **variables}
     if not own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,11 +19,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
     share: float = livepatch.options["SHARE"]
     draw = random.Random(livepatch.options["SEED"])
+    after: str = livepatch.options["AFTER"]
 
     def add(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
         params = args[PARAMS] if len(args) > PARAMS else kwargs["params"]
         transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
-        if not transfer.get("do_remote_decode") or draw.random() >= share:
+        if not transfer.get("do_remote_decode") or (after and not Path(after).exists()) or draw.random() >= share:
             return wrapped(*args, **kwargs)
         livepatch.count("refused")
         raise livepatch.deliberate(ValueError("a fault of the lab's: this prefill engine does not take the request"))
