@@ -61,7 +61,7 @@ def test_datadog_in_any_order(patched: Sandbox, place: Path, engine: Path) -> No
 
 def test_opentelemetry_as_the_page_says(patched: Sandbox, place: Path, engine: Path) -> None:
     (line,) = re.findall(r"`(opentelemetry-instrument sh .*?) MODEL`", PAGE)
-    line = line.replace("/livepatch", str(patched.bundle)).replace("opentelemetry", f"{place}/opentelemetry")
+    line = line.replace("opentelemetry", f"{place}/opentelemetry").replace("/livepatch", str(patched.bundle))
     done = finish(["sh", "-c", f"{line} MODEL"], environ(patched, engine, patched.site))
     assert (done.code, done.out) == (0, PATCHED * 2), done.err
     alone = finish([place / "opentelemetry-instrument", engine], environ(patched, engine, patched.bundle, patched.site))
