@@ -72,8 +72,24 @@ def run_next():
     return True
 
 
+def stay_first(before):
+    """Have what this process starts look here first, as it did: OpenTelemetry's `sitecustomize` puts itself in front
+    for it, and runs no other, so that an engine core that is spawned would be stock.
+    """
+    first = before.split(os.pathsep)[0]
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if first in places[1:] and os.path.abspath(first) == HERE:
+        places.remove(first)
+        places.insert(0, first)
+        os.environ["PYTHONPATH"] = os.pathsep.join(places)
+
+
 ARMED = arm()
-if not LATE and not run_next() and not ARMED:
+BEFORE = os.environ.get("PYTHONPATH", "")
+RAN = not LATE and run_next()
+if RAN and ARMED:
+    stay_first(BEFORE)
+elif not (LATE or RAN or ARMED):
     # `site` takes exactly this error to mean that there is no sitecustomize, which leaves sys.modules as it was.
     error = ImportError("no sitecustomize beside the vllm-livepatch bundle, which is not in use here")
     error.name = "sitecustomize"

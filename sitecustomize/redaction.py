@@ -69,7 +69,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 def sentence(text: str) -> str:
     """A log line, or a report's sentence: errors in it may quote what they met."""
-    return _without(_SAID, _without(_FLAGGED, _forms(text), _SWITCHES), _SWITCHES)
+    return _without(_SAID, _without(_FLAGGED, _forms(text)), _SWITCHES)
 
 
 def is_secret(name: str) -> bool:
@@ -117,8 +117,10 @@ def _without(names: re.Pattern[str], text: str, shown: Collection[str] = ()) -> 
         if found.start() < end or not is_secret(found["name"]):
             continue
         value = _VALUE.match(text, found.end())
-        word = value[0].strip("\\\"'") if value is not None else ""
-        if value is not None and word.lower() not in shown and not _harmless(found["name"], word):
+        if value is None:
+            continue
+        word = value[0].strip("\\\"'")
+        if word.lower() not in shown and not _harmless(found["name"], word):
             parts += [text[end : value.start()], HIDDEN]
             end = value.end()
     return "".join((*parts, text[end:]))

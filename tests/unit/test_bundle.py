@@ -182,6 +182,12 @@ def test_a_bundle_as_it_was_written_has_no_differences(patched: Sandbox) -> None
     assert found.digest == bundle.digest(bundle.contents(patched.entries()))
 
 
+def test_a_folder_named_as_a_replaced_bundle_s_is_none_without_its_manifest(patched: Sandbox) -> None:
+    name = f"livepatch-0.1.2-{'0' * 16}/more.py"
+    patched.write({name: ""}, patched.bundle)
+    assert verified(patched.bundle).differences == [f"{name} was added"]
+
+
 def test_another_digest_is_a_difference(patched: Sandbox) -> None:
     digest = verified(patched.bundle).digest
     assert verified(patched.bundle, digest).differences == []

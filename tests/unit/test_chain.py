@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.unit import interpreters
-from tests.unit.support import PATCHED, USE_STEP, Done, Sandbox
+from tests.unit.support import PATCHED, STOCK, USE_STEP, Done, Sandbox
 
 SERVED = interpreters.found(interpreters.SERVED)
 SHOW = """
@@ -111,6 +113,29 @@ def test_one_that_comes_before_the_bundle_hides_it_as_any_other(patched: Sandbox
     first = patched.write({"sitecustomize.py": "print('first')"}, patched.root / "first")
     done = patched.python(USE_STEP, path=[first, patched.bundle, patched.site])
     assert (done.out, done.err) == ("first\n[7]\n", "")
+
+
+PUTS_ITSELF_FIRST = """\
+import os
+places = [place for place in os.environ["PYTHONPATH"].split(os.pathsep) if place != os.path.dirname(__file__)]
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *places])
+"""
+"""As OpenTelemetry's does, which runs no other: its own children get it back in front."""
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_children_are_served_though_the_next_one_puts_itself_first_for_them(patched: Sandbox, slash: str) -> None:
+    other = patched.write({"sitecustomize.py": PUTS_ITSELF_FIRST}, patched.root / "other")
+    child = f"import os, subprocess, sys; print(os.environ['PYTHONPATH'], flush=True)\n{USE_STEP}"
+    again = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])\n{child}"
+    path: list[Path | str] = [f"{patched.bundle}{slash}", other, patched.site]
+    kept = ":".join(map(str, path))
+    assert patched.python(again, path=path).out == f"{kept}\n{PATCHED}" * 2
+    # Where it was in front, or the bundle is off, it has what it asks for.
+    for found, environ in (([other, *path], {}), (path, {"LIVEPATCH": "off"})):
+        said = patched.python(child, path=found, **environ).out
+        assert said.startswith(f"{other}:{path[0]}:")
+        assert said.endswith(STOCK)
 
 
 def test_children_that_get_their_path_from_ours_are_served(patched: Sandbox) -> None:

@@ -247,7 +247,7 @@ def test_verify(patched: Sandbox) -> None:
     assert ask(patched, "verify", "--digest", digest).code == 0
     other = f"{digest[:-1]}{'1' if digest.endswith('0') else '0'}"
     assert ask(patched, "verify", "--digest", other).code == 1
-    for none in (digest[:-1], digest.upper(), digest.partition(":")[2], ""):
+    for none in (digest[:-1], f"{digest}0", digest.upper(), digest.partition(":")[2], ""):
         done = ask(patched, "verify", "--digest", none)
         assert (done.code, done.out, "is not sha256: and 64 hexadecimal digits" in done.err) == (2, "", True), none
     (patched.bundle / "more.py").write_text("")

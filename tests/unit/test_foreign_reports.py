@@ -106,6 +106,13 @@ def test_any_value_in_any_place_of_a_report(state: Path, own: bool) -> None:
     assert min(counts.values()) > 50
 
 
+def test_a_truth_is_no_number(state: Path) -> None:
+    """Scripts read what `--json` shows."""
+    fleet.leave(state, pid=True)
+    fleet.leave(state, fleet.patch("around", counters={"calls": True}))
+    assert everything(state)[0].live == []
+
+
 def test_a_patch_twice_is_no_report(state: Path) -> None:
     """Prometheus would refuse the page for it."""
     fleet.leave(state, fleet.patch("around"), fleet.patch("around"))
@@ -151,6 +158,19 @@ def test_the_report_of_another_user_is_not_passed_over(another: Path, capfd: pyt
     assert "1 processes on 1 hosts" in found[1].out
 
 
+def test_what_is_no_plain_file_is_neither_waited_for_nor_followed(state: Path, tmp_path: Path, cli: Cli) -> None:
+    """A pipe that nobody writes to, a link out of the directory, a file that would fill the memory."""
+    fleet.leave(state, fleet.patch("around"))
+    os.mkfifo(state / "node1-7-00000000000000aa.json")
+    elsewhere = fleet.leave(tmp_path / "elsewhere", fleet.patch("around", "failed", "raised"))
+    (state / "node1-7-00000000000000ab.json").symlink_to(elsewhere)
+    with open(state / "node1-7-00000000000000ac.json", "wb") as huge:
+        huge.write(elsewhere.read_bytes())
+        huge.write(b" " * (16 << 20))
+    done = cli.process("status", "--state-dir", str(state), "--require", "around", "--json")
+    assert (done.code, len(json.loads(done.out)), done.err) == (0, 1, "")
+
+
 @pytest.mark.parametrize("name", ["node1-7-00000000000000aa.json", "settings.json"])
 def test_the_report_of_a_later_version_is_not_passed_over(state: Path, cli: Cli, name: str) -> None:
     """Its process may lack what is asked for. Another file of JSON that lies there is nobody's report."""
@@ -160,6 +180,15 @@ def test_the_report_of_a_later_version_is_not_passed_over(state: Path, cli: Cli,
     assert (done.code, "cannot be read here" in done.err) == ((1, True) if "node1" in name else (0, False))
     (state / name).write_text("")  # as a crash of the machine leaves it
     assert cli("status", "--state-dir", str(state), "--require", "around").code == 0
+
+
+def test_what_cannot_be_removed_is_not_said_to_be(another: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    left = fleet.leave_own(another, alive=False)
+    another.chmod(0o555)
+    done = ask(capfd, "--state-dir", str(another), "--prune")
+    another.chmod(0o755)
+    assert (done.code, done.err) == (0, "removed the reports of 0 ended processes: -\n")
+    assert left.exists()
 
 
 @pytest.mark.parametrize("below", ["", "below"])
