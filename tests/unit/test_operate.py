@@ -19,7 +19,7 @@ from tests.unit.support import Cli, finish
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/operate.md").read_text("utf-8")
-ALERTS = (ROOT / "tools/monitoring/alerts.yml").read_text("utf-8")
+ALERTS = (ROOT / "tools/commands/monitoring/alerts.yml").read_text("utf-8")
 COMMANDS = sorted(set(re.findall(r"vllm-livepatch ([a-z-]+)((?: (?!vllm-livepatch)[^`#\n|;>]+)?)", PAGE)))
 
 
