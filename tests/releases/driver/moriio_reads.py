@@ -18,10 +18,6 @@ gc.disable()
 RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
-import calm
-
-calm.keep()
-
 import atexit
 import inspect
 import itertools

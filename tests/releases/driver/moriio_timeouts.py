@@ -17,10 +17,6 @@ gc.disable()
 RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
-import calm
-
-calm.keep()
-
 import atexit
 import json
 import logging
