@@ -62,7 +62,7 @@ COUNTERS = {
 # What is said of each kind: the request, the peer and the time. What stands for the listener is the exception itself.
 REQUEST = r"the write of request cmpl-\S+_[0-9a-f]{32} to 127\.0\.0\.1:\d+(_dp0)? is given up: "
 SAID = {
-    "handshake_timeout": r"no handshake in 1\.\d s",
+    "handshake_timeout": r"no handshake in [1-9]\d*\.\d s",
     "handshake_failed": r"the handshake failed after \d+\.\d s",
     "transfer_timeout": r"TransferError: 1 of 2 transfers are pending after \d+\.\d s; queued \d+\.\d s ago",
     "transfer_failed": r"TransferError: a transfer failed: the stand-in was ordered to fail .* \d of \d transfers are pending",

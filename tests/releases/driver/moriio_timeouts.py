@@ -132,12 +132,12 @@ class World:
         self.expect(all(number == 1 for number in self.done.values()), "done twice")
         if not self.wrong:
             engine = self.worker.real.moriio_wrapper
-            kept = (
-                engine.done_remote_allocate_req_dict,
-                engine.transfer_status,
-                self.worker.real._writer._deferred_tasks,
-            )
-            self.expect(not any(kept), "something is kept")
+
+            def kept() -> bool:
+                writer = self.worker.real._writer
+                return any((engine.done_remote_allocate_req_dict, engine.transfer_status, writer._deferred_tasks))
+
+            self.expect(until(lambda: not kept(), HEALTHY), "something is kept")
 
 
 def healthy(world: World) -> None:
@@ -315,7 +315,7 @@ def completed_by_waiting(world: World) -> None:
 
 def read(world: World) -> None:
     """A decode worker has a step with nothing to read; then it reads from a new peer, and in the same step again."""
-    world.runs(lambda: world.worker.real.start_load_kv(step(write=False)), PATIENCE)
+    world.runs(lambda: world.worker.real.start_load_kv(step(write=False)), HEALTHY)
     peer = world.peer("no", value=3.0)
     requests = Sent(peer, [0, 1], [5, 6]), Sent(peer, [2, 3], [3, 4])
     metadata = step(*requests, write=False, asked=peer.answer)

@@ -384,6 +384,7 @@ def killed(decode: Side, pipe: Any, prefill: int) -> dict[str, Any]:
     lease_guard.wait(lambda: bool(step() or pipe.poll()))
     lease_guard.wait(decode.acquainted)
     os.kill(prefill, signal.SIGSTOP)
+    os.waitpid(prefill, os.WUNTRACED)  # on a busy machine it still answers for a while
     decode.overdue()
     stopped = outcome("lost", [1, 2], QUIET_SECONDS)["heard"]
     os.kill(prefill, signal.SIGKILL)
