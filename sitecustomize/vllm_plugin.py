@@ -27,7 +27,7 @@ NAME = "livepatch"
 """Of the entry point: what VLLM_PLUGINS must name, where it is set."""
 ON = ("on", "force", "1", "true", "yes", "enabled")
 OFF = ("off", "0", "false", "no", "disabled")
-ARMED = ("", "auto", "strict", "1", "true", "yes", "on", "enabled")
+ARMED = ("auto", "strict", "1", "true", "yes", "on", "enabled")
 """The values of LIVEPATCH that are not off, as sitecustomize/settings.py has them."""
 EXIT_STRICT = 78
 ENTRY_NAME = "_vllm_livepatch_late"
@@ -36,7 +36,7 @@ ENTRY_NAME = "_vllm_livepatch_late"
 
 def check() -> None:
     """The entry point. Where no bundle is armed: one is armed late, or a line on stderr and a report, or the end."""
-    mode = os.environ.get("LIVEPATCH", "").strip().lower()
+    mode = os.environ.get("LIVEPATCH", "auto").strip().lower()
     if mode not in ARMED or is_armed():
         return
     imported = sorted({module for modules in MODULES.values() for module in modules if module in sys.modules})
@@ -87,7 +87,7 @@ def main() -> None:
     """`python -m vllm_livepatch_guard`: the same for this interpreter, and whether vLLM would ask. Exit 1: it would not
     be patched, or nobody would say so."""
     chosen = os.environ.get("VLLM_PLUGINS")
-    off = os.environ.get("LIVEPATCH", "").strip().lower() not in ARMED
+    off = os.environ.get("LIVEPATCH", "auto").strip().lower() not in ARMED
     asked = chosen is None or NAME in chosen.split(",")
     if off:
         print("LIVEPATCH turns it off")

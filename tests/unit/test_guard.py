@@ -46,7 +46,7 @@ def test_with_a_bundle_it_is_silent(patched: Sandbox, guard: Path) -> None:
     assert not patched.state.exists()
 
 
-@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "disabled", "what"])
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "disabled", "what", ""])
 def test_turned_off_it_is_silent(patched: Sandbox, guard: Path, word: str) -> None:
     assert run(patched, guard, LIVEPATCH=word) == Done(0, "went on\n", "")
     assert not patched.state.exists()
@@ -206,8 +206,8 @@ def test_it_replaces_itself_and_nothing_else(patched: Sandbox, guard: Path, cli:
 
 
 def test_it_takes_the_words_that_the_bundle_takes() -> None:
-    for word in (*vllm_plugin.ARMED, "off", "0", "no", "false", "disabled", "what"):
-        mode = settings.read([], {"LIVEPATCH": word} if word else {}).mode
+    for word in (*vllm_plugin.ARMED, "off", "0", "no", "false", "disabled", "what", ""):
+        mode = settings.read([], {"LIVEPATCH": word}).mode
         assert (mode != "off") == (word in vllm_plugin.ARMED), word
     words = (*vllm_plugin.ON, *vllm_plugin.OFF, "auto", "what")
     patch = catalogue.load()["kv-block-reaper"].patch
