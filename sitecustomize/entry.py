@@ -73,15 +73,15 @@ def run_next():
 
 
 def stay_first(before):
-    """Have what this process starts look here first, as it did: OpenTelemetry's `sitecustomize` puts itself in front
+    """Have what this process starts look here as early as it did: OpenTelemetry's `sitecustomize` puts itself in front
     for it, and runs no other, so that an engine core that is spawned would be stock.
     """
-    first = before.split(os.pathsep)[0]
-    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if first in places[1:] and os.path.abspath(first) == HERE:
-        places.remove(first)
-        places.insert(0, first)
-        os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    before = before.split(os.pathsep)
+    now = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    own = next((place for place in before if place and os.path.abspath(place) == HERE), None)
+    if own in now and not set(now[: now.index(own)]) <= set(before[: before.index(own)]):
+        kept = [place for place in before if place in now]
+        os.environ["PYTHONPATH"] = os.pathsep.join(kept + [place for place in now if place not in kept])
 
 
 ARMED = arm()

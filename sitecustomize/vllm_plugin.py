@@ -78,7 +78,7 @@ def why_not() -> str:
     if not found:
         return f"PYTHONPATH={os.pathsep.join(places)} names no bundle (not mounted, empty, or not to be read)"
     other = str(getattr(sys.modules.get("sitecustomize"), "__file__", ""))
-    if other and not other.startswith(found[0]):
+    if other and os.path.dirname(other) != os.path.abspath(found[0]):
         return f"{other} ran as sitecustomize in the place of {found[0]}'s"
     return f"{found[0]} is a bundle, and its sitecustomize did not run"
 

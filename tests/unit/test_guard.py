@@ -172,6 +172,10 @@ def test_why_there_is_none(patched: Sandbox, guard: Path) -> None:
     assert why(path=[other, patched.bundle]) == (
         f"{other}/sitecustomize.py ran as sitecustomize in the place of {patched.bundle}'s"
     )
+    beside = patched.write({"sitecustomize.py": ""}, patched.root / f"{patched.bundle.name}2")
+    assert f"{beside}/sitecustomize.py ran as sitecustomize in the place of" in why(path=[beside, patched.bundle])
+    emptied = patched.write({"sitecustomize.py": "", "manifest.json": "{}"}, patched.root / "emptied")
+    assert why(path=[emptied]) == f"{emptied} is a bundle, and its sitecustomize did not run"
     archive = patched.root / "bundle.zip"
     placing.write_zip(bundle.contents(patched.entries()), archive)
     assert why(path=[other, archive]).endswith(f"in the place of {archive}'s")
@@ -189,9 +193,9 @@ def test_it_installs_offline_and_answers(patched: Sandbox, guard: Path) -> None:
     assert (done.code, done.out) == (1, "no bundle is armed: PYTHONPATH is not set in its environment\n")
     armed = patched.environ(path=[patched.bundle])
     assert finish(ask, armed) == Done(0, "a bundle is armed\n", "")
-    left_out = finish(ask, {**armed, "VLLM_PLUGINS": "mine,yours"})
+    left_out = finish(ask, {**armed, "VLLM_PLUGINS": "mine,not_livepatch"})
     assert left_out.code == 1
-    assert "VLLM_PLUGINS=mine,yours leaves the guard out: vLLM will not run it; add livepatch" in left_out.out
+    assert "VLLM_PLUGINS=mine,not_livepatch leaves the guard out: vLLM will not run it; add livepatch" in left_out.out
     assert finish(ask, {**armed, "VLLM_PLUGINS": "mine,livepatch"}).code == 0
     assert finish(ask, patched.environ(path=[], LIVEPATCH="off")) == Done(0, "LIVEPATCH turns it off\n", "")
     assert finish([*pip, "check"], patched.environ(path=[])).code == 0
