@@ -79,9 +79,11 @@ def stay_first(before):
     before = before.split(os.pathsep)
     now = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own = next((place for place in before if place and os.path.abspath(place) == HERE), None)
-    if own in now and not set(now[: now.index(own)]) <= set(before[: before.index(own)]):
-        kept = [place for place in before if place in now]
-        os.environ["PYTHONPATH"] = os.pathsep.join(kept + [place for place in now if place not in kept])
+    if own in now:
+        earlier = before[: before.index(own)]
+        now.remove(own)
+        now.insert(next((number for number, place in enumerate(now) if place not in earlier), len(now)), own)
+        os.environ["PYTHONPATH"] = os.pathsep.join(now)
 
 
 ARMED = arm()

@@ -132,10 +132,11 @@ def test_children_are_served_though_the_next_one_puts_itself_first_for_them(patc
     kept = ":".join(map(str, path))
     assert patched.python(again, path=path).out == f"{kept}\n{PATCHED}" * 2
     behind = [patched.root, *path]  # the image's own is in front
-    assert patched.python(again, path=behind).out == f"{patched.root}:{kept}\n{PATCHED}" * 2
+    moved = f"{path[0]}:{other}:{patched.root}:{patched.site}"
+    assert patched.python(again, path=behind).out == f"{moved}\n{PATCHED}" * 2
     new = f"import os; os.environ['PYTHONPATH'] = '/new:' + os.environ['PYTHONPATH']\n{PUTS_ITSELF_FIRST}"
     patched.write({"sitecustomize.py": new}, other)
-    assert patched.python(child, path=path).out == f"{kept}:/new\n{PATCHED}"
+    assert patched.python(child, path=path).out == f"{path[0]}:{other}:/new:{patched.site}\n{PATCHED}"
     behind = "import os; os.environ['PYTHONPATH'] += ':' + os.environ['PYTHONPATH'].partition(':')[0] + '/x'"
     patched.write({"sitecustomize.py": behind}, other)
     assert patched.python(child, path=path).out == f"{kept}:{path[0]}/x\n{PATCHED}"
