@@ -137,8 +137,8 @@ def test_children_are_served_though_the_next_one_puts_itself_first_for_them(patc
     new = f"import os; os.environ['PYTHONPATH'] = '/new:' + os.environ['PYTHONPATH']\n{PUTS_ITSELF_FIRST}"
     patched.write({"sitecustomize.py": new}, other)
     assert patched.python(child, path=path).out == f"{path[0]}:{other}:/new:{patched.site}\n{PATCHED}"
-    behind = "import os; os.environ['PYTHONPATH'] += ':' + os.environ['PYTHONPATH'].partition(':')[0] + '/x'"
-    patched.write({"sitecustomize.py": behind}, other)
+    last = "import os; os.environ['PYTHONPATH'] += ':' + os.environ['PYTHONPATH'].partition(':')[0] + '/x'"
+    patched.write({"sitecustomize.py": last}, other)
     assert patched.python(child, path=path).out == f"{kept}:{path[0]}/x\n{PATCHED}"
     patched.write({"sitecustomize.py": PUTS_ITSELF_FIRST}, other)
     # Where it was in front, or the bundle is off, it has what it asks for.
