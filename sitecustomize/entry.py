@@ -73,15 +73,17 @@ def run_next():
 
 
 def stay_first(before):
-    """Have what this process starts look here first, as it did: OpenTelemetry's `sitecustomize` puts itself in front
+    """Have what this process starts look here as early as it did: OpenTelemetry's `sitecustomize` puts itself in front
     for it, and runs no other, so that an engine core that is spawned would be stock.
     """
-    first = before.split(os.pathsep)[0]
-    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if first in places[1:] and os.path.abspath(first) == HERE:
-        places.remove(first)
-        places.insert(0, first)
-        os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    before = before.split(os.pathsep)
+    now = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    own = next((place for place in before if place and os.path.abspath(place) == HERE), None)
+    if own in now:
+        earlier = before[: before.index(own)]
+        now.remove(own)
+        now.insert(next((number for number, place in enumerate(now) if place not in earlier), len(now)), own)
+        os.environ["PYTHONPATH"] = os.pathsep.join(now)
 
 
 ARMED = arm()

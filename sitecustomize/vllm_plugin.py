@@ -27,7 +27,7 @@ NAME = "livepatch"
 """Of the entry point: what VLLM_PLUGINS must name, where it is set."""
 ON = ("on", "force", "1", "true", "yes", "enabled")
 OFF = ("off", "0", "false", "no", "disabled")
-ARMED = ("", "auto", "strict", "1", "true", "yes", "on", "enabled")
+ARMED = ("auto", "strict", "1", "true", "yes", "on", "enabled")
 """The values of LIVEPATCH that are not off, as sitecustomize/settings.py has them."""
 EXIT_STRICT = 78
 ENTRY_NAME = "_vllm_livepatch_late"
@@ -36,7 +36,7 @@ ENTRY_NAME = "_vllm_livepatch_late"
 
 def check() -> None:
     """The entry point. Where no bundle is armed: one is armed late, or a line on stderr and a report, or the end."""
-    mode = os.environ.get("LIVEPATCH", "").strip().lower()
+    mode = os.environ.get("LIVEPATCH", "auto").strip().lower()
     if mode not in ARMED or is_armed():
         return
     imported = sorted({module for modules in MODULES.values() for module in modules if module in sys.modules})
@@ -78,7 +78,7 @@ def why_not() -> str:
     if not found:
         return f"PYTHONPATH={os.pathsep.join(places)} names no bundle (not mounted, empty, or not to be read)"
     other = str(getattr(sys.modules.get("sitecustomize"), "__file__", ""))
-    if other and not other.startswith(found[0]):
+    if other and os.path.dirname(other) != os.path.abspath(found[0]):
         return f"{other} ran as sitecustomize in the place of {found[0]}'s"
     return f"{found[0]} is a bundle, and its sitecustomize did not run"
 
@@ -87,7 +87,7 @@ def main() -> None:
     """`python -m vllm_livepatch_guard`: the same for this interpreter, and whether vLLM would ask. Exit 1: it would not
     be patched, or nobody would say so."""
     chosen = os.environ.get("VLLM_PLUGINS")
-    off = os.environ.get("LIVEPATCH", "").strip().lower() not in ARMED
+    off = os.environ.get("LIVEPATCH", "auto").strip().lower() not in ARMED
     asked = chosen is None or NAME in chosen.split(",")
     if off:
         print("LIVEPATCH turns it off")

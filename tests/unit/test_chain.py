@@ -131,6 +131,16 @@ def test_children_are_served_though_the_next_one_puts_itself_first_for_them(patc
     path: list[Path | str] = [f"{patched.bundle}{slash}", other, patched.site]
     kept = ":".join(map(str, path))
     assert patched.python(again, path=path).out == f"{kept}\n{PATCHED}" * 2
+    behind = [patched.root, *path]  # the image's own is in front
+    moved = f"{path[0]}:{other}:{patched.root}:{patched.site}"
+    assert patched.python(again, path=behind).out == f"{moved}\n{PATCHED}" * 2
+    new = f"import os; os.environ['PYTHONPATH'] = '/new:' + os.environ['PYTHONPATH']\n{PUTS_ITSELF_FIRST}"
+    patched.write({"sitecustomize.py": new}, other)
+    assert patched.python(child, path=path).out == f"{path[0]}:{other}:/new:{patched.site}\n{PATCHED}"
+    last = "import os; os.environ['PYTHONPATH'] += ':' + os.environ['PYTHONPATH'].partition(':')[0] + '/x'"
+    patched.write({"sitecustomize.py": last}, other)
+    assert patched.python(child, path=path).out == f"{kept}:{path[0]}/x\n{PATCHED}"
+    patched.write({"sitecustomize.py": PUTS_ITSELF_FIRST}, other)
     # Where it was in front, or the bundle is off, it has what it asks for.
     for found, environ in (([other, *path], {}), (path, {"LIVEPATCH": "off"})):
         said = patched.python(child, path=found, **environ).out

@@ -46,7 +46,7 @@ def test_with_a_bundle_it_is_silent(patched: Sandbox, guard: Path) -> None:
     assert not patched.state.exists()
 
 
-@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "disabled", "what"])
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "disabled", "what", ""])
 def test_turned_off_it_is_silent(patched: Sandbox, guard: Path, word: str) -> None:
     assert run(patched, guard, LIVEPATCH=word) == Done(0, "went on\n", "")
     assert not patched.state.exists()
@@ -172,6 +172,10 @@ def test_why_there_is_none(patched: Sandbox, guard: Path) -> None:
     assert why(path=[other, patched.bundle]) == (
         f"{other}/sitecustomize.py ran as sitecustomize in the place of {patched.bundle}'s"
     )
+    beside = patched.write({"sitecustomize.py": ""}, patched.root / f"{patched.bundle.name}2")
+    assert f"{beside}/sitecustomize.py ran as sitecustomize in the place of" in why(path=[beside, patched.bundle])
+    emptied = patched.write({"sitecustomize.py": "", "manifest.json": "{}"}, patched.root / "emptied")
+    assert why(path=[emptied]) == f"{emptied} is a bundle, and its sitecustomize did not run"
     archive = patched.root / "bundle.zip"
     placing.write_zip(bundle.contents(patched.entries()), archive)
     assert why(path=[other, archive]).endswith(f"in the place of {archive}'s")
@@ -189,9 +193,9 @@ def test_it_installs_offline_and_answers(patched: Sandbox, guard: Path) -> None:
     assert (done.code, done.out) == (1, "no bundle is armed: PYTHONPATH is not set in its environment\n")
     armed = patched.environ(path=[patched.bundle])
     assert finish(ask, armed) == Done(0, "a bundle is armed\n", "")
-    left_out = finish(ask, {**armed, "VLLM_PLUGINS": "mine,yours"})
+    left_out = finish(ask, {**armed, "VLLM_PLUGINS": "mine,not_livepatch"})
     assert left_out.code == 1
-    assert "VLLM_PLUGINS=mine,yours leaves the guard out: vLLM will not run it; add livepatch" in left_out.out
+    assert "VLLM_PLUGINS=mine,not_livepatch leaves the guard out: vLLM will not run it; add livepatch" in left_out.out
     assert finish(ask, {**armed, "VLLM_PLUGINS": "mine,livepatch"}).code == 0
     assert finish(ask, patched.environ(path=[], LIVEPATCH="off")) == Done(0, "LIVEPATCH turns it off\n", "")
     assert finish([*pip, "check"], patched.environ(path=[])).code == 0
@@ -206,8 +210,8 @@ def test_it_replaces_itself_and_nothing_else(patched: Sandbox, guard: Path, cli:
 
 
 def test_it_takes_the_words_that_the_bundle_takes() -> None:
-    for word in (*vllm_plugin.ARMED, "off", "0", "no", "false", "disabled", "what"):
-        mode = settings.read([], {"LIVEPATCH": word} if word else {}).mode
+    for word in (*vllm_plugin.ARMED, "off", "0", "no", "false", "disabled", "what", ""):
+        mode = settings.read([], {"LIVEPATCH": word}).mode
         assert (mode != "off") == (word in vllm_plugin.ARMED), word
     words = (*vllm_plugin.ON, *vllm_plugin.OFF, "auto", "what")
     patch = catalogue.load()["kv-block-reaper"].patch

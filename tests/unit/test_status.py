@@ -209,6 +209,13 @@ def more_than(first: Any, second: Any) -> Any:
     return second if number(second) > number(first) else None
 
 
+@pytest.mark.parametrize("form", ["--watch", "--json", "--summary"])
+def test_metrics_are_not_asked_for_in_another_form(cli: Cli, state: Path, form: str) -> None:
+    for metrics in (["--prometheus", str(state / "x.prom")], ["--serve", "0"]):
+        done = cli("status", "--state-dir", str(state), *metrics, form)
+        assert (done.code, done.out, "go without" in done.err) == (2, "", True)
+
+
 SECRETS = ["sk-aaaabbbbccccddddeeee", "hush1", "hush2", "hush3", "hush4", "hush5"]
 
 
