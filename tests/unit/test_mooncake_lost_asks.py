@@ -583,7 +583,7 @@ def test_a_prefill_that_was_given_up_and_let_go_may_come_again() -> None:
 def test_what_was_let_go_is_remembered_in_a_bounded_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "REMEMBERED_LET_GO", 2)
     now = 0.0
-    monkeypatch.setattr(patch.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
 
     async def play() -> None:
         nonlocal now
