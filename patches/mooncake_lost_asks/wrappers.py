@@ -6,9 +6,12 @@ Source: _sender_worker awaits send_kv_to_decode, which waits for the prefill's e
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .listener import listening
@@ -26,8 +29,20 @@ STATE = "_livepatch_asks"
 
 REMEMBERED = 65536
 """How many transfers whose prefill was given up are remembered, for asks that come later."""
+REMEMBERED_LET_GO = 4096
+"""How many transfers that decode let go of are remembered. Each keeps an ask, of some kilobytes."""
+LET_GO_SECONDS = 600.0
+"""For how long; the release itself waits 480 s for the other leg of a request."""
 
 GIVEN_UP = "The prefill was given up, or its blocks have been let go."
+
+
+@dataclass
+class _LetGo:
+    """A transfer that decode let go of: its client hung up, or it has all of the blocks itself."""
+
+    asks: list[tuple[Call, Any]] = field(default_factory=list)  # not counted by the release yet
+    since: float = field(default_factory=time.monotonic)
 
 
 class _Asks:
@@ -35,14 +50,29 @@ class _Asks:
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none
-        self.waiting: Counter[str] = Counter()  # asks under way, by transfer
+        self.waiting: Counter[str] = Counter()  # asks for blocks under way, by transfer
         self.given_up: OrderedDict[str, None] = OrderedDict()  # transfers whose prefill was given up, oldest first
+        self.let_go: OrderedDict[str, _LetGo] = OrderedDict()  # by transfer, oldest first
+        self.counting: dict[str, asyncio.Task[None]] = {}  # the release counts who let go, by transfer
 
     def give_up(self, transfer: str) -> None:
         self.given_up[transfer] = None
         self.given_up.move_to_end(transfer)
         if len(self.given_up) > REMEMBERED:
             self.given_up.popitem(last=False)
+
+    def let(self, transfer: str, release: Call, meta: Any) -> None:
+        let = self.let_go.setdefault(transfer, _LetGo())
+        let.asks.append((release, meta))
+        let.since = time.monotonic()
+        self.let_go.move_to_end(transfer)
+        if len(self.let_go) > REMEMBERED_LET_GO:
+            self.let_go.popitem(last=False)
+
+    def was_let_go(self, transfer: str) -> bool:
+        while self.let_go and next(iter(self.let_go.values())).since < time.monotonic() - LET_GO_SECONDS:
+            self.let_go.popitem(last=False)
+        return transfer in self.let_go
 
 
 class _Answers:
@@ -51,13 +81,8 @@ class _Answers:
     def __init__(self, worker: Any, identity: bytes, socket: Any, failed: Callable[[Exception], None]) -> None:
         self._worker, self._identity, self._socket, self._failed = worker, identity, socket, failed
         self.left: dict[str, str] = {}  # requests that are not answered yet, and their transfers
-        self.empty: set[str] = set()  # those that ask for nothing, but to let go
-        self.answered = self.mute = False
 
     async def send_multipart(self, parts: Any) -> None:
-        self.answered = True
-        if self.mute:
-            return
         identity, data = parts
         try:
             data = self._completed(data)
@@ -74,25 +99,33 @@ class _Answers:
             self.left.pop(name, None)
         kept = self._worker.reqs_need_send
         unserved = [name for name, transfer in self.left.items() if transfer not in kept]
+        if not unserved:
+            return data
         for name in unserved:
             del self.left[name]
-        errors = [name for name in unserved if name not in self.empty]
-        if not errors:
-            return data
-        response.err_reqs = [*(response.err_reqs or ()), *errors]
+        response.err_reqs = [*(response.err_reqs or ()), *unserved]
         response.err_msg = response.err_msg or GIVEN_UP
         return self._encoded(response)
 
-    async def say(self, status: str, errors: list[str] | None = None, why: str | None = None) -> None:
+    async def say(
+        self, status: str, errors: list[str] | None = None, why: str | None = None, ok: list[str] | None = None
+    ) -> None:
         """An answer of our own."""
         module = sys.modules[type(self._worker).__module__]
         kind = getattr(vars(module)["MooncakeXferResponseStatus"], status)
-        response = vars(module)["MooncakeXferResponse"](status=kind, err_reqs=errors, err_msg=why)
+        response = vars(module)["MooncakeXferResponse"](status=kind, ok_reqs=ok, err_reqs=errors, err_msg=why)
         await self._socket.send_multipart((self._identity, self._encoded(response)))
 
     def _encoded(self, response: Any) -> bytes:
         data: bytes = self._worker._encoder.encode(response)
         return data
+
+
+class _Nobody:
+    """In the place of the socket where who asked has been answered."""
+
+    async def send_multipart(self, parts: Any) -> None:
+        pass
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
@@ -107,60 +140,101 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     # An ask
 
-    async def begun(release: Call, worker: Any, identity: bytes, socket: Any, meta: Any) -> None:
-        """Serve an ask apart, so that the task that took it from the queue can take the next."""
-        task = asyncio.ensure_future(served(release, worker, identity, socket, meta))
+    def begin(worker: Any, serving: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Serve apart, so that the task that took an ask from the queue can take the next."""
+        task = asyncio.ensure_future(serving)
         tasks = asks_of(worker).tasks
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        return task
+
+    async def begun(release: Call, worker: Any, *ask: Any) -> None:
+        begin(worker, served(release, worker, *ask))
 
     async def served(release: Call, worker: Any, identity: bytes, socket: Any, meta: Any) -> None:
         answers = _Answers(worker, identity, socket, lambda error: livepatch.stand_aside("answering an ask", error))
         transfers: list[str] = []
         try:
-            if not await refused(worker, answers, meta):
-                transfers = [transfer for transfer, _ in meta.req_blocks.values()]
-                asks_of(worker).waiting.update(transfers)
-                await waited(release, worker, answers, identity, meta)
+            if lacks_layout(worker, meta):
+                await release(identity, socket, meta)  # which asks for it; then the ask comes again
+                return
+            await taken(release, worker, answers, meta)
+            answers.left = {name: transfer for name, (transfer, _) in meta.req_blocks.items()}
+            transfers = list(answers.left.values())
+            asks_of(worker).waiting.update(transfers)
+            if transfers:
+                await release(identity, answers, meta)
         except Exception as error:  # the release's task would answer so
             livepatch.say("error", f"an ask could not be served: {type(error).__name__}: {error}")
             await answers.say("ERROR", why=str(error))
         finally:
             ended(worker, transfers)
 
-    async def refused(worker: Any, answers: _Answers, meta: Any) -> bool:
-        """Answer at once for what will not come; whether that is all that was asked for."""
-        given_up, kept = asks_of(worker).given_up, worker.reqs_need_send
-        gone, rest = [], {}
-        for name, (transfer, blocks) in meta.req_blocks.items():
-            if transfer in given_up and transfer not in kept:
-                gone.append((name, blocks))
-                continue
-            rest[name] = (transfer, blocks)
-            answers.left[name] = transfer
-            if not any_blocks(blocks):
-                answers.empty.add(name)
-        if not gone:
-            return False
-        livepatch.count("refused", len(gone))
-        errors = [name for name, blocks in gone if any_blocks(blocks)]
-        if errors or not rest:
-            await answers.say("CONTINUE" if rest else "FINISH", errors or None, GIVEN_UP if errors else None)
-        meta.req_blocks = rest
-        return not rest
+    async def taken(release: Call, worker: Any, answers: _Answers, meta: Any) -> None:
+        """Take from an ask, and answer, what lets go, and what will not come. The release serves the rest."""
+        asks, kept, alone = asks_of(worker), worker.reqs_need_send, asks_us_alone(worker, meta)
+        empty = {name: of for name, of in meta.req_blocks.items() if not any_blocks(of[1])}
+        rest = {name: of for name, of in meta.req_blocks.items() if name not in empty}
+        for name, (transfer, _) in empty.items():
+            part = copy.copy(meta)
+            part.req_blocks = {name: empty[name]}
+            let_go(worker, transfer, release, part, alone)
+        if empty:
+            livepatch.count("let_go", len(empty))
 
-    async def waited(release: Call, worker: Any, answers: _Answers, identity: bytes, meta: Any) -> None:
-        """Serve an ask as the release does. One that only lets go is answered before what it waits for is there."""
-        serving = asyncio.ensure_future(release(identity, answers, meta))
-        await asyncio.sleep(0)  # up to where it waits, or refuses
+        def over(transfer: str) -> bool:
+            return (transfer in asks.given_up and transfer not in kept) or (alone and asks.was_let_go(transfer))
+
+        # Earlier decode engines take the end of what was no load for the end of one, and die of it.
+        done = list(empty) if livepatch.facts.get("empty_is_no_load") else []
+        answered = False
+        while True:  # until all is said: while it is, more may be let go
+            counting = [asks.counting[transfer] for transfer, _ in rest.values() if transfer in asks.counting]
+            if counting:
+                await asyncio.wait(counting)
+                continue
+            refused = [name for name, (transfer, _) in rest.items() if over(transfer)]
+            if not refused and not done and (rest or answered):
+                break
+            rest = {name: of for name, of in rest.items() if name not in refused}
+            if refused:
+                livepatch.count("refused", len(refused))
+            why = GIVEN_UP if refused else None
+            await answers.say("CONTINUE" if rest else "FINISH", refused or None, why, done or None)
+            done, answered = [], True
+        meta.req_blocks = rest
+
+    def let_go(worker: Any, transfer: str, release: Call, part: Any, alone: bool) -> None:
+        """Decode wants nothing of a transfer any more: who waits for a prefill that has not begun waits no more."""
         kept = worker.reqs_need_send
-        if len(answers.empty) == len(meta.req_blocks) and not answers.answered:
-            entries = [kept.get(transfer) for transfer, _ in meta.req_blocks.values()]
-            if any(entry is not None and not entry.ready.is_set() for entry in entries):
-                answers.mute = True
-                livepatch.count("let_go")
-                await answers.say("FINISH")
-        await serving
+        entry = kept.get(transfer)
+        if transfer not in asks_of(worker).given_up or entry is not None:
+            asks_of(worker).let(transfer, release, part)
+        if alone and entry is not None and not entry.p_req_id and not entry.ready.is_set():
+            del kept[transfer]
+            entry.ready.set()
+        count(worker, transfer)
+
+    def count(worker: Any, transfer: str) -> None:
+        """Have the release count who let go, and free prefill's blocks: when it has ended, and nobody reads them."""
+        asks, entry = asks_of(worker), worker.reqs_need_send.get(transfer)
+        let = asks.let_go.get(transfer)
+        if let is None or not let.asks or entry is None or not entry.ready.is_set():
+            return
+        if asks.waiting[transfer] or transfer in asks.counting:
+            return  # whose end comes here again
+        asks.counting[transfer] = begin(worker, counted(worker, transfer, let))
+
+    async def counted(worker: Any, transfer: str, let: _LetGo) -> None:
+        try:
+            while let.asks:
+                release, part = let.asks.pop(0)
+                if transfer in worker.reqs_need_send:
+                    await release(b"", _Nobody(), part)
+        except Exception as error:
+            livepatch.say("error", f"who let go could not be counted: {type(error).__name__}: {error}")
+        finally:
+            del asks_of(worker).counting[transfer]
 
     def ended(worker: Any, transfers: list[str]) -> None:
         """Forget what nobody waits for, and no prefill has begun for."""
@@ -173,6 +247,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             entry = kept.get(transfer)
             if entry is not None and not entry.p_req_id and not entry.ready.is_set():
                 del kept[transfer]
+            count(worker, transfer)
 
     def send_kv_to_decode(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         return begun(wrapped, worker, *args, **kwargs)
@@ -192,6 +267,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             entry = worker.reqs_need_send.get(transfer)
             if entry is not None and not entry.p_req_id:
                 entry.p_req_id = name  # asked for first: no placeholder any more
+            count(worker, transfer)
 
     def before(worker: Any, metadata: Any) -> list[Any]:
         """What is dropped now, of all that is kept. The release stops at the first that it does not know."""
@@ -199,6 +275,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         begun_now = {transfer for transfer, _ in metadata.reqs_to_send.values()}
         for transfer in begun_now:
             asks.given_up.pop(transfer, None)
+            if transfer in asks.let_go and transfer not in kept and not asks.let_go[transfer].asks:
+                del asks.let_go[transfer]  # what was let go has ended; this is another
         given_up = metadata.reqs_not_processed
         for transfer in given_up:
             asks.give_up(transfer)
@@ -223,3 +301,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 def any_blocks(blocks: Any) -> bool:
     """Whether an ask is for any block; to 0.23 they are not by groups."""
     return any(isinstance(entry, int) or bool(entry) for entry in blocks)
+
+
+def asks_us_alone(worker: Any, meta: Any) -> bool:
+    """Whether who asks has all that it loads from this worker.
+
+    0.30.0 to 0.32.0 report a load as failed with the first worker that says so, while others may still write.
+    """
+    return bool(worker.tp_size <= meta.remote_tp_size and getattr(worker, "pp_size", 1) == 1)
+
+
+def lacks_layout(worker: Any, meta: Any) -> bool:
+    """Whether an ask names a layout (from 0.33.0) that this worker has not."""
+    if not getattr(meta, "layout_id", 0) or meta.kv_caches_base_addr:
+        return False
+    return worker._lookup_peer_layout(meta) is None

@@ -37,6 +37,10 @@ RIGHT = {
     "unknown": FAILED,
     "killed": [FAILED, FAILED, OWN],
     "waiting": [OWN, [OWN, OWN]],
+    "let_go_first": [FAILED, True],
+    "let_go_before": [FAILED, True, True],
+    "let_go_last": [FAILED, True, True],
+    "let_go_amid": [False, OWN, True],
     "slots": [OWN, True, True, OWN],
     "stray": [True, OWN],
 }
@@ -62,6 +66,10 @@ def stock(release: str) -> dict[str, Any]:
         "broken": [told, told],
         "killed": [NOTHING] * 3,
         "waiting": [NOTHING, [OWN, OWN]],
+        "let_go_first": [NOTHING, True],
+        "let_go_before": [NOTHING, True, True],
+        "let_go_last": NOTHING,
+        "let_go_amid": [True, "wrong: [301.0, 302.0]", True],
         "slots": [NOTHING, False, True, OWN],
         "stray": [False, NOTHING],
     }
@@ -98,12 +106,12 @@ def test_patched(
     assert run["cases"] == patched(release)
     (report,) = (file for file in (tmp_path / "state").glob("*.json") if pid_of(file) == run["pid"])
     # Who had too few blocks beside a write that failed is held too, where the answer does not say which is which.
-    refused, held = (1, {}) if reports_failures(release) else (9, {"held": 3})
+    refused, held = (1, {}) if reports_failures(release) else (12, {"held": 3})
     if Version(release) < Version("0.19"):
-        refused, held = 10, {"held": 2}
+        refused, held = 13, {"held": 2}
     for name, counters in (
         ("mooncake-failed-loads", {"failed": refused, "peer_gone": 1, **held}),
-        ("mooncake-lost-asks", {"given_up": 12, "refused": 1, "let_go": 2, "no_ask": 1}),
+        ("mooncake-lost-asks", {"given_up": 12, "refused": 3, "let_go": 6, "no_ask": 1}),
     ):
         patch = interpreter.read(report, name)
         assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch

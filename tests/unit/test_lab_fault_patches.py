@@ -285,24 +285,13 @@ def test_mooncakes_worker_is_told_the_cpu_only_there_and_only_while_it_is_made(
     assert context.counters == ({"on_cpu": 1} if cpu else {})
 
 
-def test_what_a_child_without_metrics_tells_is_left_out_of_them() -> None:
-    context = PatchContext("metrics-of-children", {}, {}, lambda: None)
-    (wrapper,) = module("metrics_of_children").wrappers(context).values()
-    seen: list[Any] = []
-    metrics = SimpleNamespace(_prom_metrics={"LMCacheMPConnector": None})
-    told = {"LMCacheMPConnector": {"data": 1}, "MooncakeConnector": {"data": 2}}
-    for args, kwargs in (((told, 3), {}), ((), {"transfer_stats_data": told, "engine_idx": 3})):
-        wrapper(lambda told, engine_idx: seen.append((told, engine_idx)), metrics, args, kwargs)
-    assert seen == [({"LMCacheMPConnector": {"data": 1}}, 3)] * 2
-    assert context.counters == {"left_out": 2}
-
-
 def test_each_is_a_patch_that_is_never_on_by_itself() -> None:
     known = catalogue.load([faults.PATCHES])
     needed = {name for topology in options.names() for name in load(topology).changes}
-    assert needed == {"mooncake-on-cpu", "metrics-of-children"}
+    assert needed == {"mooncake-on-cpu", "multi-connector-metrics"}
+    own = needed - set(catalogue.load())
+    assert {known[name].patch.auto for name in own} == {"off"}
     assert not needed & set(faults.INJECTED)
-    assert {known[name].patch.auto for name in needed} == {"off"}
     assert not set(faults.INJECTED) & set(catalogue.load())
     for name, option in faults.INJECTED.items():
         assert known[name].patch.auto == "off"

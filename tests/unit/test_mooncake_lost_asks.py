@@ -36,6 +36,11 @@ class Prefill:
         self.context = PatchContext("mooncake-lost-asks", {}, {}, lambda: None)
         self.wrap = patch.wrappers(self.context)
         self.reqs_need_send: dict[str, Any] = {}
+        self.tp_size = 1
+        self.need, self.written = 1, asyncio.Event()  # how often a transfer is asked for; whether writes end
+        self.written.set()
+        self.writing: list[str] = []  # requests of asks whose blocks were begun to be written
+        self.freed: list[str] = []  # transfers whose blocks prefill was told to give away
         self._encoder = SimpleNamespace(encode=lambda response: response)
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda response: response)
         self.answers: list[Any] = []
@@ -49,16 +54,52 @@ class Prefill:
 
     async def ask(self, release: Any, **asked: Any) -> None:
         """Serve an ask to its end."""
-        meta = SimpleNamespace(req_blocks=asked)
-        await self.wrap[f"{patch.WORKER}.send_kv_to_decode"](release, self, (b"d", self, meta), {})
-        await asyncio.gather(*getattr(self, patch.STATE).tasks)
+        await self.begin(release, **asked)
+        while tasks := getattr(self, patch.STATE).tasks:
+            await asyncio.gather(*tasks)
 
-    async def note(self, given_up: set[str], begun: tuple[str, ...] = ()) -> None:
+    async def begin(self, release: Any, of: int = 1, **asked: Any) -> None:
+        """An ask comes, of a decode engine of so many workers."""
+        meta = SimpleNamespace(req_blocks=asked, remote_tp_size=of)
+        await self.wrap[f"{patch.WORKER}.send_kv_to_decode"](release, self, (b"d", self, meta), {})
+        await turns()
+
+    async def serves(self, identity: bytes, socket: Any, meta: Any) -> None:
+        """As the release: wait for the prefill's end, write, count, free."""
+        found = {name: self.reqs_need_send.setdefault(of[0], entry()) for name, of in meta.req_blocks.items()}
+        sent = []
+        for name, (transfer, blocks) in meta.req_blocks.items():
+            await found[name].ready.wait()
+            if transfer not in self.reqs_need_send:
+                continue
+            await asyncio.sleep(0)
+            if blocks:
+                self.writing.append(name)
+                await self.written.wait()
+            found[name].sent += 1
+            if found[name].sent == self.need and self.reqs_need_send.pop(transfer, None):
+                self.freed.append(transfer)
+            sent.append(name)
+        await socket.send_multipart((identity, says(FINISH, ok=sent or None)))
+
+    async def leg(self, transfer: str, ended: bool = True) -> None:
+        """A prefill begins; where it has ended, its blocks are kept for a transfer."""
+        await self.note(set(), begun=(transfer,))
+        self.reqs_need_send.setdefault(transfer, entry()).p_req_id = f"p-{transfer}"
+        if ended:
+            await self.note(set(), ended=(transfer,))
+        await turns()
+
+    async def note(self, given_up: set[str], begun: tuple[str, ...] = (), ended: tuple[str, ...] = ()) -> None:
         async def release(metadata: Any) -> None:
+            for transfer, blocks in metadata.reqs_to_send.values():
+                if blocks:
+                    self.reqs_need_send[transfer].ready.set()
             for transfer in metadata.reqs_not_processed:
                 self.reqs_need_send.pop(transfer)
 
         to_send: dict[str, tuple[str, list[int]]] = {f"p-{transfer}": (transfer, []) for transfer in begun}
+        to_send |= {f"p-{transfer}": (transfer, [1]) for transfer in ended}
         metadata = SimpleNamespace(reqs_to_send=to_send, reqs_not_processed=given_up)
         await self.wrap[f"{patch.WORKER}.record_send_reqs"](release, self, (metadata,), {})
 
@@ -68,7 +109,7 @@ def says(status: MooncakeXferResponseStatus, ok: list[str] | None = None, err: l
 
 
 def entry() -> Any:
-    return SimpleNamespace(p_req_id="", ready=asyncio.Event())
+    return SimpleNamespace(p_req_id="", ready=asyncio.Event(), sent=0)
 
 
 def test_an_error_of_the_release_is_answered() -> None:
@@ -125,48 +166,6 @@ def test_a_bounded_number_is_remembered_and_what_begins_again_is_forgotten(monke
     asyncio.run(play())
 
 
-def test_an_ask_that_lets_go_is_answered_once_and_what_it_made_is_kept_for_a_prefill_that_has_begun() -> None:
-    async def waits(identity: bytes, socket: Any, meta: Any) -> None:
-        made = prefill.reqs_need_send.setdefault("t", entry())
-        await made.ready.wait()
-        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
-
-    async def play(begins: bool) -> Any:
-        asks = asyncio.ensure_future(prefill.ask(waits, a=("t", [])))
-        while not prefill.answers:
-            await asyncio.sleep(0)
-        if begins:
-            await prefill.note(set(), begun=("t",))
-            assert prefill.reqs_need_send["t"].p_req_id == "p-t"
-        for task in getattr(prefill, patch.STATE).tasks:
-            task.cancel()
-        await asyncio.gather(asks, return_exceptions=True)
-        assert prefill.answers == [("FINISH", None, None)]
-        return "t" in prefill.reqs_need_send
-
-    for begins in (False, True):
-        prefill = Prefill()
-        assert asyncio.run(play(begins)) is begins
-
-
-def test_an_ask_that_let_go_is_not_answered_again_when_its_prefill_ends() -> None:
-    async def waits(identity: bytes, socket: Any, meta: Any) -> None:
-        made = prefill.reqs_need_send.setdefault("t", entry())
-        await made.ready.wait()
-        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
-
-    async def play() -> None:
-        asks = asyncio.ensure_future(prefill.ask(waits, a=("t", [])))
-        while not prefill.answers:
-            await asyncio.sleep(0)
-        prefill.reqs_need_send["t"].ready.set()
-        await asks
-        assert prefill.answers == [("FINISH", None, None)]
-
-    prefill = Prefill()
-    asyncio.run(play())
-
-
 def test_what_one_ask_waits_for_is_kept_when_another_for_it_has_ended() -> None:
     """As after the time-out of the first; prefill's leg comes later."""
 
@@ -182,7 +181,7 @@ def test_what_one_ask_waits_for_is_kept_when_another_for_it_has_ended() -> None:
         made = prefill.reqs_need_send["t"]
         served = prefill.wrap[f"{patch.WORKER}.send_kv_to_decode"]
         before = set(getattr(prefill, patch.STATE).tasks)
-        meta = SimpleNamespace(req_blocks={"first": ("t", [2])})
+        meta = SimpleNamespace(req_blocks={"first": ("t", [2])}, remote_tp_size=1)
         await served(waits, prefill, (b"d", prefill, meta), {})
         await asyncio.gather(*getattr(prefill, patch.STATE).tasks - before)
         assert prefill.reqs_need_send == {"t": made}
@@ -251,7 +250,8 @@ def test_who_waits_for_a_prefill_that_is_given_up_waits_no_more() -> None:
 def test_whose_blocks_a_transfer_has_is_not_said_anew() -> None:
     async def play() -> None:
         prefill = Prefill()
-        prefill.reqs_need_send["t"] = SimpleNamespace(p_req_id="first", ready=asyncio.Event())
+        prefill.reqs_need_send["t"] = entry()
+        prefill.reqs_need_send["t"].p_req_id = "first"
         await prefill.note(set(), begun=("t",))
         assert prefill.reqs_need_send["t"].p_req_id == "first"
 
@@ -272,45 +272,6 @@ def test_the_release_is_told_of_what_it_knows_alone() -> None:
         metadata = SimpleNamespace(reqs_to_send=to_send, reqs_not_processed={"kept", "begun", "unknown"})
         await prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {})
         assert told == [{"kept", "begun"}]
-
-    asyncio.run(play())
-
-
-def test_an_ask_for_blocks_too_is_answered_by_the_release_alone() -> None:
-    async def waits(identity: bytes, socket: Any, meta: Any) -> None:
-        await prefill.reqs_need_send["t"].ready.wait()
-        await socket.send_multipart((identity, says(FINISH, ok=["a", "b"])))
-
-    async def play() -> None:
-        prefill.reqs_need_send["t"] = entry()
-        asks = asyncio.ensure_future(prefill.ask(waits, a=("t", [1]), b=("t", [])))
-        await turns()
-        assert not prefill.answers
-        prefill.reqs_need_send["t"].ready.set()
-        await asks
-        assert prefill.answers == [("FINISH", ["a", "b"], None)]
-
-    prefill = Prefill()
-    asyncio.run(play())
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_what_the_release_answers_in_time_is_not_answered_before(waits: bool) -> None:
-    """Where it has answered at once, or waits for nothing: only it counts who has fetched."""
-
-    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
-        if waits:
-            await turns()
-        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
-        await turns()
-
-    async def play() -> None:
-        prefill = Prefill()
-        made = prefill.reqs_need_send["t"] = entry()
-        if waits:
-            made.ready.set()
-        await prefill.ask(serves, a=("t", []))
-        assert prefill.answers == [("FINISH", ["a"], None)]
 
     asyncio.run(play())
 
@@ -390,6 +351,370 @@ def test_of_an_ask_that_has_ended_nothing_is_kept() -> None:
     asyncio.run(play())
     asks = getattr(prefill, patch.STATE)
     assert (asks.tasks, dict(asks.waiting)) == (set(), {})
+
+
+# Decode lets go
+
+LETS_GO: list[int] = []
+ANSWERED = ("FINISH", None, None)
+
+
+def refused(name: str) -> Any:
+    return "FINISH", None, [name]
+
+
+def test_who_asks_for_what_was_let_go_is_told_so_at_once_and_the_blocks_are_freed() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.leg("t")
+        await prefill.ask(prefill.serves, over=("t", LETS_GO))
+        assert (prefill.freed, prefill.answers) == (["t"], [ANSWERED])
+        await prefill.ask(prefill.serves, late=("t", [1]))
+        assert prefill.answers[1:] == [refused("late")]
+        assert (prefill.writing, prefill.reqs_need_send) == ([], {})
+        assert prefill.context.counters == {"let_go": 1, "refused": 1}
+
+    asyncio.run(play())
+
+
+def test_a_prefill_that_comes_after_it_was_let_go_frees_its_blocks_when_it_ends() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.ask(prefill.serves, over=("t", LETS_GO))
+        await prefill.ask(prefill.serves, late=("t", [1]))
+        assert prefill.answers == [ANSWERED, refused("late")]
+        await prefill.leg("t", ended=False)
+        assert not prefill.freed
+        await prefill.ask(prefill.serves, later=("t", [1]))
+        assert prefill.answers[2:] == [refused("later")]
+        await prefill.leg("t")
+        assert (prefill.freed, prefill.writing) == (["t"], [])
+        assert len(prefill.answers) == 3
+
+    asyncio.run(play())
+
+
+def test_who_waits_for_a_prefill_that_has_not_begun_is_told_when_another_lets_go() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.begin(prefill.serves, waits=("t", [1]))
+        await prefill.ask(prefill.serves, over=("t", LETS_GO))
+        assert prefill.answers == [ANSWERED, refused("waits")]
+        await prefill.leg("t")
+        assert (prefill.freed, prefill.writing) == (["t"], [])
+
+    asyncio.run(play())
+
+
+def test_who_waits_for_a_prefill_that_has_begun_is_served_and_the_blocks_are_freed_once() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.leg("t", ended=False)
+        await prefill.begin(prefill.serves, waits=("t", [1]))
+        await prefill.begin(prefill.serves, over=("t", LETS_GO))
+        assert prefill.answers == [ANSWERED]
+        await prefill.leg("t")
+        assert prefill.answers[1:] == [("FINISH", ["waits"], None)]
+        assert (prefill.freed, prefill.writing) == (["t"], ["waits"])
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_blocks_that_are_being_read_are_freed_when_that_has_ended(begins: bool) -> None:
+    """Whether it is the first ask to be counted, or another decode worker's was."""
+
+    async def play() -> None:
+        prefill = Prefill()
+        prefill.need = 1 + begins
+        await prefill.leg("t")
+        prefill.written.clear()
+        await prefill.begin(prefill.serves, of=prefill.need, slow=("t", [1]))
+        assert prefill.writing == ["slow"]
+        for _ in range(prefill.need):
+            await prefill.begin(prefill.serves, of=prefill.need, over=("t", LETS_GO))
+        assert (prefill.freed, prefill.answers) == ([], [ANSWERED] * prefill.need)
+        prefill.written.set()
+        await turns()
+        await turns()
+        assert prefill.freed == ["t"]
+        assert not getattr(prefill, patch.STATE).counting
+
+    asyncio.run(play())
+
+
+def test_each_of_several_decode_workers_lets_go() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        prefill.need = 2
+        await prefill.leg("t")
+        await prefill.ask(prefill.serves, of=2, first=("t", LETS_GO))
+        assert prefill.freed == []
+        await prefill.ask(prefill.serves, of=2, late=("t", [1]))
+        assert prefill.answers == [ANSWERED, refused("late")]
+        await prefill.ask(prefill.serves, of=2, second=("t", LETS_GO))
+        assert prefill.freed == ["t"]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("several", [{"tp_size": 2}, {"pp_size": 2}])
+def test_who_has_other_workers_to_load_from_waits_as_it_would(several: dict[str, int]) -> None:
+    """0.30.0 to 0.32.0 give blocks away with the first worker that refuses, while another may write into them."""
+
+    async def play() -> None:
+        prefill = Prefill()
+        vars(prefill).update(several)
+        await prefill.begin(prefill.serves, first=("t", [1]))
+        await prefill.begin(prefill.serves, over=("t", LETS_GO))
+        await prefill.begin(prefill.serves, late=("t", [2]))
+        assert prefill.answers == [ANSWERED]
+        await prefill.leg("t")
+        assert prefill.writing[0] == "first"
+        assert len(prefill.answers) == 3
+        assert prefill.freed == ["t"]
+
+    asyncio.run(play())
+
+
+def test_who_has_other_workers_to_load_from_is_served_by_a_prefill_that_has_not_ended() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        prefill.tp_size = 2
+        await prefill.leg("t", ended=False)
+        await prefill.begin(prefill.serves, over=("t", LETS_GO))
+        await prefill.begin(prefill.serves, late=("t", [1]))
+        await prefill.leg("t")
+        await turns()
+        assert (prefill.writing, prefill.freed) == (["late"], ["t"])
+
+    asyncio.run(play())
+
+
+def test_nobody_begins_to_read_blocks_while_they_are_freed() -> None:
+    class Slow(Prefill):
+        async def serves(self, identity: bytes, socket: Any, meta: Any) -> None:
+            empty = not any(blocks for _, blocks in meta.req_blocks.values())
+            if empty:
+                await self.written.wait()
+            assert empty or not self.counts
+            await super().serves(identity, socket, meta)
+
+        @property
+        def counts(self) -> bool:
+            return bool(getattr(self, patch.STATE).counting)
+
+    async def play() -> None:
+        prefill = Slow()
+        prefill.tp_size = 2
+        await prefill.leg("t")
+        prefill.written.clear()
+        await prefill.begin(prefill.serves, over=("t", LETS_GO))
+        assert prefill.counts
+        await prefill.begin(prefill.serves, next=("t", [1]))
+        prefill.written.set()
+        await turns()
+        assert (prefill.freed, prefill.writing) == (["t"], [])
+        await prefill.leg("t")
+        await turns()
+        assert prefill.writing == ["next"]
+        assert [status for status, _, _ in prefill.answers] == ["FINISH", "FINISH"]
+
+    asyncio.run(play())
+
+
+def test_who_lets_go_while_another_is_counted_is_counted_after_it() -> None:
+    class Slow(Prefill):
+        async def serves(self, identity: bytes, socket: Any, meta: Any) -> None:
+            self.writing.append("counted")
+            await self.written.wait()
+            await super().serves(identity, socket, meta)
+
+    async def play() -> None:
+        prefill = Slow()
+        prefill.need = 2
+        prefill.written.clear()
+        await prefill.leg("t")
+        for name in ("first", "second"):
+            await prefill.begin(prefill.serves, of=2, **{name: ("t", LETS_GO)})
+        assert prefill.writing == ["counted"]
+        prefill.written.set()
+        await asyncio.gather(*getattr(prefill, patch.STATE).tasks)
+        assert prefill.freed == ["t"]
+
+    asyncio.run(play())
+
+
+def test_one_of_several_that_lets_go_is_remembered_while_others_are_served() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        prefill.need = 2
+        await prefill.leg("t")
+        await prefill.ask(prefill.serves, of=2, first=("t", LETS_GO))
+        await prefill.note(set(), begun=("t",))  # its prefill was preempted, and goes on
+        await prefill.ask(prefill.serves, of=2, late=("t", [1]))
+        assert prefill.answers == [ANSWERED, refused("late")]
+
+    asyncio.run(play())
+
+
+def test_each_transfer_of_an_ask_that_lets_go_is_let_go_by_itself() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.leg("t1")
+        await prefill.ask(prefill.serves, one=("t1", LETS_GO), two=("t2", LETS_GO))
+        assert (prefill.freed, prefill.answers) == (["t1"], [ANSWERED])
+        assert set(prefill.reqs_need_send) == set()
+        await prefill.leg("t2")
+        assert prefill.freed == ["t1", "t2"]
+
+    asyncio.run(play())
+
+
+def test_a_decode_engine_that_can_tell_is_told_that_it_has_let_go() -> None:
+    """From 0.32.0. Before, one takes that for the end of a load."""
+
+    async def play() -> None:
+        prefill = Prefill()
+        prefill.context.facts = {"empty_is_no_load": True}
+        await prefill.ask(prefill.serves, over=("t", LETS_GO))
+        await prefill.leg("t1")
+        await prefill.ask(prefill.serves, other=("t2", LETS_GO), served=("t1", [1]))
+        served = ("FINISH", ["served"], None)
+        assert prefill.answers == [("FINISH", ["over"], None), ("CONTINUE", ["other"], None), served]
+
+    asyncio.run(play())
+
+
+def test_what_is_let_go_while_others_are_refused_is_refused_as_well() -> None:
+    class Slow(Prefill):
+        async def send_multipart(self, parts: Any) -> None:
+            await self.written.wait()
+            await super().send_multipart(parts)
+
+    async def play() -> None:
+        prefill = Slow()
+        await prefill.note({"gone"})
+        prefill.written.clear()
+        await prefill.begin(prefill.serves, first=("gone", [1]), second=("t", [2]))
+        await prefill.begin(prefill.serves, over=("t", LETS_GO))
+        prefill.written.set()
+        await turns()
+        await turns()
+        assert prefill.answers == [("CONTINUE", None, ["first"]), refused("second"), ANSWERED]
+
+    asyncio.run(play())
+
+
+def test_an_id_that_is_used_again_after_it_was_let_go_is_another() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.leg("t")
+        await prefill.ask(prefill.serves, over=("t", LETS_GO))
+        await prefill.leg("t")
+        await prefill.ask(prefill.serves, again=("t", [1]))
+        assert prefill.answers[1:] == [("FINISH", ["again"], None)]
+        assert prefill.freed == ["t", "t"]
+
+    asyncio.run(play())
+
+
+def test_a_prefill_that_was_given_up_and_let_go_may_come_again() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.note({"t"})
+        await prefill.ask(prefill.serves, over=("t", LETS_GO))
+        await prefill.leg("t")
+        await prefill.ask(prefill.serves, again=("t", [1]))
+        assert prefill.answers == [ANSWERED, ("FINISH", ["again"], None)]
+
+    asyncio.run(play())
+
+
+def test_what_was_let_go_is_remembered_in_a_bounded_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch, "REMEMBERED_LET_GO", 2)
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    async def play() -> None:
+        nonlocal now
+        prefill = Prefill()
+        for transfer in ("t1", "t2", "t1", "t3"):
+            await prefill.ask(prefill.serves, over=(transfer, LETS_GO))
+            now += 1
+        asks = getattr(prefill, patch.STATE)
+        assert list(asks.let_go) == ["t1", "t3"]
+        now = 2 + patch.LET_GO_SECONDS
+        assert asks.was_let_go("t1")
+        now += 0.5
+        assert not asks.was_let_go("t1")
+        assert asks.was_let_go("t3")
+        assert list(asks.let_go) == ["t3"]
+
+    asyncio.run(play())
+
+
+def test_an_ask_that_lets_go_beside_others_leaves_those_to_the_release() -> None:
+    async def serves(identity: bytes, socket: Any, meta: Any) -> None:
+        assert set(meta.req_blocks) == {"a"}
+        await socket.send_multipart((identity, says(FINISH, ok=["a"])))
+
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.ask(serves, a=("ta", [1]), b=("tb", LETS_GO))
+        assert prefill.answers == [("FINISH", ["a"], None)]
+        assert getattr(prefill, patch.STATE).was_let_go("tb")
+
+    asyncio.run(play())
+
+
+def test_who_names_a_layout_that_the_worker_lacks_is_asked_for_it() -> None:
+    """From 0.33.0. The ask comes again, with the layout."""
+
+    async def misses(identity: bytes, socket: Any, meta: Any) -> None:
+        await socket.send_multipart((identity, says(MooncakeXferResponseStatus.ERROR)))
+
+    async def play() -> None:
+        prefill = Prefill()
+        known = {"layout": None}
+        vars(prefill)["_lookup_peer_layout"] = lambda meta: known["layout"]
+        wrapped = prefill.wrap[f"{patch.WORKER}.send_kv_to_decode"]
+
+        async def ask(bases: list[int]) -> None:
+            meta = SimpleNamespace(
+                req_blocks={"over": ("t", LETS_GO)}, remote_tp_size=1, layout_id=7, kv_caches_base_addr=bases
+            )
+            await wrapped(misses, prefill, (b"d", prefill, meta), {})
+            await turns()
+
+        await ask([])
+        assert prefill.answers == [("ERROR", None, None)]
+        assert not getattr(prefill, patch.STATE).was_let_go("t")
+        await ask([1])
+        vars(prefill)["_lookup_peer_layout"] = lambda meta: "regions"
+        await ask([])
+        assert prefill.answers[1:] == [ANSWERED, ANSWERED]
+
+    asyncio.run(play())
+
+
+def test_an_error_while_who_let_go_is_counted_is_said_and_others_are_served() -> None:
+    async def play() -> None:
+        prefill = Prefill()
+
+        async def fails(identity: bytes, socket: Any, meta: Any) -> None:
+            raise NotImplementedError
+
+        said: list[str] = []
+        prefill.context.say = lambda kind, message: said.append(kind)  # type: ignore[method-assign]
+        await prefill.leg("t")
+        await prefill.ask(fails, over=("t", LETS_GO))
+        assert (prefill.answers, said) == ([ANSWERED], ["error"])
+        assert not getattr(prefill, patch.STATE).counting
+        await prefill.ask(prefill.serves, over=("t", LETS_GO))
+        assert prefill.freed == ["t"]
+
+    asyncio.run(play())
 
 
 # The listener

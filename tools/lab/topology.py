@@ -73,7 +73,7 @@ class Topology:
     ask: str
     roles: tuple[Role, ...]
     changes: tuple[str, ...] = ()
-    """The lab's own patches (see `faults.PATCHES`) without which its engines do not run on CPU memory."""
+    """Patches, the lab's own (see `faults.PATCHES`) or the catalogue's, that a stock engine needs to run here."""
     settings: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the topology leaves open, by name: `${NAME}` stands for them."""
 

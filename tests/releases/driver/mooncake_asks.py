@@ -27,6 +27,7 @@ import asyncio
 import atexit
 import ctypes
 import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,10 +43,26 @@ gc.enable()
 PATIENCE = float(sys.argv[1])
 OWN = 100.0
 """Contents: block b of prefill's holds OWN + b."""
+OTHERS = 300.0
+"""Contents of a block of whoever it was given to next."""
 DIE_WITH_PARENT = 1
 """Linux's PR_SET_PDEATHSIG."""
 ELSEWHERE = 20
 """Block b of prefill's goes into block b + ELSEWHERE of decode's."""
+
+
+class Taken:
+    """In the place of a prefill worker's decoder: which asks it has taken, and whether they were for blocks."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.asks: set[tuple[str, bool]] = set()
+
+    def decode(self, data: Any) -> Any:
+        meta = self._own.decode(data)
+        for transfer, blocks in meta.req_blocks.values():
+            self.asks.add((transfer, blocks not in ([], [[]])))
+        return meta
 
 
 class Pair:
@@ -54,6 +71,8 @@ class Pair:
     def __init__(self, prefill: Side, decode: Side) -> None:
         self.prefill, self.decode = prefill, decode
         prefill.fill(range(sides.BLOCKS), OWN)
+        self.taken = Taken(prefill.worker._xfer_meta_decoder)
+        prefill.worker._xfer_meta_decoder = self.taken
 
     def step(self) -> None:
         self.prefill.step()
@@ -82,9 +101,27 @@ class Pair:
         self.decode.step()
         return request
 
-    def arrived(self, name: str) -> None:
-        """Wait until prefill serves an ask for which it has no leg yet: asks come over connections of their own."""
-        assert wait(lambda: name in self.prefill.worker.reqs_need_send)
+    def arrived(self, name: str, for_blocks: bool = True) -> None:
+        """Wait until prefill has looked at an ask: asks come over connections of their own."""
+        assert wait(lambda: (name, for_blocks) in self.taken.asks)
+
+        async def turns() -> None:
+            for _ in range(50):
+                await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(turns(), self.prefill.worker.sender_loop).result()
+
+    def lets_go(self, name: str) -> None:
+        """A client of decode's hangs up: prefill is asked for nothing, but to let go."""
+        self.decode.finish(decoding(f"d-{name}-over", name, 2, self.prefill), [], "FINISHED_ABORTED")
+        self.decode.step()
+        self.arrived(name, for_blocks=False)
+
+    def given_to_others(self, blocks: list[int]) -> Any:
+        """Decode's blocks of a load that failed; what they hold then, in the end."""
+        places = [number + ELSEWHERE for number in blocks]
+        self.decode.fill(places, OTHERS)
+        return lambda: self.decode.holds(places) == [OTHERS + number for number in places]
 
     def loaded(self, name: str, blocks: list[int], patience: float | None = None) -> str:
         """What decode is told of a load, and if that is so."""
@@ -188,14 +225,67 @@ def no_leg(pair: Pair) -> Any:
     return result, left
 
 
+def let_go_first(pair: Pair) -> Any:
+    """A client hangs up, and of decode's two asks the one that lets go is there first."""
+    pair.leg("hung-up", [1, 2])
+    pair.lets_go("hung-up")
+    pair.ask("hung-up", [1, 2])
+    return pair.loaded("hung-up", [1, 2]), pair.let_go("hung-up", 60)
+
+
+def let_go_before(pair: Pair) -> Any:
+    """The same where both legs are sent at once, and prefill's comes last: it is for nobody."""
+    pair.lets_go("early")
+    pair.ask("early", [1, 2])
+    told = pair.loaded("early", [1, 2])
+    untouched = pair.given_to_others([1, 2])
+    pair.leg("early", [1, 2])
+    return told, pair.let_go("early", 60), untouched()
+
+
+def let_go_last(pair: Pair) -> Any:
+    """Decode asks, its client hangs up, and prefill's leg comes after that."""
+    pair.ask("last", [1, 2])
+    pair.arrived("last")
+    pair.lets_go("last")
+    told = pair.loaded("last", [1, 2])
+    if told != "failed":  # it still waits, and would be written
+        return told
+    untouched = pair.given_to_others([1, 2])
+    pair.leg("last", [1, 2])
+    return told, pair.let_go("last", 60), untouched()
+
+
+def let_go_amid(pair: Pair) -> Any:
+    """A client hangs up while its blocks are written: prefill's are read until that has ended."""
+    engine, writes, go_on = pair.prefill.worker.engine, threading.Event(), threading.Event()
+
+    def write(*call: Any) -> Any:
+        writes.set()
+        go_on.wait()
+        return engine.batch_transfer_sync_write(*call)
+
+    pair.prefill.worker.engine = SimpleNamespace(batch_transfer_sync_write=write)
+    pair.leg("amid", [1, 2])
+    pair.ask("amid", [1, 2])
+    assert writes.wait(60)
+    pair.lets_go("amid")
+    pair.step()
+    freed = "p-amid" in pair.prefill.sent
+    if freed:
+        pair.prefill.fill([1, 2], OTHERS)
+    go_on.set()
+    told = pair.loaded("amid", [1, 2], 60)
+    pair.prefill.worker.engine = engine
+    pair.prefill.fill([1, 2], OWN)
+    return freed, told, pair.let_go("amid", 60)
+
+
 def slots(pair: Pair) -> Any:
     """As many decode requests as prefill has tasks are aborted before they were admitted; another is asked for."""
     number, before = pair.prefill.worker.num_sender_tasks, pair.asking()
     for one in range(number):
-        request = decoding(f"d-over-{one}", f"over-{one}", 2, pair.prefill)
-        pair.decode.finish(request, [], "FINISHED_ABORTED")
-        pair.decode.step()
-        pair.arrived(f"over-{one}")
+        pair.lets_go(f"over-{one}")
     answered = wait(lambda: pair.asking() <= before, PATIENCE)
     pair.leg("behind", [1, 2])
     pair.ask("behind", [1, 2])
@@ -347,6 +437,7 @@ class seconds:
 
 ABORT = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
 CASES = (in_turn, at_once, fewer, stopped, aborted, aborted_in_queue, begun_again, no_leg, unreachable, unknown, broken)
+LET_GO = (let_go_first, let_go_before, let_go_last, let_go_amid)
 LAST = (waiting, slots, stray)
 
 
@@ -361,7 +452,7 @@ def main() -> None:
         prefill = Side(model_config, "kv_producer", "prefill", free_port())
         decode = Side(model_config, "kv_consumer", "decode", free_port())
         pair = Pair(prefill, decode)
-        result: dict[str, Any] = {case.__name__: case(pair) for case in CASES}
+        result: dict[str, Any] = {case.__name__: case(pair) for case in (*CASES, *LET_GO)}
         result["killed"] = killed(pair, *mortals)
         # What stock never answers keeps its tasks for good.
         apart = Side(model_config, "kv_producer", "apart", free_port(), num_workers=1)

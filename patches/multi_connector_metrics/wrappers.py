@@ -1,4 +1,4 @@
-"""A MultiConnector's child that has no metrics of its own is left out of them: no fault, a run ends without it."""
+"""What a MultiConnector's child tells that has no metrics to show it in is left out, as from 0.33.0."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
 
     def observe(wrapped: Callable[..., Any], metrics: Any, args: Any, kwargs: Any) -> Any:
-        told: Mapping[str, Any] = args[0] if args else kwargs.pop("transfer_stats_data")
+        told: Mapping[str, Any] = args[0] if args else kwargs["transfer_stats_data"]
         known = {name: data for name, data in told.items() if name in metrics._prom_metrics}
+        if len(known) == len(told):
+            return wrapped(*args, **kwargs)
         livepatch.count("left_out", len(told) - len(known))
-        return wrapped(known, *args[1:], **kwargs)
+        if args:
+            return wrapped(known, *args[1:], **kwargs)
+        return wrapped(**{**kwargs, "transfer_stats_data": known})
 
     return {TARGET: observe}

@@ -1,0 +1,85 @@
+"""Show in a release's real metrics what a MultiConnector's children tell; print what came of it, as JSON.
+
+The configuration, the children's statistics, their way to the API server and the metrics are the release's. No engine runs.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")  # vLLM logs to stdout, which here belongs to the result
+os.dup2(2, 1)
+
+import mooncake_sides as sides
+import real_scheduler as real
+import vllm
+from prometheus_client import REGISTRY
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+CHILDREN = ("MooncakeConnector", "NixlConnector")
+
+
+def told(*names: str) -> Any:
+    """What children tell of one failed transfer each, as it comes to the API server."""
+    stats = KVConnectorFactory.get_connector_class_by_name("MultiConnector").build_kv_connector_stats()
+    for name in names:
+        connector = KVConnectorFactory.get_connector_class_by_name(name)
+        stats[connector.__name__] = connector.build_kv_connector_stats()
+        stats[connector.__name__].record_failed_transfer()
+    payload = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
+    sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=payload))
+    return MsgpackDecoder(SchedulerStats).decode(sent).kv_connector_stats
+
+
+def shown() -> float:
+    """How many failed transfers of NIXL's the metrics show."""
+    samples = (sample for family in REGISTRY.collect() for sample in family.samples)
+    return sum(one.value for one in samples if one.name == "vllm:nixl_num_failed_transfers_total")
+
+
+def main() -> None:
+    real.quiet()
+    with tempfile.TemporaryDirectory() as directory:
+        config = sides.make_config(real.make_model_config(Path(directory)), "kv_both", "engine", {})
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in CHILDREN]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        engine_id="engine",
+        kv_connector_extra_config={"connectors": children},
+    )
+    metrics = KVConnectorProm(config, ["model_name", "engine"], {0: ["model", "0"]})
+    metrics.observe(told("NixlConnector"), 0)
+    before, said = shown(), None
+    try:
+        metrics.observe(told(*CHILDREN), 0)
+    except AssertionError as error:
+        said = str(error).partition(" contained")[0]
+    logged: list[Any] = []
+    log = KVConnectorLogging(config.kv_transfer_config)
+    log.observe(told(*CHILDREN))
+    log.log(lambda *words: logged.extend(words))
+    result = {
+        "vllm": vllm.__file__,
+        "before": before,
+        "after": shown(),
+        "said": said,
+        "logged": all(name in str(logged) for name in ("MooncakeConnector", "Nixl")),
+    }
+    print(json.dumps(result), file=RESULT, flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

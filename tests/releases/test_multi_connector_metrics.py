@@ -1,0 +1,42 @@
+"""A MultiConnector's metrics with Mooncake's connector as a child, of each release that has the fault, stock and patched.
+
+One release of each form of the code is run, and the one that has it mended; all from 0.21.0 on were run by hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import interpreter
+import pytest
+from vllm_livepatch.tools.bundles import catalogue
+
+PATCH = "multi-connector-metrics"
+DRIVER = PATCH.replace("-", "_")
+VARIANTS = catalogue.load()[PATCH].patch.variants
+NEEDED = [variant.releases[0] for variant in VARIANTS if variant.verdict == "needed"]
+FIXED = [variant.releases[0] for variant in VARIANTS if variant.verdict == "fixed-upstream"]
+SHOWN = {"before": 1.0, "after": 2.0, "said": None, "logged": True}
+
+
+def outcome(run: dict[str, object]) -> dict[str, object]:
+    return {name: run[name] for name in SHOWN}
+
+
+@pytest.mark.parametrize("release", NEEDED)
+def test_stock_asserts_and_shows_nothing(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path)
+    assert outcome(run) == {**SHOWN, "after": 1.0, "said": "MooncakeConnector is not"}
+
+
+@pytest.mark.parametrize("release", FIXED)
+def test_stock_that_is_mended_shows_what_it_can(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    assert outcome(warm.run(DRIVER, {"vllm": release}, tmp_path)) == SHOWN
+
+
+@pytest.mark.parametrize("release", NEEDED)
+def test_patched_shows_what_it_can(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle)
+    assert outcome(run) == SHOWN
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["verdict"], patch["counters"]) == ("applied", "needed", {"left_out": 1})
