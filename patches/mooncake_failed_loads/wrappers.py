@@ -31,6 +31,9 @@ LOST = "_livepatch_lost_blocks"
 LOAD = "_livepatch_load"
 """Attribute of a pull: its `_Load`."""
 
+RELEASES_REPORT = "_livepatch_releases_report"
+"""Attribute of a worker of 0.30.0 to 0.32.0: the release's own `_handle_failed_recv`."""
+
 UNCERTAIN = "Mooncake transfer engine returned"
 """What an answer says after a write that failed, from 0.19.1 on behind what it says of other requests: others of the
 batch may still be under way (Mooncake's MultiTransport::getBatchTransferStatus answers FAILED at the first that did).
@@ -93,10 +96,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def ended(worker: Any, pull: Any, well: bool) -> None:
         """One worker of prefill's writes no more for this pull. With the last of them a failed load is reported."""
-        load: _Load = getattr(pull, LOAD)
-        load.left -= 1
-        load.failed |= not well
-        if load.left == 0 and load.failed:
+        if writes_no_more(pull, well):
             report(worker, pull)
 
     def report(worker: Any, pull: Any) -> None:
@@ -115,18 +115,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             for name in names:
                 ended(worker, asked[name], well=False)
             return
-        if not livepatch.facts.get("settles_each_ask"):  # 0.30.0 to 0.32.0 report at once, whoever else still writes
-            for name, pull in asked.items():
-                load: _Load = getattr(pull, LOAD)
-                load.left -= 1
-                load.failed |= name in names
-            names = {
-                name for name, pull in asked.items() if getattr(pull, LOAD).failed and not getattr(pull, LOAD).left
-            }
+        if RELEASES_REPORT in vars(worker):
+            names = {name for name in names if writes_no_more(asked[name], well=False)}
         names = {name for name in names if name in asked and blocks_of(asked[name])}
         if names:
             livepatch.count("failed", sum(not asked[name].failed for name in names))
-            worker._handle_failed_recv(asked, names, reason)
+            vars(worker).get(RELEASES_REPORT, worker._handle_failed_recv)(asked, names, reason)
 
     # Answers
 
@@ -151,14 +145,35 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             asked.over = False
 
     def seen(worker: Any, asked: _Asked, response: Any) -> None:
-        """From 0.30.0 the release does that."""
+        """From 0.30.0 the release reports what has failed."""
         asked.over = response.status.name in ("ERROR", "FINISH")
-        asked.open -= {*(response.ok_reqs or ()), *(response.err_reqs or ())}
+        if RELEASES_REPORT not in vars(worker):
+            asked.open -= {*(response.ok_reqs or ()), *(response.err_reqs or ())}
+            return
+        for name in asked.open.intersection(response.ok_reqs or ()):
+            asked.open.remove(name)
+            if writes_no_more(asked[name], well=True):
+                vars(worker)[RELEASES_REPORT](asked, [name], "another worker of the prefill engine has refused it")
+
+    def with_the_last(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        """0.30.0 to 0.32.0 report a load with the first of prefill's workers that fails, whoever else still writes."""
+        asked, names, reason = args
+        if isinstance(asked, _Asked):  # else nobody was asked
+            failed = asked.open.intersection(names)
+            asked.open -= failed
+            names = [name for name in names if name in failed and writes_no_more(asked[name], well=False)]
+            if len(names) < len(failed):
+                livepatch.count("held", len(failed) - len(names))
+        return wrapped(asked, names, reason)
 
     def listen(worker: Any) -> None:
         if isinstance(worker._xfer_resp_decoder, _Decoder):
             return
-        read = seen if hasattr(worker, "_handle_failed_recv") else answered
+        reports = hasattr(worker, "_handle_failed_recv")
+        read = seen if reports else answered
+        if reports and not livepatch.facts.get("settles_each_ask"):
+            vars(worker)[RELEASES_REPORT] = worker._handle_failed_recv
+            worker._handle_failed_recv = livepatch.around(worker._handle_failed_recv, with_the_last)
         own = worker._xfer_resp_decoder
 
         def guarded(asked: _Asked, response: Any) -> None:
@@ -273,6 +288,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         f"{WORKER}.handle_new_engine_id": handle_new_engine_id,
         f"{CONNECTOR}.get_finished": livepatch.before(get_finished),
     }
+
+
+def writes_no_more(pull: Any, well: bool) -> bool:
+    """One worker of prefill's writes no more for this pull. Whether it was the last one, and the load has failed."""
+    load: _Load = getattr(pull, LOAD)
+    load.left -= 1
+    load.failed |= not well
+    return load.failed and not load.left
 
 
 def blocks_of(pull: Any) -> set[int]:

@@ -304,6 +304,51 @@ def test_from_0_30_the_release_is_told_of_who_is_gone_when_nobody_else_writes(se
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("order", ["refused first", "refused last"])
+def test_from_0_30_to_0_32_a_load_that_one_worker_refuses_is_reported_with_the_last(order: str) -> None:
+    async def play() -> None:
+        decode = Decode(reports=True)
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        with listening() as first, listening() as second:
+
+            async def refuses(answer: Any) -> None:
+                answer(err_reqs=["d"], err_msg="P num blocks less than D")
+                decode._handle_failed_recv(asked[0], ["d"], "P num blocks less than D")
+
+            asked: list[Any] = []
+
+            async def ask(address: str, answers: Any) -> None:
+                async def release(address: str, pulls: Any) -> None:
+                    asked[:] = [pulls]
+                    await answers(lambda **said: decode._xfer_resp_decoder.decode(SimpleNamespace(**ANSWER | said)))
+
+                await decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
+
+            one, other = (refuses, well) if order == "refused first" else (well, refuses)
+            await ask(first, one)
+            assert decode.told in ([], [[]])
+            await ask(second, other)
+        assert decode.told[-1] == ["d"]
+        assert [names for names in decode.told if names] == [["d"]]
+        assert decode.context.counters == ({"held": 1} if order == "refused first" else {})
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+def test_what_was_never_asked_for_is_reported_at_once() -> None:
+    """As by the release where the bootstrap server does not know the prefill engine."""
+
+    async def play() -> None:
+        decode = Decode(reports=True)
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        await decode.ask("tcp://one", well)
+        decode._handle_failed_recv({"d": decode.pull}, ["d"], "remote engine_id not found")
+        assert decode.told == [["d"]]
+
+    asyncio.run(play())
+
+
 def test_an_error_while_an_answer_is_read_is_not_the_release_s() -> None:
     async def play() -> None:
         decode = Decode()

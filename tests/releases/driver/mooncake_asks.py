@@ -147,10 +147,13 @@ class Pair:
 
         return wait(told, PATIENCE if patience is None else patience)
 
-    def asking(self) -> int:
-        """Asks of decode's that have no answer yet."""
-        tasks = asyncio.all_tasks(self.decode.worker.receiver_loop)
-        return sum(task.get_coro().__qualname__.endswith("receive_kv_from_single_worker") for task in tasks)
+    def asking(self, name: str | None = None, side: Side | None = None) -> int:
+        """Asks of decode's that have no answer yet, or those of them for one request to one prefill worker."""
+        frames = (task.get_coro().cr_frame for task in asyncio.all_tasks(self.decode.worker.receiver_loop))
+        asks = [frame.f_locals for frame in frames if frame and frame.f_code.co_name == "receive_kv_from_single_worker"]
+        if name is not None and side is not None:
+            asks = [ask for ask in asks if f"d-{name}" in ask["pull_metas"] and ask["worker_addr"] == at(side)]
+        return len(asks)
 
 
 def failure(pair: Pair, otherwise: float = PATIENCE) -> float:
@@ -350,10 +353,47 @@ def written_later(pair: Pair, name: str, blocks: list[int], beside: str | None =
     return told
 
 
+def one_of_two(pair: Pair, other: Side) -> Any:
+    """Decode asks two workers of a prefill engine: one has too few blocks, the other still writes.
+
+    They are those of two engines of one stage each; decode takes them for two stages of one.
+    """
+    engine, writes, go_on = other.worker.engine, threading.Event(), threading.Event()
+
+    def write(*call: Any) -> Any:
+        writes.set()
+        go_on.wait()
+        return engine.batch_transfer_sync_write(*call)
+
+    other.worker.engine = SimpleNamespace(batch_transfer_sync_write=write)
+    second = Pair(other, pair.decode)
+    pair.leg("two", [1])
+    second.leg("two", [1, 2])
+    stages = {stage: at(side) for stage, side in enumerate((pair.prefill, other))}
+    pair.decode.worker._remote_agents["both"] = {0: stages}
+    pair.decode.worker._tp_size["both"] = 1
+    pair.ask("two", [1, 2], SimpleNamespace(engine_id="both", port=pair.prefill.port))
+    assert writes.wait(60)
+    assert wait(lambda: not pair.asking("two", pair.prefill))
+    pair.step()
+    early = "d-two" in pair.decode.received
+    untouched = pair.given_to_others([1, 2]) if early else lambda: True
+    go_on.set()
+    assert wait(lambda: not pair.asking("two", other))
+    result = early, pair.loaded("two", [1, 2], 60), untouched()
+    other.worker.engine = engine
+    return result
+
+
+def at(side: Side) -> str:
+    """Where a prefill worker takes asks."""
+    return f"tcp://127.0.0.1:{side.worker.side_channel_port}"
+
+
 def stray(pair: Pair) -> Any:
     """Somebody sends prefill a message of more parts than an ask has, and one that cannot be read."""
     stranger = zmq.Context.instance().socket(zmq.DEALER)
-    stranger.connect(f"tcp://127.0.0.1:{pair.prefill.worker.side_channel_port}")
+    stranger.connect(at(pair.prefill))
     stranger.send_multipart([b"", b"hello"])
     stranger.send(b"hello")
     answered = bool(stranger.poll(1000 * PATIENCE))
@@ -456,6 +496,8 @@ def main() -> None:
         result["killed"] = killed(pair, *mortals)
         # What stock never answers keeps its tasks for good.
         apart = Side(model_config, "kv_producer", "apart", free_port(), num_workers=1)
+        if hasattr(decode.module.MooncakeXferMetadata, "remote_pp_size"):  # a prefill engine may have several stages
+            result["one_of_two"] = one_of_two(pair, apart)
         result |= {case.__name__: case(Pair(apart, decode)) for case in LAST}
     print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
     atexit._run_exitfuncs()  # the bundle's last report
