@@ -57,6 +57,7 @@ LINES: dict[str, tuple[list[str], list[str]]] = {
     "a secret flag behind another": ([f"x --token --api-key {SECRET}"], [f"x --token --api-key {HIDDEN}"]),
     "quotes in quotes": ([f'sh -c "curl -d {{\\"token\\": \\"{SECRET}\\"}}"'], [f'sh -c "curl -d {{\\"token\\": {HIDDEN}}}"']),
     "a name within a value": ([f"x token='a key={SECRET}' b"], [f"x token={HIDDEN} b"]),
+    "a flag within a value": ([f"x --token 'a --key {SECRET} b' --port 1"], [f"x --token {HIDDEN} --port 1"]),
     "a URL with two": ([f"http://user:p@{SECRET}@host/a@b"], [f"http://{HIDDEN}@host/a@b"]),
     "deeper than it is looked into": (["=".join(["a"] * 9) + f"=token={SECRET}"], ["=".join(["a"] * 9) + f"=token={HIDDEN}"]),
     "of Google": ([f"AIza{SECRET * 2}"], [f"AIza{HIDDEN}"]),
