@@ -21,6 +21,7 @@ TARGETS: dict[str, str] = {}
 """The entry's: modules, and what is done to them; the bundle's own package is among them."""
 PLACE = ""
 """The entry's: the folder that holds the bundle's own package, as it was when this process started."""
+CALLED = ("added", "after", "armed_late", "before", "changed", "imported_before")  # of the runtime's hook
 FORK_WAITS = 5000  # milliseconds, at most
 finding: set[tuple[str, int]] = set()  # (module, thread): who looks for what right now
 inside: set[int] = set()  # threads that import or run code of ours
@@ -215,6 +216,8 @@ def load_hook() -> Any:
     try:
         from _vllm_livepatch.sitecustomize import hook  # type: ignore[import-not-found]
 
+        if not all(hasattr(hook, name) for name in CALLED):
+            raise ImportError("hook.py is not whole")  # emptied, say, which is no error of Python's
         return hook
     except Exception as error:
         TARGETS.clear()

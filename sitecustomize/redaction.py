@@ -38,10 +38,21 @@ _QUOTED = r"""(?P<quote>\\{0,3}["'])?(?<![\w.-])(?P<name>[\w.-]+)"""
 _PAIR = re.compile(_QUOTED + r"(?(quote)(?P=quote))\s*[:=]\s*")
 # In a sentence a colon may be one: only after a name in quotes it is what a dictionary shows.
 _SAID = re.compile(_QUOTED + r"(?(quote)(?P=quote)\s*[:=]|\s*=)\s*")
-_FLAGGED = re.compile(r"(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)\s+(?!--?[a-z][a-z0-9_.-]*(?:[=\s]|$))")
+_NO_FLAG = r"""(?!\\{0,3}["']?--?[a-z][a-z0-9_.-]*(?:[=\s"'\\]|$))"""
+# Between the words of a list, as `repr` or JSON shows it, are quotes and a comma.
+_FLAGGED = re.compile(r"""(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)(?:\\{0,3}["'],)?\s+""" + _NO_FLAG)
+_MORE = re.compile(r"\s+" + _NO_FLAG)
+_MORE_QUOTED = re.compile(r",?\s+" + _NO_FLAG)
 _VALUE = re.compile(r"""\\{0,3}"[^"]*"|\\{0,3}'[^']*'|[^\s,;&}\])"']+""")
 _USER = re.compile(r"(://)[^/\s\"']+(@)")  # to the last one: a password may hold another
 _SCHEME = re.compile(r"\b(bearer|basic)(\s+)[^\s\"']+", re.IGNORECASE)
+# curl's and others'. What is a number twice is a user and a group, as docker's -u has them.
+_LOGIN_WORD = r"(?:-[A-Za-z]{0,8}[uU]|--(?:proxy-)?user)"
+_LOGIN_FLAG = re.compile(_LOGIN_WORD)
+_LOGIN = re.compile(
+    rf"""(?<![^\s"'`(])((?:{_LOGIN_WORD}(?:\\{{0,3}}["'],)?[=\s]+|-[uU])\\{{0,3}}["']?(?!\d+:\d+(?:[\s"'\\]|$))"""
+    r"""[^\s:"'\\]*:)(?!//)[^\s"'\\]+"""
+)
 # Hugging Face, OpenAI and the like, GitHub, GitLab, Slack, AWS, Google, JSON web tokens.
 _KNOWN = re.compile(
     r"\b(hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abprs]-|A[KS]IA|AIza|eyJ[\w-]{8,999}\.)[\w./+=-]{12,}", re.ASCII
@@ -54,8 +65,9 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     """The arguments, each in its place, with `***` for what a name says is secret, or a form that is known."""
     shown: list[str] = []
     flag = ""  # the secret one whose values these are: vLLM's --api-key takes several
-    first = False
+    first = login = False
     for argument in arguments:
+        was_login, login = login, _LOGIN_FLAG.fullmatch(argument) is not None
         is_flag = argument.startswith("-") and (not first or _FLAG.fullmatch(argument) is not None)
         if flag and not is_flag:
             shown.append(argument if _harmless(flag, argument) else HIDDEN)
@@ -63,13 +75,13 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
             continue
         flag = argument if is_flag and "=" not in argument and is_secret(argument) else ""
         first = bool(flag)
-        shown.append(_text(argument))
+        shown.append(_login(argument) if was_login else _text(argument))
     return shown
 
 
 def sentence(text: str) -> str:
     """A log line, or a report's sentence: errors in it may quote what they met."""
-    return _without(_SAID, _without(_FLAGGED, _forms(text)), _SWITCHES)
+    return _without(_SAID, _without_flagged(_forms(text)), _SWITCHES)
 
 
 def is_secret(name: str) -> bool:
@@ -102,9 +114,35 @@ def _text(text: str, deep: int = _DEEP) -> str:
         name, rest = whole.groups()
         if is_secret(name):
             return text if _harmless(name, rest) else f"{name}{HIDDEN}"
+        if _LOGIN_FLAG.fullmatch(name.rstrip("= ")):
+            return f"{name}{_login(rest)}"
         if deep and (rest.startswith(("{", "[")) or _WHOLE.fullmatch(rest) is not None):
             return f"{name}{_text(rest, deep - 1)}"
-    return _without(_PAIR, _without(_FLAGGED, _forms(text)))
+    return _without(_PAIR, _without_flagged(_forms(text)))
+
+
+def _login(text: str) -> str:
+    """`user:password`, the word behind a flag that wants one."""
+    user, _, password = text.partition(":")
+    if not password or password.startswith("//") or (user.isdigit() and password.isdigit()):
+        return _text(text)
+    return f"{user}:{HIDDEN}"
+
+
+def _without_flagged(text: str) -> str:
+    """Without the words behind each secret flag, to the next flag: vLLM's --api-key takes several."""
+    parts: list[str] = []
+    end = 0
+    for found in _FLAGGED.finditer(text):
+        place: re.Match[str] | None = found
+        while place is not None and place.start() >= end and is_secret(found["name"]):
+            value = _VALUE.match(text, place.end())
+            if value is None or _harmless(found["name"], value[0].strip("\\\"'")):
+                break
+            parts += [text[end : value.start()], HIDDEN]
+            end = value.end()
+            place = (_MORE_QUOTED if value[0][-1] in "\"'" else _MORE).match(text, end)
+    return "".join((*parts, text[end:]))
 
 
 def _without(names: re.Pattern[str], text: str, shown: Collection[str] = ()) -> str:
@@ -129,6 +167,7 @@ def _without(names: re.Pattern[str], text: str, shown: Collection[str] = ()) -> 
 def _forms(text: str) -> str:
     """Without those that are known by their form."""
     text = _USER.sub(rf"\1{HIDDEN}\2", text)
+    text = _LOGIN.sub(rf"\1{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
     return _KNOWN.sub(rf"\1{HIDDEN}", text)
 
@@ -148,6 +187,8 @@ def _inside(value: Any, secret: str = "") -> Any:
     if isinstance(value, dict):
         return {key: _inside(part, key if is_secret(key) else secret) for key, part in value.items()}
     if isinstance(value, list):
+        if not secret and value and all(isinstance(part, str) for part in value):
+            return without_secrets(value)  # a command line
         return [_inside(part, secret) for part in value]
     if value is None or isinstance(value, bool):
         return value

@@ -34,6 +34,6 @@ step "release tests"
 step "the real schedulers in worlds drawn from a seed"
 "$python" -m pytest tests/simulation -n 2 -q "${again[@]}" "$@"
 
-step "the engine"
-"$python" -m pytest tests/e2e -q --durations 6 "${again[@]}" "$@"
+step "the engine, alone, in pairs and on Ray"
+"$python" -m pytest tests/e2e tests/fleets -q --durations 6 "${again[@]}" "$@"
 step "done"

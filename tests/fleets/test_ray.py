@@ -1,6 +1,6 @@
 """Real engines on Ray's executor, over a head and a node on this machine: who is patched, and who says where not.
 
-`python -m pytest tests/fleets`: some minutes, and Ray from the registry once. CI leaves it out.
+One whose workers are patched, and one of which the guard says that its workers are not, are in CI; `FLEETS=all` runs all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import pytest
 from vllm_livepatch.tools import deploy
 from vllm_livepatch.tools.bundled import status
 from vllm_livepatch.tools.lab import environments, model
+
+from tests.fleets import by_hand
 
 STANDINS = Path(__file__).parent / "standins"
 VLLM = os.environ.get("FLEETS_VLLM", "0.32.0")
@@ -56,6 +58,7 @@ class Place:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            **environments.vllm_cache(VLLM),
             "LIVEPATCH_STATE_DIR": str(self.root / "state"),
             **more,
         }
@@ -171,18 +174,20 @@ def state_of(process: dict[str, Any]) -> tuple[str, str | None]:
     return patch["state"], patch["reason"]
 
 
-def test_what_deploy_ray_prints(place: Place) -> None:
-    """Head and node are started with it, and so is the engine: on both, its workers are patched."""
-    with cluster(place, 2, **place.patched) as address:
-        found = run(place, address, 2, **place.patched)
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=by_hand)])
+def test_what_deploy_ray_prints(place: Place, nodes: int) -> None:
+    """The head and each other node are started with it, and so is the engine: on all, its workers are patched."""
+    with cluster(place, nodes, **place.patched) as address:
+        found = run(place, address, nodes, **place.patched)
     assert found.answered
-    assert len(found.workers) == 2
-    assert len(found.processes) >= 4  # the engine's own two as well
+    assert len(found.workers) == nodes
+    assert len(found.processes) >= nodes + 2  # the engine's own two as well
     assert {state_of(process)[0] for process in found.processes} == {"applied"}
     assert {process["settings"]["mode"] for process in found.processes} == {"strict"}
     assert found.unmet == []
 
 
+@by_hand
 def test_started_without_it_strict_ends_the_worker(place: Place) -> None:
     with cluster(place, 1) as address:
         found = run(place, address, 1, **place.patched)
@@ -201,6 +206,7 @@ def test_started_without_it_the_guard_arms_late_and_says_so(place: Place) -> Non
     assert f"{PATCH} is skipped in pid {found.workers[0]['pid']}" in found.unmet[0]
 
 
+@by_hand
 def test_the_executor_before_hands_on_neither(place: Place) -> None:
     with cluster(place, 1) as address:
         found = run(place, address, 1, **place.patched, **V1)
@@ -213,6 +219,7 @@ def test_the_executor_before_hands_on_neither(place: Place) -> None:
     assert any("LIVEPATCH=strict: no bundle is armed in this process" in line for line in told.said)
 
 
+@by_hand
 def test_a_job_s_runtime_environment_patches_its_workers(place: Place) -> None:
     """As `ray job submit --runtime-env-json` sets it: the cluster may have been started without anything."""
     job = {"runtime_env": {"env_vars": place.patched}}

@@ -25,19 +25,21 @@ WARMED_BY = (
     "vllm.distributed.kv_transfer.kv_connector.factory",
     "lmcache.v1.multiprocess.server",
 )
-"""What to warm up for, in the newest releases: the other drivers' third-party imports are nearly the same."""
+"""What to warm up for, in the newest release and every third before: the others' third-party imports are nearly the same."""
 
 
 class Interpreter:
     """Runs drivers, one at a time, each in a process of its own. Close it when done."""
 
     def __init__(self, python: Path, directory: Path) -> None:
-        newest = [sources.site_packages(package, registry.pins(package)[-1].version) for package in ("vllm", "lmcache")]
+        lmcache = sources.site_packages("lmcache", registry.pins("lmcache")[-1].version)
+        some = [sources.site_packages("vllm", pin.version) for pin in registry.pins("vllm")[::-3]]
+        paths = json.dumps([[str(vllm), str(lmcache)] for vllm in some])
         self._log = directory / "warm.log"
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(
-                [str(python), str(DRIVERS / "warm.py"), *WARMED_BY],
-                env=_environ({"PYTHONPATH": _joined(newest)}, directory),
+                [str(python), str(DRIVERS / "warm.py"), paths, *WARMED_BY],
+                env=_environ({}, directory),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

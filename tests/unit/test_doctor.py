@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import shutil
@@ -157,6 +158,62 @@ def test_a_bundle_without_one_of_its_modules(patched: Sandbox, command: str) -> 
     done = ask(patched, command)
     assert (done.code, done.out, len(done.lines)) == (1, "", 1)
     assert done.err.startswith(f"vllm-livepatch: the bundle {patched.bundle} is damaged: ")
+
+
+def cut(file: Path, kept: int, zeros: bool = False) -> None:
+    """As a full disk, or a machine that lost its power, leaves a file."""
+    data = file.read_bytes()
+    file.write_bytes(data[:kept] + b"\0" * (len(data) - kept if zeros else 0))
+
+
+def test_whichever_file_is_emptied_is_named(patched: Sandbox) -> None:
+    """And a process that starts with such a bundle works, patched or not."""
+    own = (file for file in patched.package.rglob("*") if file.suffix in (".py", ".json") and "wrapt" not in file.parts)
+    files = [file for file in (patched.bundle / "sitecustomize.py", *sorted(own)) if file.stat().st_size]
+    assert len(files) > 30
+    for file, command in zip(files, itertools.cycle(("doctor", "verify")), strict=False):
+        whole = file.read_bytes()
+        cut(file, 0)
+        done = ask(patched, command)
+        assert (done.code, "Traceback" in done.err) == (1, False), (command, done)
+        assert f"{file.relative_to(patched.bundle)} was changed" in done.out + done.err
+        if "tools" not in file.parts:  # which a process has no use for
+            done = patched.python(USE_STEP)
+            assert (done.code, done.out in (STOCK, PATCHED)) == (0, True), (file, done.err)
+        file.write_bytes(whole)
+    assert doctor(patched) == ({}, [])
+
+
+def test_a_file_that_is_cut_off_is_named(patched: Sandbox) -> None:
+    names = ("tools/bundled/doctor.py", "tools/bundled/command.py", "catalogue.json", "sitecustomize/facts.py")
+    for name, zeros in itertools.product(names, (False, True)):
+        file = patched.package / name
+        whole = file.read_bytes()
+        cut(file, len(whole) // 2, zeros=zeros)
+        for command in ("doctor", "verify"):
+            done = ask(patched, command)
+            assert (done.code, "Traceback" in done.err) == (1, False), done.err
+            assert f"{file.relative_to(patched.bundle)} was changed" in done.out + done.err
+        file.write_bytes(whole)
+
+
+def test_a_bundle_whose_manifest_is_damaged_too(patched: Sandbox) -> None:
+    cut(patched.package / "tools/bundled/doctor.py", 0)
+    cut(patched.bundle / "manifest.json", 0)
+    done = ask(patched, "doctor")
+    assert (done.code, done.out, len(done.lines)) == (1, "", 1)
+    assert "is damaged: " in done.err
+    assert "manifest.json: " in done.err
+
+
+def test_damage_from_a_zip(patched: Sandbox) -> None:
+    contents = bundle.contents(patched.entries())
+    (emptied,) = (name for name in contents if name.endswith("/tools/bundled/doctor.py"))
+    place = patched.root / "livepatch.zip"
+    placing.write_zip({**contents, emptied: b""}, place)
+    done = ask(patched, "doctor", place=place, path=[place, patched.site])
+    assert (done.code, done.out, len(done.lines)) == (1, "", 1)
+    assert f"{emptied} was changed" in done.err
 
 
 @pytest.mark.parametrize("value", ["off", "0", "banana"])

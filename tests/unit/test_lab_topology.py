@@ -55,7 +55,7 @@ def test_every_reference_is_to_a_part_that_there_is(name: str, tmp_path: Path) -
 def test_engines_of_one_topology_share_the_cores(tmp_path: Path) -> None:
     for name, shared in (("lmcache", False), ("pd-nixl", True)):
         deployed = topology.local(topology.load(name), tmp_path / "bin/python", tmp_path / "model", {})
-        engines = [part for part in deployed.parts if "vllm.entrypoints.openai.api_server" in part.command]
+        engines = [part for part in deployed.parts if topology.SERVER in part.command]
         assert all((part.environment.get("OMP_NUM_THREADS") == "1") == shared for part in engines), name
         path = [part.environment.get("PYTHONPATH", "") for part in engines]
         assert all(("shared_cores" in entry) == shared for entry in path), name

@@ -23,6 +23,12 @@ LINES: dict[str, tuple[list[str], list[str]]] = {
     "with underscores": (["--api_key", SECRET], ["--api_key", HIDDEN]),
     "of the hub": (["serve", "model", "--hf-token", SECRET], ["serve", "model", "--hf-token", HIDDEN]),
     "several": (["--api-key", SECRET, SECRET + "2", "--port", "80"], ["--api-key", HIDDEN, HIDDEN, "--port", "80"]),
+    "several in a text": ([f"vllm serve --api-key {SECRET} {SECRET}2 --port 80"], [f"vllm serve --api-key {HIDDEN} {HIDDEN} --port 80"]),
+    "a command in JSON": ([json.dumps(["vllm", "--api-key", SECRET])], [json.dumps(["vllm", "--api-key", HIDDEN])]),
+    "a login": (["curl", "-u", f"me:{SECRET} x", "-u", "1000:1000"], ["curl", "-u", f"me:{HIDDEN}", "-u", "1000:1000"]),
+    "a login among other letters": (["curl", "-sSu", f"me:{SECRET}"], ["curl", "-sSu", f"me:{HIDDEN}"]),
+    "a login at its flag": (["curl", f"-ume:{SECRET}", f"--proxy-user=me:{SECRET}"], ["curl", f"-ume:{HIDDEN}", f"--proxy-user=me:{HIDDEN}"]),
+    "a login in a text": ([f"curl -U 'me:{SECRET}' --user=me:{SECRET} http://h"], [f"curl -U 'me:{HIDDEN}' --user=me:{HIDDEN} http://h"]),
     "one that begins with a dash": (["--password", f"-{SECRET}"], ["--password", HIDDEN]),
     "one that begins with two": (["--token", f"--{SECRET}", "-v"], ["--token", HIDDEN, "-v"]),
     "a flag without one": (["--api-key", "--port", "80"], ["--api-key", "--port", "80"]),
@@ -51,6 +57,7 @@ LINES: dict[str, tuple[list[str], list[str]]] = {
     "a secret flag behind another": ([f"x --token --api-key {SECRET}"], [f"x --token --api-key {HIDDEN}"]),
     "quotes in quotes": ([f'sh -c "curl -d {{\\"token\\": \\"{SECRET}\\"}}"'], [f'sh -c "curl -d {{\\"token\\": {HIDDEN}}}"']),
     "a name within a value": ([f"x token='a key={SECRET}' b"], [f"x token={HIDDEN} b"]),
+    "a flag within a value": ([f"x --token 'a --key {SECRET} b' --port 1"], [f"x --token {HIDDEN} --port 1"]),
     "a URL with two": ([f"http://user:p@{SECRET}@host/a@b"], [f"http://{HIDDEN}@host/a@b"]),
     "deeper than it is looked into": (["=".join(["a"] * 9) + f"=token={SECRET}"], ["=".join(["a"] * 9) + f"=token={HIDDEN}"]),
     "of Google": ([f"AIza{SECRET * 2}"], [f"AIza{HIDDEN}"]),
@@ -64,6 +71,7 @@ PLAIN = [
     ["--max-tokens=4096", "--long-prefill-token-threshold", "1_024", "--tokenizer-mode", "auto"],
     ["--kv-transfer-config", '{"kv_connector":"LMCacheMPConnector", "max_tokens": 5}'],
     ["python", "-c", "from x import y; print(y(7))"],
+    ["docker", "run", "-u", "1000:1000", "docker run --user 0:0 x", "python -u -c 'x: y'", "git -u http://host/x"],
     ["--ssl-keyfile", "/etc/k.pem", "http://127.0.0.1:8000/v1?x=1", "-tp", "2", "", "-", "--"],
 ]
 
@@ -80,7 +88,26 @@ def test_what_is_no_secret_is_shown_as_it_is(line: list[str]) -> None:
     assert without_secrets(line) == line
 
 
-LONG = ["a", "aB9_", "a.", "-a", '"', chr(92), "a=", "a:", "://a", "eyJ-", "--key a ", "bearer "]
+LONG = [
+    "a",
+    "aB9_",
+    "a.",
+    "-a",
+    '"',
+    chr(92),
+    "a=",
+    "a:",
+    "://a",
+    "eyJ-",
+    "--key a ",
+    "bearer ",
+    "-u",
+    "-u ",
+    "-u a",
+    "-u'",
+    "--key ",
+    "--key 'a', ",
+]
 
 
 def test_a_long_word_is_not_looked_at_again_and_again() -> None:
@@ -142,6 +169,10 @@ SENTENCES = {
     f"{{'api_key': '{SECRET}', 'port': 80}}": f"{{'api_key': {HIDDEN}, 'port': 80}}",
     f"vllm serve --api-key {SECRET} --port 80": f"vllm serve --api-key {HIDDEN} --port 80",
     f"vllm serve --quiet --api-key {SECRET}": f"vllm serve --quiet --api-key {HIDDEN}",
+    f"vllm serve --api-key {SECRET} {SECRET}2 --api-key {SECRET}3 --port 80": f"vllm serve --api-key {HIDDEN} {HIDDEN} --api-key {HIDDEN} --port 80",
+    f"Command '['vllm', '--api-key', '{SECRET}', '{SECRET}2', '--port', '80']' returned 1": f"Command '['vllm', '--api-key', {HIDDEN}, {HIDDEN}, '--port', '80']' returned 1",
+    f"['curl', '-u', 'me:{SECRET}', 'http://h']: 401": f"['curl', '-u', 'me:{HIDDEN}', 'http://h']: 401",
+    f"curl --user me:{SECRET}: 401": f"curl --user me:{HIDDEN} 401",
     f"docker run -e HF_TOKEN={SECRET} -e A=b": f"docker run -e HF_TOKEN={HIDDEN} -e A=b",
     f"ValueError('--api-key {SECRET}')": f"ValueError('--api-key {HIDDEN}')",
     f"401 for Bearer {SECRET}": f"401 for Bearer {HIDDEN}",

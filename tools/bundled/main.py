@@ -27,6 +27,28 @@ def own_package():
     spec.loader.exec_module(sys.modules[PACKAGE])
 
 
+def damage(error):
+    """Which files are not as the manifest has them, '' where all are. What `verify` has for that may be one of them."""
+    import hashlib
+    import json
+
+    def read(name):
+        return __loader__.get_data(os.path.join(HERE, *name.split("/")))  # from a zip file as well
+
+    found = []
+    try:
+        for name, sha256 in sorted(json.loads(read("manifest.json").decode())["files"].items()):
+            try:
+                if hashlib.sha256(read(name)).hexdigest() != sha256:
+                    found.append("%s was changed" % name)
+            except Exception as unread:
+                found.append("%s: %s" % (name, getattr(unread, "strerror", None) or unread))
+    except Exception as unread:
+        return "%s (manifest.json: %s)" % (error, unread)
+    more = " and %d more" % (len(found) - 3) if len(found) > 3 else ""
+    return ", ".join(found[:3]) + more + " (%s)" % error if found else ""
+
+
 if not (3, 10) <= sys.version_info[:2] <= (3, 14):
     said = "vllm-livepatch: this bundle does not serve Python %d.%d: nothing is patched\n"
     sys.stderr.write(said % sys.version_info[:2])
@@ -35,9 +57,13 @@ try:
     try:
         own_package()
         from _vllm_livepatch.tools.bundled import command  # a tenth of a second, in which somebody may press Ctrl-C
-    except Exception as error:  # a file of ours that is missing, empty or not to be read
-        sys.stderr.write("vllm-livepatch: the bundle %s is damaged: %s\n" % (HERE, error))
+
+        command.main(HERE)
+    except Exception as error:  # as a file of ours that is missing, empty or cut off has it
+        damaged = damage(error)
+        if not damaged:
+            raise
+        sys.stderr.write("vllm-livepatch: the bundle %s is damaged: %s\n" % (HERE, damaged))
         sys.exit(1)
-    command.main(HERE)
 except KeyboardInterrupt:
     os._exit(130)

@@ -15,7 +15,6 @@ from ...sitecustomize.changes import Change, HunkError
 from ...sitecustomize.decision import Decision, Installed, Patch, decide, module_of
 from ...sitecustomize.facts import to_patch
 from ...sitecustomize.source_changes import no_place, placed
-from ..errors import UserError
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,15 @@ class Catalogue:
 
 
 def catalogue() -> Catalogue:
-    """The catalogue of the bundle that this module is in. Raises UserError."""
-    try:
-        root = __name__.partition(".")[0]
-        package: Any = sys.modules[root]
-        said = json.loads(package.__spec__.loader.get_data(os.path.join(package.__path__[0], "catalogue.json")))
-        changes = said["changes"].items()
-        return Catalogue(
-            said["version"],
-            tuple(to_patch(name, facts) for name, facts in sorted(said["patches"].items())),
-            {name: tuple(Change.from_json(change) for change in each) for name, each in changes},
-        )
-    except (OSError, AttributeError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"the bundle's catalogue cannot be read: {error}") from error
+    """The catalogue of the bundle that this module is in. Raises what a damaged one comes to: see `main.py`."""
+    package: Any = sys.modules[__name__.partition(".")[0]]
+    said = json.loads(package.__spec__.loader.get_data(os.path.join(package.__path__[0], "catalogue.json")))
+    changes = said["changes"].items()
+    return Catalogue(
+        said["version"],
+        tuple(to_patch(name, facts) for name, facts in sorted(said["patches"].items())),
+        {name: tuple(Change.from_json(change) for change in each) for name, each in changes},
+    )
 
 
 def judge(

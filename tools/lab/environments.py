@@ -36,6 +36,8 @@ ROUTER = ["vllm-router==0.1.17", "orjson==3.13.0"]
 NIXL = ["--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1"]
 # An engine's environment has what it asks for.
 RAY = ["--no-deps", "ray==2.60.0"]
+# Others that put themselves into each Python process.
+INJECTORS = ["opentelemetry-instrumentation==0.66b2", "ddtrace==4.16.0"]
 # Without what it asks for: over tcp its engine needs none of it. The other build links CUDA's libraries.
 MOONCAKE = ["--no-deps", "mooncake-transfer-engine-non-cuda==0.3.13.post1"]
 # What that links and brings no copy of (Debian's names; libnuma1 is on most machines).
@@ -82,6 +84,11 @@ def ray(python: Path) -> Path:
     version = subprocess.run([str(python), "--version"], capture_output=True, text=True, check=True).stdout.strip()
     root = _kept("ray", {**_machine(), "steps": RAY, "version": version}, _build_small(python, RAY)).parents[1]
     return next(root.glob("lib/python3*/site-packages"))
+
+
+def injectors() -> Path:
+    """The interpreter of an environment with OpenTelemetry's and Datadog's commands. Raises as ``engine`` does."""
+    return _kept("injectors", {**_machine(), "steps": INJECTORS}, _build_small(Path(sys.executable), INJECTORS))
 
 
 def mooncake(python: Path) -> Path:

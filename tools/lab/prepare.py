@@ -33,14 +33,17 @@ def main() -> None:
     pins = [pin for package in ("vllm", "lmcache") for pin in registry.pins(package)]
     with ThreadPoolExecutor(max_workers=5) as pool:
         engine, router = pool.submit(environments.engine), pool.submit(environments.router)
+        injectors = pool.submit(environments.injectors)
         fetched = [pool.submit(sources.site_packages, pin.package, pin.version) for pin in pins]
         for future in fetched:
             future.result()
         print(f"the sources of {len(pins)} releases: {time.monotonic() - begin:.0f} s", file=sys.stderr)
         router.result()
+        injectors.result()
         python = engine.result()
         other = environments.other_vllm(python, OTHER_VLLM)
         environments.nixl(python)
+        environments.ray(python)
         try:
             environments.mooncake(python)
         except environments.InstallationError as error:  # Debian's archive may be out of reach

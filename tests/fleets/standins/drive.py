@@ -2,9 +2,9 @@
 
 import sys
 
-from vllm import LLM, SamplingParams
-
 if __name__ == "__main__":
+    from vllm import LLM, SamplingParams  # not again in each process that is spawned
+
     engine = LLM(
         sys.argv[1],
         dtype="float32",

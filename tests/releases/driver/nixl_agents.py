@@ -36,6 +36,16 @@ from vllm.distributed.parallel_state import ensure_model_parallel_initialized, i
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+real_agent = nixl_bindings.nixlAgent
+
+
+def resting(name: str, config: Any) -> Any:
+    """An agent that rests between two polls, as in the lab (shared_cores): else a thread of each takes a core."""
+    config.pthrDelay = 100  # microseconds
+    return real_agent(name, config)
+
+
+nixl_bindings.nixlAgent = resting
 PARAMETER = "ucx_error_handling_mode"
 BYTES = 1 << 20
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import venv
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.tools.lab import environments
 
 from tests.unit.support import PATCHED, STOCK, USE_STEP, Sandbox, finish
 
@@ -19,21 +18,8 @@ CODE = f"{CHILD}subprocess.run([sys.executable, '-c', {CHILD!r}])"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("others") / "venv"
-    venv.create(made)
-    pip = [sys.executable, "-m", "pip", "--python", made / "bin/python", "install", "-q"]
-    done = finish([*map(str, pip), "opentelemetry-instrumentation", "ddtrace"], os.environ, timeout=300)
-    assert done.code == 0, done.err
-    return made / "bin"
-
-
-@pytest.fixture
-def patched(tmp_path: Path) -> Sandbox:
-    sandbox = Sandbox(tmp_path / "sandbox")
-    sandbox.patch()
-    sandbox.generate()
-    return sandbox
+def place() -> Path:
+    return environments.injectors().parent
 
 
 @pytest.fixture
