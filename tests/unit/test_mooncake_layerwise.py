@@ -1,0 +1,398 @@
+"""`mooncake-layerwise`: what is told with a step, what leaves early, and what waits for it.
+
+The worker is a stand-in, whose answer to an ask follows the release's: what of a release is concerned is in
+tests/releases/test_mooncake_layerwise.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.patches.mooncake_layerwise import early
+from vllm_livepatch.patches.mooncake_layerwise import wrappers as patch
+from vllm_livepatch.patches.mooncake_layerwise.computed import Prefills
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+
+class Entry:
+    """What a release keeps of a transfer."""
+
+    def __init__(self, name: str, transfer: str, local: list[list[int]], ready: Any, need_send: int = 0) -> None:
+        self.p_req_id, self.transfer_id, self.local_block_ids, self.ready = name, transfer, local, ready
+        self.need_send = need_send
+
+
+class Response(SimpleNamespace):
+    def __init__(self, status: str, ok: Any = None, err: Any = None, said: str | None = None) -> None:
+        super().__init__(status=SimpleNamespace(name=status), ok_reqs=ok, err_reqs=err, err_msg=said)
+
+
+class MooncakeXferResponseStatus:
+    """By the release's name: the patch finds it in the worker's module."""
+
+    FINISH = "FINISH"
+
+
+def MooncakeXferResponse(status: str, err_reqs: list[str]) -> Response:  # noqa: N802
+    return Response(status, err=err_reqs)
+
+
+def encoded(response: Any) -> bytes:
+    return json.dumps([response.status.name, response.ok_reqs, response.err_reqs, response.err_msg]).encode()
+
+
+class Worker:
+    """Writes pairs of blocks, (prefill's, decode's), into `written`; a test can hold (`open`) or refuse (`answer`)."""
+
+    def __init__(self, context: PatchContext) -> None:
+        self.num_sender_workers, self.block_len_per_layer, self._sender_executor = 4, [1], None
+        self.reqs_need_send: dict[str, Entry] = {}
+        self._xfer_resp_decoder = SimpleNamespace(decode=lambda data: Response(*json.loads(data)))
+        self._encoder = SimpleNamespace(encode=encoded)
+        self.written: list[list[tuple[int, int]]] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.answer = 0
+        self.answers: list[Any] = []
+        self.livepatch_writes = early.Writes(context, self)
+        setattr(self, patch.WRITES, self.livepatch_writes)
+        made = patch.wrappers(context)
+        self._send: Any = made[f"{patch.WORKER}.send_kv_to_decode"]
+        self._build: Any = made[f"{patch.WORKER}._build_transfer_params"]
+
+    async def send_multipart(self, parts: Any) -> None:
+        self.answers.append(json.loads(parts[1]))
+
+    async def build(self, ready: Any, meta: Any, local: Any, remote: Any) -> Any:
+        pairs = []
+        for name, entry in ready:
+            (places,) = meta.req_blocks[name][1]
+            if places:
+                pairs += list(zip(entry.local_block_ids[0][-len(places) :], places))
+        return pairs, [], [], [], None
+
+    async def send(self, identity: bytes, socket: Any, meta: Any) -> None:
+        for transfer, _ in meta.req_blocks.values():
+            self.reqs_need_send.setdefault(transfer, Entry("", transfer, [], asyncio.Event()))
+        for name, (transfer, _) in meta.req_blocks.items():
+            entry = self.reqs_need_send[transfer]
+            await entry.ready.wait()
+            if transfer not in self.reqs_need_send:  # as `mooncake-lost-asks` has it answered
+                await socket.send_multipart((identity, encoded(Response("FINISH", err=[name], said="given up"))))
+                continue
+            args = ([(name, entry)], meta, None, None)
+            pairs, _, _, errors, said = await self._build(self.build, self, args, {})
+            if pairs:
+                self.written.append(pairs)
+                await self.open.wait()
+                if self.answer:
+                    errors, said = [*errors, name], f"{early.UNCERTAIN} {self.answer}"
+            await socket.send_multipart((identity, encoded(Response("FINISH", [] if errors else [name], errors, said))))
+
+    def ask(self, name: str, transfer: str, places: list[int]) -> Any:
+        meta = SimpleNamespace(req_blocks={name: (transfer, [places])})
+        return asyncio.ensure_future(self._send(self.send, self, (b"", self, meta), {}))
+
+    def whole(self, transfer: str, blocks: list[int], total: int) -> None:
+        self.livepatch_writes.computed({"whole": {transfer: (blocks, total)}, "back": [], "over": []}, None)
+
+    def end(self, transfer: str, blocks: list[int]) -> None:
+        self.livepatch_writes.over([transfer])
+        entry = self.reqs_need_send[transfer]
+        entry.local_block_ids = [blocks]
+        entry.ready.set()
+
+
+def run(case: Callable[[Worker], Awaitable[None]]) -> PatchContext:
+    aside: list[str] = []
+    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None, failed=aside.append)
+
+    async def main() -> None:
+        await asyncio.wait_for(case(Worker(context)), 20)
+
+    asyncio.run(main())
+    assert aside == []
+    return context
+
+
+async def turns(number: int = 20) -> None:
+    """Let all that can go on go on."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def test_what_is_whole_leaves_and_the_rest_at_the_end() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12, 13])
+        await turns()
+        assert worker.written == []
+        worker.whole("t", [1, 2], 4)
+        await turns()
+        worker.whole("t", [1, 2, 3], 4)
+        await turns()
+        assert worker.written == [[(1, 10), (2, 11)], [(3, 12)]]
+        assert worker.answers == []
+        worker.end("t", [1, 2, 3, 4])
+        await asked
+        assert worker.written[2:] == [[(4, 13)]]
+        assert worker.answers == [["FINISH", ["d"], [], None]]
+        assert list(worker.reqs_need_send) == ["t"]
+
+    assert run(case).counters == {"early": 3}
+
+
+def test_an_ask_that_comes_later_is_sent_what_is_whole_by_then() -> None:
+    async def case(worker: Worker) -> None:
+        worker.whole("t", [1, 2], 3)
+        asked = worker.ask("d", "t", [11, 12])  # decode has the first
+        await turns()
+        assert worker.written == [[(2, 11)]]
+        worker.end("t", [1, 2, 3])
+        await asked
+        assert worker.written[1:] == [[(3, 12)]]
+
+    run(case)
+
+
+@pytest.mark.parametrize("blocks", [[1, 9, 3], [1, 2, 3, 4]], ids=["others", "more"])
+def test_what_the_release_is_to_send_otherwise_is_sent_whole(blocks: list[int]) -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12])
+        worker.whole("t", [1, 2], 3)
+        await turns()
+        worker.end("t", blocks)
+        await asked
+        assert worker.written[1:] == [list(zip(blocks[-3:], [10, 11, 12]))]
+
+    run(case)
+
+
+def test_no_answer_leaves_before_what_is_under_way() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        worker.end("t", [1, 2])
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        assert worker.answers == []
+        worker.open.set()
+        await asked
+        assert worker.written == [[(1, 10)], [(2, 11)]]
+
+    run(case)
+
+
+def test_blocks_are_given_back_when_nothing_reads_them_and_all_is_sent_at_the_end() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        back = asyncio.ensure_future(worker.livepatch_writes.back(["t"]))
+        await turns()
+        assert not back.done()
+        worker.open.set()
+        await back
+        worker.whole("t", [5], 2)  # not told by any scheduler of ours; nor is it begun
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        worker.end("t", [1, 6])  # the same block, with other contents
+        await asked
+        assert worker.written[1:] == [[(1, 10), (6, 11)]]
+
+    run(case)
+
+
+def test_what_was_given_up_is_answered_when_nothing_writes_for_it() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.reqs_need_send.pop("t").ready.set()
+        await turns()
+        assert worker.answers == []
+        worker.open.set()
+        await asked
+        assert worker.answers == [["FINISH", None, ["d"], "given up"]]
+
+    run(case)
+
+
+def test_nothing_is_begun_when_the_release_is_about_to_send() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11])
+        await turns()
+        worker.end("t", [1, 2])
+        worker.whole("t", [1], 2)
+        await asked
+        assert worker.written == [[(1, 10), (2, 11)]]
+
+    run(case)
+
+
+def test_what_is_over_before_it_was_begun_is_left_to_the_release() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11])
+        await turns()
+        worker.whole("t", [1], 2)
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.written == [[(1, 10), (2, 11)]]
+
+    run(case)
+
+
+def test_what_leaves_early_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "PIECE_BYTES", 2)
+
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12, 13])
+        worker.whole("t", [1, 2, 3], 4)
+        await turns(60)
+        assert worker.written == [[(1, 10), (2, 11)], [(3, 12)]]
+        worker.end("t", [1, 2, 3, 4])
+        await asked
+        assert worker.written[2:] == [[(4, 13)]]
+
+    run(case)
+
+
+def test_a_write_that_failed_fails_its_request_in_the_releases_words() -> None:
+    async def case(worker: Worker) -> None:
+        worker.answer = -1
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.answer = 0
+        worker.whole("t", [1, 2], 2)
+        await turns()
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.written == [[(1, 10)]]
+        assert worker.answers == [["FINISH", [], ["d"], "Mooncake transfer engine returned -1"]]
+
+    assert run(case).counters == {"failed": 1}
+
+
+def test_an_error_after_a_write_that_failed_says_that_something_may_still_be_written() -> None:
+    async def case(worker: Worker) -> None:
+        worker.answer = -1
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+
+        async def raises(*args: Any) -> Any:
+            raise ValueError("other")
+
+        worker.build = raises  # type: ignore[method-assign]
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.answers == [["FINISH", None, ["d"], "Mooncake transfer engine returned -1"]]
+
+    run(case)
+
+
+def test_of_an_error_where_no_write_has_failed_the_release_is_told() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+
+        async def raises(*args: Any) -> Any:
+            raise ValueError("other")
+
+        worker.build = raises  # type: ignore[method-assign]
+        worker.end("t", [1, 2])
+        with pytest.raises(ValueError, match="other"):
+            await asked
+
+    run(case)
+
+
+def test_half_of_the_threads_write_early_and_the_others_wait() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = [worker.ask(f"d{number}", f"t{number}", [10 + number, 30]) for number in range(3)]
+        for number in range(3):
+            worker.whole(f"t{number}", [number], 2)
+        await turns()
+        assert worker.written == [[(0, 10)], [(1, 11)]]
+        worker.open.set()
+        await turns()
+        assert worker.written[2:] == [[(2, 12)]]
+        for number in range(3):
+            worker.end(f"t{number}", [number, 9])
+        await asyncio.gather(*asked)
+        assert worker.written[3:] == [[(9, 30)]] * 3
+
+    run(case)
+
+
+# What the scheduler's side tells
+
+
+def request(prompt: int) -> Any:
+    return SimpleNamespace(
+        kv_transfer_params={"transfer_id": "t"},
+        num_preemptions=0,
+        num_computed_tokens=0,
+        num_prompt_tokens=prompt,
+        is_finished=lambda: False,
+    )
+
+
+Ids = dict[str, list[int]]
+
+
+def step(tokens: dict[str, int], new: Ids | None = None, more: Ids | None = None) -> Any:
+    more = more or {}
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=(ids,)) for name, ids in (new or {}).items()],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=list(more), new_block_ids=[(ids,) for ids in more.values()]),
+    )
+
+
+def begun(tokens: int) -> tuple[Prefills, Any, Any]:
+    """A prefill of 23 tokens in blocks of 4, of which a step computes the first."""
+    prefills, one = Prefills(4), request(23)
+    connector = SimpleNamespace(_reqs_need_send={"p": (one, [])})
+    told = prefills.told(connector, step({"p": tokens}, new={"p": [1, 2, 3]}))
+    assert told == {"whole": {"t": ([1, 2, 3][: tokens // 4], 6)}, "back": [], "over": []}
+    connector._reqs_need_send.clear()
+    one.num_computed_tokens = tokens
+    return prefills, connector, one
+
+
+def test_whole_blocks_after_each_step_are_told() -> None:
+    prefills, connector, one = begun(10)
+    told = prefills.told(connector, step({"p": 13}, more={"p": [4, 5, 6]}))
+    assert told is not None
+    assert told["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
+    one.is_finished = lambda: True
+    connector._reqs_need_send["p"] = (one, [[1, 2, 3, 4, 5, 6]])
+    assert prefills.told(connector, step({})) == {"whole": {}, "back": [], "over": ["t"]}
+    assert prefills.told(SimpleNamespace(_reqs_need_send={}), step({})) is None
+
+
+def test_a_prefill_that_ends_without_being_sent_gives_its_blocks_back() -> None:
+    prefills, connector, one = begun(10)
+    one.is_finished = lambda: True
+    assert prefills.told(connector, step({})) == {"whole": {}, "back": ["t"], "over": []}
+
+
+@pytest.mark.parametrize("what", [{"num_preemptions": 1}, {"num_computed_tokens": 9}], ids=["preempted", "goes back"])
+def test_what_is_computed_anew_is_told_once_and_not_followed(what: dict[str, int]) -> None:
+    prefills, connector, one = begun(10)
+    vars(one).update(what)
+    assert prefills.told(connector, step({"p": 4}, more={"p": [7]})) == {"whole": {}, "back": ["t"], "over": []}
+    assert prefills.told(connector, step({"p": 4}, more={"p": [8]})) is None
