@@ -68,7 +68,7 @@ class Prefills:
             if new.req_id in self._kept:
                 self._kept[new.req_id].blocks = list(new.block_ids[0])
         cached = step.scheduled_cached_reqs
-        for name, blocks in zip(cached.req_ids, cached.new_block_ids):
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks and name in self._kept:
                 self._kept[name].blocks += blocks[0]
 

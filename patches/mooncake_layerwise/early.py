@@ -179,7 +179,8 @@ class Writes:
         first = blocks - len(part.remote)
         if first < 0 or part.blocks not in (0, blocks):
             return 0
-        return max(0, min(len(whole) - first - len(part.local), self._piece))
+        number: int = max(0, min(len(whole) - first - len(part.local), self._piece))
+        return number
 
     async def _write(self, part: Part) -> None:
         try:
