@@ -38,7 +38,7 @@ class MooncakeXferResponseStatus:
     FINISH = "FINISH"
 
 
-def MooncakeXferResponse(status: str, err_reqs: list[str]) -> Response:  # noqa: N802
+def MooncakeXferResponse(status: str, err_reqs: list[str]) -> Response:
     return Response(status, err=err_reqs)
 
 
@@ -59,21 +59,23 @@ class Worker:
         self.open.set()
         self.answer = 0
         self.answers: list[Any] = []
+        self.finished: list[str] = []  # transfers whose blocks may be given away
         self.livepatch_writes = early.Writes(context, self)
         setattr(self, patch.WRITES, self.livepatch_writes)
         made = patch.wrappers(context)
+        self.build: Any = self._built
         self._send: Any = made[f"{patch.WORKER}.send_kv_to_decode"]
         self._build: Any = made[f"{patch.WORKER}._build_transfer_params"]
 
     async def send_multipart(self, parts: Any) -> None:
         self.answers.append(json.loads(parts[1]))
 
-    async def build(self, ready: Any, meta: Any, local: Any, remote: Any) -> Any:
+    async def _built(self, ready: Any, meta: Any, local: Any, remote: Any) -> Any:
         pairs = []
         for name, entry in ready:
             (places,) = meta.req_blocks[name][1]
             if places:
-                pairs += list(zip(entry.local_block_ids[0][-len(places) :], places))
+                pairs += list(zip(entry.local_block_ids[0][-len(places) :], places, strict=True))
         return pairs, [], [], [], None
 
     async def send(self, identity: bytes, socket: Any, meta: Any) -> None:
@@ -92,6 +94,8 @@ class Worker:
                 await self.open.wait()
                 if self.answer:
                     errors, said = [*errors, name], f"{early.UNCERTAIN} {self.answer}"
+            if not errors and (entry.need_send or 1) == 1:
+                self.finished.append(transfer)
             await socket.send_multipart((identity, encoded(Response("FINISH", [] if errors else [name], errors, said))))
 
     def ask(self, name: str, transfer: str, places: list[int]) -> Any:
@@ -141,7 +145,7 @@ def test_what_is_whole_leaves_and_the_rest_at_the_end() -> None:
         await asked
         assert worker.written[2:] == [[(4, 13)]]
         assert worker.answers == [["FINISH", ["d"], [], None]]
-        assert list(worker.reqs_need_send) == ["t"]
+        assert list(worker.reqs_need_send) == worker.finished == ["t"]
 
     assert run(case).counters == {"early": 3}
 
@@ -167,7 +171,7 @@ def test_what_the_release_is_to_send_otherwise_is_sent_whole(blocks: list[int]) 
         await turns()
         worker.end("t", blocks)
         await asked
-        assert worker.written[1:] == [list(zip(blocks[-3:], [10, 11, 12]))]
+        assert worker.written[1:] == [list(zip(blocks[-3:], [10, 11, 12], strict=True))]
 
     run(case)
 
@@ -293,7 +297,7 @@ def test_an_error_after_a_write_that_failed_says_that_something_may_still_be_wri
         async def raises(*args: Any) -> Any:
             raise ValueError("other")
 
-        worker.build = raises  # type: ignore[method-assign]
+        worker.build = raises
         worker.end("t", [1, 2])
         await asked
         assert worker.answers == [["FINISH", None, ["d"], "Mooncake transfer engine returned -1"]]
@@ -310,7 +314,7 @@ def test_of_an_error_where_no_write_has_failed_the_release_is_told() -> None:
         async def raises(*args: Any) -> Any:
             raise ValueError("other")
 
-        worker.build = raises  # type: ignore[method-assign]
+        worker.build = raises
         worker.end("t", [1, 2])
         with pytest.raises(ValueError, match="other"):
             await asked

@@ -138,8 +138,8 @@ class Prefill:
         return request
 
     def step(self) -> None:
-        # From 0.30 or so a request that is alone may have all of a step's tokens.
-        self.scheduler.max_num_scheduled_tokens = CHUNK * max(1, len(self.scheduler.requests))
+        # In newer releases a request that is alone may have all of a step's tokens.
+        self.scheduler.max_num_scheduled_tokens = CHUNK * max(1, self.scheduler.get_num_unfinished_requests())
         scheduled = self.scheduler.schedule()
         kv_transfer_state._KV_CONNECTOR_AGENT = self.side.connector
         mixin = KVConnectorModelRunnerMixin
@@ -341,7 +341,7 @@ def aborted(pair: Pair) -> Any:
     prefill.add("after", content=8)
     stepping = threading.Thread(target=prefill.step)
     stepping.start()
-    stepping.join(PATIENCE)
+    stepping.join(PATIENCE if under_way else sides.SECONDS)
     held = stepping.is_alive()
     early = pair.told("aborted", places, PATIENCE)
     link.open.set()
@@ -368,7 +368,7 @@ def preempted(pair: Pair) -> Any:
     prefill.again = 50.0  # what is computed anew differs, to be told from what was there before
     stepping = threading.Thread(target=prefill.step)
     stepping.start()
-    stepping.join(PATIENCE)
+    stepping.join(PATIENCE if under_way else sides.SECONDS)
     held = stepping.is_alive()
     link.open.set()
     stepping.join()
@@ -406,7 +406,9 @@ def drained(pair: Pair) -> Any:
     prefill.add("drained", content=11)
     del link.writes[:]
     link.open.clear()
-    for _ in range(6):
+    prefill.step()
+    wait(lambda: bool(link.writes), PATIENCE)
+    for _ in range(5):
         prefill.step()
     early = pair.told("drained", places, PATIENCE)
     link.open.set()
@@ -420,7 +422,9 @@ def failed(pair: Pair) -> Any:
     prefill.add("failed", content=12)
     del link.writes[:]
     link.refuse = 1
-    for _ in range(6):
+    prefill.step()
+    wait(lambda: not link.refuse, PATIENCE)
+    for _ in range(5):
         prefill.step()
     told = pair.told("failed", places, PATIENCE)
     link.refuse = 0
@@ -455,6 +459,13 @@ def many(pair: Pair) -> Any:
     return [pair.end(name, places[name], content=20 + number) for number, name in enumerate(names)], pair.left()
 
 
+def forgotten(pair: Pair) -> int:
+    """How many prefills are remembered when all are over."""
+    writes = getattr(pair.prefill.worker, "_livepatch_writes", None)
+    pair.prefill.step()
+    return len(writes._whole) if writes is not None else 0
+
+
 CASES = (
     chunks,
     late,
@@ -469,6 +480,7 @@ CASES = (
     more,
     failed,
     failed_and_aborted,
+    forgotten,
 )
 
 
