@@ -3,7 +3,8 @@
 An early write is the release's own answer to an ask for less, under a transfer of our own, answered here.
 It is begun only while the ask has no answer, the release keeps its transfer, and the prefill has not ended: while the
 release itself would still write there. Whoever is to answer an ask, or to give prefill's blocks away, first awaits
-what is under way.
+what is under way. Nothing tells when the rest of a write that failed has ended: its request is not answered, and
+prefill's blocks are held as the release holds those of a failed write of its own.
 
 All of it is used by the worker's event loop alone.
 """
@@ -11,9 +12,11 @@ All of it is used by the worker's event loop alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import sys
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,7 +31,11 @@ Send = Callable[[bytes, Any, Any], Awaitable[None]]
 """The release's `send_kv_to_decode`: identity, socket, ask."""
 
 UNCERTAIN = "Mooncake transfer engine returned"
-"""What the release answers after a write that failed, of which a rest may still be under way."""
+"""What the release answers after a write that failed, of which a rest may still be under way (Mooncake's
+MultiTransport::getBatchTransferStatus answers FAILED at the first of a batch that did)."""
+
+FAILED = "_livepatch_failed"
+"""Attribute of what the release keeps of a transfer: an early write for it failed."""
 
 PIECE_BYTES = 1 << 24
 """How much one early write brings, about: whoever waits for its end waits for no more than that."""
@@ -48,7 +55,7 @@ class Part:
     entry: Any = None  # of the release's, what it keeps of the transfer, as the first write found it
     blocks: int = 0  # of the whole prompt, as the first write found it
     closed: bool = False  # nothing more is begun
-    failed: str | None = None  # what the release said of a write that failed
+    failed: str | None = None  # what was said of a write that failed, of which a rest may be under way
     under_way: asyncio.Task[None] | None = None
 
     async def drained(self) -> None:
@@ -74,6 +81,7 @@ class Ask:
     send: Send
     parts: dict[str, Part] = field(default_factory=dict)
     unanswered: set[str] = field(default_factory=set)
+    withheld: set[str] = field(default_factory=set)  # requests that are not answered: a write for them failed
 
 
 class _Answer:
@@ -113,21 +121,44 @@ class Writes:
 
     async def back(self, transfers: Iterable[str]) -> None:
         """Blocks of these are about to be given to others: what is still sent of them counts for nothing."""
+        self.over(transfers)
+        for part in await self.drained(transfers):
+            part.local = []
+
+    async def drained(self, transfers: Iterable[str]) -> list[Part]:
+        """Nothing of these is under way, nor will be, whoever asked for them."""
         gone = set(transfers)
-        self.over(gone)
         parts = [part for part in self._parts() if part.transfer in gone]
         for part in parts:
             part.closed = True
         for part in parts:
             await part.drained()
-            part.local = []
+        return parts
+
+    async def given_up(self, worker: Any, name: str, transfer: str, metadata: Any) -> None:
+        """A prefill was given up, and its blocks come back when nothing reads them: then the release is told.
+
+        `metadata` is an empty one of the release's.
+        """
+        self.over([transfer])
+        await self.drained([transfer])
+        entry = worker.reqs_need_send.get(transfer)
+        if getattr(entry, FAILED, False):
+            # They come back when the release gives up those of a transfer that it could not send.
+            timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+            entry.p_req_id, entry.expire_time = name, time.perf_counter() + timeout
+        else:
+            await let_go(worker, name, transfer, metadata)
 
     # Asks
 
     def begin(self, ask: Ask) -> None:
+        # Of several workers of prefill's that write for one of decode's, one may answer with an error while another
+        # writes, and to 0.32.0 decode lets the blocks go at the first.
+        alone = ask.meta.remote_tp_size >= self._worker.tp_size
         for name, (transfer, groups) in ask.meta.req_blocks.items():
             ask.unanswered.add(name)
-            if len(groups) == 1 and groups[0]:
+            if alone and len(groups) == 1 and groups[0]:
                 ask.parts[name] = Part(ask, name, transfer, list(groups[0]))
         self._asks[id(ask.meta)] = ask
         # When the release has looked at the ask.
@@ -177,7 +208,7 @@ class Writes:
             return 0
         whole, blocks = self._whole[part.transfer]
         first = blocks - len(part.remote)
-        if first < 0 or part.blocks not in (0, blocks):
+        if first < 0:
             return 0
         number: int = max(0, min(len(whole) - first - len(part.local), self._piece))
         return number
@@ -230,11 +261,25 @@ class Writes:
         part.closed = True  # it was refused, and the release will say why; or worse
         if UNCERTAIN in said:
             part.failed = said
+            setattr(part.entry, FAILED, True)
             self._livepatch.count("failed")
-            self._livepatch.say("failed", f"an early write failed, and so does its request: {said}")
+            self._livepatch.say("failed", f"an early write failed, and its request is not answered: {said}")
+
+
+async def let_go(worker: Any, name: str, transfer: str, metadata: Any) -> None:
+    """The release hears of a prefill that was given up, and that its blocks are free."""
+    metadata.reqs_not_processed = {transfer}
+    with contextlib.suppress(KeyError):  # the release's, which does not know the transfer
+        await worker.record_send_reqs(metadata)
+    worker.finished_sending_reqs.add(name)
+
+
+def module_of(worker: Any) -> dict[str, Any]:
+    """The release's module."""
+    return vars(sys.modules[type(worker).__module__])
 
 
 def response_of(worker: Any, status: str, **fields: Any) -> Any:
     """An answer of the release's own kind."""
-    module = vars(sys.modules[type(worker).__module__])
+    module = module_of(worker)
     return module["MooncakeXferResponse"](status=getattr(module["MooncakeXferResponseStatus"], status), **fields)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .computed import TOLD, Prefills
-from .early import UNCERTAIN, Ask, Part, Writes, response_of
+from .early import Ask, Part, Writes, let_go, module_of, response_of
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -41,14 +41,17 @@ class _Answers:
     async def send_multipart(self, parts: Any) -> None:
         identity, data = parts
         try:
-            data = await self._settled(data)
+            settled = await self._settled(data)
         except Exception as error:
             self._livepatch.stand_aside("answering an ask", error)
             for part in self._ask.parts.values():
                 await part.drained()
-        await self._socket.send_multipart((identity, data))
+            settled = None if any(part.failed for part in self._ask.parts.values()) else data
+        if settled is not None:
+            await self._socket.send_multipart((identity, settled))
 
-    async def _settled(self, data: bytes) -> bytes:
+    async def _settled(self, data: bytes) -> bytes | None:
+        """The answer, when nothing is under way of what it speaks of, and without what may be for all time."""
         ask, worker = self._ask, self._worker
         response = worker._xfer_resp_decoder.decode(data)
         named = {*(response.ok_reqs or ()), *(response.err_reqs or ())}
@@ -65,11 +68,17 @@ class _Answers:
         for part in spoken:
             await part.drained()
         ask.unanswered -= named
-        failed = [part.failed for part in spoken if part.failed is not None]
-        if not failed or UNCERTAIN in (response.err_msg or ""):
-            return data
-        response.err_msg = "; ".join(filter(None, (response.err_msg, failed[0])))
-        encoded: bytes = worker._encoder.encode(response)
+        ask.withheld.update(part.name for part in spoken if part.failed is not None)
+        return self._without(response, ask.withheld) if ask.withheld else data
+
+    def _without(self, response: Any, withheld: set[str]) -> bytes | None:
+        """An answer that leaves requests out, and is not the last one: that would speak of them too."""
+        response.ok_reqs = [name for name in response.ok_reqs or () if name not in withheld] or None
+        response.err_reqs = [name for name in response.err_reqs or () if name not in withheld] or None
+        if response.ok_reqs is None and response.err_reqs is None:
+            return None
+        response.status = module_of(self._worker)["MooncakeXferResponseStatus"].CONTINUE
+        encoded: bytes = self._worker._encoder.encode(response)
         return encoded
 
 
@@ -84,11 +93,26 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if prefills is None:
             prefills = Prefills(connector.block_size)
             setattr(connector, PREFILLS, prefills)
-        told = prefills.told(connector, step)
+        try:
+            told = prefills.leave() if livepatch.aside else prefills.told(connector, step)
+        except Exception as error:
+            livepatch.stand_aside("following prefills", error)
+            told = prefills.leave()
         metadata = wrapped(*args, **kwargs)
         if told is not None:
             setattr(metadata, TOLD, told)
         return metadata
+
+    def request_finished(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """The blocks of a prefill that is given up come back when its workers say so, not at once."""
+        held, parameters = wrapped(*args, **kwargs)
+        request = args[0] if args else kwargs["request"]
+        prefills: Prefills | None = getattr(connector, PREFILLS, None)
+        transfer = None if held or prefills is None else prefills.hold(request)
+        if transfer is None:
+            return held, parameters
+        connector._reqs_not_processed.discard(transfer)  # the worker tells itself, when nothing is under way
+        return True, parameters
 
     # A worker's steps
 
@@ -113,6 +137,17 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 asyncio.run_coroutine_threadsafe(writes.back(told["back"]), worker.sender_loop).result()
         return wrapped(*args, **kwargs)
 
+    def start_load_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> None:
+        """Prefills that were given up are told to the release when nothing reads their blocks."""
+        metadata = args[0] if args else kwargs["metadata"]
+        wrapped(*args, **kwargs)
+        told = getattr(metadata, TOLD, None)
+        writes: Writes | None = getattr(worker, WRITES, None)
+        for name, transfer in told["held"].items() if told else ():
+            what = (worker, name, transfer, type(metadata)())
+            telling = let_go(*what) if writes is None else writes.given_up(*what)
+            asyncio.run_coroutine_threadsafe(telling, worker.sender_loop)
+
     def wait_for_save(connector: Any, args: Any, kwargs: Any) -> None:
         """A step has been computed, or is queued on the device."""
         worker, told = connector.connector_worker, getattr(connector._connector_metadata, TOLD, None)
@@ -134,10 +169,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         try:
             await release(identity, answers, meta)
         except Exception:
-            # The answer that this would become does not say of whom, and that something may still be written.
+            # The answer that this would become speaks of all, also of those that are not to be answered.
+            for part in ask.parts.values():
+                await part.drained()
             if not any(part.failed for part in ask.parts.values()):
                 raise
-            response = response_of(worker, "FINISH", err_reqs=sorted(ask.unanswered))
+            response = response_of(worker, "CONTINUE", err_reqs=sorted(ask.unanswered))
             await answers.send_multipart((identity, worker._encoder.encode(response)))
         finally:
             await writes.end(ask)
@@ -162,15 +199,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return rest
 
     async def missing(
-        release: Call, ask: Ask, ready: list[tuple[str, Any]], meta: Any, *regions: Any
+        release: Call, writes: Writes, ready: list[tuple[str, Any]], meta: Any, *regions: Any
     ) -> tuple[Any, Any, Any, list[str], str | None]:
-        """What has not been sent, as the release builds it. A write that failed is told as the release does."""
-        parts: dict[str, Part] = {name: ask.parts[name] for name, _ in ready if name in ask.parts}
-        for part in parts.values():
-            part.closed = True
-        for part in parts.values():
-            await part.drained()
-        failed = {name: part.failed for name, part in parts.items() if part.failed is not None}
+        """What has not been sent, as the release builds it. A request of which a write failed is not sent."""
+        # With the last of those who ask for a transfer its blocks are given away: nobody's write is under way then.
+        await writes.drained({entry.transfer_id for _, entry in ready})
+        ask = writes.of(meta)
+        parts: dict[str, Part] = {} if ask is None else ask.parts
+        failed = {name: part.failed for name, _ in ready if (part := parts.get(name)) and part.failed is not None}
         try:
             rest = lacking(parts, ready, meta)
         except Exception as error:
@@ -185,15 +221,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def build_transfer_params(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         writes: Writes | None = getattr(worker, WRITES, None)
-        ask = None if writes is None else writes.of(args[1])
-        if ask is None:
+        if writes is None:
             return wrapped(*args, **kwargs)
-        return missing(wrapped, ask, *args)
+        return missing(wrapped, writes, *args)
 
     return {
-        f"{SCHEDULER}.build_connector_meta": build_connector_meta,
+        f"{SCHEDULER}.build_connector_meta": livepatch.lasting(build_connector_meta),
+        f"{SCHEDULER}.request_finished": livepatch.lasting(request_finished),
         f"{CONNECTOR}.register_kv_caches": livepatch.after(register_kv_caches),
         f"{CONNECTOR}.wait_for_save": livepatch.before(wait_for_save),
+        f"{WORKER}.start_load_kv": livepatch.lasting(start_load_kv),
         f"{WORKER}.send_kv_to_decode": send_kv_to_decode,
         f"{WORKER}._build_transfer_params": livepatch.lasting(build_transfer_params),
     }
@@ -210,6 +247,7 @@ def can_leave_early(worker: Any, caches: Mapping[str, Any]) -> bool:
         and groups[0].kv_cache_spec.block_size == config.cache_config.block_size
         and config.speculative_config is None
         and parallel.decode_context_parallel_size == parallel.prefill_context_parallel_size == 1
+        and parallel.pipeline_parallel_size == 1
         and {cache.device.type for cache in caches.values()} <= {"cpu", "cuda"}
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.patches.mooncake_layerwise import early
 from vllm_livepatch.patches.mooncake_layerwise import wrappers as patch
-from vllm_livepatch.patches.mooncake_layerwise.computed import Prefills
+from vllm_livepatch.patches.mooncake_layerwise.computed import TOLD, Prefills
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 
@@ -25,6 +26,7 @@ class Entry:
     def __init__(self, name: str, transfer: str, local: list[list[int]], ready: Any, need_send: int = 0) -> None:
         self.p_req_id, self.transfer_id, self.local_block_ids, self.ready = name, transfer, local, ready
         self.need_send = need_send
+        self.expire_time = float("inf")
 
 
 class Response(SimpleNamespace):
@@ -35,11 +37,22 @@ class Response(SimpleNamespace):
 class MooncakeXferResponseStatus:
     """By the release's name: the patch finds it in the worker's module."""
 
-    FINISH = "FINISH"
+    CONTINUE = SimpleNamespace(name="CONTINUE")
 
 
-def MooncakeXferResponse(status: str, err_reqs: list[str]) -> Response:
-    return Response(status, err=err_reqs)
+def MooncakeXferResponse(status: Any, err_reqs: list[str]) -> Response:
+    return Response(status.name, err=err_reqs)
+
+
+envs = SimpleNamespace(VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=480)
+"""By the release's name too."""
+
+
+class Metadata:
+    """Of the connector's, as far as a prefill that was given up concerns it."""
+
+    def __init__(self) -> None:
+        self.reqs_not_processed: set[str] = set()
 
 
 def encoded(response: Any) -> bytes:
@@ -60,12 +73,16 @@ class Worker:
         self.answer = 0
         self.answers: list[Any] = []
         self.finished: list[str] = []  # transfers whose blocks may be given away
+        self.tp_size = 1
+        self.finished_sending_reqs: set[str] = set()
+        self.given_up: list[set[str]] = []  # as the release was told
         self.livepatch_writes = early.Writes(context, self)
         setattr(self, patch.WRITES, self.livepatch_writes)
         made = patch.wrappers(context)
         self.build: Any = self._built
         self._send: Any = made[f"{patch.WORKER}.send_kv_to_decode"]
         self._build: Any = made[f"{patch.WORKER}._build_transfer_params"]
+        self._start: Any = made[f"{patch.WORKER}.start_load_kv"]
 
     async def send_multipart(self, parts: Any) -> None:
         self.answers.append(json.loads(parts[1]))
@@ -98,12 +115,27 @@ class Worker:
                 self.finished.append(transfer)
             await socket.send_multipart((identity, encoded(Response("FINISH", [] if errors else [name], errors, said))))
 
-    def ask(self, name: str, transfer: str, places: list[int]) -> Any:
-        meta = SimpleNamespace(req_blocks={name: (transfer, [places])})
+    def ask(self, name: str, transfer: str, places: list[int], ranks: int = 1) -> Any:
+        return self.asks({name: (transfer, [places])}, ranks)
+
+    def asks(self, blocks: dict[str, Any], ranks: int = 1) -> Any:
+        meta = SimpleNamespace(req_blocks=blocks, remote_tp_size=ranks)
         return asyncio.ensure_future(self._send(self.send, self, (b"", self, meta), {}))
 
+    async def record_send_reqs(self, metadata: Metadata) -> None:
+        self.given_up.append(metadata.reqs_not_processed)
+        for transfer in metadata.reqs_not_processed:
+            self.reqs_need_send.pop(transfer).ready.set()  # `mooncake-lost-asks` does the latter
+
+    def held(self, name: str, transfer: str) -> None:
+        """A step tells that a prefill was given up."""
+        self.sender_loop = asyncio.get_running_loop()
+        metadata = Metadata()
+        setattr(metadata, TOLD, {"held": {name: transfer}})
+        self._start(lambda metadata: None, self, (metadata,), {})
+
     def whole(self, transfer: str, blocks: list[int], total: int) -> None:
-        self.livepatch_writes.computed({"whole": {transfer: (blocks, total)}, "back": [], "over": []}, None)
+        self.livepatch_writes.computed({"whole": {transfer: (blocks, total)}, "back": [], "over": [], "held": {}}, None)
 
     def end(self, transfer: str, blocks: list[int]) -> None:
         self.livepatch_writes.over([transfer])
@@ -270,29 +302,48 @@ def test_what_leaves_early_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     run(case)
 
 
-def test_a_write_that_failed_fails_its_request_in_the_releases_words() -> None:
+async def failed_early(worker: Worker, **more: Any) -> Any:
+    """An ask, of whose first write a rest may be under way for all time."""
+    worker.answer = -1
+    asked = worker.asks({"d": ("t", [[10, 11]]), **more})
+    worker.whole("t", [1], 2)
+    await turns()
+    worker.answer = 0
+    assert worker.written == [[(1, 10)]]
+    return asked
+
+
+def test_of_a_write_that_failed_nothing_is_said_and_nothing_more_is_written() -> None:
     async def case(worker: Worker) -> None:
-        worker.answer = -1
-        asked = worker.ask("d", "t", [10, 11])
-        worker.whole("t", [1], 2)
-        await turns()
-        worker.answer = 0
+        asked = await failed_early(worker)
         worker.whole("t", [1, 2], 2)
         await turns()
         worker.end("t", [1, 2])
         await asked
         assert worker.written == [[(1, 10)]]
-        assert worker.answers == [["FINISH", [], ["d"], "Mooncake transfer engine returned -1"]]
+        assert worker.answers == []
+        assert list(worker.reqs_need_send) == ["t"]
+        assert worker.finished == []
 
     assert run(case).counters == {"failed": 1}
 
 
-def test_an_error_after_a_write_that_failed_says_that_something_may_still_be_written() -> None:
+def test_others_of_the_same_ask_are_answered_and_it_does_not_end() -> None:
     async def case(worker: Worker) -> None:
-        worker.answer = -1
-        asked = worker.ask("d", "t", [10, 11])
-        worker.whole("t", [1], 2)
+        asked = await failed_early(worker, e=("u", [[20]]))
+        worker.end("t", [1, 2])
         await turns()
+        worker.end("u", [5])
+        await asked
+        assert worker.written[1:] == [[(5, 20)]]
+        assert worker.answers == [["CONTINUE", ["e"], None, None]]
+
+    run(case)
+
+
+def test_an_error_after_a_write_that_failed_speaks_of_the_others_alone() -> None:
+    async def case(worker: Worker) -> None:
+        asked = await failed_early(worker, e=("u", [[20]]))
 
         async def raises(*args: Any) -> Any:
             raise ValueError("other")
@@ -300,7 +351,167 @@ def test_an_error_after_a_write_that_failed_says_that_something_may_still_be_wri
         worker.build = raises
         worker.end("t", [1, 2])
         await asked
-        assert worker.answers == [["FINISH", None, ["d"], "Mooncake transfer engine returned -1"]]
+        assert worker.answers == [["CONTINUE", None, ["e"], None]]
+
+    run(case)
+
+
+def test_an_error_while_a_write_is_under_way_awaits_it() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        worker.answer = -1
+        asked = worker.asks({"e": ("u", [[20]]), "d": ("t", [[10, 11]])})
+        worker.whole("t", [1], 2)
+        await turns()
+
+        async def raises(*args: Any) -> Any:
+            raise ValueError("other")
+
+        worker.build = raises
+        worker.end("u", [5])
+        await turns()
+        assert not asked.done()
+        worker.open.set()
+        await asked
+        assert worker.answers == [["CONTINUE", None, ["e"], None]]
+
+    run(case)
+
+
+def test_the_release_hears_of_a_prefill_that_was_given_up_when_nothing_reads_its_blocks() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11, 12])
+        worker.whole("t", [1], 3)
+        await turns()
+        worker.whole("t", [1, 2], 3)
+        worker.held("p", "t")
+        await turns()
+        assert worker.given_up == worker.answers == []
+        assert worker.finished_sending_reqs == set()
+        worker.open.set()
+        await asked
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        assert worker.given_up == [{"t"}]
+        assert worker.finished_sending_reqs == {"p"}
+        assert worker.answers == [["FINISH", None, ["d"], "given up"]]
+
+    run(case)
+
+
+def test_nothing_is_begun_for_a_prefill_that_was_given_up() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = [worker.ask("d", "t", [10, 11])]
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.held("p", "t")
+        await turns()
+        asked.append(worker.ask("e", "t", [20, 21]))
+        await turns()
+        worker.open.set()
+        await asyncio.gather(*asked)
+        assert worker.written == [[(1, 10)]]
+
+    run(case)
+
+
+def test_for_another_prefill_of_the_same_transfer_nothing_counts_as_sent_and_nothing_is_begun() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12])
+        worker.whole("t", [1], 3)
+        await turns()
+        (part,) = worker.livepatch_writes._parts()
+        first = worker.reqs_need_send["t"]
+        other = worker.reqs_need_send["t"] = Entry("", "t", [[1, 2, 3]], asyncio.Event())
+        worker.whole("t", [1, 2], 3)
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        first.local_block_ids = other.local_block_ids
+        assert (part.sent_of(first), part.sent_of(other)) == (1, 0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    run(case)
+
+
+def test_an_ask_that_is_cancelled_ends_when_nothing_is_under_way() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        asked.cancel()
+        await turns()
+        assert not asked.done()
+        worker.open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert worker.written == [[(1, 10)]]
+
+    run(case)
+
+
+def test_a_worker_that_sends_nothing_early_and_a_transfer_that_is_unknown_hold_no_blocks() -> None:
+    async def case(worker: Worker) -> None:
+        worker.held("p", "t")
+        await turns()
+        delattr(worker, patch.WRITES)
+        worker.held("q", "u")
+        await turns()
+        assert worker.finished_sending_reqs == {"p", "q"}
+
+    run(case)
+
+
+def test_blocks_of_a_prefill_that_was_given_up_after_a_failed_write_are_held_as_the_release_holds_its_own() -> None:
+    async def case(worker: Worker) -> None:
+        asked = await failed_early(worker)
+        worker.held("p", "t")
+        await turns()
+        entry = worker.reqs_need_send["t"]
+        assert entry.p_req_id == "p"
+        assert 0 < entry.expire_time - time.perf_counter() <= 480
+        assert worker.given_up == []
+        assert worker.finished_sending_reqs == set()
+        entry.ready.set()  # as the time-out ends the ask
+        await asked
+        assert worker.answers == []
+
+    run(case)
+
+
+def test_nothing_leaves_early_where_several_workers_of_prefills_write_for_one_of_decodes() -> None:
+    async def case(worker: Worker) -> None:
+        worker.tp_size = 2
+        asked = worker.ask("d", "t", [10, 11]), worker.ask("e", "t", [20, 21], ranks=2)
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == [[(1, 20)]]
+        worker.end("t", [1, 2])
+        await asyncio.gather(*asked)
+
+    run(case)
+
+
+def test_no_ask_for_a_transfer_ends_before_the_writes_for_another_of_it() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = [worker.ask("d", "t", [10, 11])]
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.livepatch_writes.over(["t"])
+        asked.append(worker.ask("f", "t", [30, 31]))
+        await turns()
+        worker.end("t", [1, 2])
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        assert worker.finished == worker.answers == []
+        worker.open.set()
+        await asyncio.gather(*asked)
+        assert sorted(worker.written[1:]) == [[(1, 30), (2, 31)], [(2, 11)]]
 
     run(case)
 
@@ -346,6 +557,7 @@ def test_half_of_the_threads_write_early_and_the_others_wait() -> None:
 
 def request(prompt: int) -> Any:
     return SimpleNamespace(
+        request_id="p",
         kv_transfer_params={"transfer_id": "t"},
         num_preemptions=0,
         num_computed_tokens=0,
@@ -371,7 +583,7 @@ def begun(tokens: int) -> tuple[Prefills, Any, Any]:
     prefills, one = Prefills(4), request(23)
     connector = SimpleNamespace(_reqs_need_send={"p": (one, [])})
     told = prefills.told(connector, step({"p": tokens}, new={"p": [1, 2, 3]}))
-    assert told == {"whole": {"t": ([1, 2, 3][: tokens // 4], 6)}, "back": [], "over": []}
+    assert told == {"whole": {"t": ([1, 2, 3][: tokens // 4], 6)}, "back": [], "over": [], "held": {}}
     connector._reqs_need_send.clear()
     one.num_computed_tokens = tokens
     return prefills, connector, one
@@ -384,19 +596,87 @@ def test_whole_blocks_after_each_step_are_told() -> None:
     assert told["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
     one.is_finished = lambda: True
     connector._reqs_need_send["p"] = (one, [[1, 2, 3, 4, 5, 6]])
-    assert prefills.told(connector, step({})) == {"whole": {}, "back": [], "over": ["t"]}
+    assert prefills.told(connector, step({})) == {"whole": {}, "back": [], "over": ["t"], "held": {}}
     assert prefills.told(SimpleNamespace(_reqs_need_send={}), step({})) is None
 
 
 def test_a_prefill_that_ends_without_being_sent_gives_its_blocks_back() -> None:
     prefills, connector, one = begun(10)
     one.is_finished = lambda: True
-    assert prefills.told(connector, step({})) == {"whole": {}, "back": ["t"], "over": []}
+    assert prefills.told(connector, step({})) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
 
 
 @pytest.mark.parametrize("what", [{"num_preemptions": 1}, {"num_computed_tokens": 9}], ids=["preempted", "goes back"])
 def test_what_is_computed_anew_is_told_once_and_not_followed(what: dict[str, int]) -> None:
     prefills, connector, one = begun(10)
     vars(one).update(what)
-    assert prefills.told(connector, step({"p": 4}, more={"p": [7]})) == {"whole": {}, "back": ["t"], "over": []}
+    assert prefills.told(connector, step({"p": 4}, more={"p": [7]})) == {
+        "whole": {},
+        "back": ["t"],
+        "over": [],
+        "held": {},
+    }
     assert prefills.told(connector, step({"p": 4}, more={"p": [8]})) is None
+
+
+def finished(prefills: Prefills, answer: tuple[bool, Any], one: Any) -> tuple[Any, set[str]]:
+    """What the scheduler is told when a request ends; what the release would tell its workers at once."""
+    connector = SimpleNamespace(_reqs_not_processed={"t", "u"}, **{patch.PREFILLS: prefills})
+    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None)
+    wrapper: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.request_finished"]
+    return wrapper(lambda *args: answer, connector, (one, ([1, 2, 3],)), {}), connector._reqs_not_processed
+
+
+def test_the_blocks_of_a_prefill_that_is_given_up_are_held_until_its_workers_say_so() -> None:
+    prefills, connector, one = begun(10)
+    assert finished(prefills, (False, None), one) == ((True, None), {"u"})
+    one.is_finished = lambda: True
+    assert prefills.told(connector, step({})) == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.told(connector, step({})) is None
+
+
+@pytest.mark.parametrize("what", ["sent", "another", "preempted", "told to go back", "not begun"])
+def test_other_blocks_are_not_held(what: str) -> None:
+    prefills, connector, one = begun(10)
+    answer: tuple[bool, Any] = (what == "sent", {"of": "the release's"})
+    if what == "another":
+        one = request(23)
+    if what in ("preempted", "told to go back"):
+        one.num_preemptions = 1
+    if what == "told to go back":
+        assert prefills.told(connector, step({})) is not None
+        one.num_preemptions = 0
+    if what == "not begun":
+        prefills, one = Prefills(4), request(23)
+        prefills.told(SimpleNamespace(_reqs_need_send={"p": (one, [])}), step({}))
+    assert finished(prefills, answer, one) == (answer, {"t", "u"})
+
+
+def test_when_nothing_is_followed_any_more_all_is_given_back_or_held() -> None:
+    prefills, _, one = begun(10)
+    finished(prefills, (False, None), one)
+    one.is_finished = lambda: True
+    other = request(9)
+    other.request_id, other.kv_transfer_params = "q", {"transfer_id": "v"}
+    prefills.told(SimpleNamespace(_reqs_need_send={"q": (other, [])}), step({"q": 9}, new={"q": [4, 5, 6]}))
+    assert prefills.leave() == {"whole": {}, "back": ["v"], "over": [], "held": {}}
+    prefills, _, one = begun(10)
+    finished(prefills, (False, None), one)
+    assert prefills.leave() == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.leave() is None
+
+
+def test_after_an_error_of_its_own_the_scheduler_s_side_tells_workers_to_stop() -> None:
+    prefills, connector, _ = begun(10)
+    said: list[str] = []
+    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None, failed=said.append)
+    build: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.build_connector_meta"]
+    setattr(connector, patch.PREFILLS, prefills)
+
+    def told(scheduler_output: Any) -> Any:
+        return getattr(build(lambda step: SimpleNamespace(), connector, (scheduler_output,), {}), TOLD, None)
+
+    assert told(None) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
+    assert len(said) == 1
+    connector._reqs_need_send["q"] = (request(23), [])
+    assert told(step({"q": 10}, new={"q": [1, 2, 3]})) is None
