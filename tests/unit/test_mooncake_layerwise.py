@@ -370,9 +370,12 @@ def test_a_prefill_that_comes_again_begins_when_the_release_has_heard_of_the_end
         await begun
         assert heard == [[{"t"}]]
         await asked
-        await worker.begun("r", "u", lambda metadata: heard.append("others do not wait"))
-        assert heard[1:] == ["others do not wait"]
-        assert worker.livepatch_writes.ending == {}
+        worker.held("s", "v")
+        await turns()
+        assert list(worker.livepatch_writes.ending) == ["v"]
+        await worker.begun("r", "u", lambda metadata: heard.append("another"))
+        assert heard[1:] == ["another"]
+        assert worker.livepatch_writes.ending == {}  # what is over is forgotten
 
     run(case)
 
@@ -428,6 +431,66 @@ def test_what_leaves_early_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
         assert worker.written[2:] == [[(4, 13)]]
 
     run(case)
+
+
+def test_nothing_leaves_early_where_decode_asks_for_more_than_the_prompt_takes() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12])
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == []
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    run(case)
+
+
+def engine(**other: Any) -> Any:
+    """A worker, of an engine whose whole blocks stay as they are, unless `other` says otherwise."""
+
+    class FullAttentionSpec(SimpleNamespace):
+        pass
+
+    spec = other.pop("spec", FullAttentionSpec)(block_size=other.pop("block_size", 32))
+    groups = [SimpleNamespace(kv_cache_spec=spec)] * other.pop("groups", 1)
+    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "pipeline_parallel_size": 1}
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32),
+        speculative_config=other.pop("speculative_config", None),
+        parallel_config=SimpleNamespace(**{name: other.pop(name, number) for name, number in parallel.items()}),
+    )
+    return SimpleNamespace(vllm_config=config, kv_cache_config=SimpleNamespace(kv_cache_groups=groups), **other)
+
+
+def caches(*devices: str) -> dict[str, Any]:
+    return {str(n): SimpleNamespace(device=SimpleNamespace(type=device)) for n, device in enumerate(devices)}
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cuda"]])
+def test_whole_blocks_of_one_group_of_full_attention_can_leave_early(devices: list[str]) -> None:
+    assert patch.can_leave_early(engine(), caches(*devices))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"groups": 2},
+        {"spec": SimpleNamespace},
+        {"block_size": 64},
+        {"speculative_config": object()},
+        {"decode_context_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_others_are_sent_at_the_end(other: dict[str, Any]) -> None:
+    assert not patch.can_leave_early(engine(**other), caches("cpu"))
+
+
+def test_what_is_on_another_device_is_sent_at_the_end() -> None:
+    assert not patch.can_leave_early(engine(), caches("cuda", "xpu"))
 
 
 async def failed_early(worker: Worker, **more: Any) -> Any:
@@ -753,6 +816,13 @@ def test_whole_blocks_after_each_step_are_told() -> None:
     connector._reqs_need_send["p"] = (one, [[1, 2, 3, 4, 5, 6]])
     assert prefills.told(connector, step({})) == {"whole": {}, "back": [], "over": ["t"], "held": {}}
     assert prefills.told(SimpleNamespace(_reqs_need_send={}), step({})) is None
+
+
+def test_no_block_beyond_the_prompt_s_whole_ones_is_told() -> None:
+    prefills, connector, _ = begun(10)
+    told = prefills.told(connector, step({"p": 20}, more={"p": [4, 5, 6, 7, 8]}))  # 7 tokens of the answer among them
+    assert told is not None
+    assert told["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
 
 
 def test_a_prefill_that_ends_without_being_sent_gives_its_blocks_back() -> None:
