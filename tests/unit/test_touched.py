@@ -104,6 +104,15 @@ ALLOWED = {
         **dict.fromkeys(("empty", "put"), "of a queue.SimpleQueue"),
         "gone": "of what the patch itself has",
     },
+    "mooncake-layerwise": {
+        **dict.fromkeys(("_ask", "_settled", "_socket", "_write", "_written"), "the patch's own"),
+        **dict.fromkeys(("drained", "end", "given_up"), "the patch's own"),
+        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "the release's record_send_reqs, which is in the facts, asks for it",
+        **dict.fromkeys(("call_soon", "call_soon_threadsafe", "run_in_executor"), "of an asyncio event loop"),
+        **dict.fromkeys(("Event", "cuda", "device", "record", "synchronize"), "torch's"),
+        **dict.fromkeys(("done", "result"), "of a concurrent.futures.Future"),
+        "send_multipart": "of a zmq.asyncio.Socket, for which the patch's own stands in",
+    },
     "mooncake-lost-asks": {
         **dict.fromkeys(("_failed", "_identity", "_socket"), "of what the patch itself has"),
         "add_done_callback": "of an asyncio.Task",

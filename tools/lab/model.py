@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,31 +49,33 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def _weights(seed: int) -> dict[str, npt.NDArray[np.float32]]:
+def _weights(seed: int, config: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
     """Every tensor of the checkpoint; matrices are ``(out, in)``, float32."""
     draw = np.random.default_rng(seed)
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"] * config["head_dim"]
 
     def matrix(out: int, inner: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
         values: npt.NDArray[np.float32] = draw.standard_normal((out, inner), dtype=np.float32)
         values *= gain / math.sqrt(inner)
         return values
 
-    ones = np.ones(HIDDEN, dtype=np.float32)
-    tensors = {"model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN, gain=math.sqrt(HIDDEN))}
-    for layer in range(LAYERS):
+    ones = np.ones(hidden, dtype=np.float32)
+    tensors = {"model.embed_tokens.weight": matrix(VOCABULARY, hidden, gain=math.sqrt(hidden))}
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         # A gain of 2 on queries and keys makes the attention scores' deviation about 4: few positions dominate.
-        tensors[prefix + "self_attn.q_proj.weight"] = matrix(HIDDEN, HIDDEN, gain=2.0)
-        tensors[prefix + "self_attn.k_proj.weight"] = matrix(HIDDEN, HIDDEN, gain=2.0)
-        tensors[prefix + "self_attn.v_proj.weight"] = matrix(HIDDEN, HIDDEN, gain=2.0)
-        tensors[prefix + "self_attn.o_proj.weight"] = matrix(HIDDEN, HIDDEN, gain=2.0)
-        tensors[prefix + "mlp.gate_proj.weight"] = matrix(INTERMEDIATE, HIDDEN)
-        tensors[prefix + "mlp.up_proj.weight"] = matrix(INTERMEDIATE, HIDDEN)
-        tensors[prefix + "mlp.down_proj.weight"] = matrix(HIDDEN, INTERMEDIATE)
+        tensors[prefix + "self_attn.q_proj.weight"] = matrix(heads, hidden, gain=2.0)
+        tensors[prefix + "self_attn.k_proj.weight"] = matrix(heads, hidden, gain=2.0)
+        tensors[prefix + "self_attn.v_proj.weight"] = matrix(heads, hidden, gain=2.0)
+        tensors[prefix + "self_attn.o_proj.weight"] = matrix(hidden, heads, gain=2.0)
+        tensors[prefix + "mlp.gate_proj.weight"] = matrix(width, hidden)
+        tensors[prefix + "mlp.up_proj.weight"] = matrix(width, hidden)
+        tensors[prefix + "mlp.down_proj.weight"] = matrix(hidden, width)
         tensors[prefix + "input_layernorm.weight"] = ones.copy()
         tensors[prefix + "post_attention_layernorm.weight"] = ones.copy()
     tensors["model.norm.weight"] = ones.copy()
-    tensors["lm_head.weight"] = matrix(VOCABULARY, HIDDEN)
+    tensors["lm_head.weight"] = matrix(VOCABULARY, hidden)
     return tensors
 
 
@@ -107,11 +110,15 @@ def _tokenizer() -> dict[str, Any]:
     }
 
 
-def make(directory: Path, seed: int = 0) -> Path:
-    """Write config, weights and tokenizer into ``directory`` and return it. The same seed, the same bytes."""
+def make(directory: Path, seed: int = 0, shape: Mapping[str, int] | None = None) -> Path:
+    """Write config, weights and tokenizer into ``directory`` and return it. The same seed, the same bytes.
+
+    ``shape``: what the config has otherwise, as many heads for keys and values as for queries.
+    """
+    config = {**_CONFIG, **(shape or {})}
     directory.mkdir(parents=True, exist_ok=True)
     files: dict[str, dict[str, Any]] = {
-        "config.json": _CONFIG,
+        "config.json": config,
         "generation_config.json": {"bos_token_id": 1, "eos_token_id": 2},
         "tokenizer.json": _tokenizer(),
         "tokenizer_config.json": {
@@ -125,7 +132,7 @@ def make(directory: Path, seed: int = 0) -> Path:
     }
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-    save_file(_weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(seed, config), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

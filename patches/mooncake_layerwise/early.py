@@ -1,0 +1,292 @@
+"""Early writes of one prefill worker: parts of what decode engines have asked for, before the prefill has ended.
+
+An early write is the release's own answer to an ask for less, under a transfer of our own, answered here.
+It is begun only while the ask has no answer, the release keeps its transfer, and the prefill has not ended: while the
+release itself would still write there. Whoever is to answer an ask, or to give prefill's blocks away, first awaits
+what is under way. Nothing tells when the rest of a write that failed has ended: its request is not answered, and
+prefill's blocks are held as the release holds those of a failed write of its own.
+
+All of it is used by the worker's event loop alone, but for what says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+    from .computed import Told
+
+Send = Callable[[bytes, Any, Any], Awaitable[None]]
+"""The release's `send_kv_to_decode`: identity, socket, ask."""
+
+UNCERTAIN = "Mooncake transfer engine returned"
+"""What the release answers after a write that failed, of which a rest may still be under way (Mooncake's
+MultiTransport::getBatchTransferStatus answers FAILED at the first of a batch that did)."""
+
+FAILED = "_livepatch_failed"
+"""Attribute of what the release keeps of a transfer: an early write for it failed."""
+
+NEVER = sys.maxsize
+"""After how many asks the release gives the blocks of such a transfer away. It counts to no such number: they come
+back after its time-out, as those of a transfer that it could not send."""
+
+PIECE_BYTES = 1 << 24
+"""How much one early write brings, about: whoever waits for its end waits for no more than that."""
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Part:
+    """One request of one ask: `remote` are decode's blocks, in order, for the last ones of the prompt."""
+
+    ask: Ask
+    name: str
+    transfer: str
+    remote: list[int]
+    local: list[int] = field(default_factory=list)  # prefill's blocks that were sent, as many of `remote`
+    entry: Any = None  # of the release's, what it keeps of the transfer, as the first write found it
+    blocks: int = 0  # of the whole prompt, as the first write found it
+    closed: bool = False  # nothing more is begun
+    failed: str | None = None  # what was said of a write that failed, of which a rest may be under way
+    under_way: asyncio.Task[None] | None = None
+
+    async def drained(self) -> None:
+        """Nothing of it is under way, nor will be."""
+        self.closed = True
+        if self.under_way is not None:
+            await asyncio.wait([self.under_way])
+
+    def sent_of(self, entry: Any) -> int:
+        """How many of its blocks need not be sent any more, where the release is about to send what it keeps."""
+        if entry is not self.entry or len(entry.local_block_ids) != 1 or len(entry.local_block_ids[0]) != self.blocks:
+            return 0
+        first = self.blocks - len(self.remote)
+        return len(self.local) if entry.local_block_ids[0][first : first + len(self.local)] == self.local else 0
+
+
+@dataclass(eq=False)
+class Ask:
+    """What a decode worker asks for, and the release's code that answers it."""
+
+    identity: bytes
+    meta: Any
+    send: Send
+    parts: dict[str, Part] = field(default_factory=dict)
+    unanswered: set[str] = field(default_factory=set)
+    withheld: set[str] = field(default_factory=set)  # requests that are not answered: a write for them failed
+
+
+class _Answer:
+    """In the place of the socket, for an ask of our own."""
+
+    data: bytes = b""
+
+    async def send_multipart(self, parts: Any) -> None:
+        _, self.data = parts
+
+
+class Writes:
+    """The early writes of one worker, half as many at once as it has threads to write."""
+
+    def __init__(self, livepatch: PatchContext, worker: Any) -> None:
+        self._livepatch = livepatch
+        self._worker = worker
+        self._whole: dict[str, tuple[list[int], int]] = {}  # by transfer, as `computed` tells it
+        self._last: Any = None  # the event on the device behind what was told last
+        self.ending: dict[str, Future[None]] = {}  # by transfer, of prefills given up; for the worker's own thread
+        self._asks: dict[int, Ask] = {}  # by the identity of the ask's metadata
+        self._waiting: deque[Part] = deque()  # for a place
+        self._places = max(1, worker.num_sender_workers // 2)
+        self._piece = max(1, PIECE_BYTES // max(1, sum(worker.block_len_per_layer)))
+
+    # What the steps tell
+
+    def computed(self, told: Told, event: Any) -> None:
+        """A step has been computed, or will have been when `event` is."""
+        self._whole.update(told["whole"])
+        self._last = event
+        self._look(set(told["whole"]))
+
+    def over(self, transfers: Iterable[str]) -> None:
+        """The release sends these now: what it has not been told of early."""
+        for transfer in transfers:
+            self._whole.pop(transfer, None)
+
+    async def back(self, transfers: Iterable[str]) -> None:
+        """Blocks of these are about to be given to others: what is still sent of them counts for nothing."""
+        self.over(transfers)
+        for part in await self.drained(transfers):
+            part.local = []
+
+    async def drained(self, transfers: Iterable[str]) -> list[Part]:
+        """Nothing of these is under way, nor will be, whoever asked for them."""
+        gone = set(transfers)
+        parts = [part for part in self._parts() if part.transfer in gone]
+        for part in parts:
+            part.closed = True
+        for part in parts:
+            await part.drained()
+        return parts
+
+    async def given_up(self, worker: Any, name: str, transfer: str, metadata: Any) -> None:
+        """A prefill was given up, and its blocks come back when nothing reads them: then the release is told.
+
+        `metadata` is an empty one of the release's.
+        """
+        self.over([transfer])
+        await self.drained([transfer])
+        entry = worker.reqs_need_send.get(transfer)
+        if getattr(entry, FAILED, False):
+            # They come back when the release gives up those of a transfer that it could not send.
+            timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+            entry.p_req_id, entry.expire_time = name, time.perf_counter() + timeout
+        else:
+            await let_go(worker, name, transfer, metadata)
+
+    # Asks
+
+    def begin(self, ask: Ask) -> None:
+        # Of several workers of prefill's that write for one of decode's, one may answer with an error while another
+        # writes, and to 0.32.0 decode lets the blocks go at the first.
+        alone = ask.meta.remote_tp_size >= self._worker.tp_size
+        for name, (transfer, groups) in ask.meta.req_blocks.items():
+            ask.unanswered.add(name)
+            if alone and len(groups) == 1 and groups[0]:
+                ask.parts[name] = Part(ask, name, transfer, list(groups[0]))
+        self._asks[id(ask.meta)] = ask
+        # When the release has looked at the ask.
+        asyncio.get_running_loop().call_soon(self._look, {part.transfer for part in ask.parts.values()})
+
+    async def end(self, ask: Ask) -> None:
+        for part in ask.parts.values():
+            await part.drained()
+        self._asks.pop(id(ask.meta), None)
+
+    def of(self, meta: Any) -> Ask | None:
+        return self._asks.get(id(meta))
+
+    def kept(self, part: Part) -> Any:
+        """What the release keeps of a part's transfer."""
+        return self._worker.reqs_need_send.get(part.transfer)
+
+    def _parts(self) -> list[Part]:
+        return [part for ask in self._asks.values() for part in ask.parts.values()]
+
+    # Writing
+
+    def _look(self, transfers: set[str]) -> None:
+        """Begin what can be begun. It is called by the event loop, which keeps errors to itself."""
+        try:
+            for part in self._parts():
+                if part.transfer in transfers:
+                    self._begin(part)
+        except Exception as error:
+            self._livepatch.stand_aside("writing early", error)
+
+    def _begin(self, part: Part) -> None:
+        if part.under_way is not None or not self._next(part) or part in self._waiting:
+            return
+        if not self._places:
+            self._waiting.append(part)
+            return
+        self._places -= 1
+        part.under_way = asyncio.ensure_future(self._write(part))
+
+    def _next(self, part: Part) -> int:
+        """How many of the part's blocks can be sent now."""
+        entry = self.kept(part)
+        if part.closed or self._livepatch.aside or part.transfer not in self._whole:
+            return 0
+        if entry is None or entry.ready.is_set() or (part.entry is not None and part.entry is not entry):
+            return 0
+        whole, blocks = self._whole[part.transfer]
+        first = blocks - len(part.remote)
+        if first < 0:
+            return 0
+        number: int = max(0, min(len(whole) - first - len(part.local), self._piece))
+        return number
+
+    async def _write(self, part: Part) -> None:
+        try:
+            await self._written(part)
+        except Exception as error:
+            part.closed = True
+            self._livepatch.stand_aside("writing early", error)
+        finally:
+            part.under_way = None
+            self._places += 1
+            self._waiting.append(part)  # behind those that wait
+            for _ in range(len(self._waiting)):
+                self._begin(self._waiting.popleft())
+
+    async def _written(self, part: Part) -> None:
+        worker, done, number = self._worker, len(part.local), self._next(part)
+        if not number:  # any more, since it was to begin
+            return
+        whole, blocks = self._whole[part.transfer]
+        first = blocks - len(part.remote)
+        local = whole[first + done : first + done + number]
+        part.entry, part.blocks = self.kept(part), blocks
+        if self._last is not None:
+            await asyncio.get_running_loop().run_in_executor(worker._sender_executor, self._last.synchronize)
+            if not self._next(part):
+                return
+        transfer = f"livepatch-early-{next(_numbers)}"
+        meta = copy.copy(part.ask.meta)
+        meta.req_blocks = {part.name: (transfer, [part.remote[done : done + number]])}
+        answer = _Answer()
+        # Of two to be sent, so that the release reports no end of it.
+        own = type(part.entry)("", transfer, [local], asyncio.Event(), need_send=2)
+        own.ready.set()
+        worker.reqs_need_send[transfer] = own
+        try:
+            await part.ask.send(part.ask.identity, answer, meta)
+            response = worker._xfer_resp_decoder.decode(answer.data)
+            said = response.err_msg or ""
+        except Exception as error:  # what was begun is not known
+            response, said = None, f"{UNCERTAIN} {type(error).__name__}: {error}"
+        finally:
+            worker.reqs_need_send.pop(transfer, None)
+        if response is not None and part.name in (response.ok_reqs or ()):
+            part.local += local
+            self._livepatch.count("early", number)
+            return
+        part.closed = True  # it was refused, and the release will say why; or worse
+        if UNCERTAIN in said:
+            part.failed = said
+            setattr(part.entry, FAILED, True)
+            part.entry.need_send = NEVER
+            self._livepatch.count("failed")
+            self._livepatch.say("failed", f"an early write failed, and its request is not answered: {said}")
+
+
+async def let_go(worker: Any, name: str, transfer: str, metadata: Any) -> None:
+    """The release hears of a prefill that was given up, and that its blocks are free."""
+    metadata.reqs_not_processed = {transfer}
+    with contextlib.suppress(KeyError):  # the release's, which does not know the transfer
+        await worker.record_send_reqs(metadata)
+    worker.finished_sending_reqs.add(name)
+
+
+def module_of(worker: Any) -> dict[str, Any]:
+    """The release's module."""
+    return vars(sys.modules[type(worker).__module__])
+
+
+def response_of(worker: Any, status: str, **fields: Any) -> Any:
+    """An answer of the release's own kind."""
+    module = module_of(worker)
+    return module["MooncakeXferResponse"](status=getattr(module["MooncakeXferResponseStatus"], status), **fields)

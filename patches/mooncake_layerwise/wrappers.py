@@ -1,0 +1,271 @@
+"""Prefill's KV leaves while later parts of the prompt are computed; at its end only what is missing is sent.
+
+Which blocks are whole after a step is told with the connector's metadata (computed.py), and what of them decode
+has asked for is written at once (early.py). The last answer to an ask stays the release's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from typing import TYPE_CHECKING, Any
+
+from .computed import TOLD, Prefills
+from .early import Ask, Part, Writes, let_go, module_of, response_of
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
+CONNECTOR = f"{MODULE}:MooncakeConnector"
+SCHEDULER = f"{MODULE}:MooncakeConnectorScheduler"
+WORKER = f"{MODULE}:MooncakeConnectorWorker"
+
+PREFILLS = "_livepatch_prefills"
+"""Attribute of a scheduler's side: its `Prefills`."""
+
+WRITES = "_livepatch_writes"
+"""Attribute of a prefill worker: its `Writes`. One that has none sends everything at the end."""
+
+
+class _Answers:
+    """In the place of the socket while an ask is served: no answer leaves while what it speaks of is still written."""
+
+    def __init__(self, livepatch: PatchContext, worker: Any, ask: Ask, socket: Any) -> None:
+        self._livepatch, self._worker, self._ask, self._socket = livepatch, worker, ask, socket
+
+    async def send_multipart(self, parts: Any) -> None:
+        identity, data = parts
+        try:
+            settled = await self._settled(data)
+        except Exception as error:
+            self._livepatch.stand_aside("answering an ask", error)
+            for part in self._ask.parts.values():
+                await part.drained()
+            settled = None if any(part.failed for part in self._ask.parts.values()) else data
+        if settled is not None:
+            await self._socket.send_multipart((identity, settled))
+
+    async def _settled(self, data: bytes) -> bytes | None:
+        """The answer, when nothing is under way of what it speaks of, and without what may be for all time."""
+        ask, worker = self._ask, self._worker
+        response = worker._xfer_resp_decoder.decode(data)
+        named = {*(response.ok_reqs or ()), *(response.err_reqs or ())}
+        if response.status.name != "CONTINUE":
+            named |= ask.unanswered
+        # `mooncake-lost-asks` answers as well for what the release does not keep any more.
+        spoken = [
+            part
+            for name, part in ask.parts.items()
+            if name in named or (name in ask.unanswered and part.transfer not in worker.reqs_need_send)
+        ]
+        for part in spoken:
+            part.closed = True
+        for part in spoken:
+            await part.drained()
+        ask.unanswered -= named
+        ask.withheld.update(part.name for part in spoken if part.failed is not None)
+        if not ask.withheld:
+            return data
+        # Of what the release keeps no more `mooncake-lost-asks` speaks beside each answer: there is none any more.
+        kept = all(ask.parts[name].transfer in worker.reqs_need_send for name in ask.withheld)
+        return self._without(response, ask.withheld) if kept else None
+
+    def _without(self, response: Any, withheld: set[str]) -> bytes | None:
+        """An answer that leaves requests out, and is not the last one: that would speak of them too."""
+        response.ok_reqs = [name for name in response.ok_reqs or () if name not in withheld] or None
+        response.err_reqs = [name for name in response.err_reqs or () if name not in withheld] or None
+        if response.ok_reqs is None and response.err_reqs is None:
+            return None
+        response.status = module_of(self._worker)["MooncakeXferResponseStatus"].CONTINUE
+        encoded: bytes = self._worker._encoder.encode(response)
+        return encoded
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
+
+    # The scheduler's side
+
+    def build_connector_meta(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        step = args[0] if args else kwargs["scheduler_output"]
+        prefills: Prefills | None = getattr(connector, PREFILLS, None)
+        if prefills is None:
+            prefills = Prefills(connector.block_size)
+            setattr(connector, PREFILLS, prefills)
+        try:
+            told = prefills.leave() if livepatch.aside else prefills.told(connector, step)
+        except Exception as error:
+            livepatch.stand_aside("following prefills", error)
+            told = prefills.leave()
+        metadata = wrapped(*args, **kwargs)
+        if told is not None:
+            setattr(metadata, TOLD, told)
+        return metadata
+
+    def request_finished(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """The blocks of a prefill that is given up come back when its workers say so, not at once."""
+        held, parameters = wrapped(*args, **kwargs)
+        request = args[0] if args else kwargs["request"]
+        prefills: Prefills | None = getattr(connector, PREFILLS, None)
+        transfer = None if held or prefills is None else prefills.hold(request)
+        if transfer is None:
+            return held, parameters
+        connector._reqs_not_processed.discard(transfer)  # the worker tells itself, when nothing is under way
+        return True, parameters
+
+    # A worker's steps
+
+    def register_kv_caches(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        worker = connector.connector_worker
+        caches = args[0] if args else kwargs["kv_caches"]
+        if worker.is_kv_consumer or not can_leave_early(worker, caches):
+            return
+        setattr(worker, WRITES, Writes(livepatch, worker))
+        connector.bind_connector_metadata = livepatch.around(
+            connector.bind_connector_metadata, livepatch.lasting(bind_connector_metadata)
+        )
+
+    def bind_connector_metadata(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """Before a step writes into blocks that were given away, what still reads them is awaited."""
+        told = getattr(args[0] if args else kwargs["connector_metadata"], TOLD, None)
+        if told is not None and (told["back"] or told["over"]):
+            worker = connector.connector_worker
+            writes: Writes = getattr(worker, WRITES)
+            worker.sender_loop.call_soon_threadsafe(writes.over, told["over"])
+            if told["back"]:
+                asyncio.run_coroutine_threadsafe(writes.back(told["back"]), worker.sender_loop).result()
+        return wrapped(*args, **kwargs)
+
+    def start_load_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> None:
+        """Prefills that were given up are told to the release when nothing reads their blocks."""
+        metadata = args[0] if args else kwargs["metadata"]
+        told = getattr(metadata, TOLD, None)
+        writes: Writes | None = getattr(worker, WRITES, None)
+        ending = {} if writes is None else writes.ending
+        for name, transfer in told["held"].items() if told else ():
+            what = (worker, name, transfer, type(metadata)())
+            telling = let_go(*what) if writes is None else writes.given_up(*what)
+            ending[transfer] = asyncio.run_coroutine_threadsafe(telling, worker.sender_loop)
+        # One that comes again under the same transfer begins when the release has heard of the end of the first.
+        again = {transfer for transfer, _ in metadata.reqs_to_send.values()} if ending else set()
+        for transfer in [one for one, end in ending.items() if end.done() or one in again]:
+            futures.wait([ending.pop(transfer)])
+        wrapped(*args, **kwargs)
+
+    def wait_for_save(connector: Any, args: Any, kwargs: Any) -> None:
+        """A step has been computed, or is queued on the device."""
+        worker, told = connector.connector_worker, getattr(connector._connector_metadata, TOLD, None)
+        writes: Writes | None = getattr(worker, WRITES, None)
+        if writes is None or told is None or not told["whole"]:
+            return
+        worker.sender_loop.call_soon_threadsafe(writes.computed, told, behind(worker))
+
+    # An ask
+
+    async def served(release: Call, worker: Any, identity: bytes, socket: Any, meta: Any) -> None:
+        writes: Writes = getattr(worker, WRITES)
+        ask = Ask(identity, meta, release)
+        answers = _Answers(livepatch, worker, ask, socket)
+        try:
+            writes.begin(ask)
+        except Exception as error:
+            livepatch.stand_aside("an ask", error)
+        try:
+            await release(identity, answers, meta)
+        except Exception:
+            # The answer that this would become speaks of all, also of those that are not to be answered.
+            for part in ask.parts.values():
+                await part.drained()
+            if not any(part.failed for part in ask.parts.values()):
+                raise
+            response = response_of(worker, "CONTINUE", err_reqs=sorted(ask.unanswered))
+            await answers.send_multipart((identity, worker._encoder.encode(response)))
+        finally:
+            await writes.end(ask)
+
+    def send_kv_to_decode(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        if livepatch.aside or not hasattr(worker, WRITES):
+            return wrapped(*args, **kwargs)
+        return served(wrapped, worker, *args, **kwargs)
+
+    # The end of a prefill
+
+    def lacking(parts: Mapping[str, Part], ready: list[tuple[str, Any]], meta: Any) -> Any:
+        """The ask, without what was sent."""
+        blocks = dict(meta.req_blocks)
+        for name, entry in ready:
+            sent = parts[name].sent_of(entry) if name in parts else 0
+            if sent:
+                transfer, (remote,) = blocks[name]
+                blocks[name] = (transfer, [remote[sent:]])
+        rest = copy.copy(meta)
+        rest.req_blocks = blocks
+        return rest
+
+    async def missing(
+        release: Call, writes: Writes, ready: list[tuple[str, Any]], meta: Any, *regions: Any
+    ) -> tuple[Any, Any, Any, list[str], str | None]:
+        """What has not been sent, as the release builds it. A request of which a write failed is not sent."""
+        # With the last of those who ask for a transfer its blocks are given away: nobody's write is under way then.
+        await writes.drained({entry.transfer_id for _, entry in ready})
+        ask = writes.of(meta)
+        parts: dict[str, Part] = {} if ask is None else ask.parts
+        failed = {name: part.failed for name, _ in ready if (part := parts.get(name)) and part.failed is not None}
+        try:
+            rest = lacking(parts, ready, meta)
+        except Exception as error:
+            livepatch.stand_aside("leaving out what was sent", error)
+            rest = meta
+        left = [(name, entry) for name, entry in ready if name not in failed]
+        sources, places, lengths, errors, why = await release(left, rest, *regions)
+        if failed:
+            errors = [*errors, *failed]
+            why = "; ".join(filter(None, (why, *failed.values())))
+        return sources, places, lengths, errors, why
+
+    def build_transfer_params(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        writes: Writes | None = getattr(worker, WRITES, None)
+        if writes is None:
+            return wrapped(*args, **kwargs)
+        return missing(wrapped, writes, *args)
+
+    return {
+        f"{SCHEDULER}.build_connector_meta": livepatch.lasting(build_connector_meta),
+        f"{SCHEDULER}.request_finished": livepatch.lasting(request_finished),
+        f"{CONNECTOR}.register_kv_caches": livepatch.after(register_kv_caches),
+        f"{CONNECTOR}.wait_for_save": livepatch.before(wait_for_save),
+        f"{WORKER}.start_load_kv": livepatch.lasting(start_load_kv),
+        f"{WORKER}.send_kv_to_decode": send_kv_to_decode,
+        f"{WORKER}._build_transfer_params": livepatch.lasting(build_transfer_params),
+    }
+
+
+def can_leave_early(worker: Any, caches: Mapping[str, Any]) -> bool:
+    """Whether a block that is whole stays as it is: one group of full attention, and nothing that computes ahead."""
+    config = worker.vllm_config
+    groups = worker.kv_cache_config.kv_cache_groups
+    parallel = config.parallel_config
+    return (
+        len(groups) == 1
+        and type(groups[0].kv_cache_spec).__name__ == "FullAttentionSpec"
+        and groups[0].kv_cache_spec.block_size == config.cache_config.block_size
+        and config.speculative_config is None
+        and parallel.decode_context_parallel_size == parallel.prefill_context_parallel_size == 1
+        and parallel.pipeline_parallel_size == 1
+        and {cache.device.type for cache in caches.values()} <= {"cpu", "cuda"}
+    )
+
+
+def behind(worker: Any) -> Any:
+    """An event on the device behind all that the step has queued there; None where a step is computed in the call."""
+    if {cache.device.type for cache in worker.device_kv_caches.values()} == {"cpu"}:
+        return None
+    event = sys.modules["torch"].cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,668 @@
+"""Let a release's real prefill scheduler and worker send KV to decode while it is computed; print what came, as JSON.
+
+Prefill steps as a worker of the release's does, with its own order of calls to the connector; a model that writes one
+number into each block stands for one. What leaves goes through Mooncake's real engine, by way of a link of ours that
+notes how many blocks each write brings, and can hold or refuse one. `mooncake_layerwise.py PATIENCE CASE...`: how many
+seconds to wait for what is never told, and which of the cases to run.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")  # vLLM logs to stdout, which here belongs to the result
+os.dup2(2, 1)
+gc.disable()
+
+import calm
+
+calm.keep()
+
+import asyncio
+import atexit
+import threading
+import time
+from types import FunctionType
+from typing import Any
+
+import mooncake_sides as sides
+import real_scheduler as real
+import torch
+import vllm
+from mooncake_sides import BLOCKS, LAYER, Side, decoding, wait
+from ports import free_port
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.forward_context import set_forward_context
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+gc.enable()
+
+PATIENCE = float(sys.argv[1])
+SIZE = 32
+"""Tokens of a block."""
+CHUNK = 2 * SIZE
+"""Tokens of a step."""
+PROMPT = 7 * SIZE + SIZE // 2
+"""Tokens of a prompt, unless said: seven whole blocks and a half."""
+OLD = -1.0
+"""What is in decode's blocks before."""
+ABORT = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
+
+
+class Link:
+    """In the place of Mooncake's engine, in front of it."""
+
+    def __init__(self, engine: Any, block_bytes: int) -> None:
+        self._engine, self._block_bytes = engine, block_bytes
+        self.writes: list[float] = []  # blocks of each, since this was emptied
+        self.begun = self.ended = 0
+        self.open = threading.Event()
+        self.open.set()
+        self.refuse = 0
+        self.refused: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def batch_transfer_sync_write(self, session: str, sources: Any, places: Any, lengths: Any) -> int:
+        self.writes.append(sum(lengths) / self._block_bytes)
+        self.begun += 1
+        self.open.wait()
+        if self.refuse:
+            self.refuse -= 1
+            self.refused.append((session, sources, places, lengths))
+            answer = -1
+        else:
+            answer = self._engine.batch_transfer_sync_write(session, sources, places, lengths)
+        self.ended += 1
+        return answer
+
+    def later(self) -> None:
+        """What was refused is written after all, as Mooncake may."""
+        for call in self.refused:
+            self._engine.batch_transfer_sync_write(*call)
+        self.refused.clear()
+
+
+class Engine:
+    """The release's scheduler, its connector's worker, and a model that writes numbers."""
+
+    def __init__(self, model_config: Any, role: str, side: Side) -> None:
+        self.side = side
+        self.worker = side.worker
+        self.config = config = sides.make_config(model_config, role, side.engine_id, {})
+        config.scheduler_config.max_num_batched_tokens = 4 * CHUNK
+        config.scheduler_config.max_num_scheduled_tokens = 4 * CHUNK
+        config.scheduler_config.long_prefill_token_threshold = CHUNK
+        config.cache_config.num_gpu_blocks = BLOCKS
+        config.cache_config.enable_prefix_caching = True
+        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)]
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=SIZE,
+            log_stats=True,
+        )
+        self.free = real.free_blocks(self.scheduler)
+        self.again = 0.0  # added to what the model writes
+
+    def add(self, name: str, prompt: int = PROMPT, content: int = 0, tokens: int = 1, **parameters: Any) -> Any:
+        """A request, of as many tokens; those with one `content` have one prompt. `parameters` are the transfer's."""
+        request = Request(
+            request_id=name,
+            prompt_token_ids=[1 + content] * prompt,
+            sampling_params=SamplingParams(
+                max_tokens=tokens, ignore_eos=True, extra_args={"kv_transfer_params": parameters or None}
+            ),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(SIZE, sha256),
+            **real.end_token_named_per_request(),
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def taken(self) -> int:
+        """Blocks that are not free."""
+        return int(self.free - real.free_blocks(self.scheduler))
+
+    def fill(self, number: int) -> None:
+        """Other prompts, of eight blocks each, are computed in whatever is free."""
+        for one in range(number):
+            self.add(f"fill-{one}", content=40 + one)
+        for _ in range(8 * number):
+            self.step()
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> None:
+        # In newer releases a request that is alone may have all of a step's tokens.
+        self.scheduler.max_num_scheduled_tokens = CHUNK * max(1, self.scheduler.get_num_unfinished_requests())
+        scheduled = self.scheduler.schedule()
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.side.connector
+        mixin = KVConnectorModelRunnerMixin
+        if scheduled.total_num_scheduled_tokens:
+            with (
+                set_forward_context(None, self.config),
+                mixin.maybe_get_kv_connector_output(scheduled) as connector_output,
+            ):
+                self.forward(scheduled)
+            output = real.run_model(scheduled)
+            for number, name in enumerate(output.req_ids):
+                if not self.at_the_end(name, scheduled):
+                    output.sampled_token_ids[number] = []
+            output.kv_connector_output = connector_output
+        else:
+            output = mixin.kv_connector_no_forward(scheduled, self.config)
+        self.scheduler.update_from_output(scheduled, output)
+
+    def blocks(self, name: str) -> list[int]:
+        """What a request has, also one that has ended while a transfer is not over."""
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        return list(blocks)
+
+    def computed(self, blocks: list[int], content: int) -> bool:
+        """Whether blocks hold what was computed for the first ones of a prompt."""
+        return self.side.holds(blocks) == [contents(content, place, SIZE) for place in range(len(blocks))]
+
+    def at_the_end(self, name: str, scheduled: Any) -> bool:
+        request = self.scheduler.requests.get(name)
+        return request is None or bool(request.num_computed_tokens >= request.num_prompt_tokens)
+
+    def forward(self, scheduled: Any) -> None:
+        """Each block gets a number that says of which prompt it is, where, and how many tokens are in it."""
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, tokens in scheduled.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            begin, end = computed[name], computed[name] + tokens
+            for place in range(begin // SIZE, -(-end // SIZE)):
+                within = min(end - place * SIZE, SIZE)
+                self.side.cache.select(self.side.dimension, blocks[place]).fill_(
+                    self.again + contents(request.prompt_token_ids[0] - 1, place, within)
+                )
+
+
+class Prefill(Engine):
+    """A prefill engine, behind a link of ours."""
+
+    def __init__(self, model_config: Any, port: int) -> None:
+        super().__init__(model_config, "kv_producer", Side(model_config, "kv_producer", "prefill", port))
+        self.link = Link(self.worker.engine, self.side.cache.numel() * self.side.cache.element_size() // BLOCKS)
+        self.worker.engine = self.link
+
+    def compute(
+        self, name: str, prompt: int = PROMPT, content: int = 0, tokens: int = 1, transfer: str | None = None
+    ) -> Any:
+        """A request whose KV a decode engine fetches."""
+        return self.add(f"p-{name}", prompt, content, tokens, do_remote_decode=True, transfer_id=transfer or name)
+
+
+def contents(content: int, place: int, tokens: int) -> float:
+    return 10000.0 * content + 100.0 * place + tokens
+
+
+class Pair:
+    def __init__(self, model_config: Any) -> None:
+        self.prefill = Prefill(model_config, free_port())
+        self.decode = Side(model_config, "kv_consumer", "decode", free_port())
+        self.decoding = Engine(model_config, "kv_consumer", self.decode)
+        self._next = 1
+
+    def ask(self, name: str, blocks: int = 8, arrives: bool = True, transfer: str | None = None) -> list[int]:
+        """Decode asks for the last blocks of a prompt; which of its own they go to."""
+        transfer = transfer or name
+        if self._next + blocks > BLOCKS:
+            self._next = 1
+        places = list(range(self._next, self._next + blocks))[::-1]  # no run of neighbours
+        self._next += blocks
+        for number in places:
+            self.decode.cache.select(self.decode.dimension, number).fill_(OLD)
+        self.decode.invalid.difference_update(places)
+        self.decode.admit(decoding(f"d-{name}", transfer, blocks, self.prefill.side), places)
+        self.decode.step()
+        if arrives:
+            assert wait(lambda: transfer in self.prefill.worker.reqs_need_send)
+        return places
+
+    def lets_go(self, name: str) -> None:
+        """A client of decode's hangs up: prefill is asked for nothing, but to let go."""
+        self.decode.finish(decoding(f"d-{name}-over", name, 2, self.prefill.side), [], "FINISHED_ABORTED")
+        self.decode.step()
+
+    def settled(self) -> bool:
+        """Whether nothing that left early is under way any more."""
+        link, worker = self.prefill.link, self.prefill.worker
+
+        async def idle() -> bool:
+            writes = getattr(worker, "_livepatch_writes", None)
+            return writes is None or not any(part.under_way for part in writes._parts())
+
+        def now() -> bool:
+            return asyncio.run_coroutine_threadsafe(idle(), worker.sender_loop).result()
+
+        return wait(lambda: now() and link.begun == link.ended)
+
+    def came(self, places: list[int], *, content: int = 0, prompt: int = PROMPT, again: float = 0.0) -> int | str:
+        """How many of decode's blocks hold what they are to hold, from the first on; or what is wrong."""
+        whole = -(-prompt // SIZE)
+        first = whole - len(places)
+        right = [again + contents(content, place, min(prompt - place * SIZE, SIZE)) for place in range(first, whole)]
+        found = self.decode.holds(places)
+        number = sum(one == other for one, other in zip(found, right, strict=True))
+        return number if found[:number] == right[:number] and set(found[number:]) <= {OLD} else f"wrong: {found}"
+
+    def told(self, name: str, places: list[int], patience: float = sides.SECONDS) -> str:
+        def heard() -> bool:
+            self.decode.step()
+            time.sleep(0.02)
+            return f"d-{name}" in self.decode.received
+
+        if not wait(heard, patience):
+            return "nothing is told"
+        return "failed" if set(places) <= self.decode.invalid else "loaded"
+
+    def end(self, name: str, places: list[int], **what: Any) -> list[Any]:
+        """Prefill goes on to its end, and gives the blocks back: what decode was told, and has."""
+
+        def over() -> bool:
+            self.prefill.step()
+            return f"p-{name}" not in self.prefill.scheduler.requests
+
+        assert wait(over)
+        return [self.told(name, places), self.came(places, **what)]
+
+    def left(self) -> int:
+        """Blocks of prefill's that do not come back."""
+
+        def back() -> bool:
+            if self.prefill.scheduler.requests:
+                self.prefill.step()
+            return not self.prefill.taken()
+
+        wait(back, 5)
+        return self.prefill.taken()
+
+
+def chunks(pair: Pair) -> Any:
+    """Asked before prefill begins: what has come after each step, and what each write brought."""
+    del pair.prefill.link.writes[:]
+    places = pair.ask("chunks")
+    pair.prefill.compute("chunks")
+    after = []
+    for _ in range(4):
+        pair.prefill.step()
+        assert pair.settled()
+        after.append(pair.came(places))
+    return after, pair.end("chunks", places), pair.prefill.link.writes[:], pair.left()
+
+
+def late(pair: Pair) -> Any:
+    """Asked when prefill has ended."""
+    del pair.prefill.link.writes[:]
+    pair.prefill.compute("late", content=1)
+    for _ in range(5):
+        pair.prefill.step()
+    places = pair.ask("late", arrives=False)
+    return pair.end("late", places, content=1), pair.prefill.link.writes[:], pair.left()
+
+
+def amid(pair: Pair) -> Any:
+    """Asked after two of the four steps."""
+    del pair.prefill.link.writes[:]
+    pair.prefill.compute("amid", content=2)
+    pair.prefill.step()
+    pair.prefill.step()
+    places = pair.ask("amid")
+    patched = hasattr(pair.prefill.worker, "_livepatch_writes")
+    came = wait(lambda: pair.came(places, content=2) == 4, sides.SECONDS if patched else PATIENCE)
+    told = pair.end("amid", places, content=2)
+    writes = pair.prefill.link.writes
+    return came, told, writes[0], sum(writes), pair.left()
+
+
+def hits(pair: Pair) -> Any:
+    """Prefill has four blocks of a prompt of which decode lacks the last six; another has the same, in one step."""
+    del pair.prefill.link.writes[:]
+    first = pair.ask("first", 5)
+    pair.prefill.compute("first", 4 * SIZE + 8, content=3)
+    came = [pair.end("first", first, content=3, prompt=4 * SIZE + 8)]
+    one, other = pair.ask("one", 6), pair.ask("other")
+    pair.prefill.compute("one", content=3)
+    pair.prefill.compute("other", content=3)
+    pair.prefill.step()
+    assert pair.settled()
+    before = [pair.came(one, content=3), pair.came(other, content=3)]
+    came += [pair.end("one", one, content=3), pair.end("other", other, content=3)]
+    return before, came, pair.left()
+
+
+def same_step(pair: Pair) -> Any:
+    """Two requests of one prompt are admitted in one step: the first computes what the second begins with."""
+    one, other = pair.ask("same"), pair.ask("twin")
+    pair.prefill.compute("same", content=4)
+    pair.prefill.compute("twin", content=4)
+    pair.prefill.step()
+    assert pair.settled()
+    before = [pair.came(one, content=4), pair.came(other, content=4)]
+    return before, pair.end("same", one, content=4), pair.end("twin", other, content=4), pair.left()
+
+
+def more(pair: Pair) -> Any:
+    """Decode asks for more blocks than the prompt takes. Of another, prefill computes more than its prompt."""
+    places = pair.ask("more", 9)
+    pair.prefill.compute("more", content=5)
+    for _ in range(6):
+        pair.prefill.step()
+    found = pair.told("more", places, PATIENCE), set(pair.decode.holds(places)) == {OLD}
+    assert expired(pair, "more")
+    places = pair.ask("longer")
+    pair.prefill.compute("longer", PROMPT, content=6, tokens=12)
+    for _ in range(20):
+        pair.prefill.step()
+    return found, pair.told("longer", places), pair.came(places, content=6, prompt=PROMPT + 11)
+
+
+def aborted(pair: Pair) -> Any:
+    """The prefill is aborted while an early write is under way: its blocks are nobody's, and no answer, till that ends."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("aborted")
+    prefill.compute("aborted", content=7)
+    begun = link.begun
+    link.open.clear()
+    prefill.step()
+    under_way = wait(lambda: link.begun > begun, PATIENCE)
+    prefill.abort("p-aborted")
+    prefill.fill(8)  # more than is free
+    held = prefill.taken()
+    early = pair.told("aborted", places, PATIENCE)
+    link.open.set()
+    told = pair.told("aborted", places, PATIENCE * 10)
+    return under_way, held, early, told, pair.came(places, content=7), pair.left()
+
+
+def begun_again(pair: Pair) -> Any:
+    """The same, and the prefill comes once more, under the same transfer: it begins when that has ended."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("again")
+    prefill.compute("again", content=8)
+    begun = link.begun
+    link.open.clear()
+    prefill.step()
+    under_way = wait(lambda: link.begun > begun, PATIENCE)
+    prefill.abort("p-again")
+    prefill.step()
+    prefill.compute("again-2", content=8, transfer="again")
+    stepping = threading.Thread(target=prefill.step)
+    stepping.start()
+    stepping.join(PATIENCE if under_way else sides.SECONDS)
+    held = stepping.is_alive()
+    link.open.set()
+    stepping.join()
+    told = pair.told("again", places, PATIENCE * 10 if under_way else PATIENCE)
+    places = pair.ask("again-2", transfer="again")
+    return under_way, held, told, pair.end("again-2", places, content=8), pair.left()
+
+
+def preempted(pair: Pair) -> Any:
+    """The prefill is preempted after two steps, while an early write is under way, and computed anew."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("preempted")
+    prefill.compute("preempted", content=9)
+    prefill.step()
+    assert pair.settled()
+    begun = link.begun
+    link.open.clear()
+    prefill.step()
+    under_way = wait(lambda: link.begun > begun, PATIENCE)
+    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    prefill.again = 50.0  # what is computed anew differs, to be told from what was there before
+    stepping = threading.Thread(target=prefill.step)
+    stepping.start()
+    stepping.join(PATIENCE if under_way else sides.SECONDS)
+    held = stepping.is_alive()
+    link.open.set()
+    stepping.join()
+    del link.writes[:]
+    result = pair.end("preempted", places, content=9, again=50.0)
+    prefill.again = 0.0
+    return under_way, held, result, link.writes[:], pair.left()
+
+
+def computed_anew(pair: Pair) -> Any:
+    """What was computed is not good, as after a load that failed: the scheduler goes back, and computes it anew."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("anew")
+    request = prefill.compute("anew", content=10)
+    prefill.step()
+    prefill.step()
+    assert pair.settled()
+    request.num_computed_tokens = CHUNK // 2
+    prefill.again = 50.0
+    del link.writes[:]
+    for _ in range(6):
+        prefill.step()
+    told = pair.told("anew", places)
+    prefill.again = 0.0
+    found = pair.decode.holds(places)
+    # The first block was not computed anew.
+    right = [contents(10, 0, SIZE), *(50.0 + contents(10, place, SIZE) for place in range(1, 7))]
+    return told, found[:7] == right, link.writes[:], pair.left()
+
+
+def drained(pair: Pair) -> Any:
+    """An early write is under way when prefill ends: the answer waits for it, and it is not sent again."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("drained")
+    prefill.compute("drained", content=11)
+    del link.writes[:]
+    link.open.clear()
+    prefill.step()
+    wait(lambda: bool(link.writes), PATIENCE)
+    for _ in range(5):
+        prefill.step()
+    early = pair.told("drained", places, PATIENCE)
+    link.open.set()
+    return early, pair.end("drained", places, content=11), link.writes[:], pair.left()
+
+
+def failed(pair: Pair) -> Any:
+    """An early write fails, and a rest of it comes later: nothing is said of its request, and nothing more is written."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("failed")
+    prefill.compute("failed", content=12)
+    del link.writes[:]
+    link.refuse = 1
+    prefill.step()
+    wait(lambda: not link.refuse, PATIENCE)
+    for _ in range(5):
+        prefill.step()
+    told = pair.told("failed", places, PATIENCE)
+    link.refuse = 0
+    prefill.fill(8)
+    held = prefill.taken()
+    link.later()
+    return told, link.writes[:], held, pair.came(places, content=12), expired(pair, "failed"), pair.left()
+
+
+def failed_and_aborted(pair: Pair) -> Any:
+    """An early write fails, its prefill is given up, and a rest of it comes when all other blocks were used again."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("both")
+    prefill.compute("both", content=13)
+    link.refuse = 1
+    prefill.step()
+    wait(lambda: not link.refuse, PATIENCE)
+    assert pair.settled()
+    prefill.abort("p-both")
+    prefill.step()
+    told = pair.told("both", places, PATIENCE)
+    link.refuse = 0
+    prefill.fill(8)
+    held = prefill.taken()
+    link.later()
+    return told, held, pair.came(places, content=13), expired(pair, "both"), pair.left()
+
+
+def failed_and_let_go(pair: Pair) -> Any:
+    """An early write fails, and decode lets go of its transfer: prefill's blocks are held all the same."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("let-go")
+    prefill.compute("let-go", content=17)
+    link.refuse = 1
+    prefill.step()
+    wait(lambda: not link.refuse, PATIENCE)
+    for _ in range(5):
+        prefill.step()
+    assert wait(lambda: not link.refuse)
+    assert pair.settled()
+    pair.lets_go("let-go")
+
+    def free() -> bool:
+        prefill.step()
+        pair.decode.step()  # to 0.23 a decode engine hears of the end of this too, and dies of it
+        return not prefill.taken()
+
+    freed = wait(free, PATIENCE)
+    prefill.fill(8)
+    link.later()
+    return freed, pair.came(places, content=17) == 2, expired(pair, "let-go"), pair.left()
+
+
+def expired(pair: Pair, name: str) -> bool:
+    """As if the time had passed after which the release gives up what it could not send; whether it had to."""
+    entry = pair.prefill.worker.reqs_need_send.get(name)
+    if entry is None or entry.expire_time == float("inf"):
+        return False
+    entry.expire_time = 0.0
+    pair.prefill.fill(1)  # steps
+    return name not in pair.prefill.worker.reqs_need_send
+
+
+def decode_aborted(pair: Pair) -> Any:
+    """Decode's request is aborted while an early write for it is under way: its blocks come back when all has come."""
+    prefill, decoding, link = pair.prefill, pair.decoding, pair.prefill.link
+    where = {"remote_engine_id": "prefill", "remote_bootstrap_addr": f"http://127.0.0.1:{prefill.side.port}"}
+    decoding.add("d-gone", content=14, do_remote_prefill=True, transfer_id="gone", **where)
+    decoding.step()
+    assert wait(lambda: "gone" in prefill.worker.reqs_need_send)
+    prefill.compute("gone", content=14)
+    begun = link.begun
+    link.open.clear()
+    prefill.step()
+    under_way = wait(lambda: link.begun > begun, PATIENCE)
+    decoding.abort("d-gone")
+    for number in range(6):
+        decoding.add(f"other-{number}", content=30 + number, tokens=20)
+    for _ in range(10):  # until they are all computed, and go on
+        decoding.step()
+    held = decoding.blocks("d-gone")
+    others = {one.request_id: decoding.blocks(one.request_id)[:7] for one in decoding.scheduler.running}
+    link.open.set()
+
+    def sent() -> bool:
+        prefill.step()
+        return not prefill.taken()
+
+    came = wait(sent, 10)
+    right = [content for content in range(30, 36) if decoding.computed(others[f"other-{content - 30}"], content)]
+    for _ in range(30):
+        decoding.step()
+    again = set(held) & {number for blocks in others.values() for number in blocks}
+    return under_way, len(held), again == set(), came, len(right), decoding.taken(), pair.left()
+
+
+def many(pair: Pair) -> Any:
+    """As many asks as prefill has tasks, and more, for prompts that are computed at once."""
+    names = [f"many-{number}" for number in range(7)]
+    places = {}
+    for number, name in enumerate(names):
+        places[name] = pair.ask(name)
+        pair.prefill.compute(name, content=20 + number)
+    return [pair.end(name, places[name], content=20 + number) for number, name in enumerate(names)], pair.left()
+
+
+def forgotten(pair: Pair) -> int:
+    """How many prefills are remembered when all are over."""
+    writes = getattr(pair.prefill.worker, "_livepatch_writes", None)
+    pair.prefill.step()
+    return len(writes._whole) if writes is not None else 0
+
+
+def order(pair: Pair) -> list[str]:
+    """Whose wrappers an ask of decode's comes through, from the outermost on."""
+    found = []
+    function: Any = type(pair.prefill.worker).send_kv_to_decode
+    while hasattr(function, "__wrapped__"):
+        held = [function, *contained(function), *(one for two in contained(function) for one in contained(two))]
+        places = [one.__module__.split(".") for one in held]
+        found += [place[place.index("patches") + 1] for place in places if "patches" in place]
+        function = function.__wrapped__
+    return found
+
+
+def contained(function: Any) -> list[Any]:
+    """The functions that a function closes over."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [one for one in cells if isinstance(one, FunctionType) and one is not getattr(function, "__wrapped__", None)]
+
+
+CASES = (
+    order,
+    chunks,
+    late,
+    amid,
+    hits,
+    same_step,
+    aborted,
+    begun_again,
+    preempted,
+    computed_anew,
+    drained,
+    many,
+    more,
+    failed,
+    failed_and_aborted,
+    failed_and_let_go,
+    decode_aborted,
+    forgotten,
+)
+
+
+def main() -> None:
+    real.quiet()
+    os.environ[ABORT] = "600"
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
+        init_none_hash(sha256)
+        pair = Pair(model_config)
+        result = {}
+        for case in CASES if len(sys.argv) == 2 else [case for case in CASES if case.__name__ in sys.argv[2:]]:
+            result[case.__name__] = case(pair)
+    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
+    atexit._run_exitfuncs()  # the bundle's last report
+    os._exit(0)  # sockets that wait would be waited for
+
+
+if __name__ == "__main__":
+    main()

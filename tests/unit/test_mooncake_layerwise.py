@@ -1,0 +1,907 @@
+"""`mooncake-layerwise`: what is told with a step, what leaves early, and what waits for it.
+
+The worker is a stand-in, whose answer to an ask follows the release's: what of a release is concerned is in
+tests/releases/test_mooncake_layerwise.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from concurrent import futures
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.patches.mooncake_layerwise import early
+from vllm_livepatch.patches.mooncake_layerwise import wrappers as patch
+from vllm_livepatch.patches.mooncake_layerwise.computed import TOLD, Prefills
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+
+class Entry:
+    """What a release keeps of a transfer."""
+
+    def __init__(self, name: str, transfer: str, local: list[list[int]], ready: Any, need_send: int = 0) -> None:
+        self.p_req_id, self.transfer_id, self.local_block_ids, self.ready = name, transfer, local, ready
+        self.need_send = need_send
+        self.expire_time = float("inf")
+
+
+class Response(SimpleNamespace):
+    def __init__(self, status: str, ok: Any = None, err: Any = None, said: str | None = None) -> None:
+        super().__init__(status=SimpleNamespace(name=status), ok_reqs=ok, err_reqs=err, err_msg=said)
+
+
+class MooncakeXferResponseStatus:
+    """By the release's name: the patch finds it in the worker's module."""
+
+    CONTINUE = SimpleNamespace(name="CONTINUE")
+
+
+def MooncakeXferResponse(status: Any, err_reqs: list[str]) -> Response:
+    return Response(status.name, err=err_reqs)
+
+
+envs = SimpleNamespace(VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=480)
+"""By the release's name too."""
+
+
+class Metadata:
+    """Of the connector's, as far as a prefill that was given up concerns it."""
+
+    def __init__(self) -> None:
+        self.reqs_not_processed: set[str] = set()
+        self.reqs_to_send: dict[str, tuple[str, list[list[int]]]] = {}
+
+
+class Connector:
+    """A worker's, given its metadata at the beginning of each step."""
+
+    def __init__(self, worker: Worker, bound: list[Any]) -> None:
+        self.connector_worker, self.bound = worker, bound
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self.bound.append(metadata)
+
+
+def encoded(response: Any) -> bytes:
+    return json.dumps([response.status.name, response.ok_reqs, response.err_reqs, response.err_msg]).encode()
+
+
+class Worker:
+    """Writes pairs of blocks, (prefill's, decode's), into `written`; a test can hold (`open`) or refuse (`answer`)."""
+
+    def __init__(self, context: PatchContext) -> None:
+        self.num_sender_workers, self.block_len_per_layer, self._sender_executor = 4, [1], None
+        self.reqs_need_send: dict[str, Entry] = {}
+        self._xfer_resp_decoder = SimpleNamespace(decode=lambda data: Response(*json.loads(data)))
+        self._encoder = SimpleNamespace(encode=encoded)
+        self.written: list[list[tuple[int, int]]] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.answer = 0
+        self.answers: list[Any] = []
+        self.finished: list[str] = []  # transfers whose blocks may be given away
+        self.tp_size = 1
+        self.finished_sending_reqs: set[str] = set()
+        self.given_up: list[set[str]] = []  # as the release was told
+        self.livepatch_writes = early.Writes(context, self)
+        setattr(self, patch.WRITES, self.livepatch_writes)
+        made = patch.wrappers(context)
+        self.build: Any = self._built
+        self._send: Any = made[f"{patch.WORKER}.send_kv_to_decode"]
+        self._build: Any = made[f"{patch.WORKER}._build_transfer_params"]
+        self._start: Any = made[f"{patch.WORKER}.start_load_kv"]
+        self._registered: Any = made[f"{patch.CONNECTOR}.register_kv_caches"]
+
+    async def send_multipart(self, parts: Any) -> None:
+        self.answers.append(json.loads(parts[1]))
+
+    async def _built(self, ready: Any, meta: Any, local: Any, remote: Any) -> Any:
+        pairs = []
+        for name, entry in ready:
+            (places,) = meta.req_blocks[name][1]
+            if places:
+                pairs += list(zip(entry.local_block_ids[0][-len(places) :], places, strict=True))
+        return pairs, [], [], [], None
+
+    async def send(self, identity: bytes, socket: Any, meta: Any) -> None:
+        for transfer, _ in meta.req_blocks.values():
+            self.reqs_need_send.setdefault(transfer, Entry("", transfer, [], asyncio.Event()))
+        for name, (transfer, _) in meta.req_blocks.items():
+            entry = self.reqs_need_send[transfer]
+            await entry.ready.wait()
+            if transfer not in self.reqs_need_send:  # as `mooncake-lost-asks` has it answered
+                await socket.send_multipart((identity, encoded(Response("FINISH", err=[name], said="given up"))))
+                continue
+            args = ([(name, entry)], meta, None, None)
+            pairs, _, _, errors, said = await self._build(self.build, self, args, {})
+            if pairs:
+                self.written.append(pairs)
+                await self.open.wait()
+                if self.answer:
+                    errors, said = [*errors, name], f"{early.UNCERTAIN} {self.answer}"
+            if not errors and (entry.need_send or 1) == 1:
+                self.finished.append(transfer)
+            await socket.send_multipart((identity, encoded(Response("FINISH", [] if errors else [name], errors, said))))
+
+    def ask(self, name: str, transfer: str, places: list[int], ranks: int = 1) -> Any:
+        return self.asks({name: (transfer, [places])}, ranks)
+
+    def asks(self, blocks: dict[str, Any], ranks: int = 1) -> Any:
+        meta = SimpleNamespace(req_blocks=blocks, remote_tp_size=ranks)
+        return asyncio.ensure_future(self._send(self.send, self, (b"", self, meta), {}))
+
+    async def record_send_reqs(self, metadata: Metadata) -> None:
+        self.given_up.append(metadata.reqs_not_processed)
+        for transfer in metadata.reqs_not_processed:
+            self.reqs_need_send.pop(transfer).ready.set()  # `mooncake-lost-asks` does the latter
+
+    def held(self, name: str, transfer: str) -> None:
+        """A step tells that a prefill was given up."""
+        self.sender_loop = asyncio.get_running_loop()
+        metadata = Metadata()
+        setattr(metadata, TOLD, {"held": {name: transfer}})
+        self._start(lambda metadata: None, self, (metadata,), {})
+
+    def begun(self, name: str, transfer: str, wrapped: Callable[[Any], None]) -> asyncio.Task[None]:
+        """A step tells that a prefill has begun, in the worker's own thread."""
+        metadata = Metadata()
+        metadata.reqs_to_send[name] = (transfer, [])
+        return asyncio.ensure_future(asyncio.to_thread(self._start, wrapped, self, (metadata,), {}))
+
+    def register(self, bound: list[Any]) -> None:
+        """The connector is given its caches. `bound` gets the metadata of each step that begins."""
+        self.is_kv_consumer, self.sender_loop = False, asyncio.get_running_loop()
+        self.connector = Connector(self, bound)
+        self._registered.look(self.connector, ({},), {}, None)
+        self.livepatch_writes = getattr(self, patch.WRITES)
+
+    def step(self, **told: list[str]) -> asyncio.Task[None]:
+        """A step begins, in the worker's own thread: the connector is given its metadata."""
+        metadata = SimpleNamespace(**{TOLD: {"whole": {}, "back": [], "over": [], "held": {}, **told}})
+        return asyncio.ensure_future(asyncio.to_thread(self.connector.bind_connector_metadata, metadata))
+
+    def whole(self, transfer: str, blocks: list[int], total: int) -> None:
+        self.livepatch_writes.computed({"whole": {transfer: (blocks, total)}, "back": [], "over": [], "held": {}}, None)
+
+    def end(self, transfer: str, blocks: list[int]) -> None:
+        self.livepatch_writes.over([transfer])
+        entry = self.reqs_need_send[transfer]
+        entry.local_block_ids = [blocks]
+        entry.ready.set()
+
+
+def run(case: Callable[[Worker], Awaitable[None]]) -> PatchContext:
+    aside: list[str] = []
+    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None, failed=aside.append)
+
+    async def main() -> None:
+        await asyncio.wait_for(case(Worker(context)), 20)
+
+    asyncio.run(main())
+    assert aside == []
+    return context
+
+
+async def turns(number: int = 20) -> None:
+    """Let all that can go on go on."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def test_what_is_whole_leaves_and_the_rest_at_the_end() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12, 13])
+        await turns()
+        assert worker.written == []
+        worker.whole("t", [1, 2], 4)
+        await turns()
+        worker.whole("t", [1, 2, 3], 4)
+        await turns()
+        assert worker.written == [[(1, 10), (2, 11)], [(3, 12)]]
+        assert worker.answers == []
+        worker.end("t", [1, 2, 3, 4])
+        await asked
+        assert worker.written[2:] == [[(4, 13)]]
+        assert worker.answers == [["FINISH", ["d"], [], None]]
+        assert list(worker.reqs_need_send) == worker.finished == ["t"]
+
+    assert run(case).counters == {"early": 3}
+
+
+def test_an_ask_that_comes_later_is_sent_what_is_whole_by_then() -> None:
+    async def case(worker: Worker) -> None:
+        worker.whole("t", [1, 2], 3)
+        asked = worker.ask("d", "t", [11, 12])  # decode has the first
+        await turns()
+        assert worker.written == [[(2, 11)]]
+        worker.end("t", [1, 2, 3])
+        await asked
+        assert worker.written[1:] == [[(3, 12)]]
+
+    run(case)
+
+
+@pytest.mark.parametrize("blocks", [[1, 9, 3], [1, 2, 3, 4]], ids=["others", "more"])
+def test_what_the_release_is_to_send_otherwise_is_sent_whole(blocks: list[int]) -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12])
+        worker.whole("t", [1, 2], 3)
+        await turns()
+        worker.end("t", blocks)
+        await asked
+        assert worker.written[1:] == [list(zip(blocks[-3:], [10, 11, 12], strict=True))]
+
+    run(case)
+
+
+def test_no_answer_leaves_before_what_is_under_way() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        worker.end("t", [1, 2])
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        assert worker.answers == []
+        worker.open.set()
+        await asked
+        assert worker.written == [[(1, 10)], [(2, 11)]]
+
+    run(case)
+
+
+def test_blocks_are_given_back_when_nothing_reads_them_and_all_is_sent_at_the_end() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        back = asyncio.ensure_future(worker.livepatch_writes.back(["t"]))
+        await turns()
+        assert not back.done()
+        worker.open.set()
+        await back
+        worker.whole("t", [5], 2)  # not told by any scheduler of ours; nor is it begun
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        worker.end("t", [1, 6])  # the same block, with other contents
+        await asked
+        assert worker.written[1:] == [[(1, 10), (6, 11)]]
+
+    run(case)
+
+
+def test_what_was_given_up_is_answered_when_nothing_writes_for_it() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.reqs_need_send.pop("t").ready.set()
+        await turns()
+        assert worker.answers == []
+        worker.open.set()
+        await asked
+        assert worker.answers == [["FINISH", None, ["d"], "given up"]]
+
+    run(case)
+
+
+def test_nothing_is_begun_when_the_release_is_about_to_send() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11])
+        await turns()
+        worker.end("t", [1, 2])
+        worker.whole("t", [1], 2)
+        await asked
+        assert worker.written == [[(1, 10), (2, 11)]]
+
+    run(case)
+
+
+def test_what_is_over_before_it_was_begun_is_left_to_the_release() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11])
+        await turns()
+        worker.whole("t", [1], 2)
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.written == [[(1, 10), (2, 11)]]
+
+    run(case)
+
+
+def test_nothing_is_begun_when_the_prefill_has_ended_and_the_release_serves_another_of_the_ask_first() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.asks({"e": ("u", [[20]]), "d": ("t", [[10, 11]])})
+        await turns()
+        worker.end("t", [1, 2])
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == []
+        worker.end("u", [5])
+        await asked
+        assert worker.written == [[(5, 20)], [(1, 10), (2, 11)]]
+
+    run(case)
+
+
+def waits(monkeypatch: pytest.MonkeyPatch, of: Any, name: str) -> asyncio.Event:
+    """Set when a thread other than the event loop's begins to wait by `of`'s function or method."""
+    waiting, loop, wait = asyncio.Event(), asyncio.get_running_loop(), getattr(of, name)
+
+    def begin(*args: Any) -> Any:
+        loop.call_soon_threadsafe(waiting.set)
+        return wait(*args)
+
+    monkeypatch.setattr(of, name, begin)
+    return waiting
+
+
+async def first(waiting: asyncio.Event, done: asyncio.Task[None]) -> None:
+    """Until a thread waits, or is done."""
+    waiter = asyncio.ensure_future(waiting.wait())
+    await asyncio.wait([waiter, done], return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+
+
+def test_a_prefill_that_comes_again_begins_when_the_release_has_heard_of_the_end_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def case(worker: Worker) -> None:
+        waiting = waits(monkeypatch, futures, "wait")
+        heard: list[Any] = []
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.held("p", "t")
+        begun = worker.begun("q", "t", lambda metadata: heard.append(list(worker.given_up)))
+        await first(waiting, begun)
+        assert heard == []
+        worker.open.set()
+        await begun
+        assert heard == [[{"t"}]]
+        await asked
+        worker.held("s", "v")
+        await turns()
+        assert list(worker.livepatch_writes.ending) == ["v"]
+        await worker.begun("r", "u", lambda metadata: heard.append("another"))
+        assert heard[1:] == ["another"]
+        assert worker.livepatch_writes.ending == {}  # what is over is forgotten
+
+    run(case)
+
+
+def test_a_step_begins_when_nothing_reads_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(worker: Worker) -> None:
+        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        bound: list[Any] = []
+        worker.register(bound)
+        waiting = waits(monkeypatch, futures.Future, "result")
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        step = worker.step(back=["t"])
+        await first(waiting, step)
+        assert bound == []
+        worker.open.set()
+        await step
+        assert len(bound) == 1
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.written[1:] == [[(1, 10), (2, 11)]]
+
+    run(case)
+
+
+def test_what_was_told_of_a_prefill_is_forgotten_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(worker: Worker) -> None:
+        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        worker.register([])
+        worker.whole("t", [1], 2)
+        worker.whole("u", [2], 2)
+        assert sorted(worker.livepatch_writes._whole) == ["t", "u"]
+        await worker.step(over=["t"])
+        await turns()
+        assert sorted(worker.livepatch_writes._whole) == ["u"]
+
+    run(case)
+
+
+def test_what_leaves_early_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "PIECE_BYTES", 2)
+
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12, 13])
+        worker.whole("t", [1, 2, 3], 4)
+        await turns(60)
+        assert worker.written == [[(1, 10), (2, 11)], [(3, 12)]]
+        worker.end("t", [1, 2, 3, 4])
+        await asked
+        assert worker.written[2:] == [[(4, 13)]]
+
+    run(case)
+
+
+def test_nothing_leaves_early_where_decode_asks_for_more_than_the_prompt_takes() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12])
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == []
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    run(case)
+
+
+def engine(**other: Any) -> Any:
+    """A worker, of an engine whose whole blocks stay as they are, unless `other` says otherwise."""
+
+    class FullAttentionSpec(SimpleNamespace):
+        pass
+
+    spec = other.pop("spec", FullAttentionSpec)(block_size=other.pop("block_size", 32))
+    groups = [SimpleNamespace(kv_cache_spec=spec)] * other.pop("groups", 1)
+    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "pipeline_parallel_size": 1}
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32),
+        speculative_config=other.pop("speculative_config", None),
+        parallel_config=SimpleNamespace(**{name: other.pop(name, number) for name, number in parallel.items()}),
+    )
+    return SimpleNamespace(vllm_config=config, kv_cache_config=SimpleNamespace(kv_cache_groups=groups), **other)
+
+
+def caches(*devices: str) -> dict[str, Any]:
+    return {str(n): SimpleNamespace(device=SimpleNamespace(type=device)) for n, device in enumerate(devices)}
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cuda"]])
+def test_whole_blocks_of_one_group_of_full_attention_can_leave_early(devices: list[str]) -> None:
+    assert patch.can_leave_early(engine(), caches(*devices))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"groups": 2},
+        {"spec": SimpleNamespace},
+        {"block_size": 64},
+        {"speculative_config": object()},
+        {"decode_context_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_others_are_sent_at_the_end(other: dict[str, Any]) -> None:
+    assert not patch.can_leave_early(engine(**other), caches("cpu"))
+
+
+def test_what_is_on_another_device_is_sent_at_the_end() -> None:
+    assert not patch.can_leave_early(engine(), caches("cuda", "xpu"))
+
+
+async def failed_early(worker: Worker, **more: Any) -> Any:
+    """An ask, of whose first write a rest may be under way for all time."""
+    worker.answer = -1
+    asked = worker.asks({"d": ("t", [[10, 11]]), **more})
+    worker.whole("t", [1], 2)
+    await turns()
+    worker.answer = 0
+    assert worker.written == [[(1, 10)]]
+    return asked
+
+
+def test_of_a_write_that_failed_nothing_is_said_and_nothing_more_is_written() -> None:
+    async def case(worker: Worker) -> None:
+        asked = await failed_early(worker)
+        worker.whole("t", [1, 2], 2)
+        await turns()
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.written == [[(1, 10)]]
+        assert worker.answers == []
+        assert list(worker.reqs_need_send) == ["t"]
+        assert worker.finished == []
+
+    assert run(case).counters == {"failed": 1}
+
+
+def test_prefill_s_blocks_of_a_write_that_failed_are_given_away_by_no_other_ask() -> None:
+    async def case(worker: Worker) -> None:
+        asked = await failed_early(worker)
+        worker.end("t", [1, 2])
+        await asked
+        await worker.ask("e", "t", [20, 21])
+        await worker.ask("hung up", "t", [])  # as `mooncake-lost-asks` has it counted
+        assert worker.answers == [["FINISH", ["e"], [], None], ["FINISH", ["hung up"], [], None]]
+        assert worker.finished == []
+        assert list(worker.reqs_need_send) == ["t"]
+
+    run(case)
+
+
+def test_nothing_is_said_beside_a_write_that_failed_when_its_transfer_is_kept_no_more() -> None:
+    async def case(worker: Worker) -> None:
+        asked = await failed_early(worker, e=("u", [[20]]))
+        worker.reqs_need_send.pop("t").ready.set()
+        await turns()
+        worker.end("u", [5])
+        await asked
+        assert worker.written[1:] == [[(5, 20)]]
+        assert worker.answers == []  # to one for "e" `mooncake-lost-asks` would add an error for "d"
+
+    run(case)
+
+
+def test_others_of_the_same_ask_are_answered_and_it_does_not_end() -> None:
+    async def case(worker: Worker) -> None:
+        asked = await failed_early(worker, e=("u", [[20]]))
+        worker.end("t", [1, 2])
+        await turns()
+        worker.end("u", [5])
+        await asked
+        assert worker.written[1:] == [[(5, 20)]]
+        assert worker.answers == [["CONTINUE", ["e"], None, None]]
+
+    run(case)
+
+
+def test_an_error_after_a_write_that_failed_speaks_of_the_others_alone() -> None:
+    async def case(worker: Worker) -> None:
+        asked = await failed_early(worker, e=("u", [[20]]))
+
+        async def raises(*args: Any) -> Any:
+            raise ValueError("other")
+
+        worker.build = raises
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.answers == [["CONTINUE", None, ["e"], None]]
+
+    run(case)
+
+
+def test_an_error_while_a_write_is_under_way_awaits_it() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        worker.answer = -1
+        asked = worker.asks({"e": ("u", [[20]]), "d": ("t", [[10, 11]])})
+        worker.whole("t", [1], 2)
+        await turns()
+
+        async def raises(*args: Any) -> Any:
+            raise ValueError("other")
+
+        worker.build = raises
+        worker.end("u", [5])
+        await turns()
+        assert not asked.done()
+        worker.open.set()
+        await asked
+        assert worker.answers == [["CONTINUE", None, ["e"], None]]
+
+    run(case)
+
+
+def test_the_release_hears_of_a_prefill_that_was_given_up_when_nothing_reads_its_blocks() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11, 12])
+        worker.whole("t", [1], 3)
+        await turns()
+        worker.whole("t", [1, 2], 3)
+        worker.held("p", "t")
+        await turns()
+        assert worker.given_up == worker.answers == []
+        assert worker.finished_sending_reqs == set()
+        worker.open.set()
+        await asked
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        assert worker.given_up == [{"t"}]
+        assert worker.finished_sending_reqs == {"p"}
+        assert worker.answers == [["FINISH", None, ["d"], "given up"]]
+
+    run(case)
+
+
+def test_nothing_is_begun_for_a_prefill_that_was_given_up() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = [worker.ask("d", "t", [10, 11])]
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.held("p", "t")
+        await turns()
+        asked.append(worker.ask("e", "t", [20, 21]))
+        await turns()
+        worker.open.set()
+        await asyncio.gather(*asked)
+        assert worker.written == [[(1, 10)]]
+
+    run(case)
+
+
+def test_for_another_prefill_of_the_same_transfer_nothing_counts_as_sent_and_nothing_is_begun() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11, 12])
+        worker.whole("t", [1], 3)
+        await turns()
+        (part,) = worker.livepatch_writes._parts()
+        first = worker.reqs_need_send["t"]
+        other = worker.reqs_need_send["t"] = Entry("", "t", [[1, 2, 3]], asyncio.Event())
+        worker.whole("t", [1, 2], 3)
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        first.local_block_ids = other.local_block_ids
+        assert (part.sent_of(first), part.sent_of(other)) == (1, 0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    run(case)
+
+
+def test_an_ask_that_is_cancelled_ends_when_nothing_is_under_way() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        asked.cancel()
+        await turns()
+        assert not asked.done()
+        worker.open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert worker.written == [[(1, 10)]]
+
+    run(case)
+
+
+def test_a_worker_that_sends_nothing_early_and_a_transfer_that_is_unknown_hold_no_blocks() -> None:
+    async def case(worker: Worker) -> None:
+        worker.held("p", "t")
+        await turns()
+        delattr(worker, patch.WRITES)
+        worker.held("q", "u")
+        await turns()
+        assert worker.finished_sending_reqs == {"p", "q"}
+
+    run(case)
+
+
+def test_blocks_of_a_prefill_that_was_given_up_after_a_failed_write_are_held_as_the_release_holds_its_own() -> None:
+    async def case(worker: Worker) -> None:
+        asked = await failed_early(worker)
+        worker.held("p", "t")
+        await turns()
+        entry = worker.reqs_need_send["t"]
+        assert entry.p_req_id == "p"
+        assert 0 < entry.expire_time - time.perf_counter() <= 480
+        assert worker.given_up == []
+        assert worker.finished_sending_reqs == set()
+        entry.ready.set()  # as the time-out ends the ask
+        await asked
+        assert worker.answers == []
+
+    run(case)
+
+
+def test_nothing_leaves_early_where_several_workers_of_prefills_write_for_one_of_decodes() -> None:
+    async def case(worker: Worker) -> None:
+        worker.tp_size = 2
+        asked = worker.ask("d", "t", [10, 11]), worker.ask("e", "t", [20, 21], ranks=2)
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == [[(1, 20)]]
+        worker.end("t", [1, 2])
+        await asyncio.gather(*asked)
+
+    run(case)
+
+
+def test_no_ask_for_a_transfer_ends_before_the_writes_for_another_of_it() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = [worker.ask("d", "t", [10, 11])]
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.livepatch_writes.over(["t"])
+        asked.append(worker.ask("f", "t", [30, 31]))
+        await turns()
+        worker.end("t", [1, 2])
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        assert worker.finished == worker.answers == []
+        worker.open.set()
+        await asyncio.gather(*asked)
+        assert sorted(worker.written[1:]) == [[(1, 30), (2, 31)], [(2, 11)]]
+
+    run(case)
+
+
+def test_of_an_error_where_no_write_has_failed_the_release_is_told() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+
+        async def raises(*args: Any) -> Any:
+            raise ValueError("other")
+
+        worker.build = raises
+        worker.end("t", [1, 2])
+        with pytest.raises(ValueError, match="other"):
+            await asked
+
+    run(case)
+
+
+def test_half_of_the_threads_write_early_and_the_others_wait() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = [worker.ask(f"d{number}", f"t{number}", [10 + number, 30]) for number in range(3)]
+        for number in range(3):
+            worker.whole(f"t{number}", [number], 2)
+        await turns()
+        assert worker.written == [[(0, 10)], [(1, 11)]]
+        worker.open.set()
+        await turns()
+        assert worker.written[2:] == [[(2, 12)]]
+        for number in range(3):
+            worker.end(f"t{number}", [number, 9])
+        await asyncio.gather(*asked)
+        assert worker.written[3:] == [[(9, 30)]] * 3
+
+    run(case)
+
+
+# What the scheduler's side tells
+
+
+def request(prompt: int) -> Any:
+    return SimpleNamespace(
+        request_id="p",
+        kv_transfer_params={"transfer_id": "t"},
+        num_preemptions=0,
+        num_computed_tokens=0,
+        num_prompt_tokens=prompt,
+        is_finished=lambda: False,
+    )
+
+
+Ids = dict[str, list[int]]
+
+
+def step(tokens: dict[str, int], new: Ids | None = None, more: Ids | None = None) -> Any:
+    more = more or {}
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=(ids,)) for name, ids in (new or {}).items()],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=list(more), new_block_ids=[(ids,) for ids in more.values()]),
+    )
+
+
+def begun(tokens: int) -> tuple[Prefills, Any, Any]:
+    """A prefill of 23 tokens in blocks of 4, of which a step computes the first."""
+    prefills, one = Prefills(4), request(23)
+    connector = SimpleNamespace(_reqs_need_send={"p": (one, [])})
+    told = prefills.told(connector, step({"p": tokens}, new={"p": [1, 2, 3]}))
+    assert told == {"whole": {"t": ([1, 2, 3][: tokens // 4], 6)}, "back": [], "over": [], "held": {}}
+    connector._reqs_need_send.clear()
+    one.num_computed_tokens = tokens
+    return prefills, connector, one
+
+
+def test_whole_blocks_after_each_step_are_told() -> None:
+    prefills, connector, one = begun(10)
+    told = prefills.told(connector, step({"p": 13}, more={"p": [4, 5, 6]}))
+    assert told is not None
+    assert told["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
+    one.is_finished = lambda: True
+    connector._reqs_need_send["p"] = (one, [[1, 2, 3, 4, 5, 6]])
+    assert prefills.told(connector, step({})) == {"whole": {}, "back": [], "over": ["t"], "held": {}}
+    assert prefills.told(SimpleNamespace(_reqs_need_send={}), step({})) is None
+
+
+def test_no_block_beyond_the_prompt_s_whole_ones_is_told() -> None:
+    prefills, connector, _ = begun(10)
+    told = prefills.told(connector, step({"p": 20}, more={"p": [4, 5, 6, 7, 8]}))  # 7 tokens of the answer among them
+    assert told is not None
+    assert told["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
+
+
+def test_a_prefill_that_ends_without_being_sent_gives_its_blocks_back() -> None:
+    prefills, connector, one = begun(10)
+    one.is_finished = lambda: True
+    assert prefills.told(connector, step({})) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
+
+
+@pytest.mark.parametrize("what", [{"num_preemptions": 1}, {"num_computed_tokens": 9}], ids=["preempted", "goes back"])
+def test_what_is_computed_anew_is_told_once_and_not_followed(what: dict[str, int]) -> None:
+    prefills, connector, one = begun(10)
+    vars(one).update(what)
+    assert prefills.told(connector, step({"p": 4}, more={"p": [7]})) == {
+        "whole": {},
+        "back": ["t"],
+        "over": [],
+        "held": {},
+    }
+    assert prefills.told(connector, step({"p": 4}, more={"p": [8]})) is None
+
+
+def finished(prefills: Prefills, answer: tuple[bool, Any], one: Any) -> tuple[Any, set[str]]:
+    """What the scheduler is told when a request ends; what the release would tell its workers at once."""
+    connector = SimpleNamespace(_reqs_not_processed={"t", "u"}, **{patch.PREFILLS: prefills})
+    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None)
+    wrapper: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.request_finished"]
+    return wrapper(lambda *args: answer, connector, (one, ([1, 2, 3],)), {}), connector._reqs_not_processed
+
+
+def test_the_blocks_of_a_prefill_that_is_given_up_are_held_until_its_workers_say_so() -> None:
+    prefills, connector, one = begun(10)
+    assert finished(prefills, (False, None), one) == ((True, None), {"u"})
+    one.is_finished = lambda: True
+    assert prefills.told(connector, step({})) == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.told(connector, step({})) is None
+
+
+@pytest.mark.parametrize("what", ["sent", "another", "preempted", "told to go back", "not begun"])
+def test_other_blocks_are_not_held(what: str) -> None:
+    prefills, connector, one = begun(10)
+    answer: tuple[bool, Any] = (what == "sent", {"of": "the release's"})
+    if what == "another":
+        one = request(23)
+    if what in ("preempted", "told to go back"):
+        one.num_preemptions = 1
+    if what == "told to go back":
+        assert prefills.told(connector, step({})) is not None
+        one.num_preemptions = 0
+    if what == "not begun":
+        prefills, one = Prefills(4), request(23)
+        prefills.told(SimpleNamespace(_reqs_need_send={"p": (one, [])}), step({}))
+    assert finished(prefills, answer, one) == (answer, {"t", "u"})
+
+
+def test_when_nothing_is_followed_any_more_all_is_given_back_or_held() -> None:
+    prefills, _, one = begun(10)
+    finished(prefills, (False, None), one)
+    one.is_finished = lambda: True
+    other = request(9)
+    other.request_id, other.kv_transfer_params = "q", {"transfer_id": "v"}
+    prefills.told(SimpleNamespace(_reqs_need_send={"q": (other, [])}), step({"q": 9}, new={"q": [4, 5, 6]}))
+    assert prefills.leave() == {"whole": {}, "back": ["v"], "over": [], "held": {}}
+    prefills, _, one = begun(10)
+    finished(prefills, (False, None), one)
+    assert prefills.leave() == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.leave() is None
+
+
+def test_after_an_error_of_its_own_the_scheduler_s_side_tells_workers_to_stop() -> None:
+    prefills, connector, _ = begun(10)
+    said: list[str] = []
+    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None, failed=said.append)
+    build: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.build_connector_meta"]
+    setattr(connector, patch.PREFILLS, prefills)
+
+    def told(scheduler_output: Any) -> Any:
+        return getattr(build(lambda step: SimpleNamespace(), connector, (scheduler_output,), {}), TOLD, None)
+
+    assert told(None) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
+    assert len(said) == 1
+    connector._reqs_need_send["q"] = (request(23), [])
+    assert told(step({"q": 10}, new={"q": [1, 2, 3]})) is None
