@@ -68,9 +68,9 @@ class Workers:
 
 def opened() -> Any:
     """The store of the process group that spans all workers."""
-    from torch.distributed import distributed_c10d
+    import torch
 
-    return distributed_c10d._get_default_store()
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 @contextlib.contextmanager
