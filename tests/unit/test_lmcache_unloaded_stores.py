@@ -52,7 +52,7 @@ class Worker:
     def load(self, failed: set[int]) -> None:
         self._invalid_block_ids = failed
         self.wrap[f"{patch.CONNECTOR}.start_load_kv"].look(self, (), {}, None)
-        self._invalid_block_ids = set()  # as when vLLM fetches it before the stores
+        failed.clear()  # as when vLLM fetches it before the stores
 
     def save(self) -> list[str]:
         requests = self.metadata.requests
@@ -137,6 +137,14 @@ def test_nothing_to_store_is_left_alone(worker: Worker) -> None:
     assert worker.context.counters == {}
 
 
+def test_what_is_lost_stays_so_when_the_patch_stands_aside(worker: Worker) -> None:
+    assert {name.rpartition(".")[2]: worker.context.lasts(wrapper) for name, wrapper in worker.wrap.items()} == {
+        "build_connector_meta": True,
+        "start_load_kv": True,
+        "wait_for_save": True,
+    }
+
+
 def test_what_is_given_in_a_step(worker: Worker) -> None:
     """What the prefix cache has is not given; where LMCache loads behind that, vLLM's own number counts the load, too."""
     assert worker.give(scheduled(("a", 5, [1, 2, 3]), ("b", 8, [4, 5, 6])), told("b", 4, 5, cached=4)) == [3, 5, 6]
@@ -181,10 +189,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 def step_of(*all_workers: Worker, number: int = 1, failed: dict[int, set[int]] | None = None) -> list[list[str]]:
     """A step that loads two requests behind a block of the prefix cache, and runs a third; who stores, by worker."""
     for worker in all_workers:
-        requests = [told("a", 1, 2, 3, cached=4), told("b", 4, 5, cached=4), told("c", 9)]
+        requests = [told("a", 1, 2, 3, cached=4), told("b", 4, 5, cached=4), told("c", 9, cached=0)]
+        requests[2].load_spec.can_load = False  # the prefix cache has it by now
         worker.metadata = SimpleNamespace(requests=requests, **{patch.LOADS: ("s", number), patch.GIVEN: [2, 3, 5, 9]})
     for rank, worker in enumerate(all_workers):
-        worker.load((failed or {}).get(rank, set()))
+        worker.load(set((failed or {}).get(rank, ())))
     return [worker.save() for worker in all_workers]
 
 
