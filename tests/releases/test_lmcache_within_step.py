@@ -1,7 +1,7 @@
 """LMCache's real in-process connector, both sides, with vLLM's real schedulers: loads within the step that fail.
 
 Slots and stored chunks have contents (driver/lmcache_within_step.py). On stock what is computed on lost KV is stored in
-LMCache, and others load it. A run takes seconds of a core: CI runs the first and the last form, and one between; one LMCache
+LMCache, by each of several workers, and others load it. A run takes seconds of a core: CI runs the first and the last form, and one between; one LMCache
 of each form was run by hand, with vLLM 0.14.1 to 0.33.0 beside it.
 """
 
@@ -20,6 +20,11 @@ MODES = ("Scheduler", "AsyncScheduler")
 ALONE = ("first_chunk", "second_chunk", "first_chunk_in_parts", "second_chunk_in_parts")
 SHARED = ("shared", "shared_in_parts")
 ABORTED = ("aborted", "aborted_in_parts")
+ONE_OF_SEVERAL = ("of_two_workers", "of_two_stages", "of_the_last_stage")
+SPECULATIVE = ("speculative", "speculative_of_two")
+SEVERAL_IN_PARTS = ("of_two_workers_in_parts",)
+ALL = (*ALONE, *ONE_OF_SEVERAL, *SPECULATIVE)
+SILENT = ("one_is_silent",)
 
 LATER = "third got a wrong token, fourth got a wrong token"
 STORED = "chunk 2 is stored wrong, or not"
@@ -27,14 +32,16 @@ CHATS = {"chats": f"{STORED}, fourth got a wrong token"}
 STOCK = {
     "Scheduler": {
         **CHATS,
-        **dict.fromkeys((*ALONE, *SHARED), f"{STORED}, {LATER}"),
+        **dict.fromkeys((*ALL, *SILENT, *SHARED, *SEVERAL_IN_PARTS), f"{STORED}, {LATER}"),
         "aborted": f"chunk 1 is stored wrong, or not, {STORED}, next got a wrong token, {LATER}",
         "aborted_in_parts": f"chunk 0 is stored wrong, or not, {STORED}, next got a wrong token, {LATER}",
     },
     "AsyncScheduler": {
         **CHATS,
-        **dict.fromkeys(ALONE, f"{STORED}, second got a wrong token, {LATER}"),
-        **dict.fromkeys(SHARED, f"{STORED}, second got a wrong token, next got a wrong token, {LATER}"),
+        **dict.fromkeys((*ALL, *SILENT), f"{STORED}, second got a wrong token, {LATER}"),
+        **dict.fromkeys(
+            (*SHARED, *SEVERAL_IN_PARTS), f"{STORED}, second got a wrong token, next got a wrong token, {LATER}"
+        ),
         **dict.fromkeys(ABORTED, f"{STORED}, next got a wrong token, {LATER}"),
     },
 }
@@ -55,10 +62,17 @@ def test_stock(warm: interpreter.Interpreter, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_patched(pair: tuple[str, str], warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
-    """Nothing of that is stored; what is computed anew is, and others load it. `failed-loads` lets it begin anew."""
+    """Nothing of that is stored; what is computed anew is, and others load it. `failed-loads` lets it begin anew.
+
+    Where a worker is silent, the other stores nothing of what is computed on loads.
+    """
     found = driven(pair, warm, tmp_path, bundle)
-    assert found == dict.fromkeys(MODES, dict.fromkeys((*ALONE, *SHARED, *ABORTED, *CHATS), "right"))
+    assert [found[mode].pop("one_is_silent") for mode in MODES] == [STORED] * len(MODES)
+    assert found == dict.fromkeys(MODES, dict.fromkeys((*ALL, *SHARED, *SEVERAL_IN_PARTS, *ABORTED, *CHATS), "right"))
     for name in (PATCH, "failed-loads"):
         patch = interpreter.reported(tmp_path, name)
         assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
-    assert interpreter.reported(tmp_path, PATCH)["counters"]["not_stored"] >= len(MODES) * 8
+    counters = interpreter.reported(tmp_path, PATCH)["counters"]
+    assert counters["not_stored"] >= len(MODES) * 8
+    # Only where one is silent: of the second's load, and of the third's and the fourth's.
+    assert counters["not_heard"] == len(MODES) * 3

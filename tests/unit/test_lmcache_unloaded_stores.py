@@ -5,10 +5,13 @@ What of LMCache and vLLM is concerned is in tests/releases/test_lmcache_within_s
 
 from __future__ import annotations
 
+import json
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_livepatch.patches.lmcache_unloaded_stores import workers
 from vllm_livepatch.patches.lmcache_unloaded_stores import wrappers as patch
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -28,7 +31,9 @@ class Slots(list[int]):
 class Worker:
     """A worker's part of the connector, and the scheduler's, which says what blocks are given to be written."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, world: int = 1, stages: int = 1) -> None:
+        parallel = SimpleNamespace(rank=rank, world_size=world, pipeline_parallel_size=stages)
+        self._vllm_config = SimpleNamespace(parallel_config=parallel)
         self.context = PatchContext("lmcache-unloaded-stores", {}, {}, lambda: None)
         self.wrap = patch.wrappers(self.context)
         self._block_size = SIZE
@@ -41,7 +46,16 @@ class Worker:
         self.metadata = SimpleNamespace(requests=list(requests))
         if given:
             setattr(self.metadata, patch.GIVEN, list(given))
-        self._invalid_block_ids = set(failed)
+        self.load(set(failed))
+        return self.save()
+
+    def load(self, failed: set[int]) -> None:
+        self._invalid_block_ids = failed
+        self.wrap[f"{patch.CONNECTOR}.start_load_kv"].look(self, (), {}, None)
+        failed.clear()  # as when vLLM fetches it before the stores
+
+    def save(self) -> list[str]:
+        requests = self.metadata.requests
         self.wrap[f"{patch.CONNECTOR}.wait_for_save"].look(self, (), {})
         return [request.req_id for request in requests if request.save_spec is not None and request.save_spec.can_save]
 
@@ -56,7 +70,7 @@ class Worker:
 def told(name: str, *blocks: int, cached: int | None = None) -> Any:
     """What a worker is told of a request: its blocks, and where it begins `cached` tokens of its prefix."""
     slots = Slots(block * SIZE + place for block in blocks for place in range(SIZE))
-    load = None if cached is None else SimpleNamespace(vllm_cached_tokens=cached)
+    load = None if cached is None else SimpleNamespace(vllm_cached_tokens=cached, can_load=True)
     save = SimpleNamespace(can_save=True, skip_leading_tokens=0)
     return SimpleNamespace(
         req_id=name, token_ids=list(slots), slot_mapping=slots, load_spec=load, save_spec=save, disagg_spec=object()
@@ -123,9 +137,136 @@ def test_nothing_to_store_is_left_alone(worker: Worker) -> None:
     assert worker.context.counters == {}
 
 
+def test_what_is_lost_stays_so_when_the_patch_stands_aside(worker: Worker) -> None:
+    assert {name.rpartition(".")[2]: worker.context.lasts(wrapper) for name, wrapper in worker.wrap.items()} == {
+        "build_connector_meta": True,
+        "start_load_kv": True,
+        "wait_for_save": True,
+    }
+
+
 def test_what_is_given_in_a_step(worker: Worker) -> None:
     """What the prefix cache has is not given; where LMCache loads behind that, vLLM's own number counts the load, too."""
     assert worker.give(scheduled(("a", 5, [1, 2, 3]), ("b", 8, [4, 5, 6])), told("b", 4, 5, cached=4)) == [3, 5, 6]
     assert worker.give(scheduled(c=(9, [7]), d=(9, None))) == [7]
     resumed = scheduled(again=(9, [1, 2, 3, 8]), again_too=(8, [4, 5, 6]))
     assert worker.give(resumed, told("again_too", cached=4)) == [8, 5, 6]
+
+
+class Store:
+    """As torch.distributed's, without its waiting: what is not there at once does not come within the time."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, bytes] = {}
+        self.waits: list[list[str]] = []
+
+    def set(self, key: str, value: str) -> None:
+        self.keys[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.keys[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return self.keys.keys() >= set(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.keys.pop(key, None) is not None
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        assert timeout == timedelta(seconds=1)
+        self.waits.append(keys)
+        if not self.check(keys):
+            raise RuntimeError("wait timeout")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store()
+    monkeypatch.setattr(workers, "opened", lambda: store)
+    return store
+
+
+def step_of(*all_workers: Worker, number: int = 1, failed: dict[int, set[int]] | None = None) -> list[list[str]]:
+    """A step that loads two requests behind a block of the prefix cache, and runs a third; who stores, by worker."""
+    for worker in all_workers:
+        requests = [told("a", 1, 2, 3, cached=4), told("b", 4, 5, cached=4), told("c", 9, cached=0)]
+        requests[2].load_spec.can_load = False  # the prefix cache has it by now
+        worker.metadata = SimpleNamespace(requests=requests, **{patch.LOADS: ("s", number), patch.GIVEN: [2, 3, 5, 9]})
+    for rank, worker in enumerate(all_workers):
+        worker.load(set((failed or {}).get(rank, ())))
+    return [worker.save() for worker in all_workers]
+
+
+def test_what_one_did_not_load_none_stores(store: Store) -> None:
+    pair = [Worker(rank, 2) for rank in range(2)]
+    assert step_of(*pair) == [["a", "b", "c"]] * 2
+    assert step_of(*pair, number=2, failed={1: {3}}) == [["b", "c"]] * 2
+    assert step_of(*pair, number=3) == [["a", "b", "c"]] * 2  # given anew
+    assert [worker.context.counters for worker in pair] == [{"not_stored": 1}] * 2
+
+
+def test_an_earlier_stage_does_not_compute_on_a_later_ones_loads(store: Store) -> None:
+    four = [Worker(rank, 4, stages=2) for rank in range(4)]
+    assert step_of(*four, failed={3: {3}}) == [["a", "b", "c"]] * 2 + [["b", "c"]] * 2
+    assert step_of(*four, number=2, failed={0: {5}}) == [["a", "c"]] * 4
+    assert {len(keys) for keys in store.waits} == {1, 3}
+
+
+def test_the_first_of_a_pipeline_tells_though_it_hears_nobody(store: Store) -> None:
+    both = [Worker(rank, 2, stages=2) for rank in range(2)]
+    assert step_of(*both, failed={0: {3}}) == [["b", "c"]] * 2
+    assert len(store.waits) == 1
+
+
+def test_who_says_nothing_is_waited_for_once_and_what_was_loaded_is_not_stored(store: Store) -> None:
+    worker = Worker(0, 2)
+    assert [step_of(worker, number=number) for number in (1, 2)] == [[["c"]]] * 2
+    assert worker.context.counters == {"not_heard": 2, "not_stored": 4}
+    assert len(store.waits) == 1
+    assert step_of(worker, Worker(1, 2), number=3) == [["a", "b", "c"]] * 2  # it has the patch, and began later
+
+
+def test_who_is_late_is_waited_for_again(store: Store) -> None:
+    worker, late = pair = [Worker(rank, 2) for rank in range(2)]
+    step_of(*pair)
+    assert step_of(worker, number=2) == [["c"]]
+    assert step_of(worker, number=3) == [["c"]]
+    assert step_of(late, number=3) == [["a", "b", "c"]]  # it hears what was said before
+    assert step_of(*pair, number=4) == [["a", "b", "c"]] * 2
+    assert len(store.waits) == 2 + 1 + 1 + 1 + 2
+
+
+def test_words_are_forgotten(store: Store) -> None:
+    pair = [Worker(rank, 2) for rank in range(2)]
+    for number in range(workers.KEPT + 10):
+        step_of(*pair, number=number)
+    assert len(store.keys) == 2 * (workers.KEPT + 1)
+    assert json.loads(store.get(workers.word(("s", number), 1))) == []
+
+
+def test_one_worker_asks_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "opened", None)
+    assert step_of(Worker(), failed={0: {3}}) == [["b", "c"]]
+
+
+@pytest.mark.parametrize("error", [ValueError("no default process group"), RuntimeError("the store has gone")])
+def test_without_a_store_what_was_loaded_is_not_stored(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def opened() -> None:
+        raise error
+
+    monkeypatch.setattr(workers, "opened", opened)
+    assert step_of(Worker(0, 2)) == [["c"]]
+
+
+def test_a_step_that_loads_has_a_number_of_its_own(worker: Worker) -> None:
+    def step(*requests: Any) -> Any:
+        metadata = SimpleNamespace(requests=list(requests))
+        worker.wrap[f"{patch.CONNECTOR}.build_connector_meta"].look(worker, (scheduled(),), {}, metadata)
+        return getattr(metadata, patch.LOADS, None)
+
+    seen = told("b", 2, cached=0)
+    seen.load_spec.can_load = False
+    first, second = step(told("a", 1, cached=0)), step(told("a", 1, cached=0), told("b", 2))
+    assert first[0] == second[0]
+    assert (first[1], second[1]) == (0, 1)
+    assert step(told("a", 1), seen) is None

@@ -68,7 +68,7 @@ ALLOWED = {
     "lmcache-unfilled-stores": dict.fromkeys(("entry", "key", "l1", "rooms", "store"), "of what the patch itself has"),
     "lmcache-unloaded-stores": {
         **dict.fromkeys(
-            ("_block_size", "_invalid_block_ids"),
+            ("_block_size", "_invalid_block_ids", "_vllm_config"),
             "assigned by __init__ or _init_connector_state, whose whole fingerprints are in the facts",
         ),
         **dict.fromkeys(("_get_connector_metadata",), "of vLLM's base class of connectors, which LMCache asks as well"),
@@ -77,7 +77,10 @@ ALLOWED = {
             "of vLLM's scheduler output, which LMCache's build_connector_meta reads as well",
         ),
         **dict.fromkeys(("scheduled_cached_reqs", "scheduled_new_reqs"), "of vLLM's scheduler output, as well"),
-        "tolist": TORCH,
+        **dict.fromkeys(
+            ("parallel_config", "pipeline_parallel_size", "world_size"), "of vLLM's configuration, 0.14.1 to 0.33.0"
+        ),
+        **dict.fromkeys(("_get_default_store", "check", "delete_key", "distributed_c10d", "tolist"), TORCH),
     },
     "mp-block-transfer": {
         **dict.fromkeys(("Event", "ExternalStream", "Tensor_out", "aten", "query", "record"), TORCH),

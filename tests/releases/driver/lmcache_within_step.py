@@ -3,7 +3,8 @@
 Run by a fresh interpreter with the releases' sources, and the bundle or not, on PYTHONPATH. The scheduler, vLLM's
 LMCacheConnectorV1 and LMCache's LMCacheConnectorV1Impl on both sides are the releases' own; the Impl is made without its
 constructor. Stood in for are LMCache's engine, which copies between GPU and store (`Engine`), and the model. Slots and
-stored chunks have contents: the tokens up to each one's own.
+stored chunks have contents: the tokens up to each one's own. Several workers, in this one process, have an engine and slots
+each, and a client each of a real TCPStore; what one of them has lost, those of its stage and of later ones compute on.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -18,12 +19,14 @@ gc.disable()
 RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
+import copy
 import json
 import pickle
 import tempfile
 import traceback
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +45,7 @@ import torch
 import vllm
 from lmcache.integration.vllm import vllm_v1_adapter as adapter
 from lmcache.v1.config import LMCacheEngineConfig
+from torch.distributed import TCPStore, distributed_c10d
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
@@ -97,13 +101,15 @@ class Engine:
     def lookup_unpin(self, name: str) -> None: ...
 
 
-ENGINE = Engine()
+ENGINES: list[Engine] = []
+"""A world's, by worker."""
 
 
 def lookup_client() -> Any:
+    """Its answer is the least of the workers' hits, as LMCache's."""
     return SimpleNamespace(
         lookup_cache=lambda lookup_id: -1,
-        lookup=lambda tokens, lookup_id, request_configs=None: ENGINE.lookup(list(tokens)),
+        lookup=lambda tokens, lookup_id, request_configs=None: min(e.lookup(list(tokens)) for e in ENGINES),
         clear_lookup_status=lambda name: None,
         cancel_lookup=lambda name: None,
     )
@@ -115,7 +121,8 @@ class InProcess(LMCacheConnectorV1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, *([kv_cache_config] if kv_cache_config else []))
         impl = object.__new__(adapter.LMCacheConnectorV1Impl)
-        engine = ENGINE if role == KVConnectorRole.WORKER else MagicMock()
+        working = role == KVConnectorRole.WORKER
+        engine = ENGINES[vllm_config.parallel_config.rank] if working else MagicMock()
         client = lookup_client() if role == KVConnectorRole.SCHEDULER else None
         given = {
             "_parent": self,
@@ -155,17 +162,51 @@ class InProcess(LMCacheConnectorV1):  # type: ignore[misc]
         self._kv_cache_events = None
 
 
-class World:
-    """A scheduler, a worker's connector, the slots, and what clients got."""
+def worker_of(config: Any, kv_cache_config: Any, rank: int, workers: int, stages: int) -> Any:
+    """A worker's connector, configured as vLLM does for each of its processes."""
+    config = copy.copy(config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    parallel = {"rank": rank, "world_size": workers, "pipeline_parallel_size": stages}
+    for name, value in parallel.items():
+        object.__setattr__(config.parallel_config, name, value)
+    return InProcess(config, KVConnectorRole.WORKER, kv_cache_config)
 
-    def __init__(self, mode: str, model_config: Any, budget: int) -> None:
-        ENGINE.__init__()  # type: ignore[misc]
+
+def stores(number: int) -> list[TCPStore]:
+    """A client for each process; the first has the server, too."""
+    within = timedelta(seconds=60)
+    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=within)
+    return [first, *(TCPStore("127.0.0.1", first.port, is_master=False, timeout=within) for _ in range(1, number))]
+
+
+class World:
+    """A scheduler, each worker's connector and slots, and what clients got."""
+
+    def __init__(
+        self,
+        mode: str,
+        model_config: Any,
+        budget: int,
+        workers: int = 1,
+        stages: int = 1,
+        later: bool = False,
+        silent: int | None = None,
+    ) -> None:
+        """`later`: with speculative decoding, from vLLM 0.20, stores come when the step's failed loads were fetched.
+        `silent`: a worker that tells the others nothing, as one without the patch."""
+        ENGINES[:] = [Engine() for _ in range(workers)]
         options = {"max_num_batched_tokens": budget}
         self.scheduler = real.make_scheduler(mode, model_config, ("lmcache_within_step", "InProcess"), options=options)
         self.scheduler.recompute_kv_load_failures = True
-        self.worker = InProcess(self.scheduler.vllm_config, KVConnectorRole.WORKER, self.scheduler.kv_cache_config)
-        self.slots: dict[int, Any] = {}
-        self.worker._lmcache_engine.kv_caches = {"layer0": self.slots}
+        config, kv_cache_config = self.scheduler.vllm_config, self.scheduler.kv_cache_config
+        self.workers = [worker_of(config, kv_cache_config, rank, workers, stages) for rank in range(workers)]
+        self.slots: list[dict[int, Any]] = [{} for _ in self.workers]
+        for worker, slots in zip(self.workers, self.slots, strict=True):
+            worker._lmcache_engine.kv_caches = {"layer0": slots}
+        self.stage = workers // stages
+        self.stores = stores(workers) if workers > 1 else []
+        self.later = later
+        self.silent = silent
         self.ahead = int(mode == "AsyncScheduler")
         self.unanswered: deque[tuple[Any, list[tuple[Any, ...]]]] = deque()
         self.clients: dict[str, list[int]] = {}
@@ -200,32 +241,64 @@ class World:
         for request in scheduled.kv_connector_metadata.requests:
             if request.load_spec is not None and request.load_spec.can_load:
                 self.loaded.add(request.req_id)
-        # In a process of its own, a worker has a copy.
-        self.unanswered.append((pickle.loads(pickle.dumps(scheduled.kv_connector_metadata)), scheduled, work))
+        self.unanswered.append((pickle.dumps(scheduled.kv_connector_metadata), scheduled, work))
         if len(self.unanswered) > self.ahead:
             self.answer(*self.unanswered.popleft())
 
-    def answer(self, metadata: Any, scheduled: Any, work: list[tuple[Any, ...]]) -> None:
+    def worker(self, rank: int) -> Any:
+        """In a process of its own, where the default process group's store is this worker's client of it."""
+        if self.stores:
+            distributed_c10d._get_default_store = lambda: self.stores[rank]
+        return self.workers[rank]
+
+    def answer(self, metadata: bytes, scheduled: Any, work: list[tuple[Any, ...]]) -> None:
         output = real.run_model(scheduled)
-        worker = self.worker
-        worker.bind_connector_metadata(metadata)
-        worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
+        ranks = range(len(self.workers))
+        for rank in ranks:
+            worker = self.worker(rank)
+            # In a process of its own, a worker has a copy.
+            worker.bind_connector_metadata(self.for_worker(rank, metadata))
+            worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
         for index, (name, table, start, end, samples) in enumerate(work):
-            slots = [table[place // BLOCK] * BLOCK + place % BLOCK for place in range(end)]
-            right = all(self.slots.get(slots[place]) == self.content(name, place) for place in range(start))
-            for place in range(start, end):
-                self.slots[slots[place]] = self.content(name, place) if right else LOST
+            right = self.compute(name, table, start, end)
             output.sampled_token_ids[index] = [RIGHT if right else WRONG] if samples else []
-        if work:
-            worker.wait_for_save()
-        told = real.transfers(*(ended or () for ended in reversed(worker.get_finished(scheduled.finished_req_ids))))
-        told.invalid_block_ids = worker.get_block_ids_with_load_errors()
-        self.reported += bool(told.invalid_block_ids)
-        worker.clear_connector_metadata()
+        invalid: set[int] = set()
+        for rank in ranks:
+            worker = self.worker(rank)
+            if work and not self.later:
+                worker.wait_for_save()
+            told = real.transfers(*(ended or () for ended in reversed(worker.get_finished(scheduled.finished_req_ids))))
+            invalid |= worker.get_block_ids_with_load_errors()
+            if work and self.later:
+                worker.wait_for_save()
+            worker.clear_connector_metadata()
+        told.invalid_block_ids = invalid
+        self.reported += bool(invalid)
         output.kv_connector_output = told
         for answered in self.scheduler.update_from_output(scheduled, output).values():
             for one in answered.outputs:
                 self.clients[one.request_id] += one.new_token_ids
+
+    def for_worker(self, rank: int, told: bytes) -> Any:
+        metadata = pickle.loads(told)
+        if rank == self.silent:
+            vars(metadata).pop("_livepatch_loads", None)
+        return metadata
+
+    def compute(self, name: str, table: list[int], start: int, end: int) -> bool:
+        """Each stage computes on what the workers of it have, and on what earlier stages computed; whether all is right."""
+        places = [table[place // BLOCK] * BLOCK + place % BLOCK for place in range(end)]
+        right = True
+        for first in range(0, len(self.slots), self.stage):
+            stage = self.slots[first : first + self.stage]
+            right &= all(
+                slots.get(places[place]) == self.content(name, place) for slots in stage for place in range(start)
+            )
+            for slots in stage:
+                slots.update(
+                    (places[place], self.content(name, place) if right else LOST) for place in range(start, end)
+                )
+        return right
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -240,16 +313,18 @@ class World:
             self.wrong.append(otherwise)
 
 
-def play(world: World, gone: int, between: Callable[[World], None]) -> None:
+def play(world: World, gone: int, between: Callable[[World], None], loser: int = 0) -> None:
     """A prompt is stored, and the prefix cache and LMCache lose parts of it: LMCache its last chunk, and, after the lookup,
-    the chunk `gone`. The second request's load fails; it computes, and what it has is stored. Others load that."""
+    the worker `loser`'s the chunk `gone`. The second request's load fails; it computes, and what it has is stored. Others
+    load that."""
     world.add("first")
     world.steps(16)
     world.forget()
     keys = [tuple(world.prompts["first"][: (number + 1) * CHUNK]) for number in range(3)]
-    world.expect(all(key in ENGINE.chunks for key in keys), "first stores nothing")
-    ENGINE.chunks.pop(keys[2])
-    ENGINE.gone.add(keys[gone])
+    world.expect(all(key in engine.chunks for key in keys for engine in ENGINES), "first stores nothing")
+    for engine in ENGINES:
+        engine.chunks.pop(keys[2])
+    ENGINES[loser].gone.add(keys[gone])
     world.add("second", like="first")
     world.step()
     between(world)
@@ -261,7 +336,7 @@ def play(world: World, gone: int, between: Callable[[World], None]) -> None:
         world.steps(24)
     for number, key in enumerate(keys):
         own = [world.content("first", place) for place in range(number * CHUNK, (number + 1) * CHUNK)]
-        world.expect(ENGINE.chunks.get(key) == own, f"chunk {number} is stored wrong, or not")
+        world.expect(all(e.chunks.get(key) == own for e in ENGINES), f"chunk {number} is stored wrong, or not")
     world.expect("fourth" in world.loaded, "fourth loads nothing")
     for name, tokens in world.clients.items():
         world.expect(WRONG not in tokens, f"{name} got a wrong token")
@@ -294,7 +369,7 @@ def chats(world: World) -> None:
         world.steps(10)
         world.add(f"{name} goes on", like=name)
         world.steps(10)
-        stored = ENGINE.lookup(world.prompts[f"{name} goes on"])
+        stored = ENGINES[0].lookup(world.prompts[f"{name} goes on"])
         world.expect(stored == 3 * CHUNK, "what is right is not stored")
 
 
@@ -312,11 +387,24 @@ CASES: dict[str, tuple[int, int, Callable[[World], None]]] = {
 }
 
 
+SEVERAL: dict[str, tuple[str, int, dict[str, Any]]] = {
+    # how it goes on one worker, whose load fails, of which workers
+    "of_two_workers": ("second_chunk", 1, {"workers": 2}),
+    "of_two_workers_in_parts": ("shared_in_parts", 0, {"workers": 2}),
+    "of_two_stages": ("second_chunk", 0, {"workers": 2, "stages": 2}),
+    "of_the_last_stage": ("second_chunk", 3, {"workers": 4, "stages": 2}),
+    "one_is_silent": ("second_chunk", 1, {"workers": 2, "silent": 1}),
+    "speculative": ("second_chunk", 0, {"later": True}),
+    "speculative_of_two": ("second_chunk", 1, {"workers": 2, "later": True}),
+}
+
+
 def outcome(mode: str, model_config: Any, case: str) -> str:
+    case, loser, how = SEVERAL.get(case, (case, 0, {}))
     gone, budget, between = CASES[case]
     try:
-        world = World(mode, model_config, budget)
-        play(world, gone, between)
+        world = World(mode, model_config, budget, **how)
+        play(world, gone, between, loser)
     except Exception as error:
         traceback.print_exc()
         return f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
@@ -325,9 +413,10 @@ def outcome(mode: str, model_config: Any, case: str) -> str:
 
 def main() -> None:
     real.quiet()
+    cases = [*CASES, *SEVERAL]
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        found = {mode: {case: outcome(mode, model_config, case) for case in CASES} for mode in real.SCHEDULERS}
+        found = {mode: {case: outcome(mode, model_config, case) for case in cases} for mode in real.SCHEDULERS}
     print(json.dumps({"vllm": vllm.__file__, "lmcache": lmcache.__file__, **found}), file=RESULT, flush=True)
     sys.stderr.flush()
 
