@@ -31,7 +31,7 @@ def spread(reported: Iterable[int], tables: Mapping[Any, Table], sizes: list[int
     What a request computed behind a lost block was computed on it, in every group. Who shares such a block, has lost
     what lies behind it in turn, with a sliding window also without the first of them in its table.
     """
-    lost = set(reported) - {0}  # the null block, which stands for what a sliding window has left behind
+    lost = set(reported) - {0}  # the null block, which stands for what a sliding window has left behind, is nobody's
     hit: set[Any] = set()
     while True:
         before = len(lost)
@@ -40,8 +40,7 @@ def spread(reported: Iterable[int], tables: Mapping[Any, Table], sizes: list[int
             if first is not None:
                 hit.add(key)
                 for blocks, size in zip(table, sizes, strict=True):
-                    lost.update(blocks[first // size :])
-        lost.discard(0)
+                    lost.update(block for block in blocks[first // size :] if block)
         if len(lost) == before:
             return lost, hit
 

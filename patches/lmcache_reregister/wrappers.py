@@ -26,6 +26,9 @@ ADAPTER = f"{MODULE}:LMCacheMPWorkerAdapter"
 WAIT_SECONDS = 1.0
 """How long an engine's step waits for a server that is asked to register its worker again."""
 
+STOP_SECONDS = 5.0
+"""How long a shutdown waits for such a heartbeat: as long as LMCache waits for its own."""
+
 _STATE = "_livepatch_registration"
 """Attribute of a worker's adapter."""
 
@@ -173,6 +176,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                     context.flush_inflight_stores()
         return result
 
+    def shutdown(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+        """A heartbeat that a step asked for ends before the worker says goodbye, or it might register it afterwards."""
+        registration: Registration | None = getattr(adapter, _STATE, None)
+        if registration is not None and registration.asking is not None:
+            registration.asking.join(STOP_SECONDS)
+        return wrapped(*args, **kwargs)
+
     return {
         f"{ADAPTER}.register_kv_caches": register_kv_caches,
         f"{MODULE}:HeartbeatThread._execute": execute,
@@ -180,4 +190,5 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{ADAPTER}.submit_store_request": submit_store_request,
         f"{ADAPTER}.submit_retrieve_request": submit_retrieve_request,
         f"{ADAPTER}.handle_preemptions": handle_preemptions,
+        f"{ADAPTER}.shutdown": shutdown,
     }

@@ -76,6 +76,11 @@ def wait_aside(statuses: Sequence[Any]) -> None:
     threading.Thread(target=wait_each, args=(statuses,), name="livepatch-moriio-wait", daemon=True).start()
 
 
+def peer_of(meta: Any) -> str:
+    """Where a request's peer shakes hands: what the release knows that peer by."""
+    return f"{meta.remote_host}:{meta.remote_handshake_port}"
+
+
 def reads_here(side: Any) -> bool:
     """Whether a connector's scheduler or worker side is that of a decode engine that reads."""
     return side is not None and not side.is_producer and side.mode.name == "READ"
@@ -179,9 +184,7 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         wanted = dict(every)
         for request_id, meta in wanted.items():
             if meta.local_block_ids:  # none: it was aborted before, and its peer is to hear of that
-                reads.under_way[request_id] = Read(
-                    meta.local_block_ids, f"{meta.remote_host}:{meta.remote_handshake_port}"
-                )
+                reads.under_way[request_id] = Read(meta.local_block_ids, peer_of(meta))
                 if kept_as_sends:
                     reads.finishing.add(request_id)
         for request_id, (kind, _, said) in ({} if livepatch.aside else connect(worker, wanted)).items():

@@ -75,12 +75,12 @@ class Handshakes:
     """
 
     def __init__(self) -> None:
-        self.awaited: dict[int, threading.Event] = {}  # by the identity of what is known of the request
+        self.under_way: dict[str, threading.Event] = {}  # by peer: what is set when that handshake has ended
         self.step: Any = None  # the metadata of the step that `given_up` is about
         self.given_up: set[str] = set()
 
     def put(self, entry: tuple[str, Any]) -> None:
-        event = self.awaited.pop(id(entry[1]), None)
+        event = self.under_way.pop(reads.peer_of(entry[1]), None)
         if event is not None:
             event.set()
 
@@ -263,22 +263,28 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     # Handshakes, on both sides
 
     def connect(worker: Any, requests: Mapping[str, Any]) -> dict[str, tuple[str, str, str]]:
-        """Shake hands with peers that are not known yet. The requests whose peer did not: kind, peer, what to say."""
+        """Shake hands with peers that are not known yet. The requests whose peer did not: kind, peer, what to say.
+
+        One thread shakes hands with one peer after another. A handshake that an earlier step gave up keeps its turn:
+        one more with the same peer would keep that thread from peers that answer.
+        """
         handshakes = handshakes_of(worker)
         begin = time.monotonic()
-        pending: dict[str, tuple[threading.Event, Any]] = {}
-        peers = {name: f"{meta.remote_host}:{meta.remote_handshake_port}" for name, meta in requests.items()}
+        pending: dict[str, threading.Event] = {}
+        peers = {name: reads.peer_of(meta) for name, meta in requests.items()}
         for request_id, meta in requests.items():
             peer = peers[request_id]
-            if peer not in pending and not (peer in worker.write_ready_flags and is_known(worker, peer)):
-                pending[peer] = threading.Event(), meta
-                handshakes.awaited[id(meta)] = pending[peer][0]
+            if peer in worker.write_ready_flags and is_known(worker, peer):
+                continue
+            event = handshakes.under_way.get(peer)
+            if event is None:
+                event = handshakes.under_way[peer] = threading.Event()
                 with worker._handshake_lock:
                     worker._background_moriio_handshake(request_id, peer, meta)
+            pending[peer] = event
         lost: dict[str, tuple[str, str]] = {}
-        for peer, (event, meta) in pending.items():
+        for peer, event in pending.items():
             ended = event.wait(max(0.0, begin + handshake_seconds - time.monotonic()))
-            handshakes.awaited.pop(id(meta), None)
             elapsed = time.monotonic() - begin
             if not ended or (elapsed >= handshake_seconds and not is_known(worker, peer)):
                 lost[peer] = "handshake_timeout", f"no handshake in {elapsed:.1f} s"

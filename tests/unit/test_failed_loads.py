@@ -1,4 +1,5 @@
-"""`failed-loads`: what LMCache's connector is told of a request that begins anew, and who ran on lost blocks.
+"""`failed-loads`: what LMCache's connector is told of a request that begins anew, who ran on lost blocks, and what of a
+step on lost KV is delivered.
 
 The rest is in tests/releases.
 """
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.patches.failed_loads import wrappers as patch
+from vllm_livepatch.patches.failed_loads.losses import Table, spread, tables_given
 from vllm_livepatch.patches.failed_loads.wrappers import begins_at
+from vllm_livepatch.sitecustomize import guard
+from vllm_livepatch.sitecustomize.context import PatchContext
 
 
 @pytest.mark.parametrize(("hit", "noted"), [(64, 32), (16, 16)])
@@ -60,8 +64,110 @@ def test_who_began_anew_elsewhere_runs_on() -> None:
     loads = patch._Loads()
     loads.answering = step(left=[1, 2], passed=[8], there=[5, 6], grew=[11])
     loads.steps.append(step(left=[3, 4], passed=[2, 9]))
-    lost = patch._Losses(scheduler, loads, {2, 5})
+    lost = patch._Losses(scheduler, loads, {2, 5, 20})
+    assert 20 not in lost.blocks, "the pool has none of that number"
     assert [request.request_id for request in lost.running] == ["passed", "there", "grew"]
     assert [request.request_id for request in lost.gone] == ["left"]
     assert list(lost.steps_on_lost_blocks("left")) == []  # the step that is answered is none under way
     assert list(lost.steps_on_lost_blocks("passed")) == list(loads.steps)
+
+
+@pytest.mark.parametrize(
+    ("reported", "tables", "sizes", "lost", "hit"),
+    [
+        ({5}, {"a": ([1, 5, 6],)}, [16], {5, 6}, {"a"}),
+        ({0, 5}, {"a": ([0, 3],)}, [16], {5}, set()),
+        ({5}, {"a": ([5, 6], [0, 7]), "b": ([8, 9], [0, 10])}, [16, 16], {5, 6, 7}, {"a"}),
+        ({5}, {"a": ([1, 5, 6], [7, 8])}, [16, 32], {1, 5, 6, 7, 8}, {"a"}),
+        ({6}, {"a": ([1, 2, 5], [3, 6])}, [16, 32], {5, 6}, {"a"}),
+        ({5}, {"b": ([6, 9],), "a": ([5, 6],)}, [16], {5, 6, 9}, {"a", "b"}),
+    ],
+    ids=["behind it", "null block", "window", "whole of a larger block", "group", "shared"],
+)
+def test_what_lies_behind_a_lost_block_is_lost(
+    reported: set[int], tables: dict[str, Table], sizes: list[int], lost: set[int], hit: set[str]
+) -> None:
+    assert spread(reported, tables, sizes) == (lost, hit)
+
+
+def test_only_who_began_in_a_step_was_given_a_whole_table() -> None:
+    """What others are given, is added to the table that they have."""
+    given = step(new=[1])
+    given.scheduled_cached_reqs = SimpleNamespace(
+        req_ids=["again", "grew", "nothing"], new_block_ids=[([2],), ([3],), None], resumed_req_ids={"again", "nothing"}
+    )
+    assert tables_given(given) == {"new": ([1],), "again": ([2],)}
+
+
+class Scheduler:
+    """A scheduler whose steps are under way; of an answer it delivers all."""
+
+    connector = SimpleNamespace()
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None: ...
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
+
+    @classmethod
+    def patched(cls, context: PatchContext) -> Any:
+        own = {}
+        for name in ("_update_after_schedule", "update_from_output"):
+            target = f"{patch.SCHEDULER}.{name}"
+            own[name] = guard.in_place_of(vars(Scheduler)[name], patch.wrappers(context)[target], context, target)
+        return type("Scheduler", (cls,), own)()
+
+
+@pytest.fixture
+def context() -> PatchContext:
+    return PatchContext("failed-loads", {"ON_LOSS": "recompute"}, {}, lambda: None)
+
+
+@pytest.fixture
+def scheduler(context: PatchContext) -> Any:
+    return Scheduler.patched(context)
+
+
+def under_way(scheduler: Any, withheld: str = "") -> Any:
+    """A step of the requests a and b, of which a request's token is not to be delivered."""
+    output = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1})
+    scheduler._update_after_schedule(output)
+    getattr(scheduler, patch.STATE).withhold(withheld, [output])
+    return output
+
+
+def answered(scheduler: Any, output: Any) -> list[Any]:
+    """What is delivered of a step: tokens, what was pooled, and whose prompts' log probabilities."""
+    answer = SimpleNamespace(
+        req_id_to_index={"a": 0, "b": 1},
+        sampled_token_ids=[[1], [2]],
+        pooler_output=["of a", "of b"],
+        prompt_logprobs_dict={"a": "of a", "b": "of b"},
+        kv_connector_output=None,
+    )
+    scheduler.update_from_output(output, answer)
+    return [answer.sampled_token_ids, answer.pooler_output, sorted(answer.prompt_logprobs_dict)]
+
+
+ALL, OF_B = [[[1], [2]], ["of a", "of b"], ["a", "b"]], [[[], [2]], [None, "of b"], ["b"]]
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_nothing_of_a_step_on_lost_kv_is_delivered(aside: bool, scheduler: Any, context: PatchContext) -> None:
+    """Also when the patch has stood aside meanwhile."""
+    first, second, third = under_way(scheduler), under_way(scheduler, "a"), under_way(scheduler)
+    assert answered(scheduler, first) == ALL
+    if aside:
+        context.withdraw()
+    assert [answered(scheduler, second), answered(scheduler, third)] == [OF_B, ALL]
+
+
+def test_of_steps_that_are_never_answered_nothing_is_kept(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another step's output may come to lie where theirs was."""
+    monkeypatch.setattr(patch, "DEEPEST", 2)
+    loads = patch._Loads()
+    loads.steps = type(loads.steps)(maxlen=patch.DEEPEST)
+    setattr(scheduler, patch.STATE, loads)
+    outputs = [under_way(scheduler, "a"), under_way(scheduler, "a"), under_way(scheduler)]
+    assert list(loads.withheld) == [id(outputs[1])]
+    assert answered(scheduler, outputs[2]) == ALL
+    assert (loads.withheld, list(loads.steps)) == ({}, [])

@@ -1,14 +1,17 @@
-"""What the release tests of `moriio-timeouts` leave out: a request that ends twice."""
+"""What the release tests of `moriio-timeouts` leave out: a request that ends twice, and several peers that are silent."""
 
 from __future__ import annotations
 
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm_livepatch.patches.moriio_timeouts import reads
+from vllm_livepatch.patches.moriio_timeouts import wrappers as patch
 from vllm_livepatch.patches.moriio_timeouts.wrappers import Writes
+from vllm_livepatch.sitecustomize.context import PatchContext
 
 
 class Transfer:
@@ -47,3 +50,115 @@ def test_a_request_that_was_given_up_is_released_when_its_last_transfer_has_ende
     second.pending = False
     assert writes.take_released() == ["one"]
     assert writes.take_released() == []
+
+
+class Event:
+    """Is set by a handshake, at a time that is known: whoever waits for it lets the worker's clock go on."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.is_set = False
+
+    def set(self) -> None:
+        self.is_set = True
+
+    def wait(self, timeout: float = math.inf) -> bool:
+        worker, end = self.worker, self.worker.now + timeout
+        while not self.is_set and worker.handshakes and worker.handshakes[0][0] <= end:
+            worker.now, entry, answered = worker.handshakes.pop(0)
+            worker.hands_shaken(entry, answered)
+        if not self.is_set:
+            assert end < math.inf, "this wait would never end"
+            worker.now = max(worker.now, end)
+        return self.is_set
+
+
+class Worker:
+    """A prefill worker, which shakes hands with one peer after another, in `seconds` each: a stand-in for the release's."""
+
+    is_producer = True
+    mode = SimpleNamespace(name="WRITE")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+        self.seconds = seconds
+        self.begun: list[str] = []  # handshakes
+        self.now = self.busy_until = 0.0
+        monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(patch, "threading", SimpleNamespace(Event=lambda: Event(self)))
+        options = {"HANDSHAKE_SECONDS": 10.0, "TRANSFER_SECONDS": 1.0, "DEFER_SECONDS": 1.0}
+        self.context = PatchContext("moriio-timeouts", options, {}, lambda: None)
+        self.save_kv_layer = patch.wrappers(self.context)[f"{patch.WORKER}.save_kv_layer"]
+        self.handshakes: list[
+            tuple[float, Any, bool]
+        ] = []  # when it ends, of which request, and whether it was answered
+        self.write_ready_flags: dict[str, bool] = {}
+        self._remote_agents: dict[str, str] = {}
+        self._ready_requests: Any = None
+        self._handshake_lock = threading.Lock()
+        self.moriio_wrapper = SimpleNamespace(
+            lock=threading.Lock(), done_remote_allocate_req_dict={}, done_req_ids=[], transfer_status=[]
+        )
+        self.saved: list[str] = []
+
+    def get_engine_name_with_dp(self, peer: str, rank: int) -> str:
+        return peer
+
+    def _background_moriio_handshake(self, request_id: str, peer: str, meta: Any) -> None:
+        """One that is not answered ends when its socket gives up, after HANDSHAKE_SECONDS."""
+        self.begun.append(request_id)
+        seconds = self.seconds[meta.remote_host]
+        self.busy_until = max(self.now, self.busy_until) + min(seconds, 10.0)
+        self.handshakes.append((self.busy_until, (request_id, meta), seconds < 10.0))
+
+    def hands_shaken(self, entry: tuple[str, Any], answered: bool) -> None:
+        peer = f"{entry[1].remote_host}:1"
+        self.write_ready_flags[peer] = True
+        if answered:
+            self._remote_agents[peer] = "an agent"
+        self._ready_requests.put(entry)
+
+    def layers(self, *requests: str) -> float:
+        """A step of two layers that saves these requests, each to a peer of its name: how long it waits, in seconds."""
+        every = {name: SimpleNamespace(remote_host=name, remote_handshake_port=1) for name in requests}
+        metadata, began = SimpleNamespace(reqs_to_save=every), self.now
+        for _ in range(2):
+            self.save_kv_layer(lambda saved: self.saved.extend(saved.reqs_to_save), self, (metadata,), {})
+        assert metadata.reqs_to_save is every
+        return self.now - began
+
+
+def test_peers_that_are_silent_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release shakes hands with one after another; the model waits for all of them as long as for one."""
+    worker = Worker(monkeypatch, a=math.inf, b=math.inf, c=math.inf)
+    assert worker.layers("a", "b", "c") == 10.0
+    assert (worker.moriio_wrapper.done_req_ids, worker.saved) == (["a", "b", "c"], [])
+    assert worker.context.counters == {"handshake_timeout": 3}
+
+
+def test_a_peer_that_answers_is_served_beside_one_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(monkeypatch, answers=0.5, silent=math.inf, late=0.5, last=0.5, another=math.inf)
+    assert worker.layers("answers", "silent", "late") == 10.0
+    assert (worker.moriio_wrapper.done_req_ids, worker.saved) == (["silent", "late"], ["answers", "answers"])
+    assert worker.layers("late", "answers") == 1.0, "the silent one's handshake ends first, then late's"
+    assert worker.saved[2:] == ["late", "answers"] * 2
+    assert worker.layers("silent", "last") == 10.0
+    assert worker.layers("another", "last") == 10.0, "it answers while another is waited for"
+    assert worker.saved[6:] == ["last"] * 2
+
+
+def test_silent_peers_that_are_asked_for_in_each_step_do_not_keep_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A handshake that is under way, or in the queue, is not begun again; one that has ended is."""
+    worker = Worker(monkeypatch, a=math.inf, b=math.inf, answers=0.5)
+    assert [worker.layers("a", "b") for _ in range(4)] == [10.0] * 4
+    assert [worker.layers("answers") for _ in range(2)] == [10.0, 0.5], "one that has begun is waited for"
+    assert worker.saved == ["answers"] * 2
+    assert worker.begun == ["a", "b", "a", "b", "a", "answers"]
+
+
+def test_a_peer_of_several_ranks_is_waited_for_until_hands_are_shaken_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's is known before: the release would spin for the rest."""
+    worker = Worker(monkeypatch, answers=2.5)
+    worker._remote_agents["answers:1"] = "the first one's agent"
+    assert (worker.layers("answers"), worker.begun) == (2.5, ["answers"])

@@ -151,6 +151,23 @@ def test_what_had_begun_is_left_alone_for_a_while() -> None:
     assert failed(desk) == ["begun", "not begun"]
 
 
+def test_what_counts_as_failed_already_is_not_put_off() -> None:
+    """Whatever else is said of it: decode would wait once more for what has settled."""
+    desk = Desk(context(settle=600), 600)
+    registration, other = registered(desk), registered(desk, "other")
+    waiting = desk.waiting[registration[TOKEN]]
+    waiting.failed = 5.0
+    life, talk = Prefill(registration), Prefill(registration)
+    talk.say(refused=registration[TOKEN], posted=True)
+    talk.say(refused=other[TOKEN], posted=False)
+    until(lambda: failed(desk) == ["r", "other"])
+    life.say(life=registration[TOKEN])
+    until(lambda: desk.lives)
+    life.close()
+    until(lambda: not desk.lives)
+    assert (waiting.failed, failed(desk)) == (5.0, ["r", "other"])
+
+
 def test_who_does_not_know_the_token_is_not_believed() -> None:
     desk = Desk(context(), 600)
     registration = registered(desk)
@@ -330,6 +347,7 @@ def test_what_is_withdrawn_is_not_served(peer: Decode) -> None:
     assert peer.heard() == {"refused": "t", "posted": False}
     assert answers.unwanted(peer.registration())
     assert answers.take(peer.registration()) is None
+    until(lambda: answers.tidy)  # the writer is to forget it
     peer.withdraw("not come yet")
     assert peer.heard() == {"refused": "not come yet", "posted": False}
     assert answers.take(peer.registration("not come yet")) is None

@@ -86,9 +86,10 @@ def test_victims_are_preempted_as_long_as_their_blocks_are_free_at_once(context:
     assert (numbers(scheduler.running), numbers(scheduler.preempted)) == ([0, 1, 2], [3])
 
 
-def test_the_victim_is_the_one_of_the_schedulers_policy(context: PatchContext) -> None:
+@pytest.mark.parametrize("last", [{"priority": 1}, {"arrival_time": 9.0}], ids=lambda last: next(iter(last)))
+def test_the_victim_is_the_one_of_the_schedulers_policy(last: dict[str, Any], context: PatchContext) -> None:
     scheduler = patched(Scheduler, context, policy="PRIORITY")
-    scheduler.running[1].priority = 1
+    vars(scheduler.running[1]).update(last)
     scheduler.running[1].last_sched_seq = PROCESSED
     scheduler.kv_cache_manager.allocate_slots(scheduler.running[0], 1)
     assert context.counters == {}

@@ -14,6 +14,7 @@ os.dup2(2, 1)
 import importlib
 import json
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -250,6 +251,41 @@ def server_gone(server: Server, worker: Worker) -> Any:
     return [*worker.finished("a"), waits_on]
 
 
+def shut_down(server: Server, worker: Worker) -> Any:
+    """The worker shuts down while it registers again, which a step has asked for: the server knows it no more.
+
+    What has not registered when the goodbye was answered does so now; afterwards there is nothing to send it with.
+    """
+    adapter = worker.adapter
+    worker.beat()
+    register, close = adapter._send_register_kv_caches_request, adapter.transfer_ctx.close
+    goes_on = threading.Event()
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        goes_on.wait(PATIENCE)
+        register(*args, **kwargs)
+
+    def closing() -> None:
+        goes_on.set()
+        join(PATIENCE)
+        close()
+
+    def waited_for(timeout: float) -> None:
+        goes_on.set()
+        join(PATIENCE)
+
+    adapter._send_register_kv_caches_request = slowly
+    step_waits(0.1)
+    CLOCK.ahead += AFTER_A_PING
+    worker.store("a", 5, FIRST)
+    asking = adapter._livepatch_registration.asking
+    join, asking.join = asking.join, waited_for
+    adapter.transfer_ctx.close = closing
+    adapter.shutdown()
+    worker.scheduler.shutdown()
+    return [goes_on.is_set(), server.ask("known")]
+
+
 CASES: dict[str, Any] = {
     "well": well,
     "not_there": not_there,
@@ -265,6 +301,7 @@ CASES: dict[str, Any] = {
     "silent_and_known": silent_and_known,
     "preempted": preempted,
     "event_left_out": event_left_out,
+    "shut_down": shut_down,
     "server_gone": server_gone,
 }
 """Of one server: the last one ends it."""
@@ -282,7 +319,7 @@ def main() -> None:
             worker = Worker(server.port, TIMEOUT)
             step_waits(PATIENCE)
             result["cases"][name] = CASES[name](server, worker)
-            if name != "server_gone":
+            if name not in ("shut_down", "server_gone"):
                 worker.close()
         except Exception:
             traceback.print_exc()

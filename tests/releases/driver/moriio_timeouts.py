@@ -356,7 +356,7 @@ def own_error_in_handshake(world: World) -> None:
     request.allocate(world.worker)
     world.send(request)
     world.expect_sent(request, "not sent")
-    world.worker.real._ready_requests.awaited = None
+    world.worker.real._ready_requests.under_way = None
     request = Sent(world.peer(), [2], [3])
     request.allocate(world.worker)
     world.send(request)

@@ -1,0 +1,125 @@
+"""`lmcache-reregister`: what a heartbeat notes of the registration. A server that forgets, and contents, are in tests/releases."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.patches.lmcache_reregister import wrappers as patch
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+SILENT = 20.0
+
+
+class Transfers:
+    """A transfer context: each registration makes one."""
+
+
+class Worker:
+    """A worker's adapter, registered at the time 0, and its heartbeat."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(patch, "clock", lambda: self.now)
+        self.context = PatchContext("lmcache-reregister", {"SILENT_SECONDS": SILENT}, {}, lambda: None)
+        self.targets = patch.wrappers(self.context)
+        self.transfer_ctx: Any = Transfers()
+        self.registered = 0
+        self.health = self._health_event = threading.Event()
+        self.health.set()
+        self.register(0.0)
+
+    def register(self, seconds: float) -> None:
+        """It registers, and hears that it is registered after so many seconds."""
+        self.targets[f"{patch.ADAPTER}.register_kv_caches"](lambda: setattr(self, "now", seconds), self, (), {})
+        self.known: patch.Registration = getattr(self, patch._STATE)
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._health_event.is_set()
+
+    def _ensure_heartbeat_started(self) -> None: ...
+
+    def recover(self) -> bool:
+        self.registered += 1
+        self.transfer_ctx = Transfers()
+        return True
+
+    def beat(self, now: float, answered: bool = True) -> None:
+        """One heartbeat, as LMCache's own: it registers a worker that it had lost."""
+        self.now = now
+
+        def ping() -> None:
+            assert self.known.beating.locked(), "another one would register the worker at the same time"
+            lost = not self.health.is_set()
+            (self.health.set if answered else self.health.clear)()
+            if answered and lost:
+                self.recover()
+
+        beat = SimpleNamespace(_recover_callback=self.recover, _health_event=self.health)
+        self.targets[f"{patch.MODULE}:HeartbeatThread._execute"](ping, beat, (), {})
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    return Worker(monkeypatch)
+
+
+def test_a_ping_that_is_not_answered_says_nothing_of_the_registration(worker: Worker) -> None:
+    """Nor is a server that is gone asked to register anybody."""
+    worker.beat(15.0, answered=False)
+    worker.now = SILENT + 1.0
+    assert worker.known.in_doubt()
+    worker.beat(SILENT + 2.0, answered=False)
+    assert worker.registered == 0
+    worker.beat(SILENT + 3.0)
+    assert (worker.registered, worker.known.renewed, worker.known.in_doubt()) == (1, 1, False)
+
+
+def test_a_ping_that_is_answered_in_time_is_enough(worker: Worker) -> None:
+    for now in (15.0, 30.0, 45.0):
+        worker.beat(now)
+    assert (worker.registered, worker.known.renewed) == (0, 0)
+    worker.beat(45.0 + SILENT + 1.0)
+    assert (worker.registered, worker.known.renewed) == (1, 1)
+
+
+def test_of_earlier_registrations_none_is_remembered_that_nobody_keeps(worker: Worker) -> None:
+    kept = []
+    for number in range(1, 4):
+        kept.append(worker.transfer_ctx)
+        worker.beat(number * (SILENT + 1.0))
+    assert [earlier() for earlier in worker.known.earlier] == kept
+    kept.clear()
+    worker.beat(4 * (SILENT + 1.0))
+    assert len(worker.known.earlier) == 1, "which this heartbeat has just left"
+
+
+def test_what_has_no_event_is_left_out_though_the_server_is_back_meanwhile(worker: Worker) -> None:
+    """LMCache makes none while the server is gone. The next step's stores and loads have one."""
+    store, event = (
+        worker.targets[f"{patch.ADAPTER}.{name}"] for name in ("submit_store_request", "create_recorded_event")
+    )
+    asked: list[bool] = []
+    for healthy in (False, True):
+        (worker.health.set if healthy else worker.health.clear)()
+        event(lambda: None, worker, (), {})
+        worker.health.set()
+        store(lambda name: asked.append(worker.is_healthy), worker, ("a",), {})
+    assert asked == [False, True]
+    assert worker.context.counters == {"left_out": 1}, "LMCache left the event out itself"
+
+
+def test_a_server_that_is_gone_is_not_asked_by_a_step(worker: Worker) -> None:
+    """The step would wait for it: that is the heartbeat's business."""
+    worker.beat(SILENT + 1.0, answered=False)
+    asked: list[bool] = []
+    worker.targets[f"{patch.ADAPTER}.submit_store_request"](lambda: asked.append(worker.is_healthy), worker, (), {})
+    assert (asked, worker.known.asking, worker.context.counters) == ([False], None, {})
+
+
+def test_the_silence_begins_when_the_registration_was_sent(worker: Worker) -> None:
+    worker.register(SILENT + 1.0)
+    assert worker.known.in_doubt()
