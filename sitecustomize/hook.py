@@ -17,7 +17,8 @@ from typing import Any
 
 from .changed_module import ChangedModule, part_of_import
 from .context import to_stderr
-from .runtime import Runtime, end_process, guarded
+from .reporting import end_process
+from .runtime import Runtime, guarded
 
 
 def before(name: str, loader: Any, module: ModuleType | None) -> Any:

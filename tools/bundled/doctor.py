@@ -171,7 +171,7 @@ def _imported_earlier(catalogue: Catalogue) -> Iterator[Finding]:
     yield WARNING, f"imported before the program began: {', '.join(earlier)}"
     hook = sys.modules.get(f"{__name__.partition('.')[0]}.sitecustomize.hook")
     runtime = getattr(hook, "_made", {}).get("runtime", (None,))[0]
-    for state in () if runtime is None else runtime.states:
+    for state in () if runtime is None else runtime.patches.all:
         if state.state == "failed":
             yield FAILED, f"{state.patch.name} failed here ({state.reason}): {state.detail}"
 
