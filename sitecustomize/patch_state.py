@@ -73,7 +73,7 @@ class PatchStates:
         """`facts` of each patch, by its name. Raises PatchError."""
         patches = [to_patch(name, of_patch) for name, of_patch in sorted(facts.items())]
         self.environment = settings.read(patches, environ)
-        self.settings = settings.asked(patches, self.environment)  # what differs from the defaults
+        self.settings = settings.changed_settings(patches, self.environment)  # what differs from the defaults
         self.all = [PatchState(patch) for patch in patches]
         self.packages: dict[str, str | None] = {}  # releases, by package, once a patch of it was decided on
         self.new_lock()

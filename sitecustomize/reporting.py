@@ -1,4 +1,4 @@
-"""What people are told of this process's patches: its report, its lines on stderr, and under strict its end."""
+"""What people see of this process's patches: its report, its lines on stderr, and under strict its end."""
 
 from __future__ import annotations
 

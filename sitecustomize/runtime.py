@@ -1,6 +1,6 @@
 """The course of each target's import in this process: decide, apply, look again, report.
 
-Each of these is another module's; this one is told of imports by the hook, and calls them in order.
+Each of these is another module's; the hook calls this one at each import, and this one calls them in order.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Runtime:
             loaded = [name for name in state.targets if application.is_loaded(module_of(name))]
             if state.patch.diff:
                 self._read_back(state)
-            elif state.patch.apart or len(loaded) == len(state.targets):
+            elif state.patch.per_module or len(loaded) == len(state.targets):
                 self._applier.apply(state, loaded)
             else:
                 continue
@@ -82,7 +82,7 @@ class Runtime:
         self.reporter.soon(_RECHECK_SECONDS)
 
     def out_of_reach(self, module: str, why: str) -> None:
-        """A target module is being loaded without our being told when it has run."""
+        """A target module is being loaded in a way that does not notify us when it has run."""
         for state in self.patches.of(module):
             if state.decision is not None and state.decision.apply and state.state != "failed":
                 self._applier.unapply(state, "loader", f"{module} cannot be patched, {why}")
@@ -108,7 +108,7 @@ class Runtime:
 
     @part_of_import
     def execute(self, module: ModuleType, loader: Any, changed: ChangedModule) -> None:
-        """Execute the changed source as the module. Where it raises, the module works as it came, and it is said."""
+        """Execute the changed source as the module. Where it raises, the module works as it came."""
         self._sources.execute(module, loader, changed, self._give_up)
 
     def _give_up(self, patches: list[str], why: str, stay: set[str]) -> None:

@@ -91,7 +91,7 @@ def _interpreter() -> Finding:
 
 def _mode(catalogue: Catalogue) -> Finding:
     environment = settings.read(catalogue.patches, os.environ)
-    asked = settings.asked(catalogue.patches, environment)
+    asked = settings.changed_settings(catalogue.patches, environment)
     given = {**asked["toggles"], **{name: str(values) for name, values in asked["options"].items()}}
     said = f"{environment.mode}" + "".join(f", {name} {value}" for name, value in given.items())
     troubles = "; ".join((*environment.errors, *environment.notes))
