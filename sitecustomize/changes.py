@@ -108,5 +108,5 @@ def _place(lines: list[str], hunk: Hunk, start: int, named: int, number: int) ->
         raise HunkError(f"hunk {number} (line {hunk.line}) finds its lines nowhere")
     if named in places:
         return named
-    said = ", ".join(str(place + 1) for place in places[:5])
-    raise HunkError(f"hunk {number} (line {hunk.line}) finds its lines in {len(places)} places: lines {said}")
+    found_at = ", ".join(str(place + 1) for place in places[:5])
+    raise HunkError(f"hunk {number} (line {hunk.line}) finds its lines in {len(places)} places: lines {found_at}")

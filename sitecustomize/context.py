@@ -1,4 +1,4 @@
-"""What a patch's own code is given: its options, the facts of the variant it met, its counters, and a voice."""
+"""What a patch's own code is given: options, the facts of the variant found, counters, and lines on stderr."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ class PatchContext:
         Also for a patch that finds an error of its own and has a better answer to this one call than the release's.
         """
         if self._first.acquire(blocking=False):
-            said = f"{where}: {_described(error)}; the release's own code answers from now on"
-            self._failed(said + self._withdrawn())
+            detail = f"{where}: {_described(error)}; the release's own code answers from now on"
+            self._failed(detail + self._withdrawn())
 
     def withdraw(self) -> None:
         """Stand aside without a word."""
@@ -131,13 +131,13 @@ class PatchContext:
 
     def _withdrawn(self) -> str:
         self.aside = True
-        said = ""
+        failures = ""
         for put_back in reversed(self._put_back):
             try:
                 put_back()
             except Exception as error:
-                said += f"; not all that the patch held could be given back: {_described(error)}"
-        return said
+                failures += f"; not all that the patch held could be given back: {_described(error)}"
+        return failures
 
     def forget(self) -> None:
         """Begin anew, as a forked child does."""
@@ -148,18 +148,18 @@ class PatchContext:
 def _described(error: BaseException) -> str:
     """One line: the error, and the line that raised it."""
     try:
-        said = " ".join(str(error).split())
+        text = " ".join(str(error).split())
     except Exception:
-        said = "its text cannot be made"
+        text = "its text cannot be made"
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     place = f" ({os.path.basename(last.tb_frame.f_code.co_filename)}, line {last.tb_lineno})" if last else ""
-    return f"{type(error).__name__}: {said}{place}"
+    return f"{type(error).__name__}: {text}{place}"
 
 
 before_lines: list[Callable[[], None]] = []
-"""Called before anything is said: the process's own line comes first."""
+"""Called before any line is written: the process's own line comes first."""
 
 
 def to_stderr(message: str) -> None:
@@ -177,8 +177,8 @@ def line(message: str) -> None:
     message = redaction.sentence(message)
     text = f"vllm-livepatch: {message}\n"
     if os.environ.get("LIVEPATCH_LOG", "").strip().lower() == "json":
-        said = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}
-        text = json.dumps(said) + "\n"
+        entry = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}
+        text = json.dumps(entry) + "\n"
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr, or a closed one
         try:
             descriptor = sys.stderr.fileno()

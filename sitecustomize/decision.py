@@ -64,7 +64,7 @@ class Patch:
     diff: str = ""  # the folder's file, where the patch is a source change
     added: tuple[str, ...] = ()  # modules that the diff adds
     traced: bool = False  # it changes code that torch.compile traces
-    apart: bool = False  # its targets live in several processes: each module's are applied as soon as it is loaded
+    per_module: bool = False  # its targets live in several processes: each module's are applied as soon as it is loaded
     about: Mapping[str, Any] = field(default_factory=dict)  # why, origin, upstream threads: for people
     # What it relies on of other packages' code, by package: calls only. `not-present` is a release that has none of it.
     companions: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
@@ -153,16 +153,16 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     verdict, detail, variant = judge(patch, installed)
     toggle = environment.toggles.get(patch.name, "auto")
     asked = verdict == "fixed-upstream" and toggle in ("on", "force") and variant is not None and variant.applies
-    if asked or verdict in ("needed", "unverified"):  # it would be applied, so that it would meet the companions' code
+    if asked or verdict in ("needed", "unverified"):  # it would be applied, and run the companions' code
         verdict, detail = _with_companions(patch, installed, verdict, detail)
     if environment.mode == "off" or toggle == "off":
-        said = "LIVEPATCH" if environment.mode == "off" else variable(patch.name)
-        return Decision(verdict, False, False, "off", f"{said} is off; {detail}", variant)
+        name = "LIVEPATCH" if environment.mode == "off" else variable(patch.name)
+        return Decision(verdict, False, False, "off", f"{name} is off; {detail}", variant)
     wanted_by_itself = {"needed": True, "rocm": installed.rocm, "traced": environment.traced, "off": False}[patch.auto]
     if toggle == "auto" and not wanted_by_itself:
         where = {"rocm": " outside ROCm", "traced": " where no patch changes traced code"}.get(patch.auto, "")
-        said = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
-        return Decision(verdict, False, False, "optional", said, variant)
+        why = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
+        return Decision(verdict, False, False, "optional", why, variant)
     if verdict == "drifted" and toggle == "force":
         nearest = variant or (patch.variants[-1] if patch.variants else None)
         return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", nearest)
@@ -220,11 +220,11 @@ def judge_companion(patch: Patch, package: str, installed: Installed) -> tuple[V
 def _with_companions(patch: Patch, installed: Installed, verdict: Verdict, detail: str) -> tuple[Verdict, str]:
     """The verdict on all packages: drifted if one has drifted, else unverified if one is."""
     for package in patch.companions:
-        found, said, _ = judge_companion(patch, package, installed)
+        found, why, _ = judge_companion(patch, package, installed)
         if found == "drifted":
-            return found, said
+            return found, why
         if found == "unverified":
-            verdict, detail = "unverified" if verdict == "needed" else verdict, f"{detail}; {said}"
+            verdict, detail = "unverified" if verdict == "needed" else verdict, f"{detail}; {why}"
     return verdict, detail
 
 

@@ -17,7 +17,7 @@ compiled = {}
 
 
 class LivepatchFinder(object):
-    """Finds a target as it would be found anyway, with a loader that tells the runtime before and after it has run."""
+    """Finds a target as it would be found anyway, with a loader that calls the runtime before and after it has run."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

@@ -23,7 +23,7 @@ _ENTRIES = {
     "option",
     "aliases",
     "auto",
-    "apart",
+    "per_module",
     "about",
 }
 _ENTRIES |= {"diff", "added", "traced"}  # of source changes
@@ -48,7 +48,7 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         diff=_text(name, facts, "diff") if "diff" in facts else "",
         added=_texts(name, facts, "added"),
         traced=bool(facts.get("traced", "diff" in facts)),
-        apart=bool(facts.get("apart", False)),
+        per_module=bool(facts.get("per_module", False)),
         about=dict(facts.get("about", {})),
         version=facts.get("version"),
     )
@@ -59,12 +59,12 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
     if not patch.targets:
         raise PatchError(f"patch {name}: targets is empty")
     for variant in patch.variants:
-        said = f"patch {name}: the variant of {', '.join(variant.releases)}"
+        subject = f"patch {name}: the variant of {', '.join(variant.releases)}"
         strange = sorted(set(variant.code) - set(patch.names_of(patch.package)))
         if strange:
-            raise PatchError(f"{said} names {', '.join(strange)}, which is neither a target nor a call")
+            raise PatchError(f"{subject} names {', '.join(strange)}, which is neither a target nor a call")
         if not patch.targets_of(variant):
-            raise PatchError(f"{said} has no target")
+            raise PatchError(f"{subject} has no target")
     for package, companions in patch.companions.items():
         names = set(patch.names_of(package))
         if not names or names & set(patch.targets):
@@ -72,12 +72,12 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
                 f"patch {name}: what a patch relies on of {package} stands in calls, and it wraps none of it"
             )
         for variant in companions:
-            said = f"patch {name}: the companion {package} {', '.join(variant.releases)}"
+            subject = f"patch {name}: the companion {package} {', '.join(variant.releases)}"
             strange = sorted(set(variant.code) - names)
             if strange:
-                raise PatchError(f"{said} names {', '.join(strange)}, which is no call of {package}")
+                raise PatchError(f"{subject} names {', '.join(strange)}, which is no call of {package}")
             if bool(variant.code) == (variant.verdict == "not-present"):
-                raise PatchError(f"{said} has code, or the verdict not-present, and not both")
+                raise PatchError(f"{subject} has code, or the verdict not-present, and not both")
     return patch
 
 
@@ -116,7 +116,7 @@ def _variant(name: str, entry: Mapping[str, Any], common: Mapping[str, str]) -> 
     none = verdict == "not-present" and "package" in entry
     code = {**({} if none else common), **entry["code"]}
     return Variant(
-        code={path: said for path, said in code.items() if said},
+        code={path: digest for path, digest in code.items() if digest},
         releases=releases,
         verdict=verdict,
         applies=bool(entry.get("applies", True)),

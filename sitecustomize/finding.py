@@ -1,4 +1,4 @@
-"""Finds a target as it would be found anyway, with a loader that tells the runtime before and after it has run.
+"""Finds a target as it would be found anyway, with a loader that notifies the runtime before and after it has run.
 
 Python holds its global import lock while it looks for a module, and another thread may need that to end an import of
 its own. So nothing is imported, read or waited for in here: all that is done when the module is executed, and then only
@@ -27,25 +27,25 @@ finding: set[tuple[str, int]] = set()  # (module, thread): who looks for what ri
 inside: set[int] = set()  # threads that import or run code of ours
 forking: set[int] = set()  # threads that are about to fork
 damages: list[Exception] = []  # why there is no runtime
-told_of_forks: list[bool] = []
+fork_hooks: list[bool] = []
 
 
 def find_spec(name: str, path: Any, target: Any) -> Any:
     if TARGETS.get(name) == "own":
         return own_spec(name)
-    asked = name, get_ident()
-    if asked in finding:  # a finder behind us may ask all finders again
+    search = name, get_ident()
+    if search in finding:  # a finder behind us may ask all finders again
         return None
-    finding.add(asked)
+    finding.add(search)
     try:
         spec = next_spec(name, path, target)
     finally:
-        finding.discard(asked)
-    if not told_of_forks:
-        told_of_forks.append(True)
+        finding.discard(search)
+    if not fork_hooks:
+        fork_hooks.append(True)
         os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child)
     if spec is not None and spec.loader is not None:
-        spec.loader = telling(name, spec.loader)
+        spec.loader = notifying(name, spec.loader)
     elif spec is None and TARGETS[name].startswith("added"):
         kind: Any = type(sys.__spec__)
         spec = kind(name, Added(name), is_package=TARGETS[name] == "added package")
@@ -82,8 +82,8 @@ def is_ours(finder: Any) -> bool:
     return type(finder) is type and finder.__name__ == "LivepatchFinder"
 
 
-def telling(name: str, loader: Any) -> Any:
-    """A loader as `loader` is, which tells the runtime. A copy, since a zip file's loader serves many modules."""
+def notifying(name: str, loader: Any) -> Any:
+    """A loader as `loader` is, which notifies the runtime. A copy, since a zip file's loader serves many modules."""
     try:
         if any({"__slots__", "__copy__"} & set(vars(kind)) for kind in type(loader).__mro__):
             raise TypeError("its attributes alone do not make a copy")
@@ -141,7 +141,7 @@ class Added:
     @part_of_import
     def create_module(self, spec: Any) -> None:
         found = self.found()
-        spec.loader, spec.origin, spec.has_location = telling(self.name, found.loader), found.origin, True
+        spec.loader, spec.origin, spec.has_location = notifying(self.name, found.loader), found.origin, True
 
     @part_of_import
     def exec_module(self, module: Any) -> None:
@@ -200,7 +200,7 @@ def after_fork_in_child() -> None:
     me = get_ident()
     forking.clear()
     inside.intersection_update({me})
-    finding.intersection_update({asked for asked in finding if asked[1] == me})
+    finding.intersection_update({search for search in finding if search[1] == me})
     # What another thread was importing nobody ends in here, and the runtime may need it: it is imported anew.
     locks = getattr(sys.modules["_frozen_importlib"], "_module_locks", {})
     for name, lock in [(name, found()) for name, found in list(locks.items())]:
@@ -222,11 +222,11 @@ def load_hook() -> Any:
     except Exception as error:
         TARGETS.clear()
         damages.append(error)
-        if damages[0] is not error:  # said by another thread
+        if damages[0] is not error:  # another thread writes the line
             return None
         try:
-            said = f"vllm-livepatch: the bundle is damaged, nothing is patched: {error}\n"
-            os.write(sys.stderr.fileno(), said.encode("utf-8", "backslashreplace"))
+            line = f"vllm-livepatch: the bundle is damaged, nothing is patched: {error}\n"
+            os.write(sys.stderr.fileno(), line.encode("utf-8", "backslashreplace"))
         except (AttributeError, OSError, ValueError):  # no stderr, or a closed one
             pass
         if os.environ.get("LIVEPATCH", "").strip().lower() == "strict":

@@ -114,14 +114,14 @@ def _only(node: ast.AST, name: str) -> ast.AST:
 def _mark(node: ast.ClassDef) -> None:
     """Mark those annotations of a class body that are behaviour, so that they are written.
 
-    Told by what the class statement names itself: bases of bases are not asked.
+    Known by what the class statement itself names: bases of bases are not looked at.
     """
     bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     decoded = bool(bases & _DECODED) or any("pydantic" in ast.unparse(one) for one in node.decorator_list)
     for child in _definitions(node):
         if isinstance(child, ast.AnnAssign):
-            said = ast.unparse(child.annotation)
-            child.annotation.is_behaviour = decoded or any(word in said for word in _MEAN_A_FIELD)  # type: ignore[attr-defined]
+            annotation = ast.unparse(child.annotation)
+            child.annotation.is_behaviour = decoded or any(word in annotation for word in _MEAN_A_FIELD)  # type: ignore[attr-defined]
 
 
 def _assigning(node: ast.AST, own: str, attribute: str) -> Iterator[ast.stmt]:

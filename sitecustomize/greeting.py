@@ -1,4 +1,4 @@
-"""The one line of a process, which says what came of its patches, and what is to be said behind it."""
+"""The one line of a process, which says what came of its patches, and the lines that follow it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
 
 class Greeting:
-    """Said once: when the process has stopped importing targets, or something else is to be said, or it forks or ends.
+    """Written once: when the process has stopped importing targets, or another line follows, or it forks or ends.
 
     `outcomes` and `trouble` are asked for then; `bundle` is its version and digest.
     """
@@ -44,7 +44,7 @@ class Greeting:
         self._behind: list[str] = []
 
     def begin(self, packages: Mapping[str, str | None]) -> None:
-        """The first target is being imported; `packages` will have the releases that are met."""
+        """The first target is being imported; `packages` will have the releases found."""
         self._packages = packages
         self._last = time.monotonic()
         context.before_lines.append(self.say)
@@ -54,7 +54,7 @@ class Greeting:
         self._last = time.monotonic()
 
     def due_in(self) -> float:
-        """Seconds until it is to be said; infinite where it was, or where no target was imported."""
+        """Seconds until it is due; infinite where it was, or where no target was imported."""
         if self._last is None or self._said:
             return float("inf")
         anything = any(one.state in ("applied", "failed") for one in self._outcomes())
@@ -69,7 +69,7 @@ class Greeting:
         context.to_stderr(message)
 
     def say(self) -> None:
-        """Say it, unless it was said, or there is nothing to tell."""
+        """Write it, unless it was written, or no target was imported."""
         with self._lock:
             if self._last is None or self._said:
                 return

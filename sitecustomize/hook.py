@@ -17,7 +17,8 @@ from typing import Any
 
 from .changed_module import ChangedModule, part_of_import
 from .context import to_stderr
-from .runtime import Runtime, end_process, guarded
+from .reporting import end_process
+from .runtime import Runtime, guarded
 
 
 def before(name: str, loader: Any, module: ModuleType | None) -> Any:
@@ -38,15 +39,15 @@ def before(name: str, loader: Any, module: ModuleType | None) -> Any:
     if changed is None:
         return None
     try:
-        dressed = copy.copy(loader)
-        if module is None or dressed is loader:
+        copied = copy.copy(loader)
+        if module is None or copied is loader:
             raise TypeError("it cannot be copied")
-        changed.substitute(dressed)
+        changed.substitute(copied)
     except Exception as error:  # somebody's own loader: it loads as it does
         guarded(runtime.out_of_reach, name, f"its loader cannot be made to load a changed source: {error}")
         return None
-    _show(module, dressed)
-    return _Changed(runtime, changed, dressed)
+    _show(module, copied)
+    return _Changed(runtime, changed, copied)
 
 
 def after(module: ModuleType) -> None:
@@ -124,7 +125,7 @@ _made: dict[str, tuple[Runtime | None, str]] = {}
 
 
 def _the_runtime() -> Runtime | None:
-    """This process's runtime; None where the bundle itself is broken, which is said once.
+    """This process's runtime; None where the bundle itself is broken: one line says so.
 
     Two threads may each make one, so that neither waits for the other; the one that is kept serves.
     """

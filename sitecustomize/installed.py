@@ -114,9 +114,9 @@ def release(package: str, tree: Tree) -> str | None:
     """
     source = tree.source(f"{package}._version")
     if source is not None:
-        said = _assigned(source, ("__version__", "version"))
-        if said is not None:
-            return said
+        written = _assigned(source, ("__version__", "version"))
+        if written is not None:
+            return written
     if not tree.has(package):
         return None  # without asking every distribution which files are its own
     for distribution in distributions(path=tree.path):

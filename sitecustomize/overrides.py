@@ -3,8 +3,8 @@
 Decided by looking at the override's code, which is not run. An override passes if it names the method together with
 `super` or a class that it derives from, or if it says (`__wrapped__`) that it wraps the patched one. So it is not seen
 that a call is made under a condition that never holds, that `super().other()` stands beside `self.method()`, or that
-another function is asked to make the call. An override that is no function of Python is left out: nothing can be said
-of it.
+another function is asked to make the call. An override that is no function of Python is left out: its
+code cannot be read.
 """
 
 from __future__ import annotations

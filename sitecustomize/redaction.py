@@ -80,7 +80,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def sentence(text: str) -> str:
-    """A log line, or a report's sentence: errors in it may quote what they met."""
+    """A log line, or a report's sentence: errors in it may quote any text."""
     return _without(_SAID, _without_flagged(_forms(text)), _SWITCHES)
 
 

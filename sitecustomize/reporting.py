@@ -1,169 +1,161 @@
-"""When the report is written: by a thread of its own, for which neither an import nor the engine waits."""
+"""What people see of this process's patches: its report, its lines on stderr, and under strict its end."""
 
 from __future__ import annotations
 
 import os
-import sys
-import threading
-import time
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-Content = TypeVar("Content")
+from . import application, overrides
+from .context import to_stderr
+from .greeting import Greeting, Outcome
+from .patch_state import PatchState, PatchStates
+from .report import ProcessReport
+from .report_thread import ReportThread
 
-HEARTBEAT_SECONDS = 60.0
-"""How often it is written although nothing happened: some kilobytes, by a thread that sleeps until then."""
-EXIT_SECONDS = 2.0
-FORK_SECONDS = 1.0
-CHILD_SECONDS = 10.0
-"""A forked child that lives as long is a process of its own, such as an engine core; others leave no report unless
-something happens in them."""
-_LAST = -100
-"""Among the finalizers of multiprocessing: ours after those of others, which may still count something."""
+EXIT_STRICT = 78  # EX_CONFIG
+_FIRST_SECONDS = 1.0
+"""What the import of the first target waits for the first report, at most: its one line says what is wrong with it."""
 
 
-class Reporter(Generic[Content]):
-    """Calls `look`, which gives the content or None, and `write`, which takes as long as the file system takes; `end`
-    instead of the last `write`, at the process' exit.
+class Reporter:
+    """Tells of the patches of one process what others find out about them."""
 
-    While `write` does not come back, forks and the exit no longer wait for it. A fork ends the thread once it has done
-    what it was asked to (3.12 and later warn of a fork with threads); what is asked next starts it again.
-    """
+    def __init__(self, patches: PatchStates, version: str, bundle: Mapping[str, Any]) -> None:
+        """`bundle` is what the report says of it besides its version."""
+        self._patches = patches
+        about = {**bundle, "version": version, "settings": patches.settings}
+        self._report = ProcessReport(os.environ, about)
+        self._begun = False  # the first patch was decided on
+        name = f"{version}+{about['digest'][: len('sha256:') + 12]}" if about["digest"] else version
+        self._greeting = Greeting(version, name, self._outcomes, self._trouble)
+        self._thread = ReportThread(self._look_over, self._write, self._end, self._greeting.due_in)
 
-    def __init__(
-        self,
-        look: Callable[[], Content | None],
-        write: Callable[[Content], None],
-        end: Callable[[Content | None], None],
-        due_in: Callable[[], float] = lambda: float("inf"),
-    ) -> None:
-        """`due_in` says in how many seconds `look` has something to do although nobody asks."""
-        self._look = look
-        self._write = write
-        self._end = end
-        self._due_in = due_in
-        self._begin()
+    def decided(self, state: PatchState) -> None:
+        """A patch was decided on: the first one begins the process's line."""
+        decision = state.decision
+        assert decision is not None
+        with self._patches.lock:  # two threads may import two targets at once
+            first, self._begun = not self._begun, True
+        if first:
+            self._begin()
+        if decision.reason in ("unverified", "forced"):
+            self._greeting.behind(f"{state.patch.name}: {decision.detail}")
+        if decision.wanted and not decision.apply:
+            self.not_applied(state)
 
-    def _begin(self) -> None:
-        self._changed = threading.Condition()  # over what is below: never held while something is written
-        self._thread: threading.Thread | None = None
-        self._asked = float("inf")  # time.monotonic() at which to write
-        self._begun = self._ended = 0  # writes
-        self._stopping = self._closed = False
-        self._stuck = False  # somebody waited for a write in vain, and it has not come back since
-        self._idle = True  # nothing was asked
-        self._finalizer: Any = None
+    def not_applied(self, state: PatchState) -> None:
+        """A patch that is wanted is not applied: a line on stderr, under strict the process's last."""
+        message = f"{state.patch.name} is not applied ({state.reason}): {state.detail}"
+        if self._patches.environment.mode == "strict":
+            self._end_process(message)
+        self._greeting.behind(message)
+
+    def no_longer_applied(self, state: PatchState) -> None:
+        """Said, and no more: what serves already is not ended, not even under strict."""
+        to_stderr(f"{state.patch.name} is no longer applied ({state.reason}): {state.detail}")
+
+    def imported(self) -> None:
+        """A target was imported: the report follows at once, the process's line once no more of them come."""
+        self._greeting.wait()
+        self.soon(0.0)
 
     def soon(self, seconds: float) -> None:
-        """Have it written in so many seconds at the latest. Waits for nothing."""
-        at = time.monotonic() + seconds
-        if self._asked <= at:
-            return
-        with self._changed:
-            if self._asked <= at or self._closed:
-                return
-            self._asked, self._idle = at, False
-            self._changed.notify_all()
-            if self._thread is None:
-                self._start()
-
-    def flush(self, seconds: float) -> bool:
-        """Have it written now, and wait so many seconds at most: whether a write that began since has ended."""
-        with self._changed:
-            wanted = self._begun + 1
-        self.soon(0.0)
-        with self._changed:
-            if self._thread is None or self._stuck:
-                return False
-            done = self._changed.wait_for(lambda: self._ended >= wanted, seconds)
-            self._stuck = not done
-            return done
+        """Have the report written in so many seconds at the latest, and wait for nothing."""
+        self._thread.soon(seconds)
 
     def close(self) -> None:
-        """At the process' exit. Where there is no thread, nothing has happened since the last report."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            if self._idle and not self._begun:
-                return  # a daemon thread may wait, and ends with the process
-            self._asked = time.monotonic()
-            if self._thread is None and not self._stuck:
-                self._start()  # where the interpreter still allows it
-            alone = self._thread is None
-        if alone:
-            content = self._look()
-            if not self._stuck:
-                self._end(content)
-        self._stop(EXIT_SECONDS)
+        """At the process's exit."""
+        self._thread.close()
+        self._greeting.say()  # where a file system that hangs keeps the thread that would
 
     def about_to_fork(self) -> None:
-        self._stop(FORK_SECONDS)
+        self._greeting.say()  # the thread that would say it ends here
+        self._thread.about_to_fork()
 
     def forked_child(self) -> None:
-        """The thread and who held what it waits for are not here."""
-        self._begin()
-        self.soon(CHILD_SECONDS)
-        self._idle = True
+        self._report.begin()
+        self._thread.forked_child()
 
-    def _start(self) -> None:
-        self._stopping = False
-        try:
-            self._thread = threading.Thread(target=self._run, name="vllm-livepatch report", daemon=True)
-            self._thread.start()
-        except RuntimeError:  # the interpreter is ending or allows no such threads, or the system has none left
-            self._thread = None
+    # The lines on stderr
 
-    def _tell_multiprocessing(self) -> None:
-        """Its forked children end by `os._exit`, which runs its finalizers and nothing of `atexit`.
+    def _begin(self) -> None:
+        self._greeting.begin(self._patches.packages)
+        if not self._thread.flush(_FIRST_SECONDS):
+            self._report.late()
+            self._greeting.say()  # nobody would come to it later
+        environment = self._patches.environment
+        troubles = (*environment.errors, *environment.notes)
+        if troubles and environment.mode == "strict":
+            self._end_process("; ".join(troubles))
+        for trouble in troubles:
+            self._greeting.behind(trouble)
 
-        Not when a child begins: it forgets the finalizers that it finds.
-        """
-        util: Any = sys.modules.get("multiprocessing.util")
-        if self._finalizer is None and hasattr(util, "Finalize"):
-            self._finalizer = util.Finalize(None, self.close, exitpriority=_LAST)
+    def _end_process(self, why: str) -> None:
+        self._greeting.say()
+        end_process(why)
 
-    def _stop(self, seconds: float) -> None:
-        with self._changed:
-            thread = self._thread
-            if thread is None or thread is threading.current_thread() or self._stuck:
-                return
-            self._stopping = True
-            self._changed.notify_all()
-        thread.join(seconds)
-        if thread.is_alive():
-            self._stuck = True
-            return
-        for _ in range(1000):  # Python counts the system's threads, where one that was joined may stay for a moment
-            if not os.path.exists(f"/proc/self/task/{thread.native_id}"):
-                break
-            os.sched_yield()
+    def _outcomes(self) -> list[Outcome]:
+        """What came of each patch so far."""
+        with self._patches.lock:
+            return [Outcome(state.patch.versioned, state.state, state.missing) for state in self._patches.all]
 
-    def _run(self) -> None:
-        heartbeat = time.monotonic() + self._pause()
-        while True:
-            with self._changed:
-                while not self._stopping and min(self._asked, heartbeat) > time.monotonic():
-                    self._changed.wait(min(self._asked, heartbeat) - time.monotonic())
-                if self._stopping and self._asked == float("inf"):
-                    self._thread = None
-                    return
-                self._asked = float("inf")
-                self._begun += 1
-                closed = self._closed
-            self._tell_multiprocessing()
-            try:
-                content = self._look()
-                if closed:
-                    self._end(content)
-                elif content is not None:
-                    self._write(content)
-            finally:
-                with self._changed:
-                    self._ended += 1
-                    self._stuck = False
-                    self._changed.notify_all()
-            heartbeat = time.monotonic() + self._pause()
+    def _trouble(self) -> str:
+        return f"; {self._report.error}" if self._report.error else ""
 
-    def _pause(self) -> float:
-        return min(HEARTBEAT_SECONDS, max(0.0, self._due_in()))
+    # The report
+
+    def _look_over(self) -> list[dict[str, Any]] | None:
+        """Look every applied target up again: what the report says of the patches, None where there is none yet."""
+        lost: list[PatchState] = []
+        bypassed: list[str] = []
+        for state in self._patches.all:
+            steps = state.applied
+            if state.state != "applied":
+                continue
+            found = overrides.bypassing(steps)
+            overtaken = ((step, application.overtaken_by(step)) for step in steps)
+            replaced = next(((step, by) for step, by in overtaken if by is not None), None)
+            with self._patches.lock:
+                if state.applied is not steps or state.state != "applied":
+                    continue  # what was looked up is no longer so
+                bypassed += self._bypassed(state, found)
+                if replaced is not None:
+                    state.settle("failed", "overwritten", f"{replaced[0].target} was replaced later by {replaced[1]}")
+                    lost.append(state)
+        with self._patches.lock:
+            if all(state.decision is None for state in self._patches.all):
+                return None
+            content = [state.described() for state in self._patches.all]
+        for state in lost:
+            self.no_longer_applied(state)
+        for line in bypassed:
+            to_stderr(line)
+        if self._greeting.due_in() <= 0:
+            self._greeting.say()
+        return content
+
+    @staticmethod
+    def _bypassed(state: PatchState, found: list[str]) -> list[str]:
+        """The lines on classes that override a target without calling it, but for those of an earlier look."""
+        new = [sentence for sentence in found if sentence not in state.bypassed]
+        state.bypassed.update(dict.fromkeys(new))
+        if found:
+            state.settle("applied", "bypassed", "; ".join(found))
+        return [f"{state.patch.name} is bypassed: {sentence}" for sentence in new]
+
+    def _write(self, patches: list[dict[str, Any]]) -> None:
+        self._report.write(self._patches.packages, patches)
+
+    def _end(self, patches: list[dict[str, Any]] | None) -> None:
+        self._greeting.say()
+        if not self._patches.environment.keep:
+            self._report.remove()
+        elif patches is not None:
+            self._write(patches)
+
+
+def end_process(why: str) -> None:
+    """LIVEPATCH=strict: end before anything is served. `os._exit`, since an import may run in any thread."""
+    to_stderr(f"LIVEPATCH=strict: {why}")
+    os._exit(EXIT_STRICT)

@@ -1,4 +1,5 @@
-"""The environment's words, read once, in any case. One that is none of those offered counts as `auto`, and is said.
+"""The environment's variables, read once, in any case. A value that is not one of those offered counts as `auto`, and a
+line says so.
 
 But for LIVEPATCH itself: what turns everything off must not fail open, so there it counts as `off`.
 """
@@ -52,7 +53,7 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
     return Environment(mode, toggles, options, tuple(errors), notes, keep=keep)
 
 
-def asked(patches: Sequence[Patch], environment: Environment) -> dict[str, Any]:
+def changed_settings(patches: Sequence[Patch], environment: Environment) -> dict[str, Any]:
     """What differs from the defaults, as a report shows it."""
     options: dict[str, dict[str, Any]] = {}
     for patch in patches:
@@ -133,5 +134,5 @@ def _wanted(option: Option) -> str:
         return f"one of {', '.join(option.choices)}"
     number = "a whole number" if isinstance(option.default, int) else "a number"
     bounds = (("at least", option.minimum), ("at most", option.maximum))
-    said = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
-    return f"{number} of {said}" if said else number
+    limits = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+    return f"{number} of {limits}" if limits else number

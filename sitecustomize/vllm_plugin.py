@@ -5,7 +5,8 @@ runs in each of its processes, whether or not PYTHONPATH, and with it the bundle
 
 Where PYTHONPATH names a bundle that did not run (another `sitecustomize` came first, or `-I`, `-E`, `-S`), it is armed
 late. When vLLM runs its plugins, some of what patches replace has been imported (the engine core's own module always,
-the scheduler in newer releases), and others may have taken it from there: those patches are left out, and said to be.
+the scheduler in newer releases), and others may have taken it from there: those patches are left out, and
+the report says so.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ def check() -> None:
     if place is not None and _arm(place):
         _say(f"the bundle was armed late, by the guard: {why}{before} (pid {os.getpid()})")
         return
-    said = f"no bundle is armed in this process, nothing is patched: {why}{before}"
+    problem = f"no bundle is armed in this process, nothing is patched: {why}{before}"
     if mode == "strict":
-        _say(f"LIVEPATCH=strict: {said}")
+        _say(f"LIVEPATCH=strict: {problem}")
         os._exit(EXIT_STRICT)  # an exception would be vLLM's to catch
-    _say(f"{said} (pid {os.getpid()})")
+    _say(f"{problem} (pid {os.getpid()})")
     report = ProcessReport(os.environ, {"bundle": "", "version": VERSION, "digest": None, "settings": {}})
     vllm = sys.modules.get("vllm")
     if os.environ.get("LIVEPATCH_STATE_KEEP", "").strip().lower() not in ON:
         atexit.register(report.remove)
-    report.write({"vllm": getattr(vllm, "__version__", None)}, [_described(name, said) for name in sorted(MODULES)])
+    report.write({"vllm": getattr(vllm, "__version__", None)}, [_described(name, problem) for name in sorted(MODULES)])
 
 
 def is_armed() -> bool:
@@ -64,7 +65,7 @@ def is_armed() -> bool:
 
 
 def why_not() -> str:
-    """Why no bundle is armed here, as far as can be told."""
+    """Why no bundle is armed here, as far as is known."""
     if not (3, 10) <= sys.version_info[:2] <= (3, 14):
         return f"bundles do not serve Python {sys.version_info[0]}.{sys.version_info[1]}"
     if sys.flags.isolated or sys.flags.ignore_environment:
@@ -88,14 +89,14 @@ def main() -> None:
     be patched, or nobody would say so."""
     chosen = os.environ.get("VLLM_PLUGINS")
     off = os.environ.get("LIVEPATCH", "auto").strip().lower() not in ARMED
-    asked = chosen is None or NAME in chosen.split(",")
+    enabled = chosen is None or NAME in chosen.split(",")
     if off:
         print("LIVEPATCH turns it off")
     else:
         print("a bundle is armed" if is_armed() else f"no bundle is armed: {why_not()}")
-    if not asked:
+    if not enabled:
         print(f"VLLM_PLUGINS={chosen} leaves the guard out: vLLM will not run it; add {NAME}")
-    sys.exit(0 if asked and (off or is_armed()) else 1)
+    sys.exit(0 if enabled and (off or is_armed()) else 1)
 
 
 def _bundles() -> list[str]:
@@ -125,12 +126,12 @@ def _is_bundle(place: str) -> bool:
         return False
 
 
-def _described(name: str, said: str) -> dict[str, object]:
+def _described(name: str, problem: str) -> dict[str, object]:
     """A patch as `status` shows it."""
     before = [module for module in MODULES[name] if module in sys.modules]
-    detail = f"{said.partition(';')[0]}; imported before: {', '.join(before) or 'none of its modules'}"
-    asked = os.environ.get(f"LIVEPATCH_{name.upper().replace('-', '_')}", "").strip().lower()
-    wanted = asked in ON or (name in DEFAULT and asked not in OFF)
+    detail = f"{problem.partition(';')[0]}; imported before: {', '.join(before) or 'none of its modules'}"
+    toggle = os.environ.get(f"LIVEPATCH_{name.upper().replace('-', '_')}", "").strip().lower()
+    wanted = toggle in ON or (name in DEFAULT and toggle not in OFF)
     state = {"state": "skipped", "reason": "late" if wanted else "optional", "detail": detail, "verdict": None}
     return {"name": name, **state, "targets": [], "counters": {}}
 
@@ -139,8 +140,8 @@ def _say(message: str) -> None:
     """One line on stderr, as the bundle's own are."""
     line = f"vllm-livepatch: {message}\n"
     if os.environ.get("LIVEPATCH_LOG", "").strip().lower() == "json":
-        said = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}
-        line = json.dumps(said) + "\n"
+        entry = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}
+        line = json.dumps(entry) + "\n"
     try:
         sys.stderr.write(line)
         sys.stderr.flush()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import board as boards
+from . import lease_table
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -32,7 +32,7 @@ class Reading:
 
 
 class _Read:
-    """A transfer that reads blocks: of whom, what is to be said when it was right, and the read of the board."""
+    """A transfer that reads blocks: of whom, what is to be said when it was right, and the read of the table."""
 
     __slots__ = ("agent_name", "answer", "check", "landing", "notification", "reading", "since")
 
@@ -47,30 +47,30 @@ class _Read:
 
 
 class Guard:
-    """What is known of one agent: its worker's board, the boards of others, and its reads under way.
+    """What is known of one agent: its worker's lease table, the tables of others, and its reads under way.
 
     Each method takes the class's own method, unbound, and stands in for it.
     """
 
-    __slots__ = ("_left", "_livepatch", "_peers", "_reads", "_sides", "board", "reading")
+    __slots__ = ("_left", "_livepatch", "_peers", "_reads", "_sides", "reading", "table")
 
-    def __init__(self, livepatch: PatchContext, board: boards.Board) -> None:
+    def __init__(self, livepatch: PatchContext, table: lease_table.LeaseTable) -> None:
         self._livepatch = livepatch
-        self.board = board
+        self.table = table
         self.reading: Reading | None = None
-        self._peers: dict[str, int] = {}  # agents whose boards can be read, and where these are
+        self._peers: dict[str, int] = {}  # agents whose tables can be read, and where these are
         self._sides: dict[Any, str] = {}  # the handles of prepared descriptors of theirs
         self._reads: dict[Any, _Read] = {}  # by transfer handle
-        self._left: list[tuple[Any, int]] = []  # reads of boards that were given up and have not ended, with landings
+        self._left: list[tuple[Any, int]] = []  # reads of tables that were given up and have not ended, with landings
 
     # Who can be asked
 
     def add_remote_agent(self, wrapped: Call, agent: Any, *args: Any, **kwargs: Any) -> Any:
         name = wrapped(agent, *args, **kwargs)
-        address = boards.board_at(name)
+        address = lease_table.table_at(name)
         if address is not None:
             try:
-                agent.release_xfer_handle(self._board_read(agent, name, address, 0, self.board.address))
+                agent.release_xfer_handle(self._table_read(agent, name, address, 0, self.table.address))
                 self._peers[name] = address
                 return name
             except Exception as error:  # its memory could not be registered there, or does not suit a backend here
@@ -162,25 +162,25 @@ class Guard:
         """DONE where the lease is held now, so was while the bytes came; ERR where that cannot be shown."""
         say, limit = self._livepatch.say, self._livepatch.options["CHECK_SECONDS"]
         request_id = read.reading.request_id
-        kind, why = "lease_unknown", f"prefill's board could not be read within {limit:g} s"
+        kind, why = "lease_unknown", f"prefill's lease table could not be read within {limit:g} s"
         try:
             state = self._state(state_of, agent, read)
             if state == "PROC" and time.monotonic() - since < limit:
                 return "PROC"
             if state == "DONE" and read.landing is not None:
-                bucket = self.board.landed(read.landing)
-                if bucket == boards.ASIDE:
+                bucket = self.table.landed(read.landing)
+                if bucket == lease_table.ASIDE:
                     self._livepatch.count("prefill_aside")
                     say("prefill_aside", f"agent {read.agent_name} says no more which leases it holds: not checked")
                     return self._right(agent, read)
-                if boards.held(bucket, request_id):
+                if lease_table.held(bucket, request_id):
                     self._livepatch.count("lease_held")
                     return self._right(agent, read)
                 kind, why = "lease_lost", "prefill's lease had ended before the read did"
             elif state != "PROC":
-                why = "reading prefill's board failed"
+                why = "reading prefill's lease table failed"
         except Exception as error:
-            why = f"reading prefill's board failed: {error}"
+            why = f"reading prefill's lease table failed: {error}"
         self._livepatch.count(kind)
         say(kind, f"what was read of prefill's request {request_id} counts as a failed load: {why}")
         read.reading.failed()
@@ -197,36 +197,36 @@ class Guard:
         return "DONE"
 
     def _state(self, state_of: Call, agent: Any, read: _Read) -> Any:
-        """The state of the read of the board, which begins when a landing is free."""
+        """The state of the read of the table, which begins when a landing is free."""
         if read.check is not None:
             return state_of(agent, read.check)
-        if not self.board.free_landings:
+        if not self.table.free_landings:
             self._take_back(agent.release_xfer_handle)
-        if not self.board.free_landings:
+        if not self.table.free_landings:
             return "PROC"
-        number = self.board.free_landings.pop()
+        number = self.table.free_landings.pop()
         try:
-            read.check = self._board_read(
+            read.check = self._table_read(
                 agent,
                 read.agent_name,
                 self._peers[read.agent_name],
-                boards.bucket_of(read.reading.request_id),
-                self.board.landing(number),
+                lease_table.bucket_of(read.reading.request_id),
+                self.table.landing(number),
             )
         except BaseException:
-            self.board.free_landings.append(number)
+            self.table.free_landings.append(number)
             raise
         read.landing = number
         return agent.transfer(read.check)
 
-    def _board_read(self, agent: Any, name: str, address: int, bucket: int, landing: int) -> Any:
-        """A transfer, not begun, of one bucket of another's board."""
-        here = agent.get_xfer_descs([(landing, boards.BUCKET, 0)], "DRAM")
-        there = agent.get_xfer_descs([(address + bucket * boards.BUCKET, boards.BUCKET, 0)], "DRAM")
+    def _table_read(self, agent: Any, name: str, address: int, bucket: int, landing: int) -> Any:
+        """A transfer, not begun, of one bucket of another's table."""
+        here = agent.get_xfer_descs([(landing, lease_table.BUCKET, 0)], "DRAM")
+        there = agent.get_xfer_descs([(address + bucket * lease_table.BUCKET, lease_table.BUCKET, 0)], "DRAM")
         return agent.initialize_xfer("READ", here, there, name)
 
     def _take_back(self, release: Call) -> None:
-        """Release the reads of boards that have ended: NIXL refuses while one may still write to its landing."""
+        """Release the reads of tables that have ended: NIXL refuses while one may still write to its landing."""
         left, self._left = self._left, []
         for check, number in left:
             try:
@@ -234,4 +234,4 @@ class Guard:
             except Exception:
                 self._left.append((check, number))
             else:
-                self.board.free_landings.append(number)
+                self.table.free_landings.append(number)

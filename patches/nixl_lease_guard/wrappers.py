@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .board import Board, name_with
+from .lease_table import LeaseTable, name_with
 from .reads import Guard, Reading
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     # How a failed load names the blocks of a model with several KV groups, which these releases leave out: a set or a
     # queue. From 0.30.0 the request itself is named.
     hybrid: str = livepatch.facts.get("hybrid", "")
-    made: list[Board] = []
+    made: list[LeaseTable] = []
     making: list[Any] = []  # the worker that is being made
     taken: list[type] = []  # agents' classes with our methods
 
@@ -70,20 +70,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         return method
 
     def create(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-        """A worker's agent has a board, and its name says where. It is made as (name, configuration)."""
+        """A worker's agent has a lease table, and its name says where. It is made as (name, configuration)."""
         if not making:
             return wrapped(*args, **kwargs)
         agent, name, *rest = args
-        board = Board()
-        wrapped(agent, name_with(name, board), *rest, **kwargs)
+        table = LeaseTable()
+        wrapped(agent, name_with(name, table), *rest, **kwargs)
         try:
-            agent.register_memory([(board.address, board.size, 0, "")], "DRAM")
+            agent.register_memory([(table.address, table.size, 0, "")], "DRAM")
         except Exception as error:  # others find that out when they shake hands
             livepatch.count("unguarded")
             livepatch.say("unguarded", f"NIXL does not take the memory for leases, nothing is checked: {error}")
             return None
-        made.append(board)
-        setattr(agent, _GUARD, Guard(livepatch, board))
+        made.append(table)
+        setattr(agent, _GUARD, Guard(livepatch, table))
         return None
 
     def begin(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         finally:
             making.pop()
 
-    # Prefill: what is on the board
+    # Prefill: what is in the lease table
 
     def load(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         """A request is kept for its reader from the step that begins to compute it, so before anybody can read it."""
@@ -105,11 +105,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if guard is not None:
             metadata = args[0] if args else kwargs["metadata"]
             for request_id in metadata.reqs_in_batch:
-                if request_id in worker._reqs_to_process and not guard.board.publish(request_id):
+                if request_id in worker._reqs_to_process and not guard.table.publish(request_id):
                     livepatch.count("not_vouched")
                     livepatch.say("not_vouched", f"request {request_id}: its id's last lease ended unread, or no room")
             for request_id in metadata.reqs_not_processed:
-                guard.board.withdraw(request_id)
+                guard.table.withdraw(request_id)
         return result
 
     def delivered(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         guard = guard_of(worker)
         if guard is not None:
             for request_id in result:
-                guard.board.withdraw(request_id)
+                guard.table.withdraw(request_id)
         return result
 
     def finished(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
@@ -134,13 +134,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             ended = [request_id for request_id, until in worker._reqs_to_send.items() if now >= until]
             ended += result[0] if isinstance(result, tuple) else result.finished_sending
             for request_id in ended:
-                if guard.board.withdraw(request_id, unread=True):
+                if guard.table.withdraw(request_id, unread=True):
                     livepatch.count("lease_ended")
         return result
 
     def withdraw_all() -> None:
-        for board in made:
-            board.stand_aside()
+        for table in made:
+            table.stand_aside()
 
     # Decode
 

@@ -29,12 +29,12 @@ ASK_AGAIN_SECONDS = 10.0
 class Waiting:
     """A registration whose KV has not come. Times are time.monotonic()."""
 
-    __slots__ = ("agent", "ask", "failed", "request_id")
+    __slots__ = ("agent", "ask_at", "failed", "request_id")
 
-    def __init__(self, request_id: str, agent: str, ask: float) -> None:
+    def __init__(self, request_id: str, agent: str, ask_at: float) -> None:
         self.request_id = request_id
         self.agent = agent  # prefill's
-        self.ask = ask  # from when on prefill is asked to leave it
+        self.ask_at = ask_at  # from when on prefill is asked to leave it
         self.failed: float | None = None  # from when on it counts as failed
 
 
@@ -62,7 +62,7 @@ class Desk:
         """
         token = secrets.token_hex(16)
         if prefill[0] not in self._addresses:
-            self._addresses[prefill[0]] = listen(prefill, self._met)
+            self._addresses[prefill[0]] = listen(prefill, self._on_connection)
         host, port = self._addresses[prefill[0]]
         with self._lock:
             waiting = self.waiting[token] = Waiting(request_id, agent, time.monotonic() + self._wait)
@@ -95,11 +95,11 @@ class Desk:
             if waiting.failed is not None:
                 if waiting.failed <= now:
                     yield waiting.request_id
-            elif waiting.ask <= now:
-                waiting.ask = now + ASK_AGAIN_SECONDS
-                self._ask(token, waiting)
+            elif waiting.ask_at <= now:
+                waiting.ask_at = now + ASK_AGAIN_SECONDS
+                self._withdraw(token, waiting)
 
-    def _ask(self, token: str, waiting: Waiting) -> None:
+    def _withdraw(self, token: str, waiting: Waiting) -> None:
         line = self._lines.get(waiting.agent)
         if line is not None and line.alive:
             self._livepatch.count("withdrawn")
@@ -114,7 +114,7 @@ class Desk:
 
     # Called by lines
 
-    def _met(self, connection: socket.socket) -> None:
+    def _on_connection(self, connection: socket.socket) -> None:
         Line(self._heard, self._left, self._livepatch.stand_aside).take(connection)
 
     def _heard(self, line: Line, message: Message) -> None:

@@ -93,7 +93,7 @@ class Line:
             for message in _messages(connection):
                 self._heard(self, message)
             gone = True
-        except (OSError, _Stranger):
+        except (OSError, _ProtocolError):
             pass
         except Exception as error:
             self._end(False)
@@ -112,12 +112,12 @@ class Line:
             self._failed("the end of a connection", error)
 
 
-class _Stranger(Exception):
-    """Who has connected is nobody that we know."""
+class _ProtocolError(Exception):
+    """What came over a connection is no message of ours."""
 
 
 def _messages(connection: socket.socket) -> Iterator[Message]:
-    """Until the other end has ended. Raises OSError where the connection breaks, and _Stranger."""
+    """Until the other end has ended. Raises OSError where the connection breaks, and _ProtocolError."""
     begun = b""
     while received := connection.recv(LONGEST):
         *whole, begun = (begun + received).split(b"\n")
@@ -125,12 +125,12 @@ def _messages(connection: socket.socket) -> Iterator[Message]:
             try:
                 message = json.loads(text)
             except ValueError as error:
-                raise _Stranger from error
+                raise _ProtocolError from error
             if not isinstance(message, dict):
-                raise _Stranger
+                raise _ProtocolError
             yield message
         if len(begun) > LONGEST:
-            raise _Stranger
+            raise _ProtocolError
 
 
 def last_to_close(connection: socket.socket) -> socket.socket:
@@ -144,25 +144,25 @@ def last_to_close(connection: socket.socket) -> socket.socket:
     return socket.socket(fileno=number)
 
 
-def listen(towards: tuple[str, int], met: Callable[[socket.socket], None]) -> tuple[str, int]:
-    """Listen where `towards` can reach this machine; `met` is called with each connection, in a thread. OSError."""
+def listen(towards: tuple[str, int], on_connection: Callable[[socket.socket], None]) -> tuple[str, int]:
+    """Listen where `towards` can reach this machine; `on_connection` gets each connection, in a thread. OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing: the kernel chooses the way
         host = str(probe.getsockname()[0])
     listener = socket.create_server((host, 0), family=family, backlog=1024)
-    _begin("listens", _accept, listener, met)
+    _begin("listens", _accept, listener, on_connection)
     return host, int(listener.getsockname()[1])
 
 
-def _accept(listener: socket.socket, met: Callable[[socket.socket], None]) -> None:
+def _accept(listener: socket.socket, on_connection: Callable[[socket.socket], None]) -> None:
     while True:
         try:
             connection, _ = listener.accept()
         except OSError:  # it was gone again, or there are too many open files
             time.sleep(1)
         else:
-            met(connection)
+            on_connection(connection)
 
 
 def _begin(does: str, target: Callable[..., None], *args: object) -> None:

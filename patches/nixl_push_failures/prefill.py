@@ -20,7 +20,7 @@ REMEMBERED = 65536
 """How many registrations that were refused, and how many requests that are over, are remembered."""
 
 
-class Asked:
+class Registered:
     """A registration that may still be served, by one write."""
 
     __slots__ = ("address", "done", "handle", "handshake", "posted", "starting", "token", "withdrawn")
@@ -44,13 +44,13 @@ class Answers:
         self._lock = threading.Lock()
         self._lines: dict[tuple[str, int], Line] = {}  # by the decode worker's address
         self._lives: dict[tuple[str, int], Line] = {}
-        self._asked: dict[str, Asked] = {}  # by token
+        self._registered: dict[str, Registered] = {}  # by token
         self._refused: dict[str, bool] = {}  # token: whether it was posted
-        self._writes: dict[Any, Asked] = {}  # by NIXL's handle
+        self._writes: dict[Any, Registered] = {}  # by NIXL's handle
         self._over: dict[str, None] = {}  # requests, by base id, that the scheduler was told are over
         self.leases = threading.Lock()  # held while leases end, and while a write is begun
         self.writing_for: str | None = None  # the request that the writer is about to write for
-        self._starting: Asked | None = None
+        self._starting: Registered | None = None
         self.left: list[str] = []  # requests that are over, whose registrations the writer has not looked for
         self.tidy = False  # registrations were refused that the release still keeps
         livepatch.on_stand_aside(self.fall_silent)
@@ -63,7 +63,7 @@ class Answers:
 
     # Registrations
 
-    def take(self, registration: Mapping[str, Any]) -> Asked | None:
+    def take(self, registration: Mapping[str, Any]) -> Registered | None:
         """A decode worker has registered. None where it has no bundle, or where it was refused before."""
         token, host, port = (registration.get(key) for key in (TOKEN, HOST, PORT))
         if not isinstance(token, str) or not isinstance(host, str) or not isinstance(port, int):
@@ -71,27 +71,27 @@ class Answers:
         with self._lock:
             if token in self._refused:
                 return None
-            asked = self._asked.get(token)
-            if asked is None:
-                asked = self._asked[token] = Asked(token, (host, port))
-                self._say(asked.address, {"taken": token})
-        return asked
+            registered = self._registered.get(token)
+            if registered is None:
+                registered = self._registered[token] = Registered(token, (host, port))
+                self._say(registered.address, {"taken": token})
+        return registered
 
     def unwanted(self, registration: Mapping[str, Any]) -> bool:
         """Whether decode was told of a registration that it is not served."""
         return registration.get(TOKEN) in self._refused
 
-    def refuse(self, asked: Asked) -> None:
+    def refuse(self, registered: Registered) -> None:
         """Tell decode that nothing is written for a registration, or nothing more."""
         with self._lock:
-            self._refuse(asked)
+            self._refuse(registered)
 
-    def _refuse(self, asked: Asked) -> None:
-        if self._silent or self._asked.pop(asked.token, None) is None:
+    def _refuse(self, registered: Registered) -> None:
+        if self._silent or self._registered.pop(registered.token, None) is None:
             return
-        _remember(self._refused, asked.token, asked.posted)
+        _remember(self._refused, registered.token, registered.posted)
         self._livepatch.count("told")
-        self._say(asked.address, {"refused": asked.token, "posted": asked.posted})
+        self._say(registered.address, {"refused": registered.token, "posted": registered.posted})
 
     # Requests
 
@@ -111,22 +111,24 @@ class Answers:
     # Writes
 
     @contextlib.contextmanager
-    def writing(self, asked: Asked) -> Iterator[None]:
+    def writing(self, registered: Registered) -> Iterator[None]:
         """While the release begins a write. What comes to nothing is refused; a handshake is waited for."""
         with self._lock:
-            asked.starting, asked.handshake = True, None
-        self._starting = asked
+            registered.starting, registered.handshake = True, None
+        self._starting = registered
         try:
             yield
         finally:
             self._starting = None
             with self._lock:
-                asked.starting = False
-                waits = asked.handshake is not None and not asked.withdrawn
-                if asked.handle is None and not waits:
-                    self._refuse(asked)
-            if asked.handle is None and waits:
-                asked.handshake.add_done_callback(lambda future: self.refuse(asked) if future.exception() else None)
+                registered.starting = False
+                waits = registered.handshake is not None and not registered.withdrawn
+                if registered.handle is None and not waits:
+                    self._refuse(registered)
+            if registered.handle is None and waits:
+                registered.handshake.add_done_callback(
+                    lambda future: self.refuse(registered) if future.exception() else None
+                )
 
     def shaking(self, future: Any) -> None:
         """The release has asked whether hands were shaken: None, or a future."""
@@ -135,14 +137,14 @@ class Answers:
 
     def made(self, handle: Any) -> None:
         """The writer has a handle for the write that it begins."""
-        asked = self._starting
-        if asked is None:
+        registered = self._starting
+        if registered is None:
             return
-        if asked.handle is not None:
+        if registered.handle is not None:
             self._livepatch.say("several", "one registration is served by several writes: failures are not told")
             self._livepatch.withdraw()
-        asked.handle = handle
-        self._writes[handle] = asked
+        registered.handle = handle
+        self._writes[handle] = registered
 
     def posting(self, handle: Any) -> None:
         if handle in self._writes:
@@ -154,14 +156,14 @@ class Answers:
 
     def released(self, handle: Any) -> None:
         """NIXL has let a write go: nothing of it is under way."""
-        asked = self._writes.pop(handle, None)
-        if asked is None:
+        registered = self._writes.pop(handle, None)
+        if registered is None:
             return
-        if asked.done:
+        if registered.done:
             with self._lock:
-                self._asked.pop(asked.token, None)
+                self._registered.pop(registered.token, None)
         else:
-            self.refuse(asked)
+            self.refuse(registered)
 
     # Lines
 
@@ -185,16 +187,16 @@ class Answers:
         with self._lock:
             if self._silent:
                 return
-            asked = self._asked.get(token)
-            if asked is None:
+            registered = self._registered.get(token)
+            if registered is None:
                 # It is written, or the word that it was refused was lost, or it has not come, and is not served then.
                 if token not in self._refused:
                     _remember(self._refused, token, False)
                 line.say({"refused": token, "posted": self._refused[token]})
-            elif asked.handle is not None or asked.starting:
-                asked.withdrawn = True  # decode hears how it ends
+            elif registered.handle is not None or registered.starting:
+                registered.withdrawn = True  # decode hears how it ends
             else:
-                self._refuse(asked)
+                self._refuse(registered)
                 self.tidy = True
 
 

@@ -135,9 +135,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                     del worker._pending_d_registrations[request_id]
 
     def refuse(answers: Answers, registration: Mapping[str, Any]) -> None:
-        asked = answers.take(registration)
-        if asked is not None:
-            answers.refuse(asked)
+        registered = answers.take(registration)
+        if registered is not None:
+            answers.refuse(registered)
 
     def registered(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         """The writer has a registration. What it does not match waits, unless its request is over."""
@@ -161,7 +161,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return None  # decode was told so, and its blocks may be another request's
         if livepatch.aside:
             return wrapped(*args, **kwargs)
-        asked = answers.take(registration)
+        registered = answers.take(registration)
         with answers.leases:
             over = answers.over(base_id(worker, request_id))
             answers.writing_for = None if over else request_id
@@ -170,9 +170,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             refuse(answers, registration)
             return None
         try:
-            if asked is None:
+            if registered is None:
                 return wrapped(*args, **kwargs)
-            with answers.writing(asked):
+            with answers.writing(registered):
                 return wrapped(*args, **kwargs)
         finally:
             answers.writing_for = None

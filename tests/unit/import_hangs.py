@@ -67,7 +67,7 @@ assert (scheduler.Scheduler().step(7), fakeengine.worker.work(8)) == (["patched"
 def sandbox(place: Path) -> Sandbox:
     made = Sandbox(place)
     made.write({"fakeengine/other.py": "def work(item):\n    return [item]\n"})
-    made.patch(targets=[STEP, WORK], apart=True)
+    made.patch(targets=[STEP, WORK], per_module=True)
     made.patch("alone", ["fakeengine.other:work"])
     made.generate()
     return made

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from vllm_livepatch.sitecustomize import patch_code, runtime
+from vllm_livepatch.sitecustomize import applying, patch_code
 
 from tests.unit import import_hangs, interpreters
 
@@ -37,7 +37,7 @@ def test_a_patchs_code_of_which_half_is_there_is_waited_for(monkeypatch: pytest.
     whole = SimpleNamespace(wrappers=lambda context: {"a:target": context})
     given = iter([SimpleNamespace(), whole])
     monkeypatch.setattr(patch_code, "load", lambda root, name: next(given))
-    made: Any = runtime.Runtime._made(
+    made: Any = applying.Applier._made(
         cast(Any, SimpleNamespace(_root="root")), cast(Any, SimpleNamespace(name="a")), cast(Any, "its context")
     )
     assert made == {"a:target": "its context"}
@@ -55,9 +55,9 @@ def test_what_is_half_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
             raise error
         return "all there"
 
-    assert runtime._patiently(step) == "all there"
+    assert applying.patiently(step) == "all there"
     assert waited == [0.1, 0.1]
     answers = iter([AttributeError("no")] * 9)
     with pytest.raises(AttributeError):
-        runtime._patiently(step)
+        applying.patiently(step)
     assert len(waited) == 5

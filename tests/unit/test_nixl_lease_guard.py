@@ -13,8 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_livepatch.patches.nixl_lease_guard import board as boards
-from vllm_livepatch.patches.nixl_lease_guard import wrappers
+from vllm_livepatch.patches.nixl_lease_guard import lease_table, wrappers
 from vllm_livepatch.sitecustomize import guard
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -22,7 +21,7 @@ BASE = wrappers.BASES[0]
 
 
 class Transfer:
-    """A transfer: of blocks, where it has no descriptors, or of a board."""
+    """A transfer: of blocks, where it has no descriptors, or of a table."""
 
     def __init__(self, here: Any = None, there: Any = None, notification: bytes = b"") -> None:
         self.here, self.there, self.notification = here, there, notification
@@ -145,10 +144,10 @@ class World:
         return self.context.counters
 
     @property
-    def board(self) -> boards.Board:
+    def table(self) -> lease_table.LeaseTable:
         found = wrappers.guard_of(self.prefill)
         assert found is not None
-        return found.board
+        return found.table
 
     def begin(self, *request_ids: str) -> None:
         self.prefill.start_load_kv(SimpleNamespace(reqs_in_batch=set(request_ids), reqs_not_processed=set()))
@@ -168,8 +167,8 @@ class World:
         handle.state = "DONE"
         return handle
 
-    def boards_come(self) -> None:
-        """From now on, reads of boards end at once."""
+    def tables_can_be_read(self) -> None:
+        """From now on, reads of tables end at once."""
 
         def ready(transfer: Transfer) -> None:
             transfer.state = "DONE"
@@ -182,56 +181,61 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-# The board
+# The table
 
 
-def held(board: boards.Board, request_id: str) -> bool:
+def held(table: lease_table.LeaseTable, request_id: str) -> bool:
     """What a reader finds."""
-    place = board.address + boards.bucket_of(request_id) * boards.BUCKET
-    return boards.held(ctypes.string_at(place, boards.BUCKET), request_id)
+    place = table.address + lease_table.bucket_of(request_id) * lease_table.BUCKET
+    return lease_table.held(ctypes.string_at(place, lease_table.BUCKET), request_id)
 
 
-def test_a_name_says_where_the_board_is() -> None:
-    board = boards.Board()
-    name = boards.name_with("an-agent", board)
+def test_a_name_says_where_the_lease_table_is() -> None:
+    table = lease_table.LeaseTable()
+    name = lease_table.name_with("an-agent", table)
     assert name.startswith("an-agent")
-    assert boards.board_at(name) == boards.board_at(name.encode()) == board.address
-    assert boards.board_at("an-agent") is boards.board_at(b"an-agent") is boards.board_at(name + "x") is None
+    assert lease_table.table_at(name) == lease_table.table_at(name.encode()) == table.address
+    assert (
+        lease_table.table_at("an-agent")
+        is lease_table.table_at(b"an-agent")
+        is lease_table.table_at(name + "x")
+        is None
+    )
 
 
-def test_a_board_says_what_is_held() -> None:
-    board = boards.Board()
-    assert not held(board, "a")
-    assert board.publish("a")
-    assert board.publish("a")  # in another batch
-    assert held(board, "a")
-    assert not held(board, "b")
-    assert board.withdraw("a")
-    assert not held(board, "a")
-    assert not board.withdraw("a")
-    assert board.publish("a")  # it was read, and comes again
+def test_a_lease_table_says_what_is_held() -> None:
+    table = lease_table.LeaseTable()
+    assert not held(table, "a")
+    assert table.publish("a")
+    assert table.publish("a")  # in another batch
+    assert held(table, "a")
+    assert not held(table, "b")
+    assert table.withdraw("a")
+    assert not held(table, "a")
+    assert not table.withdraw("a")
+    assert table.publish("a")  # it was read, and comes again
 
 
 def test_an_id_whose_lease_ended_unread_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "REMEMBERED", 2)
-    board = boards.Board()
+    monkeypatch.setattr(lease_table, "REMEMBERED", 2)
+    table = lease_table.LeaseTable()
     for name in "abc":
-        assert board.publish(name)
-        board.withdraw(name, unread=True)
-    assert [board.publish(name) for name in "abc"] == [True, False, False]  # the last two are remembered
-    assert not held(board, "b")
+        assert table.publish(name)
+        table.withdraw(name, unread=True)
+    assert [table.publish(name) for name in "abc"] == [True, False, False]  # the last two are remembered
+    assert not held(table, "b")
 
 
 def test_a_full_bucket_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "bucket_of", lambda request_id: boards.BUCKETS - 1)
-    board = boards.Board()
-    names = [str(number) for number in range(boards.ENTRIES + 1)]
-    assert [board.publish(name) for name in names] == [True] * boards.ENTRIES + [False]
-    assert [held(board, name) for name in names] == [True] * boards.ENTRIES + [False]
-    assert board.landed(0) == bytes(boards.BUCKET)  # the last bucket ends where the landings begin
-    board.withdraw("3")
-    assert board.publish(names[-1])
-    assert held(board, names[-1])
+    monkeypatch.setattr(lease_table, "bucket_of", lambda request_id: lease_table.BUCKETS - 1)
+    table = lease_table.LeaseTable()
+    names = [str(number) for number in range(lease_table.ENTRIES + 1)]
+    assert [table.publish(name) for name in names] == [True] * lease_table.ENTRIES + [False]
+    assert [held(table, name) for name in names] == [True] * lease_table.ENTRIES + [False]
+    assert table.landed(0) == bytes(lease_table.BUCKET)  # the last bucket ends where the landings begin
+    table.withdraw("3")
+    assert table.publish(names[-1])
+    assert held(table, names[-1])
 
 
 # Decode
@@ -241,7 +245,7 @@ def test_prefill_is_told_when_the_lease_was_seen_to_hold(world: World) -> None:
     world.begin("a")
     handle = world.read("a")
     assert handle.notification == b""  # the read itself tells nothing
-    assert world.agent.check_xfer_state(handle) == "PROC"  # the board is being read
+    assert world.agent.check_xfer_state(handle) == "PROC"  # the table is being read
     assert world.agent.sent == []
     world.agent.transfers[-1].state = "DONE"
     assert world.agent.check_xfer_state(handle) == "DONE"
@@ -249,12 +253,12 @@ def test_prefill_is_told_when_the_lease_was_seen_to_hold(world: World) -> None:
     assert world.agent.sent == [(world.prefill.nixl_wrapper.name.encode(), b"a:1")]  # once
     world.agent.release_xfer_handle(handle)
     assert all(transfer.released for transfer in world.agent.transfers)
-    assert len(wrappers.guard_of(world.decode).board.free_landings) == boards.LANDINGS  # type: ignore[union-attr]
+    assert len(wrappers.guard_of(world.decode).table.free_landings) == lease_table.LANDINGS  # type: ignore[union-attr]
     assert world.counters == {"lease_held": 1}
 
 
 def test_a_lost_lease_is_a_failed_transfer(world: World) -> None:
-    world.boards_come()
+    world.tables_can_be_read()
     handle = world.read("a")
     assert world.agent.check_xfer_state(handle) == "ERR"
     assert world.agent.sent == []
@@ -271,7 +275,7 @@ def test_a_transfer_that_failed_is_not_asked_about(world: World) -> None:
     assert world.counters == {}
 
 
-def test_a_board_that_never_comes_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_table_that_never_comes_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, limit=0.0)
     world.begin("a")
     handle = world.read("a")
@@ -281,26 +285,26 @@ def test_a_board_that_never_comes_is_waited_for_no_longer_than_said(monkeypatch:
     check = world.agent.transfers[-1]
     check.busy = True
     world.agent.release_xfer_handle(handle)
-    free = wrappers.guard_of(world.decode).board.free_landings  # type: ignore[union-attr]
-    assert len(free) == boards.LANDINGS - 1
+    free = wrappers.guard_of(world.decode).table.free_landings  # type: ignore[union-attr]
+    assert len(free) == lease_table.LANDINGS - 1
     check.busy = False
-    world.boards_come()
+    world.tables_can_be_read()
     other = world.read("a")
     assert world.agent.check_xfer_state(other) == "DONE"
     world.agent.release_xfer_handle(other)
-    assert (len(free), check.released) == (boards.LANDINGS, True)
+    assert (len(free), check.released) == (lease_table.LANDINGS, True)
 
 
 def test_reads_wait_for_a_landing(world: World) -> None:
     world.begin("a", "b")
     decode = wrappers.guard_of(world.decode)
     assert decode is not None
-    del decode.board.free_landings[1:]
+    del decode.table.free_landings[1:]
     first, second = world.read("a"), world.read("b")
     assert [world.agent.check_xfer_state(handle) for handle in (first, second)] == ["PROC", "PROC"]
     world.agent.transfers[-1].state = "DONE"
     assert [world.agent.check_xfer_state(handle) for handle in (first, second)] == ["DONE", "PROC"]
-    world.boards_come()
+    world.tables_can_be_read()
     world.agent.release_xfer_handle(first)
     assert world.agent.check_xfer_state(second) == "DONE"
 
@@ -310,7 +314,7 @@ def test_landings_come_back_when_looks_that_were_given_up_have_all_of_them(monke
     world.begin("a", "b")
     decode = wrappers.guard_of(world.decode)
     assert decode is not None
-    del decode.board.free_landings[1:]
+    del decode.table.free_landings[1:]
     first = world.read("a")
     assert world.agent.check_xfer_state(first) == "ERR"
     check = world.agent.transfers[-1]
@@ -321,7 +325,7 @@ def test_landings_come_back_when_looks_that_were_given_up_have_all_of_them(monke
         assert world.agent.check_xfer_state(handle) == "ERR"  # the look could not even be begun
         world.agent.release_xfer_handle(handle)
     check.busy = False
-    world.boards_come()
+    world.tables_can_be_read()
     assert world.agent.check_xfer_state(world.read("b")) == "DONE"
 
 
@@ -340,7 +344,7 @@ def test_failures_of_one_request_are_told_in_one_round_of_asking(
     world: World, first_ends: Callable[[Transfer], None], second_ends: Callable[[Transfer], None]
 ) -> None:
     """From prefill's two ranks: the worker takes the first failure for the end of all."""
-    world.boards_come()
+    world.tables_can_be_read()
     first, other, second = world.read("a"), world.read("b"), world.read("a")
     second.state = "PROC"
     first_ends(first)
@@ -356,7 +360,7 @@ def test_failures_of_one_request_are_told_in_one_round_of_asking(
 
 def test_a_read_that_was_right_is_told_beside_one_that_failed(world: World) -> None:
     world.begin("a")
-    world.boards_come()
+    world.tables_can_be_read()
     first, second = world.read("a"), world.read("a")
     second.state = "PROC"
     assert world.agent.check_xfer_state(first) == "DONE"
@@ -385,10 +389,10 @@ def test_an_error_of_nixls_is_told_as_an_error_unless_another_read_goes_on(
 
 def test_what_an_earlier_read_left_does_not_answer(world: World) -> None:
     world.begin("a")
-    world.boards_come()
+    world.tables_can_be_read()
     decode = wrappers.guard_of(world.decode)
     assert decode is not None
-    del decode.board.free_landings[1:]
+    del decode.table.free_landings[1:]
     first = world.read("a")
     assert world.agent.check_xfer_state(first) == "DONE"
     world.agent.release_xfer_handle(first)
@@ -401,7 +405,7 @@ def test_what_an_earlier_read_left_does_not_answer(world: World) -> None:
 
 
 @pytest.mark.parametrize("state", ["ERR", "raises", "cannot be made"])
-def test_a_board_that_cannot_be_read_is_a_failed_transfer(world: World, state: str) -> None:
+def test_a_lease_table_that_cannot_be_read_is_a_failed_transfer(world: World, state: str) -> None:
     world.begin("a")
     handle = world.read("a")
 
@@ -414,14 +418,14 @@ def test_a_board_that_cannot_be_read_is_a_failed_transfer(world: World, state: s
     world.agent.unreadable = state == "cannot be made"
     assert world.agent.check_xfer_state(handle) == "ERR"
     world.agent.release_xfer_handle(handle)
-    assert len(wrappers.guard_of(world.decode).board.free_landings) == boards.LANDINGS  # type: ignore[union-attr]
+    assert len(wrappers.guard_of(world.decode).table.free_landings) == lease_table.LANDINGS  # type: ignore[union-attr]
     assert world.counters == {"lease_unknown": 1}
     assert not world.context.aside
 
 
 def test_prefill_need_not_be_reached_afterwards(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.begin("a")
-    world.boards_come()
+    world.tables_can_be_read()
 
     def raises(agent: Any, name: bytes, notif_msg: bytes) -> None:
         raise RuntimeError("the peer has gone")
@@ -436,7 +440,7 @@ def test_blocks_that_the_release_leaves_out_are_named(
     monkeypatch: pytest.MonkeyPatch, hybrid: str, expected: set[int]
 ) -> None:
     world = World(monkeypatch, hybrid=hybrid)
-    world.boards_come()
+    world.tables_can_be_read()
     world.decode._recving_metadata["d-a"] = SimpleNamespace(local_block_ids=([3, 4], [5]))
     handle = world.read("a")
     assert world.agent.check_xfer_state(handle) == "ERR"
@@ -462,11 +466,11 @@ def test_blocks_that_the_release_leaves_out_are_named(
 # Who is asked
 
 
-@pytest.mark.parametrize("why", ["no board", "unreadable", "gone", "released"])
+@pytest.mark.parametrize("why", ["no table", "unreadable", "gone", "released"])
 def test_reads_of_others_are_left_alone(world: World, why: str) -> None:
     name = world.prefill.nixl_wrapper.name
     world.agent.unreadable = why == "unreadable"
-    met = world.agent.add_remote_agent("prefill" if why == "no board" else name)
+    met = world.agent.add_remote_agent("prefill" if why == "no table" else name)
     side = world.agent.prep_xfer_dlist(met, ())
     if why == "gone":
         world.agent.release_dlist_handle(side)
@@ -478,7 +482,7 @@ def test_reads_of_others_are_left_alone(world: World, why: str) -> None:
     assert handle.notification == b"a:1"
     handle.state = "DONE"
     assert world.agent.check_xfer_state(handle) == "DONE"
-    assert world.counters == ({"peer_unguarded": 1} if why in ("no board", "unreadable") else {})
+    assert world.counters == ({"peer_unguarded": 1} if why in ("no table", "unreadable") else {})
 
 
 def test_what_is_no_read_of_a_worker_is_left_alone(world: World) -> None:
@@ -502,9 +506,9 @@ def test_without_memory_for_it_nothing_is_guarded(world: World) -> None:
 # Prefill
 
 
-def test_a_request_is_on_the_board_while_its_blocks_are_kept(world: World) -> None:
+def test_a_request_is_in_the_lease_table_while_its_blocks_are_kept(world: World) -> None:
     world.begin("read", "aborted", "ended", "passed", "kept")
-    assert all(held(world.board, name) for name in ("read", "aborted", "ended", "passed", "kept"))
+    assert all(held(world.table, name) for name in ("read", "aborted", "ended", "passed", "kept"))
     world.prefill.start_load_kv(SimpleNamespace(reqs_in_batch=set(), reqs_not_processed={"aborted"}))
     world.prefill.delivered = {"read"}
     world.prefill._get_new_notifs()
@@ -512,16 +516,16 @@ def test_a_request_is_on_the_board_while_its_blocks_are_kept(world: World) -> No
     world.prefill.delivered = set()
     world.prefill.get_finished()
     names = ("read", "aborted", "passed", "kept", "ended")
-    assert [held(world.board, name) for name in names] == [False, False, False, True, True]
+    assert [held(world.table, name) for name in names] == [False, False, False, True, True]
     assert world.counters == {"lease_ended": 1}
     world.begin("read", "aborted", "passed")  # their ids are used again
-    assert [held(world.board, name) for name in names[:3]] == [True, True, False]
+    assert [held(world.table, name) for name in names[:3]] == [True, True, False]
     assert world.counters == {"lease_ended": 1, "not_vouched": 1}
 
 
-def test_what_was_aborted_in_the_same_step_is_not_on_the_board(world: World) -> None:
+def test_what_was_aborted_in_the_same_step_is_not_in_the_lease_table(world: World) -> None:
     world.prefill.start_load_kv(SimpleNamespace(reqs_in_batch={"a"}, reqs_not_processed={"a"}))
-    assert not held(world.board, "a")
+    assert not held(world.table, "a")
 
 
 def test_a_rank_that_keeps_nothing_says_nothing(world: World) -> None:
@@ -531,7 +535,7 @@ def test_a_rank_that_keeps_nothing_says_nothing(world: World) -> None:
 
     world.prefill._reqs_to_process = Nothing()
     world.begin("a")
-    assert not held(world.board, "a")
+    assert not held(world.table, "a")
 
 
 # The patch's own errors
@@ -539,10 +543,10 @@ def test_a_rank_that_keeps_nothing_says_nothing(world: World) -> None:
 
 def test_a_prefill_that_stands_aside_says_so(world: World) -> None:
     world.begin("a")
-    world.boards_come()
+    world.tables_can_be_read()
     handle = world.read("gone")
     world.context.stand_aside("somewhere", RuntimeError())
-    assert ctypes.string_at(world.board.address, boards.BUCKET) == boards.ASIDE
+    assert ctypes.string_at(world.table.address, lease_table.BUCKET) == lease_table.ASIDE
     assert world.agent.check_xfer_state(handle) == "DONE"  # begun before, and its reader heard nothing
     assert world.agent.sent[-1][1] == b"gone:1"
     assert world.counters == {"prefill_aside": 1}
@@ -552,7 +556,7 @@ def test_a_prefill_that_stands_aside_says_so(world: World) -> None:
 
 
 def test_an_error_while_a_read_is_judged_passes_nothing_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.boards_come()
+    world.tables_can_be_read()
     handle = world.read("a")
 
     def raises(*_: Any) -> None:

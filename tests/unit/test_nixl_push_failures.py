@@ -219,14 +219,14 @@ def test_prefill_is_asked_once_it_is_late_and_can_be_reached() -> None:
     desk = Desk(livepatch, 600)
     registration = registered(desk)
     assert failed(desk) == []
-    desk.waiting[registration[TOKEN]].ask = 0.0
+    desk.waiting[registration[TOKEN]].ask_at = 0.0
     assert failed(desk) == []
     assert livepatch.counters == {"unanswered": 1}
     talk = Prefill(registration)
     talk.say(taken=registration[TOKEN])
     until(lambda: desk._lines)
     assert failed(desk) == []  # not again at once
-    desk.waiting[registration[TOKEN]].ask = 0.0
+    desk.waiting[registration[TOKEN]].ask_at = 0.0
     assert failed(desk) == []
     assert talk.heard() == {"withdraw": registration[TOKEN]}
     assert livepatch.counters == {"unanswered": 1, "withdrawn": 1}
@@ -242,7 +242,7 @@ def test_prefill_that_hung_up_cannot_be_asked() -> None:
     (line,) = desk._lines.values()
     talk.close()
     until(lambda: not line.alive)
-    desk.waiting[registration[TOKEN]].ask = 0.0
+    desk.waiting[registration[TOKEN]].ask_at = 0.0
     assert failed(desk) == []
     assert livepatch.counters == {"unanswered": 1}
 
@@ -327,7 +327,7 @@ def peer() -> Iterator[Decode]:
     made.close()
 
 
-def taken(answers: Answers, peer: Decode, token: str = "t") -> prefill.Asked:
+def taken(answers: Answers, peer: Decode, token: str = "t") -> prefill.Registered:
     asked = answers.take(peer.registration(token))
     assert asked is not None
     return asked

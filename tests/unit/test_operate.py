@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm_livepatch.sitecustomize import settings, vllm_plugin
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.sitecustomize.reporting import HEARTBEAT_SECONDS
+from vllm_livepatch.sitecustomize.report_thread import HEARTBEAT_SECONDS
 from vllm_livepatch.tools import deploy
 from vllm_livepatch.tools.bundled import command, reading
 from vllm_livepatch.tools.bundles import catalogue

@@ -600,7 +600,7 @@ def test_a_patch_that_is_taken_back_gives_back_what_it_held(sandbox: Sandbox) ->
             livepatch.on_stand_aside(lambda: print("given back"))
             return dict.fromkeys(TARGETS, around)
         """
-    sandbox.patch(targets=[STEP, WORK], code=code, apart=True)
+    sandbox.patch(targets=[STEP, WORK], code=code, per_module=True)
     sandbox.generate()
     done = sandbox.python("""
         import fakeengine.scheduler as scheduler

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.sitecustomize import report, reporting
+from vllm_livepatch.sitecustomize import report, report_thread
 from vllm_livepatch.tools.bundled import status
 from vllm_livepatch.tools.bundles import bundle as tools_bundle
 
@@ -133,8 +133,8 @@ def test_a_fork_leaves_no_report_until_it_counts_something(patched: Sandbox, how
 def test_a_fork_that_lives_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine core that was forked may count nothing for hours, and `status` shows it."""
     written: list[int] = []
-    reporter = reporting.Reporter(lambda: 1, written.append, lambda content: written.append(2))
-    monkeypatch.setattr(reporting, "CHILD_SECONDS", 0.05)
+    reporter = report_thread.ReportThread(lambda: 1, written.append, lambda content: written.append(2))
+    monkeypatch.setattr(report_thread, "CHILD_SECONDS", 0.05)
     reporter.forked_child()
     until(lambda: written == [1])
     reporter.close()

@@ -30,8 +30,8 @@ ROUNDS = """
         found = fakeengine.scheduler.Scheduler().step(7), fakeengine.worker.work(8)
         from _vllm_livepatch.sitecustomize import hook
         runtime = hook._made["runtime"][0]
-        (state,) = runtime.states
-        runtime._greeting.say()  # as at an end that is not os._exit
+        (state,) = runtime.patches.all
+        runtime.reporter._greeting.say()  # as at an end that is not os._exit
         if found != (["patched", 7], ["patched", 8]) or state.state != "applied":
             print(found, state.described(), file=sys.stderr, flush=True)
             return 3
@@ -69,7 +69,7 @@ def test_two_threads_import_two_targets_of_one_patch(sandbox: Sandbox, rounds: i
 # What the process does while our lock is held, by the interpreter's own account of it.
 WHILE_HELD = """
     import fakeengine, sys, threading, types
-    import _vllm_livepatch.sitecustomize.runtime as runtime
+    import _vllm_livepatch.sitecustomize.patch_state as patch_state
 
     class Watched:
         def __init__(self):
@@ -88,13 +88,13 @@ WHILE_HELD = """
             if event in ("import", "open", "compile", "exec", "os.listdir", "os.scandir", "marshal.loads"):
                 seen.append((event, arguments[:1]))
     sys.addaudithook(saw)
-    runtime.threading = types.SimpleNamespace(RLock=Watched)
+    patch_state.threading = types.SimpleNamespace(RLock=Watched)
     import fakeengine.scheduler, fakeengine.worker
     print(fakeengine.scheduler.Scheduler().step(7), fakeengine.worker.work(8))
     from _vllm_livepatch.sitecustomize import hook
     made = hook._made["runtime"][0]
-    assert type(made._lock) is Watched
-    print([state.state for state in made.states], seen)
+    assert type(made.patches.lock) is Watched
+    print([state.state for state in made.patches.all], seen)
     """
 
 

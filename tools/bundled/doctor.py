@@ -91,7 +91,7 @@ def _interpreter() -> Finding:
 
 def _mode(catalogue: Catalogue) -> Finding:
     environment = settings.read(catalogue.patches, os.environ)
-    asked = settings.asked(catalogue.patches, environment)
+    asked = settings.changed_settings(catalogue.patches, environment)
     given = {**asked["toggles"], **{name: str(values) for name, values in asked["options"].items()}}
     said = f"{environment.mode}" + "".join(f", {name} {value}" for name, value in given.items())
     troubles = "; ".join((*environment.errors, *environment.notes))
@@ -171,7 +171,7 @@ def _imported_earlier(catalogue: Catalogue) -> Iterator[Finding]:
     yield WARNING, f"imported before the program began: {', '.join(earlier)}"
     hook = sys.modules.get(f"{__name__.partition('.')[0]}.sitecustomize.hook")
     runtime = getattr(hook, "_made", {}).get("runtime", (None,))[0]
-    for state in () if runtime is None else runtime.states:
+    for state in () if runtime is None else runtime.patches.all:
         if state.state == "failed":
             yield FAILED, f"{state.patch.name} failed here ({state.reason}): {state.detail}"
 

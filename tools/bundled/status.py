@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...sitecustomize import report
-from ...sitecustomize.reporting import HEARTBEAT_SECONDS
+from ...sitecustomize.report_thread import HEARTBEAT_SECONDS
 from ..errors import UserError
 from .reading import process_of
 

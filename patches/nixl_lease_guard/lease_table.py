@@ -1,6 +1,6 @@
 """The memory in which a worker says whose leases it holds, for others to read, and into which it reads theirs.
 
-The first part is the board: BUCKETS buckets of ENTRIES entries, each the digest of a request id, or zeros. A request's
+The first part is the table: BUCKETS buckets of ENTRIES entries, each the digest of a request id, or zeros. A request's
 entry may only lie in the bucket that its digest names, so a reader needs one bucket, with one small read, and nobody's
 help. The second part has places for buckets that were read from others.
 """
@@ -15,7 +15,7 @@ import re
 DIGEST = 16
 ENTRIES = 8
 BUCKETS = 4096
-"""With 2,000 leases at a time, one board in a thousand million has a bucket with more than ENTRIES of them."""
+"""With 2,000 leases at a time, one table in a thousand million has a bucket with more than ENTRIES of them."""
 LANDINGS = 256
 BUCKET = ENTRIES * DIGEST
 
@@ -29,7 +29,7 @@ REMEMBERED = 65536
 _NAME = re.compile(r"\+livepatch-lease1-([0-9a-f]+)$")
 
 
-class Board:
+class LeaseTable:
     """`address` is where others read; the memory lives as long as the process, since NIXL has it registered."""
 
     __slots__ = ("_ended", "_memory", "_places", "address", "free_landings", "size")
@@ -93,16 +93,16 @@ class Board:
         return self._memory[place : place + BUCKET]
 
 
-_KEPT: list[Board] = []
+_KEPT: list[LeaseTable] = []
 
 
-def name_with(name: str, board: Board) -> str:
-    """The name of an agent whose worker has a board: it goes where NIXL's metadata go, and means nothing to NIXL."""
-    return f"{name}+livepatch-lease1-{board.address:x}"
+def name_with(name: str, table: LeaseTable) -> str:
+    """The name of an agent whose worker has a lease table: it travels in NIXL's metadata, unread by NIXL."""
+    return f"{name}+livepatch-lease1-{table.address:x}"
 
 
-def board_at(agent_name: str | bytes) -> int | None:
-    """The address of the board of another worker, by its agent's name; None where it has none that we can read.
+def table_at(agent_name: str | bytes) -> int | None:
+    """The address of the lease table of another worker, by its agent's name; None where it has none that we can read.
 
     NIXL gives the name as bytes.
     """

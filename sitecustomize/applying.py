@@ -1,0 +1,133 @@
+"""Applies a patch whose target modules are imported: makes its wrappers, and puts all of them in place or none."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from . import application, guard, patch_code
+from .context import PatchContext
+from .decision import Patch
+from .patch_state import PatchState, PatchStates
+from .reporting import Reporter
+from .source_changes import SourceChanges
+
+_Found = TypeVar("_Found")
+_FLUSH_SECONDS = 1.0
+"""How old the report may be when a counter has changed."""
+
+
+class Applier:
+    """`patch_set` is what each patch's context gives its code by that name."""
+
+    def __init__(
+        self, patches: PatchStates, sources: SourceChanges, root: str, reporter: Reporter, patch_set: Callable[[], str]
+    ) -> None:
+        """`root` is the package that the patches' code is imported from."""
+        self._patches = patches
+        self._sources = sources
+        self._root = root
+        self._reporter = reporter
+        self._patch_set = patch_set
+
+    def apply(self, state: PatchState, targets: Sequence[str]) -> None:
+        """Apply the patch to these of its targets; whatever goes wrong is in `state` afterwards."""
+        try:
+            context = self._context(state)
+            made = state.wrappers = state.wrappers or self._made(state.patch, context)
+            if set(made) != set(state.patch.targets):
+                raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
+            wanted = {target: made[target] for target in targets}
+            while not patiently(lambda: self._put_around(state, context, wanted)):
+                pass  # another thread was faster: on what it left
+        except application.ApplyError as error:
+            self.unapply(state, error.reason, error.detail)
+        except (Exception, SystemExit) as error:  # a patch may end itself, not the process
+            self.unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
+
+    def unapply(self, state: PatchState, reason: str, detail: str) -> None:
+        """All or nothing, also where the targets came one by one, or one of them once more."""
+        with self._patches.lock:
+            steps, state.applied = state.applied, []
+            application.undo(step for step in steps if application.in_place(step))
+            state.settle("failed", reason, detail)
+        if steps and state.context is not None:  # who took our wrapper by name still calls it
+            state.context.withdraw()
+
+    def _context(self, state: PatchState) -> PatchContext:
+        """What the patch's code is given, the same each time."""
+        patch, decision, environment = state.patch, state.decision, self._patches.environment
+        assert decision is not None
+        with self._patches.lock:
+            if state.context is None:
+                state.context = PatchContext(
+                    patch.name,
+                    environment.options[patch.name],
+                    {} if decision.variant is None else decision.variant.facts,
+                    functools.partial(self._reporter.soon, _FLUSH_SECONDS),
+                    self._patch_set,
+                    environment.toggles.get(patch.name) in ("on", "force"),
+                    functools.partial(self._raised, state),
+                )
+            return state.context
+
+    def _made(self, patch: Patch, context: PatchContext) -> dict[str, Callable[..., Any]]:
+        wrappers = patiently(lambda: patch_code.load(self._root, patch.name).wrappers)
+        return dict(wrappers(context))
+
+    def _put_around(self, state: PatchState, context: PatchContext, made: dict[str, Callable[..., Any]]) -> bool:
+        """Whether the wrappers are in place, or have no place any more; False where another thread came in between.
+
+        Raises ApplyError.
+        """
+        applied = state.applied
+        before = [other.applied for other in self._patches.all]
+        known = [step.wrapper for steps in before for step in steps]
+        # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
+        own = [step for step in applied if application.overtaken_by(step) is None]
+        there = {step.target for step in own}
+        wrappers = {target: wrapper for target, wrapper in made.items() if target not in there}
+        forced = state.decision is not None and state.decision.reason == "forced"
+
+        def stand_in(original: Any, wrapper: Callable[..., Any], target: str) -> Any:
+            return guard.in_place_of(original, wrapper, context, target)
+
+        try:
+            planned = application.planned(wrappers, stand_in, known, self._sources.files(), forced)
+        except application.ApplyError:
+            with self._patches.lock:  # somebody else's may be what another thread of ours has put there
+                if any(other.applied is not steps for other, steps in zip(self._patches.all, before, strict=True)):
+                    return False
+            raise
+        with self._patches.lock:
+            if context.aside:  # a target that was there before has raised meanwhile
+                return True
+            if state.applied is not applied or not all(map(application.is_as_planned, planned)):
+                return False
+            application.put_in_place(planned)
+            state.applied = own + planned
+            state.settle_applied(len(state.applied), len(state.targets), "targets")
+        return True
+
+    def _raised(self, state: PatchState, detail: str) -> None:
+        """A wrapper's own error: the patch stands aside. Said, and no more: what serves already is not ended."""
+        with self._patches.lock:
+            state.settle("failed", "raised", detail)
+        self._reporter.no_longer_applied(state)
+        self._reporter.soon(_FLUSH_SECONDS)  # by another thread: the engine waits for no disk
+
+
+def patiently(step: Callable[[], _Found]) -> _Found:
+    """What a step gives that imports.
+
+    Where several threads import at once, Python may take their waiting for a deadlock and give out a module of the
+    standard library of which half is there, importlib itself among them. A moment later all of it is.
+    """
+    for _ in range(3):
+        try:
+            return step()
+        except (AttributeError, ImportError, NameError):
+            time.sleep(0.1)
+    return step()
