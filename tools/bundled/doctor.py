@@ -219,6 +219,8 @@ def _state() -> Finding:
                 above = os.path.dirname(above)
     except OSError as error:
         return WARNING, f"no report can be left in {error.filename or tempfile.gettempdir()}: {error.strerror or error}"
+    except Exception as error:  # a damaged bundle's, which is found by itself; a thread would show a traceback
+        return WARNING, f"no report can be left: {error}"
     if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
         return WARNING, f"no report can be left in {where}: {above} cannot be written to"
     return OK, where
