@@ -71,6 +71,7 @@ def test_the_ends_of_a_text() -> None:
     assert changed(TEXT, [Hunk(1, ("line 1",), ("first",))]).startswith("first\nline 2\n")
     assert changed(TEXT, [Hunk(20, ("line 20",), ("last",))]).endswith("line 19\nlast\n")
     assert changed("only\n", [Hunk(1, ("only",), ())]) == ""
+    assert changed("first\nlast", [Hunk(2, ("last",), ("LAST",))]) == "first\nLAST"
 
 
 def test_what_is_there_already_is_seen() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.tools import user_cache
 from vllm_livepatch.tools.lab import environments
 from vllm_livepatch.tools.toml import tomllib
@@ -171,9 +172,8 @@ def test_libraries_that_mooncake_links_go_where_it_looks_for_its_own(
     assert not (tmp_path / "debian").exists()
 
 
-def test_the_engine_extra_names_what_the_tests_run_with(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes: list[dict[str, Any]] = []
-    monkeypatch.setattr(environments, "_kept", lambda name, recipe, build: recipes.append(recipe))
+def test_the_engine_extra_names_what_the_tests_run_with(built: list[str], mocker: MockerFixture) -> None:
+    kept = mocker.patch.object(environments, "_kept", autospec=True)
     environments.engine()
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
-    assert project["optional-dependencies"]["engine"] == recipes[0]["steps"]
+    assert project["optional-dependencies"]["engine"] == kept.call_args.args[1]["steps"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import applying, patch_code
 
 from tests.unit import import_hangs, interpreters
@@ -32,32 +32,24 @@ def test_a_patchs_code_is_imported_while_half_of_importlib_is_there(monkeypatch:
     assert patch_code.load("vllm_livepatch", "kv-block-reaper").__name__ == name
 
 
-def test_a_patchs_code_of_which_half_is_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patchs_code_of_which_half_is_there_is_waited_for(mocker: MockerFixture) -> None:
     """Another thread imports it: Python gives out what it has so far where waiting would be a deadlock."""
     whole = SimpleNamespace(wrappers=lambda context: {"a:target": context})
-    given = iter([SimpleNamespace(), whole])
-    monkeypatch.setattr(patch_code, "load", lambda root, name: next(given))
+    mocker.patch.object(time, "sleep")
+    load = mocker.patch.object(patch_code, "load", autospec=True, side_effect=[SimpleNamespace(), whole])
     made: Any = applying.Applier._made(
         cast(Any, SimpleNamespace(_root="root")), cast(Any, SimpleNamespace(name="a")), cast(Any, "its context")
     )
     assert made == {"a:target": "its context"}
+    assert load.call_args_list == [mocker.call("root", "a")] * 2
 
 
-def test_what_is_half_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    answers: Iterator[Exception | None]
-    answers = iter([NameError("name 'sys' is not defined"), ImportError("partially initialized module"), None])
-
-    def step() -> str:
-        error = next(answers)
-        if error is not None:
-            raise error
-        return "all there"
-
-    assert applying.patiently(step) == "all there"
-    assert waited == [0.1, 0.1]
-    answers = iter([AttributeError("no")] * 9)
+def test_what_is_half_there_is_waited_for(mocker: MockerFixture) -> None:
+    sleep = mocker.patch.object(time, "sleep")
+    errors = [NameError("name 'sys' is not defined"), ImportError("partially initialized module")]
+    assert applying.patiently(mocker.Mock(side_effect=[*errors, "all there"])) == "all there"
+    assert sleep.call_args_list == [mocker.call(0.1)] * 2
+    missing = mocker.Mock(side_effect=AttributeError("no"))
     with pytest.raises(AttributeError):
-        applying.patiently(step)
-    assert len(waited) == 5
+        applying.patiently(missing)
+    assert (missing.call_count, sleep.call_count) == (4, 5)

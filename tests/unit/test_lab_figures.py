@@ -8,9 +8,9 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.tools import cli
 from vllm_livepatch.tools.bench import chunked_load
 from vllm_livepatch.tools.commands import ending, matrix
@@ -92,20 +92,16 @@ def test_a_curve_is_thinned_to_its_ends() -> None:
         ["--arm", "before=HEAD~1", "--arm", "0.1.0=26663bb", "--seconds", "10"],
     ],
 )
-def test_the_command_is_told_from_the_result(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[lab.Options] = []
-
-    def conduct(name: str, options: lab.Options) -> dict[str, Any]:
-        asked.append(options)
-        return {}
-
-    monkeypatch.setattr(command, "conduct", conduct)
-    monkeypatch.setattr(command, "conclude", lambda *given: None)
+def test_the_command_follows_from_the_result(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mocker: MockerFixture
+) -> None:
+    conduct = mocker.patch.object(command, "conduct", autospec=True, return_value={})
+    mocker.patch.object(command, "conclude", autospec=True)
     start = ["vllm-livepatch", "lab", "lmcache", "--vllm", "0.29.0", "--lmcache", "0.5.6"]
     monkeypatch.setattr(sys, "argv", [*start, *words, "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         cli.main()
-    (options,) = asked
+    _, options = conduct.call_args.args
     found = lab.described(options) | {"arms": dict.fromkeys(options.arms)}
     assert shlex.split(figures.command(json.loads(json.dumps(found)))) == [*start, *words]
     assert found["load"]["name"] in loads.KINDS

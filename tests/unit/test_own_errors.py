@@ -287,6 +287,20 @@ def test_every_kind_of_function(kind: str, wrapper: Any) -> None:
     assert call(patched.release()) == [7]
 
 
+@pytest.mark.parametrize(("kind", "bound"), [("classmethod", True), ("staticmethod", False)])
+def test_the_instance_of_a_classmethod_is_its_class_and_of_a_staticmethod_none(kind: str, bound: bool) -> None:
+    given: list[Any] = []
+
+    def noting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        given.append((instance, args))
+        return wrapped(*args, **kwargs)
+
+    member, call = kinds()[kind]
+    patched = Patched(noting, "it", it=member)
+    assert call(patched.release()) == [7]
+    assert given == [(patched.release if bound else None, (7,))]
+
+
 @pytest.mark.parametrize("wrapper", [before, after])
 def test_a_function_of_a_module(wrapper: Any) -> None:
     calls: list[int] = []

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -342,3 +343,18 @@ def test_a_report_that_cannot_be_written_to_its_end_leaves_the_last_one(
     assert json.loads(before)["note"] == "first"
     assert mine.error is not None
     assert "No space left on device" in mine.error
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_an_unnamed_directory_that_others_may_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = Path(report.directory({}))
+    place.mkdir()
+    place.chmod(mode)
+    with pytest.raises(PermissionError, match="others may write to it"):
+        report.opened({})
+    os.close(report.opened({"LIVEPATCH_STATE_DIR": str(place)}))
+    place.chmod(0o700)
+    os.close(report.opened({}))
