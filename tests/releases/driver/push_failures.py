@@ -78,7 +78,7 @@ class Side(lease_guard.Side):
         """Decode has waited for as long as it waits: where the bundle is, which alone asks then."""
         desk = getattr(self.worker, "_livepatch_desk", None)
         for waiting in desk.waiting.values() if desk else ():
-            waiting.ask = 0.0
+            waiting.ask_at = 0.0
 
     def acquainted(self) -> bool:
         """Whether prefill has called, on both connections, where the bundle is."""
