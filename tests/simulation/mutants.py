@@ -97,7 +97,9 @@ MUTANTS = (
         LOADS,
     ),
     Mutant("asked-again", "setattr(request, LOST, True)", "pass", LOADS),
-    Mutant("only-what-was-reported", "lost.update(blocks[first // size :])", "pass", LOSSES),
+    Mutant(
+        "only-what-was-reported", "lost.update(block for block in blocks[first // size :] if block)", "pass", LOSSES
+    ),
     Mutant("one-group-only", "several = len(lost.sizes) > 1", "several = False", LOADS, "0.29.0"),
     Mutant("still-counted-as-under-way", "request.num_output_placeholders = 0", "pass", LOADS, "0.21.0"),
     Mutant("not-set-back", "for request in reversed(lost.running):", "for request in ():", LOADS),
