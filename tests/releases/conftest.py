@@ -36,6 +36,15 @@ def engine_python() -> Path:
 
 
 @pytest.fixture(scope="session")
+def mooncake(engine_python: Path) -> list[Path]:
+    """Mooncake's real transfer engine. It links libraries of Debian's, which are fetched as packages."""
+    try:
+        return [environments.mooncake(engine_python)]
+    except environments.InstallationError as error:
+        pytest.skip(f"Mooncake's engine cannot be had here: {error}")
+
+
+@pytest.fixture(scope="session")
 def warm(engine_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
     """Interpreters that start warm: one server for each worker of the test run."""
     interpreter = Interpreter(engine_python, tmp_path_factory.mktemp("warm"))

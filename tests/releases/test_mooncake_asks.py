@@ -15,7 +15,6 @@ import interpreter
 import pytest
 from packaging.version import Version
 from vllm_livepatch.tools.bundles import catalogue
-from vllm_livepatch.tools.lab import environments
 
 DRIVER = "mooncake_asks"
 PATCHES = ("mooncake-failed-loads", "mooncake-lost-asks")
@@ -85,15 +84,6 @@ def patched(release: str) -> dict[str, Any]:
     if reports_failures(release):
         return {**RIGHT, "broken": [FAILED] * 2, "one_of_two": [False, FAILED, True]}
     return {**RIGHT, "broken": [NOTHING] * 2}
-
-
-@pytest.fixture(scope="module")
-def mooncake(engine_python: Path) -> list[Path]:
-    """Mooncake's real transfer engine. It links libraries of Debian's, which are fetched as packages."""
-    try:
-        return [environments.mooncake(engine_python)]
-    except environments.InstallationError as error:
-        pytest.skip(f"Mooncake's engine cannot be had here: {error}")
 
 
 @pytest.mark.parametrize("release", STOCK)

@@ -12,7 +12,6 @@ from typing import Any
 import interpreter
 import pytest
 from packaging.version import Version
-from vllm_livepatch.tools.lab import environments
 
 DRIVER = "mooncake_layerwise"
 SHORT = ["order", "chunks", "aborted", "failed_and_aborted", "decode_aborted"]
@@ -70,15 +69,6 @@ PATCHED = {
     "decode_aborted": [True, 8, True, True, 6, 0, 0],
 }
 """The aborted and the refused are told by `mooncake-lost-asks` and `mooncake-failed-loads`."""
-
-
-@pytest.fixture(scope="module")
-def mooncake(engine_python: Path) -> list[Path]:
-    """Mooncake's real transfer engine. It links libraries of Debian's, which are fetched as packages."""
-    try:
-        return [environments.mooncake(engine_python)]
-    except environments.InstallationError as error:
-        pytest.skip(f"Mooncake's engine cannot be had here: {error}")
 
 
 def expected(release: str, cases: dict[str, Any], only: list[str]) -> dict[str, Any]:
