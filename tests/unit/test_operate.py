@@ -92,13 +92,14 @@ def test_the_loop_over_all_pods(tmp_path: Path) -> None:
     """`kubectl` and the pods' `python3` are stood in for."""
     (loop,) = re.findall(r"^for pod in .*?^done$", PAGE, re.MULTILINE | re.DOTALL)
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(
-        "#!/bin/sh\ncase $1 in get) echo pod/a; echo pod/b;;\n"
-        'exec) test "$3 $4 $5 $6" = "-- python3 /livepatch status" || exit 9; echo noise; test "$2" = pod/a;; esac\n'
+    kubectl.write_text(  # the bundle of c was emptied: Python exits 0 and says nothing
+        "#!/bin/sh\ncase $1 in get) echo pod/a; echo pod/b; echo pod/c;;\n"
+        'exec) test "$3 $4 $5 $6" = "-- python3 /livepatch status" || exit 9; test "$2" = pod/c && exit; echo noise\n'
+        'test "$2" = pod/a;; esac\n'
     )
     kubectl.chmod(0o755)
     done = finish(["bash", "-c", loop], {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert (done.code, done.out, done.err) == (0, "pod/a yes\npod/b NO\n", "")
+    assert (done.code, done.out, done.err) == (0, "pod/a yes\npod/b NO\npod/c NO\n", "")
 
 
 def test_one_that_only_waits_for_its_target_is_enough(cli: Cli, tmp_path: Path) -> None:
