@@ -15,7 +15,7 @@ from vllm_livepatch.tools.bundled import command, reading
 from vllm_livepatch.tools.bundles import catalogue
 
 from tests.unit import fleet
-from tests.unit.support import Cli, finish
+from tests.unit.support import USE_STEP, Cli, Sandbox, finish
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/operate.md").read_text("utf-8")
@@ -86,6 +86,23 @@ def test_what_is_turned_off_on_kubernetes_is_what_deploy_prints() -> None:
         assert f"#   {line.partition('   #')[0]}\n" in printed
     (name,) = re.findall(r"kubectl rollout undo deployment/(\w+)", PAGE)
     assert f"deployment/{name} " in lines[0]
+
+
+def test_what_is_turned_off_for_a_job_reaches_its_engine(tmp_path: Path) -> None:
+    """The printed job's `srun` is stood in for; Slurm's own hands on what `sbatch` was called with."""
+    (name, value) = re.findall(r"`(LIVEPATCH_[A-Z_]+)=(\w+) sbatch JOB`", PAGE)[0]
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/sh\necho ${name}\n")
+    srun.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/home/me", "SLURM_JOB_ID": "7", name: value}
+    done = finish(["bash", "-c", deploy.text("slurm", "image", "model")], environ)
+    assert (done.code, set(done.out.split())) == (0, {value})
+
+
+def test_a_patch_that_is_turned_off_is_shown_so(patched: Sandbox) -> None:
+    assert "shows the patch as `skipped`, `off`" in PAGE
+    patched.python(USE_STEP, LIVEPATCH_AROUND="off", LIVEPATCH_STATE_KEEP="1")
+    assert (patched.reported()["state"], patched.reported()["reason"]) == ("skipped", "off")
 
 
 def test_the_loop_over_all_pods(tmp_path: Path) -> None:
