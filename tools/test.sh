@@ -14,9 +14,9 @@ step "in the background: the engine's environment and the pinned sources"
 log=$(mktemp)
 "$python" -m vllm_livepatch.tools.lab.prepare >"$log" 2>&1 &
 preparing=$!
-fleets=
+fleets= upgrading=
 # Who drives Ray and Slurm is waited for: it ends what it started.
-trap 'kill "$preparing" 2>/dev/null || true; [ -z "$fleets" ] || wait "$fleets" || true; rm -f "$log" "$log.fleets"' EXIT
+trap 'kill "$preparing" $upgrading 2>/dev/null || true; [ -z "$fleets" ] || wait "$fleets" || true; rm -f "$log" "$log.fleets" "$log.upgrades"' EXIT
 
 step "style and types"
 "$python" -m ruff check .
@@ -46,6 +46,15 @@ wait "$fleets" || { cat "$log.fleets"; exit 1; }
 fleets=
 cat "$log.fleets"
 
+step "in the background: 1,000 starts of Python during 100 upgrades of their bundle"
+nice -n 10 "$python" -m tests.unit.upgrades >"$log.upgrades" 2>&1 &
+upgrading=$!
+
 step "the engine, alone and in pairs"
 "$python" -m pytest tests/e2e -q --durations 6 "${again[@]}" "$@"
+
+step "1,000 starts of Python during 100 upgrades of their bundle"
+wait "$upgrading" || { cat "$log.upgrades"; exit 1; }
+upgrading=
+cat "$log.upgrades"
 step "done"
