@@ -14,7 +14,9 @@ step "in the background: the engine's environment and the pinned sources"
 log=$(mktemp)
 "$python" -m vllm_livepatch.tools.lab.prepare >"$log" 2>&1 &
 preparing=$!
-trap 'kill "$preparing" 2>/dev/null || true; rm -f "$log"' EXIT
+fleets= upgrading=
+# Who drives Ray and Slurm is waited for: it ends what it started.
+trap 'kill "$preparing" $upgrading 2>/dev/null || true; [ -z "$fleets" ] || wait "$fleets" || true; rm -f "$log" "$log.fleets" "$log.upgrades"' EXIT
 
 step "style and types"
 "$python" -m ruff check .
@@ -28,12 +30,31 @@ step "the engine's environment and the pinned sources"
 wait "$preparing" || { cat "$log"; exit 1; }
 tail -n 3 "$log"
 
+# Most of it is waiting: for a cluster, for three engines that start, for a job that ends.
+step "in the background: engines on Ray and under Slurm"
+"$python" -m pytest tests/fleets -q --durations 6 "${again[@]}" "$@" >"$log.fleets" 2>&1 &
+fleets=$!
+
 step "release tests"
 "$python" -m pytest tests/releases -n 3 -q "${again[@]}" "$@"
 
 step "the real schedulers in worlds drawn from a seed"
 "$python" -m pytest tests/simulation -n 2 -q "${again[@]}" "$@"
 
-step "the engine, alone, in pairs and on Ray"
-"$python" -m pytest tests/e2e tests/fleets -q --durations 6 "${again[@]}" "$@"
+step "engines on Ray and under Slurm"
+wait "$fleets" || { cat "$log.fleets"; exit 1; }
+fleets=
+cat "$log.fleets"
+
+step "in the background: 1,000 starts of Python during 100 upgrades of their bundle"
+nice -n 10 "$python" -m tests.unit.upgrades >"$log.upgrades" 2>&1 &
+upgrading=$!
+
+step "the engine, alone and in pairs"
+"$python" -m pytest tests/e2e -q --durations 6 "${again[@]}" "$@"
+
+step "1,000 starts of Python during 100 upgrades of their bundle"
+wait "$upgrading" || { cat "$log.upgrades"; exit 1; }
+upgrading=
+cat "$log.upgrades"
 step "done"

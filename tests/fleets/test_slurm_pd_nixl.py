@@ -1,7 +1,4 @@
-"""The lab's `pd-nixl` through a real Slurm: each engine is a job that `deploy slurm` printed, on one of two nodes.
-
-Some minutes, so it is run by hand: `FLEETS=all python -m pytest tests/fleets/test_slurm_pd_nixl.py`.
-"""
+"""The lab's `pd-nixl` through a real Slurm: each engine is a job that `deploy slurm` printed, on one of two nodes."""
 
 from __future__ import annotations
 
@@ -23,11 +20,9 @@ from vllm_livepatch.tools.lab import environments, model, topology
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.supervisor import Part
 
-from tests.fleets import by_hand
 from tests.unit import slurm
 from tests.unit.support import until
 
-pytestmark = by_hand
 VLLM = os.environ.get("FLEETS_VLLM", "0.32.0")
 PATCHES = ["idle-stepping", "nixl-lease-guard"]
 NODES = {"prefill": "n1", "decode": "n2", "other": "n1"}

@@ -18,6 +18,7 @@ _SLURM = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "mun
 PACKAGES = {
     "prometheus": ("prometheus",),
     "promtool": ("prometheus",),
+    "prometheus-node-exporter": ("prometheus-node-exporter",),
     "bwrap": ("bubblewrap",),
     "slurmctld-wlm": _SLURM,  # what Debian's /usr/sbin/slurmctld leads to
 }

@@ -237,6 +237,18 @@ def test_bytecode_that_would_run_instead_of_a_source_is_a_difference(patched: Sa
     ]
 
 
+def test_bytecode_that_another_process_is_writing_is_no_difference(patched: Sandbox) -> None:
+    """Several engines start from one directory: while one writes a module's bytecode, another asks `doctor`."""
+    written = patched.python("import importlib.util as u; print(u.cache_from_source('hook.py'))").out.strip()
+    file = patched.package / "sitecustomize" / written
+    file.parent.mkdir(exist_ok=True)
+    file.with_name(f"{file.name}.140447611103440").write_bytes(b"half")
+    assert verified(patched.bundle).differences == []
+    other = patched.package / "other.pyc.7"
+    other.write_bytes(b"")
+    assert verified(patched.bundle).differences == [f"{other.relative_to(patched.bundle)} was added"]
+
+
 def test_a_changed_zip_is_found(patched: Sandbox, zipped: Path) -> None:
     with zipfile.ZipFile(zipped, "a") as archive:
         archive.writestr("more.py", "")

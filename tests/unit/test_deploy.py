@@ -19,7 +19,7 @@ from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import deploy
 from vllm_livepatch.tools.bundles import catalogue
 
-from tests.unit.support import Cli, Done, finish
+from tests.unit.support import PYTHON, Cli, Done, Sandbox, finish
 
 IMAGE, MODEL = "registry.example.com/vllm:1.0", "org/model"
 KUBERNETES = ("1.31", "1.36")
@@ -50,6 +50,14 @@ def calls(place: Path) -> list[str]:
     return (place / "calls").read_text().splitlines()
 
 
+def a_bundle(place: Path) -> Path:
+    """As much of one as the printed lines look at themselves."""
+    file = place / "bundle/__main__.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("the stand-in for python does not read it")
+    return file.parent
+
+
 def shell(text: str, place: Path, **variables: str) -> Done:
     environ = {"PATH": f"{place}:{os.environ['PATH']}", "HOME": "/home/me", **variables}
     return finish(["bash", "-euc", text], environ, cwd=place)
@@ -65,8 +73,8 @@ def test_docker_keeps_what_the_image_has(cli: Cli, tmp_path: Path, own: str) -> 
     assert path in doctor
     assert path in run
     assert f"[-v] [{tmp_path}/bundle:/livepatch:ro]" in run
-    assert doctor.endswith(f"[{IMAGE}] [/livepatch] [doctor]")
-    assert "[--entrypoint] [python3]" in doctor
+    assert doctor.endswith(f"[{IMAGE}] [-c] [test -s /livepatch/__main__.py && python3 /livepatch doctor]")
+    assert "[--entrypoint] [sh]" in doctor
     # The image's ENTRYPOINT is what runs: its arguments, and not a command, follow the image.
     assert run.endswith(f"[-e] [LIVEPATCH=strict] [{IMAGE}] [{MODEL}]")
     assert "--entrypoint" not in run
@@ -84,6 +92,8 @@ def test_slurm(cli: Cli, tmp_path: Path) -> None:
     variables = {"SLURM_JOB_ID": "7", "PYTHONPATH": "/theirs"}
     assert shell(text, tmp_path, **variables).code == 0
     assert calls(tmp_path) == [
+        "srun [test] [-s] [/home/me/livepatch/__main__.py]",
+        "/home/me/livepatch:/theirs strict",
         "srun [python3] [/home/me/livepatch] [doctor]",
         "/home/me/livepatch:/theirs strict",
         f"srun [vllm] [serve] [{MODEL}]",
@@ -91,10 +101,11 @@ def test_slurm(cli: Cli, tmp_path: Path) -> None:
     ]
     (tmp_path / "calls").unlink()
     assert shell(text, tmp_path, IMAGE=IMAGE, **variables).code == 0
-    doctor, seen, serve, _ = calls(tmp_path)
+    there, _, doctor, seen, serve, _ = calls(tmp_path)
     assert seen == "/livepatch strict"
+    assert there.endswith("[test] [-s] [/livepatch/__main__.py]")
     assert doctor.endswith("[python3] [/livepatch] [doctor]")
-    for call in (doctor, serve):
+    for call in (there, doctor, serve):
         assert f"[--container-image={IMAGE}]" in call
         assert "[--container-mounts=/home/me/livepatch:/livepatch:ro]" in call
         assert "[--container-env=PYTHONPATH,LIVEPATCH,LIVEPATCH_STATE_DIR]" in call
@@ -119,9 +130,10 @@ def test_systemd(cli: Cli, tmp_path: Path) -> None:
     assert asks.startswith("/bin/sh -c '")
     stand_in(tmp_path, "python", "exit 1")
     for word, code in (("strict", 1), ("off", 0)):
-        asked = shlex.split(asks.replace("$$", "$").replace("/opt/vllm/bin/python", f"{tmp_path}/python"))
+        here = asks.replace("$$", "$").replace("/opt/vllm/bin/python", f"{tmp_path}/python")
+        asked = shlex.split(here.replace("/opt/livepatch", str(a_bundle(tmp_path))))
         assert finish(asked, {"LIVEPATCH": word, "PATH": os.environ["PATH"]}).code == code
-    assert calls(tmp_path) == ["python [/opt/livepatch] [doctor]"]
+    assert calls(tmp_path) == [f"python [{tmp_path}/bundle] [doctor]"]
     assert unit["Service"]["RestartPreventExitStatus"] == "78"
     analyze = shutil.which("systemd-analyze")
     if analyze is not None:  # all else is held by what is above
@@ -193,6 +205,7 @@ def test_what_the_probe_runs_is_a_shell_s_and_python_s(cli: Cli, tmp_path: Path)
     """`python3` stands for the container's: the probe asks doctor, and then the server, which is not there."""
     deployment, _ = yaml.safe_load_all(printed(cli, "kubernetes"))
     probe = engine(deployment["spec"]["template"]["spec"])["startupProbe"]["exec"]["command"]
+    probe = [word.replace("/livepatch", str(a_bundle(tmp_path))) for word in probe]
     stand_in(
         tmp_path,
         "python3",
@@ -200,7 +213,7 @@ def test_what_the_probe_runs_is_a_shell_s_and_python_s(cli: Cli, tmp_path: Path)
     )
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REAL": shutil.which("python3") or ""}
     assert finish(probe, environ, cwd=tmp_path).code == 0
-    assert calls(tmp_path)[0] == "python3 [/livepatch] [doctor]"
+    assert calls(tmp_path)[0] == f"python3 [{tmp_path}/bundle] [doctor]"
     stand_in(tmp_path, "python3", "exit 1")
     (tmp_path / "calls").unlink()
     assert finish(probe, environ, cwd=tmp_path).code == 1
@@ -208,6 +221,27 @@ def test_what_the_probe_runs_is_a_shell_s_and_python_s(cli: Cli, tmp_path: Path)
     (tmp_path / "calls").unlink()
     finish(probe, {**environ, "LIVEPATCH": "off"}, cwd=tmp_path)  # which doctor would take for a fault
     assert [call.split()[1] for call in calls(tmp_path)] == ["[-c]"]
+
+
+@pytest.mark.parametrize("form", ["docker", "kubernetes", "slurm", "systemd"])
+def test_what_asks_doctor_notices_that_the_bundle_was_emptied(patched: Sandbox, form: str, tmp_path: Path) -> None:
+    """With a real bundle, and Python: what is printed fails, where `python BUNDLE doctor` itself exits 0."""
+    asks, bundle = deploy.text(form, "image", "model"), str(patched.bundle)
+    if form == "kubernetes":
+        pod = next(yaml.safe_load_all(asks))["spec"]["template"]["spec"]
+        asks = engine(pod)["startupProbe"]["exec"]["command"][-1].rpartition("&& python3 -c")[0]
+    elif form == "systemd":
+        asks = re.findall("^ExecStartPre=/bin/sh -c '(.*)'$", asks, re.MULTILINE)[0].replace("$$", "$")
+    elif form == "docker":
+        asks = re.findall("-c '(.*)'$", asks, re.MULTILINE)[0]
+    stand_in(tmp_path, "srun", 'test "$1" = vllm || exec "$@"')
+    asks = re.sub("/opt/vllm/bin/python|python3", PYTHON, re.sub("(?<![/a-z])(/opt)?/livepatch", bundle, asks))
+    environ = {**patched.environ(), "BUNDLE": bundle, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ |= {"PYTHONPATH": f"{bundle}:{patched.site}", "LIVEPATCH": "strict"}
+    assert finish(["bash", "-euc", asks], environ).code == 0
+    (patched.bundle / "__main__.py").write_text("")
+    assert finish([PYTHON, bundle, "doctor"], environ) == Done(0, "", "")  # Python's answer, not ours
+    assert finish(["bash", "-euc", asks], environ).code != 0
 
 
 def test_ray(cli: Cli) -> None:

@@ -343,6 +343,14 @@ def test_check_of_a_diff(sandbox: Sandbox) -> None:
     assert "has no place here" in answer["detail"]
 
 
+def test_a_part_of_it_is_no_program() -> None:
+    """Of a `__main__.py` that was cut off anywhere, as a full disk does it, Python says so: no exit 0 for an answer."""
+    text = (Path(next(iter(bundled.__path__))) / "main.py").read_text("utf-8")
+    for length in range(len("try"), text.index("except KeyboardInterrupt")):
+        with pytest.raises(SyntaxError):
+            ast.parse(text[:length])
+
+
 def test_the_bundled_commands_need_nothing_but_the_standard_library() -> None:
     for file in Path(next(iter(bundled.__path__))).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):

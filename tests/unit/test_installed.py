@@ -1,4 +1,4 @@
-"""The distribution that people install: `uv tool install` of its sdist and its wheel, in an environment of its own."""
+"""The distribution that people install: `uv tool install` of the wheel of its sdist, in an environment of its own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ ROOT = Path(__file__).parents[2]
 UV = (sys.executable, "-m", "uv")
 DIGEST = "from vllm_livepatch.tools.bundles import bundle, catalogue; print(bundle.digest(bundle.contents(catalogue.load())))"
 """Of the bundle without compiled wrapt, which it would ask the registry for."""
+DRIVERS = """
+import os
+from vllm_livepatch.tools.bench import drivers
+print(drivers.__file__)
+print(*sorted(os.listdir(drivers.DRIVERS)), *sorted(os.listdir(drivers.STANDINS)))
+"""
 NO_INDEX = re.compile("error sending request|dns error|Failed to fetch|Network connectivity is disabled")
 
 
@@ -40,3 +46,17 @@ def test_uv_tool_install(tmp_path: Path) -> None:
     assert (done.code, done.out.strip()) == (0, bundle.digest(bundle.contents(catalogue.load()))), done.err
     done = finish([command, "deploy", "kubernetes"], clean)
     assert (done.code, done.err) == (0, "")
+    # Without the extras: the lab says how it is used, and what it needs; the benchmarks are there, and one runs.
+    done = finish([command, "lab", "--help"], clean)
+    assert (done.code, done.err) == (0, "")
+    assert "TOPOLOGY" in done.out
+    done = finish([command, "lab", "pd-nixl", "--dry-run"], clean)
+    assert (done.code, len(done.lines)) == (2, 1)
+    assert done.err.startswith("vllm-livepatch: the lab needs more packages (pip install 'vllm-livepatch[lab]')")
+    python = tmp_path / "tools/vllm-livepatch/bin/python"
+    where, names = finish([python, "-c", DRIVERS], clean, cwd=tmp_path).out.splitlines()
+    assert Path(where).is_relative_to(tmp_path)
+    assert {"real_scheduler.py", "reaper_steps.py", "mori", "aiter"} <= set(names.split())
+    done = finish([python, "-m", "vllm_livepatch.tools.bench.startup", "--rounds", "1"], clean, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "python -c pass" in done.out

@@ -13,7 +13,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,33 @@ def test_a_port_that_is_taken(state: Path, cli: Cli) -> None:
             assert f"nothing can be served on 127.0.0.1, port {wrong}" in done.err
 
 
+def test_a_real_node_exporter_hands_the_file_on(state: Path, cli: Cli, tmp_path: Path) -> None:
+    program = debian.needed("prometheus-node-exporter")
+    place = tmp_path / "textfiles"
+    place.mkdir()
+    assert cli("status", "--state-dir", str(state), "--prometheus", str(place / "livepatch.prom")).code == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        own = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ["--collector.disable-defaults", "--collector.textfile", f"--collector.textfile.directory={place}"]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen([program, *flags, f"--web.listen-address={own}"], stdout=log, stderr=log)
+
+    def scraped() -> str:
+        try:
+            return get(f"http://{own}/metrics")
+        except (ConnectionError, urllib.error.URLError):
+            return ""
+
+    try:
+        found = samples(until(scraped, 30))
+    finally:
+        process.terminate()
+        process.wait(30)
+    assert found[series("node_textfile_scrape_error")] == 0
+    ours = {name: value for name, value in found.items() if name[0].startswith("livepatch_")}
+    assert ours == samples((place / "livepatch.prom").read_text())
+
+
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10) as answer:
         return str(answer.read().decode())
@@ -227,6 +254,32 @@ def expressions() -> list[str]:
     return [found.replace("$host", ".*").replace("$__rate_interval", "1m") for found in found]
 
 
+def variables() -> list[dict[str, Any]]:
+    return list(json.loads(DASHBOARD.read_text("utf-8"))["templating"]["list"])
+
+
+STATS = {
+    "Live patched processes": "2",
+    "Patches that are wanted and not applied": "1",
+    "Bundles in use": "2",
+    "Longest silence of a process": None,
+}
+"""What the panels of one number show of `state`. (Where nothing is found, they show a 0.)"""
+
+
+def stats_and_tables_show_what_is_there(answers: Callable[[str], list[dict[str, Any]]]) -> None:
+    panels = json.loads(DASHBOARD.read_text("utf-8"))["panels"]
+    shown = {panel["title"]: answers(asked) for panel, asked in zip(panels, expressions(), strict=True)}
+    assert {panel["title"] for panel in panels if panel["type"] == "stat"} == STATS.keys()
+    for title, number in STATS.items():
+        ((_, value),) = (one["value"] for one in shown[title])
+        assert value == number or (number is None and 0 < float(value) < 600), title
+    for panel in panels:  # a column that is left out, or called otherwise, is one that there is
+        columns = {"Time", "Value", *(name for one in shown[panel["title"]] for name in one["metric"])}
+        for options in (one["options"] for one in panel.get("transformations", ())):
+            assert {*options.get("excludeByName", ()), *options.get("renameByName", ())} <= columns, panel["title"]
+
+
 def test_a_real_prometheus_scrapes_alerts_and_answers_the_dashboard(state: Path, tmp_path: Path) -> None:
     debian.needed("prometheus")
     with serving(state) as url, scraping(url, tmp_path) as server:
@@ -242,7 +295,16 @@ def test_a_real_prometheus_scrapes_alerts_and_answers_the_dashboard(state: Path,
         assert labels.items() <= found["metric"].items()
         assert found["value"][1] == "3"
         for expression in expressions():
-            assert until(functools.partial(answers, expression), 60), expression  # a rate takes two scrapes
+            asked = expression.removesuffix(" or vector(0)")  # which always gives one
+            series_found = until(functools.partial(answers, asked), 60)  # a rate takes two scrapes
+            grouped = re.match(r"(?:sum|count) by \(([a-z, ]+)\)", asked)
+            if grouped is not None:  # by labels that there are; an empty one is left out
+                assert set().union(*(one["metric"] for one in series_found)) == set(grouped[1].split(", ")), asked
+        stats_and_tables_show_what_is_there(answers)
+        (listed,) = (one["definition"] for one in variables() if one["name"] == "host")
+        metric, label = re.findall(r"^label_values\((\w+), (\w+)\)$", listed)[0]
+        hosts = json.loads(get(f"{server}/api/v1/label/{label}/values?match[]={metric}"))["data"]
+        assert hosts == ["node1", "node2"]
         first = until(lambda: answers('ALERTS{alertname="LivepatchFaultMetFirst"}'), 60)
         assert {alert["metric"]["kind"] for alert in first} == {"calls", "late"}
         rules = json.loads(get(f"{server}/api/v1/rules"))["data"]["groups"][0]["rules"]

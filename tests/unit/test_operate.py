@@ -15,7 +15,7 @@ from vllm_livepatch.tools.bundled import command, reading
 from vllm_livepatch.tools.bundles import catalogue
 
 from tests.unit import fleet
-from tests.unit.support import Cli, finish
+from tests.unit.support import USE_STEP, Cli, Sandbox, finish
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/operate.md").read_text("utf-8")
@@ -88,17 +88,35 @@ def test_what_is_turned_off_on_kubernetes_is_what_deploy_prints() -> None:
     assert f"deployment/{name} " in lines[0]
 
 
+def test_what_is_turned_off_for_a_job_reaches_its_engine(tmp_path: Path) -> None:
+    """The printed job's `srun` is stood in for; Slurm's own hands on what `sbatch` was called with."""
+    (name, value) = re.findall(r"`(LIVEPATCH_[A-Z_]+)=(\w+) sbatch JOB`", PAGE)[0]
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/sh\necho ${name}\n")
+    srun.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/home/me", "SLURM_JOB_ID": "7", name: value}
+    done = finish(["bash", "-c", deploy.text("slurm", "image", "model")], environ)
+    assert (done.code, set(done.out.split())) == (0, {value})
+
+
+def test_a_patch_that_is_turned_off_is_shown_so(patched: Sandbox) -> None:
+    assert "shows the patch as `skipped`, `off`" in PAGE
+    patched.python(USE_STEP, LIVEPATCH_AROUND="off", LIVEPATCH_STATE_KEEP="1")
+    assert (patched.reported()["state"], patched.reported()["reason"]) == ("skipped", "off")
+
+
 def test_the_loop_over_all_pods(tmp_path: Path) -> None:
     """`kubectl` and the pods' `python3` are stood in for."""
     (loop,) = re.findall(r"^for pod in .*?^done$", PAGE, re.MULTILINE | re.DOTALL)
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(
-        "#!/bin/sh\ncase $1 in get) echo pod/a; echo pod/b;;\n"
-        'exec) test "$3 $4 $5 $6" = "-- python3 /livepatch status" || exit 9; echo noise; test "$2" = pod/a;; esac\n'
+    kubectl.write_text(  # the bundle of c was emptied: Python exits 0 and says nothing
+        "#!/bin/sh\ncase $1 in get) echo pod/a; echo pod/b; echo pod/c;;\n"
+        'exec) test "$3 $4 $5 $6" = "-- python3 /livepatch status" || exit 9; test "$2" = pod/c && exit; echo noise\n'
+        'test "$2" = pod/a;; esac\n'
     )
     kubectl.chmod(0o755)
     done = finish(["bash", "-c", loop], {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert (done.code, done.out, done.err) == (0, "pod/a yes\npod/b NO\n", "")
+    assert (done.code, done.out, done.err) == (0, "pod/a yes\npod/b NO\npod/c NO\n", "")
 
 
 def test_one_that_only_waits_for_its_target_is_enough(cli: Cli, tmp_path: Path) -> None:

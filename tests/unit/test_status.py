@@ -209,6 +209,17 @@ def more_than(first: Any, second: Any) -> Any:
     return second if number(second) > number(first) else None
 
 
+def test_ctrl_c_ends_the_bundle_s_own_as_quietly(patched: Sandbox, state: Path) -> None:
+    command = [PYTHON, str(patched.bundle), "status", "--watch", "--json", "--state-dir", str(state)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=patched.environ(), stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[]\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+
+
 @pytest.mark.parametrize("form", ["--watch", "--json", "--summary"])
 def test_metrics_are_not_asked_for_in_another_form(cli: Cli, state: Path, form: str) -> None:
     for metrics in (["--prometheus", str(state / "x.prom")], ["--serve", "0"]):

@@ -56,7 +56,7 @@ class Waiting:
 
 
 def test_no_start_is_unpatched_and_none_is_mixed(sandbox: Sandbox) -> None:
-    """The short form of `python -m tests.unit.upgrades`: 1,000 starts during 100 upgrades."""
+    """The short form of `python -m tests.unit.upgrades`, which CI runs too: 1,000 starts during 100 upgrades."""
     found = upgrades.run(sandbox, starts=24, upgrades=12)
     assert found.wrong == []
     assert found.whole == 24

@@ -18,6 +18,8 @@ GENERATION = re.compile(r"livepatch-[^/]+-[0-9a-f]{16}|_vllm_livepatch")
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _OUTSIDE = re.compile(r"^/|(^|/)\.\.(/|$)|\0")
 """In a manifest: a name of no file below the bundle."""
+_BEING_WRITTEN = re.compile(r"\.pyc\.[0-9]+$")
+"""How an interpreter calls bytecode until it is whole; of one that was killed it stays, and none imports it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def _listed(manifest: bytes) -> dict[str, str] | str:
 
 def _source_of(name: str) -> str | None:
     """The source whose bytecode this file is, kept beside it. Without that source, it would be run for itself."""
-    path = PurePosixPath(name)
+    path = PurePosixPath(_BEING_WRITTEN.sub(".pyc", name))
     if path.suffix != ".pyc":
         return None
     folder = path.parent.parent if path.parent.name == "__pycache__" else path.parent

@@ -22,7 +22,7 @@ from vllm_livepatch.tools.bundles.placing import write_directory
 from vllm_livepatch.tools.errors import UserError
 
 PACKAGE = "_vllm_livepatch"
-_TARGETS, _FINDING, _GENERATION = "\nTARGETS = {}  #", '\nFINDING = ""  #', b'\nGENERATION = ""  #'
+_TARGETS, _FINDING, _GENERATION = "\nTARGETS = {}  #", '\nFINDING = ""  #', b'GENERATION = ""  #'
 
 
 def version() -> str:
@@ -44,7 +44,7 @@ def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | Non
     generation = f"livepatch-{version()}-{_digest_of({**package, **top})[:16]}"
     files = {f"{generation}/{PACKAGE}/{name}": data for name, data in package.items()}
     for name, data in top.items():
-        files[name] = data.replace(_GENERATION, f'\nGENERATION = "{generation}"  #'.encode())
+        files[name] = data.replace(_GENERATION, f'GENERATION = "{generation}"  #'.encode())
     files[MANIFEST] = files[f"{generation}/{MANIFEST}"] = _json(
         {
             "vllm-livepatch": version(),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,20 @@ class Answer:
         return blocked or bool(self.unmet) or bool(self.unserved) or bool(self.pair and self.pair["broken"])
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Syntax trees are many objects without a cycle: to look for cycles among them takes a second, and finds none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.freeze()  # nor later, nor at the end of the process
+            gc.enable()
+
+
+@_uncollected()
 def find(question: Question) -> Answer:
     """Everything that is shown, whatever has to be fetched for it included. Raises UserError."""
     if question.python is not None and question.site_packages is not None:

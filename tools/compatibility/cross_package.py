@@ -248,7 +248,7 @@ class Border:
     def _attributes(self, statement: ast.AST, module: Module) -> None:
         """What a statement takes from a module of the other package that was imported as a whole."""
         problems: list[Problem] = []
-        for node in ast.walk(statement):
+        for node in ast.walk(statement) if self.names_other(module.name) else ():
             if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
                 continue
             bound = module.names.get(node.value.id)
@@ -293,6 +293,11 @@ class Border:
             if isinstance(bound, Imported) and top(bound.module) in self.trees:
                 parts = f"{bound.module}.{bound.name}".rstrip(".").split(".")
                 yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+    def names_other(self, module: str) -> bool:
+        """Whether the other package's name stands in a module's text: one without it asks nothing of it by itself."""
+        text = self.source(module) or ""
+        return any(package in text for package in self.trees if package != top(module))
 
     def _enter(self, name: str) -> None:
         """Load a module, if it may have something to import across the border."""

@@ -279,7 +279,7 @@ def _constructor(border: Border, factory: Module, home: Module, cls: ast.ClassDe
 def _optional(border: Border, reached: set[int]) -> dict[Problem, None]:
     """What functions import that need not run for the connector to be made."""
     for module in list(border.loaded.values()):
-        for node in ast.walk(module.body):
+        for node in ast.walk(module.body) if border.names_other(module.name) else ():
             if isinstance(node, Function) and id(node) not in reached:
                 try:
                     border.functions(module, node.body)

@@ -2,9 +2,10 @@
 image=@IMAGE@
 # What the image itself has on PYTHONPATH stays behind the bundle.
 own=$(docker image inspect --format '{{range .Config.Env}}{{println .}}{{end}}' "$image" | sed -n 's/^PYTHONPATH=//p')
-# Would it be patched, as it is started here? Exit 1 says no, and why.
-docker run --rm --entrypoint python3 -v "$PWD/bundle:/livepatch:ro" -e "PYTHONPATH=/livepatch${own:+:$own}" "$image" \
-    /livepatch doctor
+# Would it be patched, as it is started here? Exit 1 says no, and why. (Python takes a file that was emptied for a
+# program that succeeds: hence `test -s`.)
+docker run --rm --entrypoint sh -v "$PWD/bundle:/livepatch:ro" -e "PYTHONPATH=/livepatch${own:+:$own}" "$image" \
+    -c 'test -s /livepatch/__main__.py && python3 /livepatch doctor'
 # The image's own ENTRYPOINT stays: what follows the image are its arguments. That of vllm/vllm-openai is `vllm serve`,
 # so that "vllm serve @MODEL@" here would run `vllm serve vllm serve @MODEL@`. Yours:
 #   docker image inspect --format '{{json .Config.Entrypoint}}' "$image"
@@ -18,4 +19,4 @@ docker run --gpus all --ipc=host -p 8000:8000 -v "$PWD/bundle:/livepatch:ro" \
 #   FROM @IMAGE@
 #   COPY --chmod=a+rX bundle /livepatch
 #   ENV PYTHONPATH=/livepatch${PYTHONPATH:+:$PYTHONPATH}
-#   RUN python3 /livepatch doctor
+#   RUN test -s /livepatch/__main__.py && python3 /livepatch doctor

@@ -25,5 +25,9 @@ if [[ -n ${IMAGE:-} ]]; then
 fi
 
 # Every node is asked before anything is served; the job ends where one would not be patched.
-[[ $LIVEPATCH == off ]] || srun "${container[@]}" "${python[@]}" "$bundle" doctor
+# Python takes a file that was emptied for a program that succeeds: hence `test -s`.
+if [[ $LIVEPATCH != off ]]; then
+    srun "${container[@]}" test -s "$bundle/__main__.py"
+    srun "${container[@]}" "${python[@]}" "$bundle" doctor
+fi
 srun "${container[@]}" vllm serve @MODEL@
