@@ -12,9 +12,9 @@ import asyncio
 import queue
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from .asks import ASKED, LOAD, Asked, Decoder, Load, blocks_of, writes_no_more
 from .held import Holds, Keeper
 from .patience import Patience
 from .peers import Peers
@@ -31,9 +31,6 @@ CONNECTOR = f"{MODULE}:MooncakeConnector"
 LOST = "_livepatch_lost_blocks"
 """Attribute of a worker to 0.29.0: a queue of the blocks of loads that failed, for the next report."""
 
-LOAD = "_livepatch_load"
-"""Attribute of a pull: its `_Load`."""
-
 RELEASES_REPORT = "_livepatch_releases_report"
 """Attribute of a worker from 0.30.0 on: the release's own `_handle_failed_recv`."""
 
@@ -47,53 +44,6 @@ batch may still be under way (Mooncake's MultiTransport::getBatchTransferStatus 
 
 FEWER = "P num blocks less than D"
 """The answer to 0.18.1 that comes before the writes of the other requests of the same ask, and before their answer."""
-
-
-class _Load:
-    """Of one pull: how many of prefill's workers may still write for it, and whether one has failed."""
-
-    __slots__ = ("failed", "left")
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self.failed = False
-
-
-class _Asked(dict[str, Any]):
-    """The pulls of one ask to one worker of prefill's: what is answered, what is held, and if more answers come.
-
-    0.33.0 copies what it is given and takes out what is answered: here that is to be seen.
-    """
-
-    def __init__(self, pulls: Mapping[str, Any]) -> None:
-        super().__init__(pulls)
-        self.open = set(pulls)  # not answered
-        self.held: dict[str, str] = {}  # whose load may still be written; from 0.30.0 on the key of what is held
-        self.named: set[str] = set()  # in an answer, from 0.30.0 on
-        self.broken: set[str] = set()  # of these, whose write has failed: no answer says when its rest has ended
-        self.missed: str | None = None  # what prefill's worker said when it had not the layout, and so began nothing
-        self.over = False  # prefill's worker has said its last word, and does no more for this ask
-
-    def copy(self) -> _Asked:
-        return self
-
-
-_ASKED: ContextVar[_Asked | None] = ContextVar("asked", default=None)
-
-
-class _Decoder:
-    """In the place of a worker's decoder of answers: the ask that is being answered sees each of them first."""
-
-    def __init__(self, own: Any, read: Callable[[_Asked, Any], None]) -> None:
-        self.own = own
-        self._read = read
-
-    def decode(self, data: Any) -> Any:
-        response = self.own.decode(data)
-        asked = _ASKED.get()
-        if asked is not None:
-            self._read(asked, response)
-        return response
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
@@ -119,7 +69,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         getattr(worker, LOST).put(blocks)
         worker.finished_recving_reqs.add(pull.d_req_id)
 
-    def lost(worker: Any, asked: _Asked, reason: str) -> None:
+    def lost(worker: Any, asked: Asked, reason: str) -> None:
         """An ask has ended: nobody writes for it any more. What it has not brought is lost."""
         names, asked.open = asked.open, set()
         if not hasattr(worker, "_handle_failed_recv"):
@@ -135,7 +85,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # What may still be written
 
-    def hold(worker: Any, asked: _Asked, names: Iterable[str]) -> None:
+    def hold(worker: Any, asked: Asked, names: Iterable[str]) -> None:
         """From 0.30.0 on these are reported as failed, and their blocks are nobody's. Before, they wait."""
         new = {name: blocks_of(asked[name]) for name in names if name in asked and name not in asked.held}
         new = {name: blocks for name, blocks in new.items() if blocks}
@@ -148,7 +98,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         number = holds.blocks if holds is not None else sum(map(len, new.values()))
         livepatch.say("held", f"a prefill engine may still write for loads that failed: {number} blocks are held")
 
-    def let_go(worker: Any, asked: _Asked, names: Iterable[str]) -> None:
+    def let_go(worker: Any, asked: Asked, names: Iterable[str]) -> None:
         """Nothing is written any more for these."""
         keys = [asked.held.pop(name) for name in names if name in asked.held]
         holds: Holds | None = vars(worker).get(HOLDS)
@@ -159,7 +109,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def overdue(worker: Any) -> bool:
         """An answer did not come in the release's time: whether it is waited for beyond that."""
-        asked = _ASKED.get()
+        asked = ASKED.get()
         if asked is None or livepatch.aside or not any(map(blocks_of, asked.values())):
             return False
         try:
@@ -173,7 +123,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # Answers
 
-    def answered(worker: Any, asked: _Asked, response: Any) -> None:
+    def answered(worker: Any, asked: Asked, response: Any) -> None:
         """To 0.29.0: count what is answered, and let the release count each load that went well, once."""
         status = response.status.name
         asked.over = status in ("ERROR", "FINISH")
@@ -195,7 +145,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             response.status = type(response.status).CONTINUE
             asked.over = False
 
-    def seen(worker: Any, asked: _Asked, response: Any) -> None:
+    def seen(worker: Any, asked: Asked, response: Any) -> None:
         """From 0.30.0 the release reports what has failed."""
         asked.over = response.status.name in ("ERROR", "FINISH")
         asked.missed = response.err_msg if response.status.name == "LAYOUT_MISS" else None
@@ -219,9 +169,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         0.30.0 to 0.32.0 report a load with the first of prefill's workers that fails, whoever else still writes.
         """
         asked, names, reason = args
-        if isinstance(asked, _Asked) and not asked.over and reason != asked.missed:
+        if isinstance(asked, Asked) and not asked.over and reason != asked.missed:
             hold(worker, asked, asked.open.intersection(names) - asked.named)
-        if isinstance(asked, _Asked) and together:  # else nobody was asked
+        if isinstance(asked, Asked) and together:  # else nobody was asked
             failed = asked.open.intersection(names)
             asked.open -= failed
             names = [name for name in names if name in failed and writes_no_more(asked[name], well=False)]
@@ -230,7 +180,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return wrapped(asked, names, reason)
 
     def listen(worker: Any) -> None:
-        if isinstance(worker._xfer_resp_decoder, _Decoder):
+        if isinstance(worker._xfer_resp_decoder, Decoder):
             return
         reports = hasattr(worker, "_handle_failed_recv")
         read = seen if reports else answered
@@ -240,19 +190,19 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         worker.async_zmq_ctx = Patience(worker.async_zmq_ctx, lambda: overdue(worker))
         own = worker._xfer_resp_decoder
 
-        def guarded(asked: _Asked, response: Any) -> None:
+        def guarded(asked: Asked, response: Any) -> None:
             try:
                 read(worker, asked, response)
             except Exception as error:
                 livepatch.stand_aside("reading an answer", error)
 
-        worker._xfer_resp_decoder = _Decoder(own, guarded)
+        worker._xfer_resp_decoder = Decoder(own, guarded)
 
     # The ask
 
-    async def watched(asking: Call, worker: Any, address: str, asked: _Asked) -> None:
+    async def watched(asking: Call, worker: Any, address: str, asked: Asked) -> None:
         """Ask as the release does, and see to it that what is asked comes to an end."""
-        _ASKED.set(asked)
+        ASKED.set(asked)
         release = asyncio.ensure_future(asking(address, asked))
         try:
             await followed(release, worker, address, asked)
@@ -260,7 +210,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             livepatch.stand_aside("following an ask", error)
             await release
 
-    async def followed(release: asyncio.Future[Any], worker: Any, address: str, asked: _Asked) -> None:
+    async def followed(release: asyncio.Future[Any], worker: Any, address: str, asked: Asked) -> None:
         while not release.done():
             await asyncio.wait([release], timeout=seconds)
             if not release.done() and await peers.gone(address):
@@ -280,7 +230,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             await asyncio.sleep(seconds)
         gone(worker, address, asked)
 
-    def gone(worker: Any, address: str, asked: _Asked) -> None:
+    def gone(worker: Any, address: str, asked: Asked) -> None:
         """A worker of prefill's writes no more."""
         forget(worker, address, asked)
         livepatch.count("peer_gone")
@@ -289,7 +239,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         let_go(worker, asked, set(asked.held))
         lost(worker, asked, f"{address} is gone")
 
-    def forget(worker: Any, address: str, asked: _Asked) -> None:
+    def forget(worker: Any, address: str, asked: Asked) -> None:
         """Ask the bootstrap server anew when the next request comes: an engine that is back has another address."""
         for engine in {pull.remote_engine_id for pull in asked.values()}:
             known = worker._remote_agents.get(engine, {})
@@ -302,7 +252,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if not all(hasattr(pull, LOAD) for pull in pulls.values()):
             return wrapped(*args, **kwargs)  # begun before this patch was there
         listen(worker)
-        return watched(wrapped, worker, address, _Asked(pulls))
+        return watched(wrapped, worker, address, Asked(pulls))
 
     def receive_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
@@ -322,7 +272,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             refuse(worker, pulls, f"the prefill engine cannot be asked: {error}")
             return
         for pull in pulls.values():
-            setattr(pull, LOAD, _Load(pull.pull_tasks_count))
+            setattr(pull, LOAD, Load(pull.pull_tasks_count))
 
     def too_many(worker: Any) -> bool:
         """Whether a prefill engine that lives, and whose writes fail, keeps more blocks than it may."""
@@ -337,8 +287,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def refuse(worker: Any, pulls: Mapping[str, Any], reason: str) -> None:
         """Nobody was asked for these."""
         for pull in pulls.values():
-            setattr(pull, LOAD, _Load(1))
-        lost(worker, _Asked(pulls), reason)
+            setattr(pull, LOAD, Load(1))
+        lost(worker, Asked(pulls), reason)
 
     def handle_new_engine_id(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         engine = args[0] if args else kwargs["remote_engine_id"]
@@ -395,19 +345,3 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         f"{WORKER}.handle_new_engine_id": handle_new_engine_id,
         f"{CONNECTOR}.get_finished": livepatch.before(get_finished),
     }
-
-
-def writes_no_more(pull: Any, well: bool) -> bool:
-    """One worker of prefill's writes no more for this pull. Whether it was the last one, and the load has failed."""
-    load: _Load = getattr(pull, LOAD)
-    load.left -= 1
-    load.failed |= not well
-    return load.failed and not load.left
-
-
-def blocks_of(pull: Any) -> set[int]:
-    """The blocks that a pull asks to be filled; to 0.23 they are not by groups."""
-    blocks: set[int] = set()
-    for entry in pull.local_block_ids:
-        blocks.update(entry if isinstance(entry, (list, tuple)) else (entry,))
-    return blocks

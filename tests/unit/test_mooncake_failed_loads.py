@@ -507,6 +507,40 @@ def test_an_answer_that_is_overdue_is_listened_for(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("said", [{"ok_reqs": ["d"]}, {"err_reqs": ["d"], "err_msg": "few"}, {}])
+def test_to_0_29_an_answer_that_comes_late_is_taken(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill engine lives on: it has said all that it will."""
+    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
+
+    async def play() -> None:
+        decode = Decode()
+        decode.pull.pull_tasks_count = 1
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+
+        async def receive() -> str:
+            if made.rcvtimeo != -1:
+                raise Again
+            return "answer"
+
+        made = SimpleNamespace(recv=receive, rcvtimeo=1)
+        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: made)
+
+        async def release(address: str, pulls: Any) -> None:
+            await decode.async_zmq_ctx.socket("dealer").recv()
+            assert decode.reported() == (set(), set())
+            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said}))
+
+        with listening() as address:
+            await asyncio.wait_for(
+                decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull}), 60
+            )
+        assert decode.reported() == ((set(), set()) if "ok_reqs" in said else ({"d"}, {3, 4}))
+        assert decode.context.counters["held"] == 1
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize(("blocks", "asked"), [(5, True), (6, False)])
 def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(blocks: int, asked: bool) -> None:
     decode = Held()

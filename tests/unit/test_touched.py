@@ -105,7 +105,8 @@ ALLOWED = {
         **dict.fromkeys(("cancel", "done"), "of an asyncio.Future"),
         **dict.fromkeys(("close", "hostname", "port", "wait_closed"), "of a parsed address and of asyncio's streams"),
         **dict.fromkeys(("empty", "put"), "of a queue.SimpleQueue"),
-        "gone": "of what the patch itself has",
+        **dict.fromkeys(("_overdue", "_own"), "of what the patch itself has"),
+        **dict.fromkeys(("Again", "rcvtimeo", "recv"), "pyzmq's"),
     },
     "mooncake-layerwise": {
         **dict.fromkeys(("_ask", "_settled", "_socket", "_write", "_written"), "the patch's own"),
