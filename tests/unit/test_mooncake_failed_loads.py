@@ -236,6 +236,26 @@ def test_after_a_write_that_failed_the_blocks_are_held_until_the_writer_is_gone(
     asyncio.run(play())
 
 
+def test_to_0_29_what_is_not_answered_is_held_until_the_writer_is_gone() -> None:
+    """The release gave up: its connection failed, say."""
+
+    async def gives_up(answer: Any) -> None:
+        pass
+
+    async def play() -> None:
+        decode = Decode()
+        decode.pull.pull_tasks_count = 1
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        with listening() as address:
+            ask = decode.ask(address, gives_up)
+            await asyncio.wait([ask], timeout=0.3)
+            assert decode.reported() == (set(), set())
+        await asyncio.wait_for(ask, 60)
+        assert decode.reported() == ({"d"}, {3, 4})
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("error", [KeyError("no such rank"), NotImplementedError("of another size")])
 @pytest.mark.parametrize(("blocks", "told"), [([[3, 4]], ({"d"}, {3, 4})), ([], (set(), set()))])
 def test_who_cannot_be_asked_has_nothing_to_answer(error: Exception, blocks: list[Any], told: Any) -> None:
@@ -586,11 +606,15 @@ def test_the_scheduler_keeps_the_blocks_and_the_request_begins_anew(status: str,
     # Two workers, one of which says it before the load is reported.
     told(Word({"a": ("d", frozenset({3, 4, 0}))}, ()))
     assert request.num_computed_tokens == 32, "the scheduler is to find it yet"
-    told(Word({"b": ("d", frozenset({3, 4}))}, ()).aggregate(None).aggregate(Word({}, {"a"})), {"d", "another"})
-    assert request.num_computed_tokens == left
     assert [block.references for block in blocks] == [1, 2, 2, 1]
+    both = (
+        Word({"b": ("d", frozenset({3, 4}))}, ()).aggregate(None).aggregate(Word({"c": ("d", frozenset({4}))}, {"a"}))
+    )
+    told(both, {"d", "another"})
+    assert request.num_computed_tokens == left
+    assert [block.references for block in blocks] == [1, 2, 3, 1]
     told(None)
-    told(Word({}, {"b"}))
+    told(Word({}, {"b"}).aggregate(Word({}, {"c"})))
     assert [block.references for block in blocks] == [1, 1, 1, 1]
     assert not aside
 
