@@ -159,7 +159,7 @@ class Writes:
             await let_go(worker, name, transfer, metadata)
 
     async def apart(self, transfers: Iterable[str]) -> None:
-        """Others begin under these: the release is to keep those that are held beside them, until their time is over."""
+        """Others begin under these: the release keeps those that are held beside them, until their time is over."""
         kept = self._worker.reqs_need_send
         for transfer in transfers:
             self.held.discard(transfer)
