@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .asks import ASKED, LOAD, Asked, Decoder, Load, blocks_of, writes_no_more
+from .held import Holds, Keeper
+from .patience import Patience
 from .peers import Peers
 
 if TYPE_CHECKING:
@@ -28,11 +31,11 @@ CONNECTOR = f"{MODULE}:MooncakeConnector"
 LOST = "_livepatch_lost_blocks"
 """Attribute of a worker to 0.29.0: a queue of the blocks of loads that failed, for the next report."""
 
-LOAD = "_livepatch_load"
-"""Attribute of a pull: its `_Load`."""
-
 RELEASES_REPORT = "_livepatch_releases_report"
-"""Attribute of a worker of 0.30.0 to 0.32.0: the release's own `_handle_failed_recv`."""
+"""Attribute of a worker from 0.30.0 on: the release's own `_handle_failed_recv`."""
+
+HOLDS = "_livepatch_holds"
+"""Attribute of a worker from 0.30.0 on: its `Holds`."""
 
 UNCERTAIN = "Mooncake transfer engine returned"
 """What an answer says after a write that failed, from 0.19.1 on behind what it says of other requests: others of the
@@ -43,54 +46,12 @@ FEWER = "P num blocks less than D"
 """The answer to 0.18.1 that comes before the writes of the other requests of the same ask, and before their answer."""
 
 
-class _Load:
-    """Of one pull: how many of prefill's workers may still write for it, and whether one has failed."""
-
-    __slots__ = ("failed", "left")
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self.failed = False
-
-
-class _Asked(dict[str, Any]):
-    """The pulls of one ask to one worker of prefill's: what is answered, what is held, and if more answers come.
-
-    0.33.0 copies what it is given and takes out what is answered: here that is to be seen.
-    """
-
-    def __init__(self, pulls: Mapping[str, Any]) -> None:
-        super().__init__(pulls)
-        self.open = set(pulls)  # not answered
-        self.held: set[str] = set()  # answered with an error while something may still be written
-        self.over = False  # prefill's worker has said its last word, and does no more for this ask
-
-    def copy(self) -> _Asked:
-        return self
-
-
-_ASKED: ContextVar[_Asked | None] = ContextVar("asked", default=None)
-
-
-class _Decoder:
-    """In the place of a worker's decoder of answers: the ask that is being answered sees each of them first."""
-
-    def __init__(self, own: Any, read: Callable[[_Asked, Any], None]) -> None:
-        self.own = own
-        self._read = read
-
-    def decode(self, data: Any) -> Any:
-        response = self.own.decode(data)
-        asked = _ASKED.get()
-        if asked is not None:
-            self._read(asked, response)
-        return response
-
-
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
     seconds: float = livepatch.options["LOOK_SECONDS"]
+    share: float = livepatch.options["HELD_SHARE"]
     peers = Peers(seconds)
+    together = not livepatch.facts.get("settles_each_ask")  # 0.30.0 to 0.32.0 do not wait for all of prefill's workers
 
     # What is done with a load that failed
 
@@ -108,35 +69,75 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         getattr(worker, LOST).put(blocks)
         worker.finished_recving_reqs.add(pull.d_req_id)
 
-    def lost(worker: Any, asked: _Asked, reason: str) -> None:
+    def lost(worker: Any, asked: Asked, reason: str) -> None:
         """An ask has ended: nobody writes for it any more. What it has not brought is lost."""
         names, asked.open = asked.open, set()
         if not hasattr(worker, "_handle_failed_recv"):
             for name in names:
                 ended(worker, asked[name], well=False)
             return
-        if RELEASES_REPORT in vars(worker):
+        if together and RELEASES_REPORT in vars(worker):
             names = {name for name in names if writes_no_more(asked[name], well=False)}
         names = {name for name in names if name in asked and blocks_of(asked[name])}
         if names:
             livepatch.count("failed", sum(not asked[name].failed for name in names))
             vars(worker).get(RELEASES_REPORT, worker._handle_failed_recv)(asked, names, reason)
 
+    # What may still be written
+
+    def hold(worker: Any, asked: Asked, names: Iterable[str]) -> None:
+        """From 0.30.0 on these are reported as failed, and their blocks are nobody's. Before, they wait."""
+        new = {name: blocks_of(asked[name]) for name in names if name in asked and name not in asked.held}
+        new = {name: blocks for name, blocks in new.items() if blocks}
+        if not new:
+            return
+        holds: Holds | None = vars(worker).get(HOLDS)
+        for name, blocks in new.items():
+            asked.held[name] = holds.hold(asked[name].d_req_id, blocks) if holds is not None else ""
+        livepatch.count("held", len(new))
+        number = holds.blocks if holds is not None else sum(map(len, new.values()))
+        livepatch.say("held", f"a prefill engine may still write for loads that failed: {number} blocks are held")
+
+    def let_go(worker: Any, asked: Asked, names: Iterable[str]) -> None:
+        """Nothing is written any more for these."""
+        keys = [asked.held.pop(name) for name in names if name in asked.held]
+        holds: Holds | None = vars(worker).get(HOLDS)
+        if keys and holds is not None:
+            for key in keys:
+                holds.let_go(key)
+            livepatch.count("given_back", len(keys))
+
+    def overdue(worker: Any) -> bool:
+        """An answer did not come in the release's time: whether it is waited for beyond that."""
+        asked = ASKED.get()
+        if asked is None or livepatch.aside or not any(map(blocks_of, asked.values())):
+            return False
+        try:
+            hold(worker, asked, asked.open)
+            if HOLDS in vars(worker):
+                lost(worker, asked, "no answer in time")
+        except Exception as error:
+            livepatch.stand_aside("an answer that did not come in time", error)
+            return False
+        return True
+
     # Answers
 
-    def answered(worker: Any, asked: _Asked, response: Any) -> None:
+    def answered(worker: Any, asked: Asked, response: Any) -> None:
         """To 0.29.0: count what is answered, and let the release count each load that went well, once."""
         status = response.status.name
         asked.over = status in ("ERROR", "FINISH")
         failed = asked.open & set(response.err_reqs or ())
         asked.open -= failed
         if UNCERTAIN in (response.err_msg or ""):
-            asked.held |= failed
+            hold(worker, asked, failed)
         else:
+            let_go(worker, asked, failed)
             for name in failed:
                 ended(worker, asked[name], well=False)
         well = [name for name in response.ok_reqs or () if name in asked.open]
         asked.open.difference_update(well)
+        let_go(worker, asked, {*well, *(asked.open if asked.over else ())})
         response.ok_reqs = well
         for name in well:
             ended(worker, asked[name], well=True)
@@ -144,21 +145,33 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             response.status = type(response.status).CONTINUE
             asked.over = False
 
-    def seen(worker: Any, asked: _Asked, response: Any) -> None:
+    def seen(worker: Any, asked: Asked, response: Any) -> None:
         """From 0.30.0 the release reports what has failed."""
         asked.over = response.status.name in ("ERROR", "FINISH")
-        if RELEASES_REPORT not in vars(worker):
-            asked.open -= {*(response.ok_reqs or ()), *(response.err_reqs or ())}
+        asked.missed = response.err_msg if response.status.name == "LAYOUT_MISS" else None
+        if UNCERTAIN in (response.err_msg or ""):
+            asked.broken |= {*(response.err_reqs or ())}
+            hold(worker, asked, asked.broken)
+        named = {*(response.ok_reqs or ()), *(response.err_reqs or ())}
+        asked.named |= named
+        let_go(worker, asked, (set(asked.held) if asked.over else named) - asked.broken)
+        if not together:
+            asked.open -= named
             return
         for name in asked.open.intersection(response.ok_reqs or ()):
             asked.open.remove(name)
             if writes_no_more(asked[name], well=True):
                 vars(worker)[RELEASES_REPORT](asked, [name], "another worker of the prefill engine has refused it")
 
-    def with_the_last(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        """0.30.0 to 0.32.0 report a load with the first of prefill's workers that fails, whoever else still writes."""
+    def reporting(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        """From 0.30.0 on the release reports as failed also what has no answer.
+
+        0.30.0 to 0.32.0 report a load with the first of prefill's workers that fails, whoever else still writes.
+        """
         asked, names, reason = args
-        if isinstance(asked, _Asked):  # else nobody was asked
+        if isinstance(asked, Asked) and not asked.over and reason != asked.missed:
+            hold(worker, asked, asked.open.intersection(names) - asked.named)
+        if isinstance(asked, Asked) and together:  # else nobody was asked
             failed = asked.open.intersection(names)
             asked.open -= failed
             names = [name for name in names if name in failed and writes_no_more(asked[name], well=False)]
@@ -167,28 +180,29 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return wrapped(asked, names, reason)
 
     def listen(worker: Any) -> None:
-        if isinstance(worker._xfer_resp_decoder, _Decoder):
+        if isinstance(worker._xfer_resp_decoder, Decoder):
             return
         reports = hasattr(worker, "_handle_failed_recv")
         read = seen if reports else answered
-        if reports and not livepatch.facts.get("settles_each_ask"):
+        if reports:
             vars(worker)[RELEASES_REPORT] = worker._handle_failed_recv
-            worker._handle_failed_recv = livepatch.around(worker._handle_failed_recv, with_the_last)
+            worker._handle_failed_recv = livepatch.around(worker._handle_failed_recv, reporting)
+        worker.async_zmq_ctx = Patience(worker.async_zmq_ctx, lambda: overdue(worker))
         own = worker._xfer_resp_decoder
 
-        def guarded(asked: _Asked, response: Any) -> None:
+        def guarded(asked: Asked, response: Any) -> None:
             try:
                 read(worker, asked, response)
             except Exception as error:
                 livepatch.stand_aside("reading an answer", error)
 
-        worker._xfer_resp_decoder = _Decoder(own, guarded)
+        worker._xfer_resp_decoder = Decoder(own, guarded)
 
     # The ask
 
-    async def watched(asking: Call, worker: Any, address: str, asked: _Asked) -> None:
+    async def watched(asking: Call, worker: Any, address: str, asked: Asked) -> None:
         """Ask as the release does, and see to it that what is asked comes to an end."""
-        _ASKED.set(asked)
+        ASKED.set(asked)
         release = asyncio.ensure_future(asking(address, asked))
         try:
             await followed(release, worker, address, asked)
@@ -196,31 +210,36 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             livepatch.stand_aside("following an ask", error)
             await release
 
-    async def followed(release: asyncio.Future[Any], worker: Any, address: str, asked: _Asked) -> None:
+    async def followed(release: asyncio.Future[Any], worker: Any, address: str, asked: Asked) -> None:
         while not release.done():
             await asyncio.wait([release], timeout=seconds)
             if not release.done() and await peers.gone(address):
                 release.cancel()
                 await asyncio.gather(release, return_exceptions=True)
-                asked.open |= asked.held
-                forget(worker, address, asked)
-                livepatch.count("peer_gone")
-                return lost(worker, asked, f"{address} is gone")
-        unanswered = not asked.over and not hasattr(worker, "_handle_failed_recv")
-        if asked.held or (asked.open and unanswered):
-            # Whoever was asked may still write, now or later. Time alone does not tell.
-            if asked.over:
-                lost(worker, asked, "")
-            livepatch.count("held", len(asked.held | asked.open))
-            livepatch.say("held", f"{address} may still write for a load that failed: its blocks are held")
-            while not await peers.gone(address):
-                await asyncio.sleep(seconds)
-            asked.open |= asked.held
-            forget(worker, address, asked)
-            livepatch.count("peer_gone")
-        return lost(worker, asked, "the prefill engine has answered, without it")
+                gone(worker, address, asked)
+                return
+        if asked.over:
+            lost(worker, asked, "the prefill engine has answered, without it")
+        elif asked.open and not hasattr(worker, "_handle_failed_recv"):
+            hold(worker, asked, asked.open)
+        if not asked.held:
+            lost(worker, asked, "the prefill engine did not answer")
+            return
+        # Whoever was asked may still write, now or later. Time alone does not tell.
+        while not await peers.gone(address):
+            await asyncio.sleep(seconds)
+        gone(worker, address, asked)
 
-    def forget(worker: Any, address: str, asked: _Asked) -> None:
+    def gone(worker: Any, address: str, asked: Asked) -> None:
+        """A worker of prefill's writes no more."""
+        forget(worker, address, asked)
+        livepatch.count("peer_gone")
+        if HOLDS not in vars(worker):
+            asked.open |= set(asked.held)
+        let_go(worker, asked, set(asked.held))
+        lost(worker, asked, f"{address} is gone")
+
+    def forget(worker: Any, address: str, asked: Asked) -> None:
         """Ask the bootstrap server anew when the next request comes: an engine that is back has another address."""
         for engine in {pull.remote_engine_id for pull in asked.values()}:
             known = worker._remote_agents.get(engine, {})
@@ -233,18 +252,32 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if not all(hasattr(pull, LOAD) for pull in pulls.values()):
             return wrapped(*args, **kwargs)  # begun before this patch was there
         listen(worker)
-        return watched(wrapped, worker, address, _Asked(pulls))
+        return watched(wrapped, worker, address, Asked(pulls))
 
     def receive_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
         vars(worker).setdefault(LOST, queue.SimpleQueue())
+        if too_many(worker):
+            full = {name: pull for name, pull in pulls.items() if blocks_of(pull)}
+            livepatch.count("not_asked", len(full))
+            livepatch.say("not_asked", "so many blocks are held that no load is begun")
+            refuse(worker, full, "too many blocks are held for loads that failed")
+            pulls = {name: pull for name, pull in pulls.items() if name not in full}
+            if not pulls:
+                return
+            args, kwargs = (args[0] if args else kwargs["remote_engine_id"], pulls), {}
         try:
             wrapped(*args, **kwargs)
         except (KeyError, NotImplementedError) as error:  # before it asked anybody
             refuse(worker, pulls, f"the prefill engine cannot be asked: {error}")
             return
         for pull in pulls.values():
-            setattr(pull, LOAD, _Load(pull.pull_tasks_count))
+            setattr(pull, LOAD, Load(pull.pull_tasks_count))
+
+    def too_many(worker: Any) -> bool:
+        """Whether a prefill engine that lives, and whose writes fail, keeps more blocks than it may."""
+        holds: Holds | None = vars(worker).get(HOLDS)
+        return holds is not None and holds.blocks > share * worker.kv_cache_config.num_blocks
 
     async def reached(wrapped: Call, worker: Any, engine: str, pulls: Mapping[str, Any]) -> None:
         await wrapped(engine, pulls)
@@ -254,8 +287,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def refuse(worker: Any, pulls: Mapping[str, Any], reason: str) -> None:
         """Nobody was asked for these."""
         for pull in pulls.values():
-            setattr(pull, LOAD, _Load(1))
-        lost(worker, _Asked(pulls), reason)
+            setattr(pull, LOAD, Load(1))
+        lost(worker, Asked(pulls), reason)
 
     def handle_new_engine_id(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         engine = args[0] if args else kwargs["remote_engine_id"]
@@ -282,25 +315,33 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             connector.get_block_ids_with_load_errors, load_errors
         )
 
+    # What is held, from 0.30.0 on
+
+    def made(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        worker = connector.connector_worker
+        module = vars(sys.modules[type(worker or connector.connector_scheduler).__module__])
+        if not hasattr(module["MooncakeConnectorWorker"], "_handle_failed_recv"):
+            return
+        if worker is None:
+            keeper = Keeper(livepatch)
+            for name in ("bind_gpu_block_pool", "update_state_after_alloc", "update_connector_output"):
+                wrapper = livepatch.lasting(getattr(keeper, name))
+                setattr(connector, name, livepatch.around(getattr(connector, name), wrapper))
+            return
+        holds = vars(worker)[HOLDS] = Holds()
+
+        def word(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
+            said = holds.word()
+            return wrapped(*args, **kwargs) if said is None else said
+
+        connector.build_connector_worker_meta = livepatch.around(
+            connector.build_connector_worker_meta, livepatch.lasting(word)
+        )
+
     return {
+        f"{CONNECTOR}.__init__": livepatch.after(made),
         f"{WORKER}.receive_kv": receive_kv,
         f"{WORKER}.receive_kv_from_single_worker": receive_kv_from_single_worker,
         f"{WORKER}.handle_new_engine_id": handle_new_engine_id,
         f"{CONNECTOR}.get_finished": livepatch.before(get_finished),
     }
-
-
-def writes_no_more(pull: Any, well: bool) -> bool:
-    """One worker of prefill's writes no more for this pull. Whether it was the last one, and the load has failed."""
-    load: _Load = getattr(pull, LOAD)
-    load.left -= 1
-    load.failed |= not well
-    return load.failed and not load.left
-
-
-def blocks_of(pull: Any) -> set[int]:
-    """The blocks that a pull asks to be filled; to 0.23 they are not by groups."""
-    blocks: set[int] = set()
-    for entry in pull.local_block_ids:
-        blocks.update(entry if isinstance(entry, (list, tuple)) else (entry,))
-    return blocks

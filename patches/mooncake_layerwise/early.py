@@ -107,6 +107,7 @@ class Writes:
         self._whole: dict[str, tuple[list[int], int]] = {}  # by transfer, as `computed` tells it
         self._last: Any = None  # the event on the device behind what was told last
         self.ending: dict[str, Future[None]] = {}  # by transfer, of prefills given up; for the worker's own thread
+        self.held: set[str] = set()  # transfers of prefills that were given up after a write that failed
         self._asks: dict[int, Ask] = {}  # by the identity of the ask's metadata
         self._waiting: deque[Part] = deque()  # for a place
         self._places = max(1, worker.num_sender_workers // 2)
@@ -153,8 +154,17 @@ class Writes:
             # They come back when the release gives up those of a transfer that it could not send.
             timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
             entry.p_req_id, entry.expire_time = name, time.perf_counter() + timeout
+            self.held.add(transfer)
         else:
             await let_go(worker, name, transfer, metadata)
+
+    async def apart(self, transfers: Iterable[str]) -> None:
+        """Others begin under these: the release keeps those that are held beside them, until their time is over."""
+        kept = self._worker.reqs_need_send
+        for transfer in transfers:
+            self.held.discard(transfer)
+            if getattr(kept.get(transfer), FAILED, False):
+                kept[f"livepatch-held-{next(_numbers)}"] = kept.pop(transfer)
 
     # Asks
 

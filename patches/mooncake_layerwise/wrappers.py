@@ -156,6 +156,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         again = {transfer for transfer, _ in metadata.reqs_to_send.values()} if ending else set()
         for transfer in [one for one, end in ending.items() if end.done() or one in again]:
             futures.wait([ending.pop(transfer)])
+        if writes is not None and writes.held:
+            coming = writes.held.intersection(transfer for transfer, _ in metadata.reqs_to_send.values())
+            asyncio.run_coroutine_threadsafe(writes.apart(coming), worker.sender_loop).result()
         wrapped(*args, **kwargs)
 
     def wait_for_save(connector: Any, args: Any, kwargs: Any) -> None:

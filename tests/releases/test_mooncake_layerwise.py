@@ -46,6 +46,7 @@ STOCK: dict[str, Any] = {
     "failed": [NOTHING, [8.0], 8, 8, True, 0],
     "failed_and_aborted": [NOTHING, 0, 0, False, 0],
     "failed_and_let_go": [True, False, False, 0],
+    "failed_and_again": ["loaded", 8, 0],
     "decode_aborted": [False, 8, True, True, 6, 0, 0],
     "forgotten": 0,
 }

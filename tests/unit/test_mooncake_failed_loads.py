@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from enum import IntEnum
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.patches.mooncake_failed_loads import wrappers as patch
+from vllm_livepatch.patches.mooncake_failed_loads.held import Keeper, Word
 from vllm_livepatch.patches.mooncake_failed_loads.peers import Peers
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -97,7 +100,7 @@ class Decode:
 
     def __init__(self, *, reports: bool = False, facts: dict[str, Any] | None = None) -> None:
         self.aside: list[str] = []
-        options = {"LOOK_SECONDS": 0.05}
+        options = {"LOOK_SECONDS": 0.05, "HELD_SHARE": 0.25}
         self.context = PatchContext(
             "mooncake-failed-loads", options, facts or {}, lambda: None, failed=self.aside.append
         )
@@ -107,10 +110,14 @@ class Decode:
         )
         self.told: list[Any] = []
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda response: response)
+        self.async_zmq_ctx: Any = SimpleNamespace()
         self._remote_agents: dict[str, Any] = {"p": {0: {0: "tcp://one"}, 1: {0: "tcp://two"}}}
         self.finished_recving_reqs: set[str] = set()
         if reports:
-            self._handle_failed_recv = lambda pulls, names, reason: self.told.append(sorted(names))
+            self._handle_failed_recv = self.tell
+
+    def tell(self, pulls: Any, names: Any, reason: str) -> None:
+        self.told.append(sorted(names))
 
     def call(self, name: str, release: Callable[..., Any], *args: Any) -> Any:
         return self.wrap[f"{patch.WORKER}.{name}"](release, self, args, {})
@@ -225,6 +232,26 @@ def test_after_a_write_that_failed_the_blocks_are_held_until_the_writer_is_gone(
         assert decode.reported() == ({"d"}, {3, 4})
         assert "p" not in decode._remote_agents, "asked for anew, where it may be back"
         assert decode.context.counters == {"held": 1, "peer_gone": 1, "failed": 1}
+
+    asyncio.run(play())
+
+
+def test_to_0_29_what_is_not_answered_is_held_until_the_writer_is_gone() -> None:
+    """The release gave up: its connection failed, say."""
+
+    async def gives_up(answer: Any) -> None:
+        pass
+
+    async def play() -> None:
+        decode = Decode()
+        decode.pull.pull_tasks_count = 1
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        with listening() as address:
+            ask = decode.ask(address, gives_up)
+            await asyncio.wait([ask], timeout=0.3)
+            assert decode.reported() == (set(), set())
+        await asyncio.wait_for(ask, 60)
+        assert decode.reported() == ({"d"}, {3, 4})
 
     asyncio.run(play())
 
@@ -364,3 +391,245 @@ def test_an_error_while_an_answer_is_read_is_not_the_release_s() -> None:
         assert "reading an answer" in decode.aside[0]
 
     asyncio.run(play())
+
+
+# From 0.30.0 on: the request goes on, and the blocks are held
+
+
+class Held(Decode):
+    """A worker whose connector was made with the patch, of 0.33.0 (or before), and what it says with a step."""
+
+    def __init__(self, settles: bool = True) -> None:
+        super().__init__(reports=True, facts={"settles_each_ask": True} if settles else {})
+        self.kv_cache_config = SimpleNamespace(num_blocks=20)
+        module = sys.modules[type(self).__module__]
+        module.MooncakeConnectorWorker = SimpleNamespace(_handle_failed_recv=None)  # type: ignore[attr-defined]
+        self.connector = SimpleNamespace(connector_worker=self, build_connector_worker_meta=lambda: None)
+        self.wrap[f"{patch.CONNECTOR}.__init__"].look(self.connector, (), {}, None)
+        self.pull.pull_tasks_count = 1
+        self.call("receive_kv", lambda engine, pulls: None, "p", {"d": self.pull})
+
+    def word(self) -> Any:
+        return self.connector.build_connector_worker_meta()
+
+    def report(self, pulls: Any, reason: str) -> None:
+        """As the release, which reports what an answer names."""
+        self._handle_failed_recv(pulls, ["d"], reason)
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_of_a_write_that_failed_the_blocks_are_held_whatever_is_answered_later(settles: bool) -> None:
+    async def play() -> None:
+        decode = Held(settles)
+
+        async def answers(answer: Any) -> None:
+            answer(status=Status.CONTINUE, err_reqs=["d"], err_msg="few; Mooncake transfer engine returned -1")
+            answer(status=Status.FINISH)
+
+        with listening() as address:
+            ask = decode.ask(address, answers)
+            while (word := decode.word()) is None:
+                await asyncio.sleep(0.01)
+            ((name, blocks),) = word.held.values()
+            assert (name, blocks, word.over) == ("d", {3, 4}, set())
+            done, _ = await asyncio.wait([ask], timeout=0.3)
+            assert not done
+            assert decode.word() is None, "said once"
+        await asyncio.wait_for(ask, 60)
+        assert decode.word().over == set(word.held)
+        assert decode.context.counters["held"] == decode.context.counters["given_back"] == 1
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("settles", [False, True])
+@pytest.mark.parametrize(
+    ("said", "holds"),
+    [
+        ({"status": Status.CONTINUE, "err_reqs": ["d"], "err_msg": "few"}, False),
+        ({"status": Status.ERROR, "err_msg": "not paired"}, False),
+        ({"status": SimpleNamespace(name="LAYOUT_MISS"), "err_msg": "not cached"}, False),
+        ({"status": Status.CONTINUE, "ok_reqs": ["other"], "err_msg": None}, True),
+    ],
+)
+def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
+    said: dict[str, Any], holds: bool, settles: bool
+) -> None:
+    async def play() -> None:
+        decode = Held(settles)
+
+        async def release(address: str, pulls: Any) -> None:
+            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said}))
+            decode.report(pulls, said["err_msg"] or "transfer failed")
+
+        with listening() as address:
+            ask = asyncio.ensure_future(
+                decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
+            )
+            while not decode.told:
+                await asyncio.sleep(0.01)
+            assert (decode.word() is not None) == holds
+        await asyncio.wait_for(ask, 60)
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+class Again(Exception):
+    """As ZMQ's."""
+
+
+@pytest.mark.parametrize(("blocks", "waits"), [([[3, 4]], True), ([[]], False)])
+def test_an_answer_that_is_overdue_is_listened_for(
+    blocks: list[Any], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
+
+    async def play() -> None:
+        decode = Held()
+        decode.pull.local_block_ids = blocks
+        comes = asyncio.Event()
+
+        async def receive() -> str:
+            if made.rcvtimeo != -1:
+                raise Again
+            await comes.wait()
+            return "answer"
+
+        made = SimpleNamespace(recv=receive, rcvtimeo=1)
+        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: made)
+
+        async def release(address: str, pulls: Any) -> None:
+            heard = decode.async_zmq_ctx.socket("dealer")
+            with contextlib.suppress(Again):
+                assert await heard.recv() == "answer"
+                decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, "ok_reqs": ["d"]}))
+
+        with listening() as address:
+            ask = asyncio.ensure_future(
+                decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
+            )
+            if waits:
+                while not decode.told:
+                    await asyncio.sleep(0.01)
+                assert decode.told == [["d"]]
+                word = decode.word()
+                assert [name for name, _ in word.held.values()] == ["d"]
+                comes.set()
+            await asyncio.wait_for(ask, 60)
+            if waits:
+                assert decode.word().over == set(word.held)
+            else:
+                assert decode.word() is None
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("said", [{"ok_reqs": ["d"]}, {"err_reqs": ["d"], "err_msg": "few"}, {}])
+def test_to_0_29_an_answer_that_comes_late_is_taken(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill engine lives on: it has said all that it will."""
+    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
+
+    async def play() -> None:
+        decode = Decode()
+        decode.pull.pull_tasks_count = 1
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+
+        async def receive() -> str:
+            if made.rcvtimeo != -1:
+                raise Again
+            return "answer"
+
+        made = SimpleNamespace(recv=receive, rcvtimeo=1)
+        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: made)
+
+        async def release(address: str, pulls: Any) -> None:
+            await decode.async_zmq_ctx.socket("dealer").recv()
+            assert decode.reported() == (set(), set())
+            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said}))
+
+        with listening() as address:
+            await asyncio.wait_for(
+                decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull}), 60
+            )
+        assert decode.reported() == ((set(), set()) if "ok_reqs" in said else ({"d"}, {3, 4}))
+        assert decode.context.counters["held"] == 1
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("blocks", "asked"), [(5, True), (6, False)])
+def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(blocks: int, asked: bool) -> None:
+    decode = Held()
+    vars(decode)[patch.HOLDS].hold("before", range(blocks))
+    empty = SimpleNamespace(**{**vars(decode.pull), "local_block_ids": [[]], "d_req_id": "empty"})
+    released: list[list[str]] = []
+    decode.call("receive_kv", lambda engine, pulls: released.append(sorted(pulls)), "p", {"d": decode.pull, "e": empty})
+    assert released == ([["d", "e"]] if asked else [["e"]])
+    assert decode.told == ([] if asked else [["d"]])
+    assert not decode.aside
+
+
+class Block:
+    def __init__(self, number: int, null: bool = False) -> None:
+        self.block_id, self.is_null, self.references = number, null, 1
+
+
+class Pool:
+    def touch(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.references += 1
+
+    def free_blocks(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.references -= 1
+
+
+@pytest.mark.parametrize(("status", "left"), [("WAITING_FOR_REMOTE_KVS", 0), ("FINISHED_ABORTED", 32)])
+def test_the_scheduler_keeps_the_blocks_and_the_request_begins_anew(status: str, left: int) -> None:
+    aside: list[str] = []
+    keeper = Keeper(PatchContext("mooncake-failed-loads", {}, {}, lambda: None, failed=aside.append))
+    blocks = [Block(2), Block(3), Block(4), Block(0, null=True)]
+    request = SimpleNamespace(request_id="d", num_computed_tokens=32, status=SimpleNamespace(name=status))
+    keeper.bind_gpu_block_pool(lambda pool: None, None, (Pool(),), {})
+    keeper.update_state_after_alloc(
+        lambda *args: None, None, (request, SimpleNamespace(blocks=(blocks[:2], blocks[2:])), 64), {}
+    )
+
+    def told(word: Word | None, ended: set[str] | None = None) -> None:
+        output = SimpleNamespace(kv_connector_worker_meta=word, finished_recving=ended)
+        keeper.update_connector_output(lambda output: None, None, (output,), {})
+
+    # Two workers, one of which says it before the load is reported.
+    told(Word({"a": ("d", frozenset({3, 4, 0}))}, ()))
+    assert request.num_computed_tokens == 32, "the scheduler is to find it yet"
+    assert [block.references for block in blocks] == [1, 2, 2, 1]
+    both = (
+        Word({"b": ("d", frozenset({3, 4}))}, ()).aggregate(None).aggregate(Word({"c": ("d", frozenset({4}))}, {"a"}))
+    )
+    told(both, {"d", "another"})
+    assert request.num_computed_tokens == left
+    assert [block.references for block in blocks] == [1, 2, 3, 1]
+    told(None)
+    told(Word({}, {"b"}).aggregate(Word({}, {"c"})))
+    assert [block.references for block in blocks] == [1, 1, 1, 1]
+    assert not aside
+
+
+def test_a_load_that_ends_well_goes_on_as_it_is() -> None:
+    keeper = Keeper(PatchContext("mooncake-failed-loads", {}, {}, lambda: None))
+    request = SimpleNamespace(
+        request_id="d", num_computed_tokens=32, status=SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
+    )
+    keeper.update_state_after_alloc(lambda *args: None, None, (request, SimpleNamespace(blocks=([],)), 64), {})
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"d"})
+    keeper.update_connector_output(lambda output: None, None, (output,), {})
+    assert request.num_computed_tokens == 32
+
+
+def test_what_workers_say_travels_between_processes() -> None:
+    word = pickle.loads(pickle.dumps(Word({"a": ("d", frozenset({3}))}, {"b"})))
+    assert (word.held, word.over) == ({"a": ("d", frozenset({3}))}, {"b"})

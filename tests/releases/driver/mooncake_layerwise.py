@@ -548,6 +548,32 @@ def failed_and_let_go(pair: Pair) -> Any:
     return freed, pair.came(places, content=17) == 2, expired(pair, "let-go"), pair.left()
 
 
+def failed_and_again(pair: Pair) -> Any:
+    """An early write fails, its prefill is given up, and one more comes under the same transfer, and is asked for."""
+    prefill, link = pair.prefill, pair.prefill.link
+    pair.ask("twice")
+    prefill.compute("twice", content=18)
+    link.refuse = 1
+    prefill.step()
+    wait(lambda: not link.refuse, PATIENCE)
+    link.refuse = 0
+    assert pair.settled()
+    prefill.abort("p-twice")
+    prefill.step()
+    prefill.compute("twice-2", content=18, transfer="twice")
+    prefill.step()
+    places = pair.ask("twice-2", transfer="twice")
+    for _ in range(6):
+        prefill.step()
+    told, came = pair.told("twice-2", places, PATIENCE * 10), pair.came(places, content=18)
+    link.later()
+    while kept := {name for name, entry in prefill.worker.reqs_need_send.items() if entry.p_req_id}:
+        for name in kept:
+            prefill.worker.reqs_need_send[name].expire_time = 0.0
+        prefill.fill(1)
+    return told, came, pair.left()
+
+
 def expired(pair: Pair, name: str) -> bool:
     """As if the time had passed after which the release gives up what it could not send; whether it had to."""
     entry = pair.prefill.worker.reqs_need_send.get(name)
@@ -643,6 +669,7 @@ CASES = (
     failed,
     failed_and_aborted,
     failed_and_let_go,
+    failed_and_again,
     decode_aborted,
     forgotten,
 )

@@ -1,0 +1,129 @@
+"""Blocks of loads that failed while a prefill engine may still write into them, from 0.30.0 on: nobody is given them.
+
+The request goes on at once, on other blocks. Its worker says with each step which loads are held, and which are not
+any more; decode's scheduler keeps a reference of its own to the blocks in between, as a request that shares them would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+_process = secrets.token_hex(8)
+_numbers = itertools.count()
+
+
+class Word:
+    """What one worker, or all of them, say with a step.
+
+    `held`: a request and its blocks, by key; `over`: the keys of those that nobody can write into any more. It travels
+    where vLLM has a place for what a connector's workers tell its scheduler's side.
+    """
+
+    def __init__(self, held: Mapping[str, tuple[str, frozenset[int]]], over: Iterable[str]) -> None:
+        self.held = dict(held)
+        self.over = set(over)
+
+    def aggregate(self, other: Word | None) -> Word:
+        if other is None:
+            return self
+        return Word({**self.held, **other.held}, self.over | other.over)
+
+
+class Holds:
+    """A worker's. Its event loop holds and lets go, and each of its steps takes what is to be said."""
+
+    def __init__(self) -> None:
+        self.blocks = 0  # that are held now
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[str, frozenset[int]]] = {}
+        self._over: set[str] = set()
+
+    def hold(self, name: str, blocks: Iterable[int]) -> str:
+        """Of a load that is about to be reported as failed. Returns the key to let go of it by."""
+        key = f"{os.getpid()}-{_process}-{next(_numbers)}"
+        held = frozenset(blocks)
+        with self._lock:
+            self._held[key] = name, held
+            self._sizes[key] = len(held)
+            self.blocks += len(held)
+        return key
+
+    def let_go(self, key: str) -> None:
+        """Nobody can write into them any more."""
+        with self._lock:
+            self._over.add(key)
+            self.blocks -= self._sizes.pop(key)
+
+    def word(self) -> Word | None:
+        with self._lock:
+            if not (self._held or self._over):
+                return None
+            word = Word(self._held, self._over)
+            self._held, self._over = {}, set()
+            return word
+
+
+class _Load:
+    """A load that runs: its request, and the blocks that it was given by then."""
+
+    def __init__(self, request: Any, blocks: Any) -> None:
+        self.request = request
+        self.blocks = [block for group in blocks.blocks for block in group]
+        self.failed = False
+
+
+class Keeper:
+    """The scheduler's side: it keeps what workers hold."""
+
+    def __init__(self, livepatch: PatchContext) -> None:
+        self._livepatch = livepatch
+        self._pool: Any = None
+        self._loads: dict[str, _Load] = {}  # by request
+        self._kept: dict[str, list[Any]] = {}  # blocks, by key
+
+    def bind_gpu_block_pool(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        self._pool = args[0] if args else kwargs["gpu_block_pool"]
+        return wrapped(*args, **kwargs)
+
+    def update_state_after_alloc(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        request, blocks, tokens = args
+        if tokens:
+            self._loads[request.request_id] = _Load(request, blocks)
+        return wrapped(*args, **kwargs)
+
+    def update_connector_output(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """Before the scheduler frees what has ended, and lets go on who has failed."""
+        output = args[0] if args else kwargs["connector_output"]
+        word = output.kv_connector_worker_meta
+        if isinstance(word, Word):
+            for key, (name, blocks) in word.held.items():
+                self._keep(key, name, blocks)
+            for key in word.over:
+                self._pool.free_blocks(self._kept.pop(key, ()))
+        for name in output.finished_recving or ():
+            load = self._loads.pop(name, None)
+            if load is not None and load.failed and load.request.status.name == "WAITING_FOR_REMOTE_KVS":
+                # All of its blocks are freed, and it begins anew: it would compute on those that it has.
+                load.request.num_computed_tokens = 0
+        return wrapped(*args, **kwargs)
+
+    def _keep(self, key: str, name: str, blocks: frozenset[int]) -> None:
+        load = self._loads.get(name)
+        if load is None:  # it began before this patch was there
+            self._livepatch.say("unknown", f"a load failed, and may still be written, that is not known: {name}")
+            return
+        load.failed = True
+        kept = [block for block in load.blocks if block.block_id in blocks and not block.is_null]
+        self._pool.touch(kept)
+        self._kept[key] = kept
