@@ -260,11 +260,15 @@ def run(
     seed: Annotated[int, typer.Option(help="What the sample is drawn by.")] = 1,
     jobs: Annotated[int, typer.Option("--jobs", "-n", help="Copies at a time.")] = 2,
     again: Annotated[bool, typer.Option(help="Those that survived, once more.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="The tests of one mutant, added up; else as configured.")
+    ] = None,
     tests: Annotated[Path | None, typer.Option(help="Keeps here which test executes what, and reads it.")] = None,
     place: Annotated[Path, typer.Option(help="Where results are kept.")] = KEPT,
 ) -> None:
     """Run mutants of these modules, but for those whose outcome is kept."""
     config = tomllib.loads(CONFIG.read_text("utf-8"))
+    config["seconds"] = seconds or config["seconds"]
     found = list(modules(wanted, config))
     if not found:
         raise UserError(f"no module of tools/upkeep/mutation.toml is {' or '.join(wanted)}")

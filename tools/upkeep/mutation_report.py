@@ -19,11 +19,11 @@ exception not caught, a loop that does not run. The unit tests must notice it. T
     python -m vllm_livepatch.tools.upkeep.mutation report
 
 `run` changes a copy of the checkout. For each mutant it runs the tests that execute the function, the quick ones
-first, at most 25 s of them, and stops at the first that fails. So a survivor may die in a slower test. (Which test
-executes what is seen in a run in which each function writes its name, also in the processes that tests start.) Not
-made: mutants of annotations, which nothing evaluates, and those that do not compile. "Timeout" counts as killed: four
-times what the same tests take unchanged, and 10 s. A survivor that no test can kill, because it does what the original
-does, is listed with its reason and left out of the share.
+first, at most 10 s of them, and stops at the first that fails. What survives is run once more with
+`--again --seconds 40`. (Which test executes what is seen in a run in which each function writes its name, also in the
+processes that tests start.) Not made: mutants of annotations, which nothing evaluates, and those that do not compile.
+"Timeout" counts as killed: four times what the same tests take unchanged, and 10 s. A survivor that no test can kill,
+because it does what the original does, is listed with its reason and left out of the share.
 
 "All" means that each mutant was run. Where a part was drawn (with a seed), the share has its 95 % interval (Wilson).
 Modules that are not listed were not measured.
