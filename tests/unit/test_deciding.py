@@ -34,7 +34,8 @@ class World:
         options: Any = {one.name: {} for one in patches}
         environment = Environment("auto", {}, options)
         everything = SimpleNamespace(all=self.states, packages={}, environment=environment, lock=threading.RLock())
-        self.sources: Any = SimpleNamespace(texts={}, put=mocker.Mock(), made=mocker.Mock())
+        sources: Any = SimpleNamespace(texts={}, put=mocker.Mock(), made=mocker.Mock())
+        self.sources = sources
         self.look = mocker.patch.object(installed, "look", return_value=FOUND)
         mocker.patch.object(installed, "of_process")
         mocker.patch.object(installed, "Overlay")
@@ -43,7 +44,7 @@ class World:
         catalogue["changes"] = {one.name: [] for one in patches}
         patches_of_process: Any = everything
         self.decider = deciding.Decider(
-            patches_of_process, self.sources, catalogue, None, lambda state: self.told.append(state.patch.name)
+            patches_of_process, sources, catalogue, None, lambda state: self.told.append(state.patch.name)
         )
 
 

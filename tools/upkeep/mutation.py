@@ -274,15 +274,20 @@ def run(
         raise UserError(f"no module of tools/upkeep/mutation.toml is {' or '.join(wanted)}")
     texts = {module: (CHECKOUT / module).read_text("utf-8") for module, _ in found}
     kept: dict[str, Kept] = {}
-    work: Work = queue.SimpleQueue()
+    wanting: list[tuple[str, Mutant]] = []
     for module, text in texts.items():
         possible = mutants(text, config["operators"])
         kept[module] = known = Kept(place, module, text, len(possible))
         survived = {key for key, one in known.found.items() if one["outcome"] == "survived"}
         for mutant in drawn(possible, sample, seed) if not again else possible:
             if mutant.key in survived if again else mutant.key not in known.found:
-                work.put((module, mutant))
-    typer.echo(f"{work.qsize()} mutants to run")
+                wanting.append((module, mutant))
+    # By the seed, so that a run that is ended early has a sample, and not the first lines.
+    random.Random(seed).shuffle(wanting)
+    work: Work = queue.SimpleQueue()
+    for one in wanting:
+        work.put(one)
+    typer.echo(f"{len(wanting)} mutants to run")
     files = sorted({f"tests/unit/test_{name}.py" for _, group in found for name in group["tests"]})
     with tempfile.TemporaryDirectory() as scratch:
         copies = [Copy(CHECKOUT, Path(scratch) / str(number)) for number in range(jobs)]
