@@ -1,0 +1,219 @@
+"""The mutation tester: which tests a change of a line is given, what its outcome is, and what the page says of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from vllm_livepatch.tools.toml import tomllib
+from vllm_livepatch.tools.upkeep import mutation, mutation_reach, mutation_report
+from vllm_livepatch.tools.upkeep.mutation_copy import WORKER
+
+MODULE = "room/module.py"
+TEXT = dedent('''\
+    """A module."""
+    from __future__ import annotations
+
+    LIMIT: int | None = 3
+
+
+    def outer(number: int | None = 7) -> int | None:
+        """Nothing but a text comes before."""
+        def inner(): return number
+        return inner()
+
+
+    class Some:
+        @property
+        def value(self):
+            if LIMIT:
+                return 1
+    ''')
+
+
+def test_an_instrumented_module_says_which_functions_ran(tmp_path: Path) -> None:
+    probes = tmp_path / "probes"
+    probes.write_text("")
+    text = mutation_reach.instrumented(TEXT, MODULE, str(probes))
+    found: dict[str, Any] = {}
+    exec(compile(text, "module", "exec"), found)
+    assert probes.read_text() == ""
+    assert (found["outer"](5), found["outer"].__doc__) == (5, "Nothing but a text comes before.")
+    assert probes.read_text().split() == [f"{MODULE}:outer", f"{MODULE}:outer.inner"]
+    assert found["Some"]().value == 1
+    assert probes.read_text().split()[2:] == [f"{MODULE}:Some.value"]
+
+
+def kept(seconds: float, *reached: str, passed: bool = True) -> dict[str, Any]:
+    return {"seconds": seconds, "passed": passed, "reached": [f"{MODULE}:{name}" for name in reached]}
+
+
+TESTS = {
+    "a.py::slow": kept(9, "Some.value"),
+    "a.py::quick[1]": kept(0.1, "Some.value"),
+    "a.py::quick[2]": kept(0.2, "Some.value"),
+    "a.py::failed": kept(0.1, "Some.value", passed=False),
+    "a.py::other": kept(0.1, "outer"),
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "seconds", "expected"),
+    [
+        (16, 20, ["a.py::quick[1]", "a.py::quick[2]", "a.py::slow"]),
+        # Of each kind first: the second case of a test comes after the first of a slow one.
+        (16, 9.15, ["a.py::quick[1]", "a.py::slow"]),
+        (16, 1, ["a.py::quick[1]", "a.py::quick[2]"]),
+        (7, 20, ["a.py::other"]),  # a default
+        (9, 20, []),  # a function that no test reached
+        (4, 20, ["a.py::quick[1]", "a.py::quick[2]", "a.py::slow"]),  # a constant, by who uses it
+        (1, 20, ["a.py::other", "a.py::quick[1]", "a.py::quick[2]", "a.py::slow"]),
+    ],
+)
+def test_a_line_is_given_the_tests_that_execute_it(line: int, seconds: float, expected: list[str]) -> None:
+    assert mutation_reach.reaching(TESTS, TEXT, MODULE, line, seconds) == expected
+
+
+def test_annotations_that_nothing_evaluates_are_left_out() -> None:
+    lines = TEXT.splitlines()
+    found = [lines[first[0] - 1][first[1] : last[1]] for first, last in mutation.unevaluated(TEXT)]
+    assert found == ["int | None"] * 3
+    assert mutation.unevaluated(TEXT.replace("from __future__ import annotations", "")) == []
+
+
+def mutant(number: int) -> mutation.Mutant:
+    return mutation.Mutant("Some", number, 16, "if LIMIT:", f"if {number}:", f"changed {number}")
+
+
+def test_a_sample_is_the_same_for_a_seed() -> None:
+    possible = [mutant(number) for number in range(50)]
+    first = mutation.drawn(possible, 10, 1)
+    assert (len(first), first) == (10, mutation.drawn(possible, 10, 1))
+    assert first != mutation.drawn(possible, 10, 2)
+    assert mutation.drawn(possible, None, 1) == mutation.drawn(possible, 50, 1) == possible
+
+
+def test_results_of_another_text_are_not_kept(tmp_path: Path) -> None:
+    before = mutation.Kept(tmp_path, MODULE, TEXT, 2)
+    before.add(mutant(1), "killed", "a.py::quick[1]")
+    again = mutation.Kept(tmp_path, MODULE, TEXT, 2)
+    assert list(again.found) == [mutant(1).key]
+    assert mutation.Kept(tmp_path, MODULE, TEXT + "\n", 2).found == {}
+
+
+class Tree:
+    """Takes the place of a copy: `answers` has what a text's tests come to."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers, self.text, self.asked = answers, TEXT, list[tuple[str, list[str], float]]()
+
+    def write(self, module: str, text: str) -> None:
+        self.text = text
+
+    def run(self, tests: list[str], seconds: float) -> Any:
+        self.asked.append((self.text, tests, seconds))
+        return self.answers[self.text]
+
+
+PASSED = {name: {"passed": True, "seconds": 0.5} for name in TESTS}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"code": 0, "tests": PASSED}, ("survived", None)),
+        ({"code": None, "tests": {}}, ("timeout", None)),
+        ({"code": 4, "tests": {}}, ("killed", None)),  # pytest could not import it
+        ({"code": 1, "tests": {**PASSED, "a.py::slow": {"passed": False}}}, ("killed", "a.py::slow")),
+    ],
+)
+def test_the_outcome_of_a_mutant(answer: Any, expected: tuple[str, str | None]) -> None:
+    unstable = {**PASSED, "a.py::quick[1]": {"passed": False, "seconds": 0.5}}
+    tree: Any = Tree({TEXT: {"code": 1, "tests": unstable}, "changed 1": answer})
+    run = mutation.Run({"seconds": 20}, {MODULE: TEXT}, {})
+    run.tests = TESTS
+    assert run.outcome(tree, MODULE, mutant(1)) == expected
+    assert tree.text == TEXT
+    # What fails without the mutant is not asked; the limit is four times what the rest and it took, and 10 s.
+    assert tree.asked[1] == ("changed 1", ["-x", "a.py::quick[2]", "a.py::slow"], 4 * 2.5 + 10)
+
+
+def test_the_worker_runs_each_request_in_a_process_of_its_own(tmp_path: Path) -> None:
+    probes = tmp_path / "probes"
+    probes.write_text("")
+    (tmp_path / "test_it.py").write_text(
+        dedent(f"""\
+        import subprocess, sys, threading
+
+        def test_passes():
+            subprocess.run([sys.executable, "-c", "open({str(probes)!r}, 'a').write('some.py:name')"], check=True)
+
+        def test_fails():
+            assert False
+
+        def test_hangs():
+            threading.Event().wait()
+        """)
+    )
+    requests = [
+        {"tests": ["test_it.py::test_passes", "test_it.py::test_fails"], "seconds": 60, "probes": str(probes)},
+        {"tests": ["test_it.py::test_hangs"], "seconds": 1, "probes": None},
+        {"tests": ["test_it.py::test_passes"], "seconds": 60, "probes": None},
+    ]
+    ended = subprocess.run(
+        [sys.executable, str(WORKER), str(tmp_path / "result.json")],
+        input="".join(json.dumps(one) + "\n" for one in requests),
+        cwd=tmp_path,
+        text=True,
+        check=True,
+        capture_output=True,
+    )
+    first, second, third = (json.loads(line) for line in ended.stdout.splitlines())
+    assert first["code"] == 1
+    assert [(one["passed"], one["reached"]) for one in first["tests"].values()] == [
+        (True, ["some.py:name"]),
+        (False, []),
+    ]
+    assert second == {"code": None, "tests": {}}
+    assert third["code"] == 0
+
+
+def test_the_page_has_figures_survivors_and_reasons() -> None:
+    mutants = [
+        {"operator": "X", "occurrence": number, "line": 3, "was": "a | b", "now": f"a & {number}", "outcome": outcome}
+        for number, outcome in enumerate(["killed", "killed", "timeout", "survived", "survived"])
+    ]
+    measured = {"module": MODULE, "date": "2026-11-23", "possible": 9, "mutants": mutants}
+    reasons = [{"module": MODULE, "was": "a | b", "now": ["a & 4"], "because": "b is a."}]
+    page = mutation_report.page([measured], reasons)
+    # 3 of the 4 that are not equivalent; Wilson's interval of 3 of 4.
+    assert f"| `{MODULE}` | 9 | 5 | 2 | 1 | 1 | 1 | 75.0 % (30 to 95) |" in page
+    survivors, _, equivalent = page.partition("## Survivors that do")
+    assert "| `a \\| b` | `a & 3` |" in survivors
+    assert "| `a \\| b` | `a & 4` | b is a. |" in equivalent
+    assert "a & 3" not in equivalent
+    whole = mutation_report.page([{**measured, "possible": 5}], reasons)
+    assert f"| `{MODULE}` | 5 | all | 2 | 1 | 1 | 1 | 75.0 % |" in whole
+
+
+def test_the_kept_page_is_what_the_kept_results_say(tmp_path: Path) -> None:
+    """`python -m vllm_livepatch.tools.upkeep.mutation report` writes it."""
+    written = tmp_path / "page.md"
+    mutation.report(mutation.KEPT, written)
+    assert written.read_text("utf-8") == mutation.PAGE.read_text("utf-8")
+
+
+def test_each_reason_is_of_a_survivor() -> None:
+    reasons = tomllib.loads(mutation.CONFIG.read_text("utf-8")).get("equivalent", [])
+    survived = {
+        (one["module"], mutant["was"], mutant["now"])
+        for one in (json.loads(file.read_text("utf-8")) for file in mutation.KEPT.glob("*.json"))
+        for mutant in one["mutants"]
+        if mutant["outcome"] == "survived"
+    }
+    assert {(one["module"], one["was"], now) for one in reasons for now in one["now"]} <= survived

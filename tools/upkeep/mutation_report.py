@@ -1,0 +1,105 @@
+"""The page of the mutation figures, from what `mutation` has kept."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+KILLED = ("killed", "timeout")
+HEAD = """# Mutation figures
+
+A mutant is one module with one small change: a condition negated, a comparison moved by one, a number changed, an
+exception not caught, a loop that does not run. The unit tests must notice it. The operators are
+[Cosmic Ray's](https://github.com/sixty-north/cosmic-ray); `tools/upkeep/mutation.toml` lists those used, and the tests.
+
+    pip install '.[lab,test,mutation]'
+    python -m vllm_livepatch.tools.upkeep.mutation run sitecustomize/settings.py
+    python -m vllm_livepatch.tools.upkeep.mutation report
+
+`run` changes a copy of the checkout. For each mutant it runs the tests that execute the function, the quick ones
+first, at most 10 s of them, and stops at the first that fails. What survives is run once more with
+`--again --seconds 40`. (Which test executes what is seen in a run in which each function writes its name, also in the
+processes that tests start.) Not made: mutants of annotations, which nothing evaluates, and those that do not compile.
+"Timeout" counts as killed: four times what the same tests take unchanged, and 10 s. A survivor that no test can kill,
+because it does what the original does, is listed with its reason and left out of the share.
+
+"All" means that each mutant was run. Where a part was drawn (with a seed), the share has its 95 % interval (Wilson).
+Modules that are not listed were not measured.
+"""
+
+
+def interval(killed: int, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    z, share = 1.959964, killed / count
+    middle, width = (
+        share + z * z / (2 * count),
+        z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)),
+    )
+    whole = 1 + z * z / count
+    return (middle - width) / whole, (middle + width) / whole
+
+
+def reason(module: str, mutant: Mapping[str, Any], reasons: Iterable[Mapping[str, Any]]) -> str | None:
+    """Why this mutant is no different, where the configuration says so."""
+    for one in reasons:
+        if one["module"] == module and one["was"] == mutant["was"] and mutant["now"] in one["now"]:
+            return str(one["because"])
+    return None
+
+
+def page(kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]]) -> str:
+    """The page; `kept` has an object for each module."""
+    rows = [
+        "| module | mutants | run | killed | timeout | equivalent | survived | share killed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    total: Counter[str] = Counter()
+    equivalent: list[list[str]] = []
+    survivors: list[list[str]] = []
+    for one in sorted(kept, key=lambda one: str(one["module"])):
+        module, mutants = one["module"], one["mutants"]
+        count = Counter(mutant["outcome"] for mutant in mutants)
+        for mutant in sorted(mutants, key=lambda mutant: (mutant["line"], mutant["operator"], mutant["occurrence"])):
+            if mutant["outcome"] == "survived":
+                because = reason(module, mutant, reasons)
+                count["equivalent"] += because is not None
+                cells = [f"`{module}:{mutant['line']}`", _code(mutant["was"]), _code(mutant["now"])]
+                (survivors if because is None else equivalent).append([*cells, because or ""])
+        count["survived"] -= count["equivalent"]
+        count["mutants"], count["run"] = one["possible"], len(mutants)
+        total += count
+        rows.append(_row(f"`{module}`", count))
+    rows.append(_row("**all of these**", total))
+    dates = ", ".join(sorted({one["date"] for one in kept})) or "no day yet"
+    lines = [HEAD, f"Measured on {dates}.", "", *rows, ""]
+    lines += ["## Survivors", ""]
+    lines += _table(("where", "was", "mutant"), [cells[:3] for cells in survivors]) or ["None."]
+    lines += ["", "## Survivors that do what the original does", ""]
+    lines += _table(("where", "was", "mutant", "why"), equivalent) or ["None."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, count: Mapping[str, int]) -> str:
+    killed = count["killed"] + count["timeout"]
+    counted = killed + count["survived"]
+    share = f"{100 * killed / counted:.1f} %" if counted else ""
+    if counted and count["run"] < count["mutants"]:
+        low, high = interval(killed, counted)
+        share += f" ({100 * low:.0f} to {100 * high:.0f})"
+    run = "all" if count["run"] == count["mutants"] else str(count["run"])
+    return (
+        f"| {name} | {count['mutants']} | {run} | {count['killed']} | {count['timeout']} | {count['equivalent']} "
+        f"| {count['survived']} | {share} |"
+    )
+
+
+def _code(text: str) -> str:
+    return "`" + (text.replace("|", "\\|") or " ") + "`"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
