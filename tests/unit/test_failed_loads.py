@@ -171,3 +171,32 @@ def test_of_steps_that_are_never_answered_nothing_is_kept(scheduler: Any, monkey
     assert list(loads.withheld) == [id(outputs[1])]
     assert answered(scheduler, outputs[2]) == ALL
     assert (loads.withheld, list(loads.steps)) == ({}, [])
+
+
+def test_a_table_of_other_groups_is_an_error() -> None:
+    """Whose blocks are compared with other groups' sizes, would be found to have lost what they have not."""
+    with pytest.raises(ValueError, match="zip"):
+        spread({5}, {"a": ([5], [6])}, [16])
+
+
+def test_what_the_worker_knows_of_failed_blocks_is_reported_once(context: PatchContext) -> None:
+    """The release's own answer stands where the worker knows of none."""
+    failed = {3, 4}
+    connector = SimpleNamespace(worker_adapter=SimpleNamespace(error_block_ids=failed))
+    load_errors = patch.wrappers(context)[f"{patch.LMCACHE}.get_block_ids_with_load_errors"]
+    assert load_errors(lambda: {9}, connector, (), {}) == {3, 4}
+    assert failed == set(), "it is the worker's own set: what is left in it would be reported again"
+    assert load_errors(lambda: {9}, connector, (), {}) == {9}
+    assert load_errors(lambda: {9}, SimpleNamespace(worker_adapter=SimpleNamespace()), (), {}) == {9}
+
+
+def test_an_answer_of_an_unknown_step_leaves_those_under_way() -> None:
+    """And an answer ends the steps before it too, with what of them was withheld."""
+    loads = patch._Loads()
+    steps = [SimpleNamespace(num_scheduled_tokens={"a": 1}) for _ in range(3)]
+    loads.steps.extend(steps)
+    loads.withhold("a", steps[:2])
+    assert list(loads.answered(SimpleNamespace())) == []
+    assert (list(loads.steps), set(loads.withheld)) == (steps, {id(step) for step in steps[:2]})
+    assert list(loads.answered(steps[1])) == ["a"]
+    assert (list(loads.steps), loads.withheld) == (steps[2:], {})
