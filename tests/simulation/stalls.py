@@ -44,6 +44,9 @@ def give_up(world: World) -> bool:
             world.wrong("never ends", shape)
             return False
         world.notes.add(shape)
+    if not stuck:
+        world.coming.clear()  # all have their answers: what is still to come has a name that a lost word holds
+        return True
     world.abort(stuck[-1])
     return True
 

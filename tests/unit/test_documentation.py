@@ -89,14 +89,6 @@ def test_what_the_readme_says_applies_by_default_does() -> None:
     assert sorted(said) == sorted(applies)
 
 
-def test_the_readmes_costs_are_those_of_the_benchmarks() -> None:
-    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+ \w+ \| [\d.]+ \w+ \| [\d.]+) \|$", README, re.M)
-    assert len(rows) == 3
-    kept = (ROOT / "docs/benchmarks.md").read_text("utf-8")
-    for _, figures in rows:
-        assert f"| {figures} |" in kept
-
-
 def test_the_readme_is_short() -> None:
     assert len(README.split()) <= 1200
 

@@ -26,9 +26,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.tools.bench import figures
+from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.diffs import folder, judging, reading
 from vllm_livepatch.tools.lab import environments
@@ -110,6 +110,24 @@ def measure(release: str, python: Path, rounds: int, first: bool, place: Path) -
     return times
 
 
+def measured(release: str = "0.32.0", rounds: int = 6, first: bool = False, python: Path | None = None) -> Figures:
+    """Medians; the ratio over stock round by round, by wall clock and by processor time."""
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        patch_of(release, place)
+        times = measure(release, python or environments.engine(), rounds, first, place)
+    stock = times["stock"]
+    rows = []
+    for name, taken in times.items():
+        mine, other = list(zip(*taken, strict=True)), list(zip(*stock, strict=True))
+        medians = [figures.duration(statistics.median(clock)) for clock in mine]
+        rows.append([name, *medians, *map(figures.ratio, mine, other)])
+    title = f"import of {len(MODULES)} modules, vLLM {release}"
+    columns = (title, "wall clock", "processor", "over stock, wall clock", "over stock, processor")
+    words = f"--release {release} --rounds {rounds}{' --first' if first else ''}"
+    return Figures(f"python -m vllm_livepatch.tools.bench.changed_import {words}", columns, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.changed_import", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--release", default="0.32.0")
@@ -117,24 +135,7 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="also with an empty cache")
     parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary)
-        patch_of(options.release, place)
-        times = measure(
-            options.release, options.engine_python or environments.engine(), options.rounds, options.first, place
-        )
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in (f"import of {len(MODULES)} modules, vllm {options.release}", "wall", "processor", "over stock"):
-        shown.add_column(column, justify="left" if column.startswith("import") else "right")
-    for name, taken in times.items():
-        wall, processor = (statistics.median(pair[index] for pair in taken) for index in (0, 1))
-        ratios = [mine[1] / other[1] for mine, other in zip(taken, times["stock"], strict=True)]
-        walls = [mine[0] / other[0] for mine, other in zip(taken, times["stock"], strict=True)]
-        over = f"wall {statistics.median(walls):.3f}, processor {statistics.median(ratios):.3f}"
-        shown.add_row(name, f"{wall:.2f} s", f"{processor:.2f} s", over)
-    console = Console(soft_wrap=True)
-    console.print(shown)
-    console.print(f"{options.rounds} rounds in turn; the last column is the median of the ratios round by round")
+    measured(options.release, options.rounds, options.first, options.engine_python).show()
 
 
 if __name__ == "__main__":

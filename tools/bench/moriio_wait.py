@@ -11,9 +11,28 @@ import argparse
 import statistics
 from pathlib import Path
 
-from rich.console import Console
-from vllm_livepatch.tools.bench import drivers
+from vllm_livepatch.tools.bench import drivers, figures
+from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.lab import environments
+
+
+def measured(release: str = "0.22.1", rounds: int = 40, transfers: int = 1000, python: Path | None = None) -> Figures:
+    """A wait's median, stock and patched; and what polling takes of a core."""
+    engine = python or environments.engine()
+    found = drivers.run("moriio_wait", release, [rounds, transfers], engine, drivers.STANDINS)
+    rows = [
+        [
+            f"wait for {transfers:,} transfers: {kind}",
+            figures.duration(statistics.median(times["stock"])),
+            figures.duration(statistics.median(times["patched"])),
+            figures.ratio(times["patched"], times["stock"]),
+        ]
+        for kind, times in found["times"].items()
+    ]
+    rows.append([f"polling {transfers:,} that are under way, of one core", "", f"{100 * found['busy']:.1f} %", ""])
+    words = f"--release {release} --rounds {rounds} --transfers {transfers}"
+    command = f"python -m vllm_livepatch.tools.bench.moriio_wait {words}"
+    return Figures(command, (f"vLLM {release}", "stock", "patched", "time over stock's"), rows)
 
 
 def main() -> None:
@@ -23,15 +42,7 @@ def main() -> None:
     parser.add_argument("--transfers", type=int, default=1000)
     parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
     options = parser.parse_args()
-    python = options.engine_python or environments.engine()
-    result = drivers.run("moriio_wait", options.release, [options.rounds, options.transfers], python, drivers.STANDINS)
-    console = Console(width=160)
-    console.print(f"vllm {options.release}, {options.rounds} rounds, {options.transfers} transfers")
-    for kind, times in result["times"].items():
-        stock, patched = (1000 * statistics.median(times[way]) for way in ("stock", "patched"))
-        ratio = statistics.median(one / other for one, other in zip(times["patched"], times["stock"], strict=True))
-        console.print(f"{kind}: stock {stock:.2f} ms, patched {patched:.2f} ms; patched over stock: {ratio:.3f}")
-    console.print(f"polling while all are under way: {100 * result['busy']:.1f} % of a core")
+    measured(options.release, options.rounds, options.transfers, options.engine_python).show()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the offline check costs, against downloading the wheels: bytes and requests to the registry, and seconds.
 
-    python -m vllm_livepatch.tools.bench.offline_check [--json]
+    python -m vllm_livepatch.tools.bench.offline_check
 
 Each line is a process of its own, from its start to its end, with a cache that is empty (cold) or was just filled. The
 bytes are those of the answers' bodies. The sizes of the wheels are asked for, and the wheels are not downloaded.
@@ -9,6 +9,8 @@ bytes are those of the answers' bodies. The sizes of the wheels are asked for, a
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -18,45 +20,66 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from vllm_livepatch.sitecustomize.decision import module_of
+from vllm_livepatch.tools import cli
+from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.releases import published, registry
 
 PACKAGES = ("vllm", "lmcache")
+PAIR_ROUNDS = 5
+_MODULE = "vllm_livepatch.tools.bench.offline_check"
+
+
+def measured() -> Figures:
+    """A row for each set of releases, with an empty cache and with a filled one; and for the README's pair."""
+    newest = [f"{package}=={registry.pins(package)[-1].version}" for package in PACKAGES]
+    every = [f"{package}=={pin.version}" for package in PACKAGES for pin in registry.pins(package)]
+    size = wheel_sizes(every)
+    judged_sets = {
+        f"`{newest[0]}`": newest[:1],
+        f"`{newest[1]}`": newest[1:],
+        f"all {len(every)} pinned releases": every,
+    }
+    rows = []
+    for what, releases in judged_sets.items():
+        with tempfile.TemporaryDirectory() as cache:
+            for state in ("empty", "filled"):
+                one = processed(["-m", _MODULE, "--measured", *releases], cache)
+                rows.append(_row(what, state, str(one["verdicts"]), one, sum(size[release] for release in releases)))
+    both = [word for release in newest for word in ("--release", release)]
+    pairs = []
+    for _ in range(PAIR_ROUNDS):
+        with tempfile.TemporaryDirectory() as cache:
+            pairs.append(processed(["-m", _MODULE, "--pair", *both], cache))
+    median = sorted(pairs, key=lambda one: one["seconds"])[PAIR_ROUNDS // 2]
+    what = f"`vllm-livepatch check {' '.join(both)}`, whether they fit too; median of {PAIR_ROUNDS}"
+    rows.append(_row(what, "empty", "", median, sum(size[release] for release in newest)))
+    columns = ("a process, from its start to its end", "cache", "verdicts", "requests", "MB", "seconds", "MB of wheels")
+    return Figures("python -m vllm_livepatch.tools.bench.offline_check", columns, rows)
+
+
+def _row(what: str, state: str, verdicts: str, one: dict[str, Any], wheels: int) -> list[str]:
+    traffic = [str(one["requests"]), f"{one['bytes'] / 1e6:.2f}", f"{one['seconds']:.2f}"]
+    return [what, state, verdicts, *traffic, f"{wheels / 1e6:,.0f}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="for scripts")
     parser.add_argument("--measured", nargs="+", metavar="PKG==VERSION", help=argparse.SUPPRESS)
+    parser.add_argument("--pair", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measured:
+    traffic = registry.traffic
+    if arguments.pair:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            cli.app(["check", *arguments.pair])
+        print(json.dumps({"requests": traffic.answers, "bytes": traffic.bytes}))
+    elif arguments.measured:
         verdicts = judged([tuple(release.split("==")) for release in arguments.measured])
-        traffic = registry.traffic
         print(json.dumps({"requests": traffic.answers, "bytes": traffic.bytes, "verdicts": verdicts}))
-        return
-    newest = [f"{package}=={registry.pins(package)[-1].version}" for package in PACKAGES]
-    every = [f"{package}=={pin.version}" for package in PACKAGES for pin in registry.pins(package)]
-    size = wheel_sizes(every)
-    rows: list[dict[str, Any]] = []
-    for what, releases in ((newest[0], newest[:1]), (newest[1], newest[1:]), ("all pinned releases", every)):
-        with tempfile.TemporaryDirectory() as cache:
-            for state in ("cold", "from the cache"):
-                rows.append({"what": what, "cache": state, **measured(releases, cache)})
-                rows[-1]["wheels"] = sum(size[release] for release in releases)
-    if arguments.json:
-        print(json.dumps(rows, indent=1))
-        return
-    table = Table(box=None, pad_edge=False)
-    for column in ("checked", "cache", "verdicts", "requests", "MB", "seconds", "MB of wheels"):
-        table.add_column(column, no_wrap=True, justify="left" if column in ("checked", "cache") else "right")
-    for row in rows:
-        numbers = f"{row['bytes'] / 1e6:.2f}", f"{row['seconds']:.2f}", f"{row['wheels'] / 1e6:.0f}"
-        table.add_row(row["what"], row["cache"], str(row["verdicts"]), str(row["requests"]), *numbers)
-    Console(width=100).print(table)
+    else:
+        measured().show()
 
 
 def judged(releases: list[tuple[str, ...]]) -> int:
@@ -86,14 +109,11 @@ def judged(releases: list[tuple[str, ...]]) -> int:
     return count
 
 
-def measured(releases: list[str], cache: str) -> dict[str, Any]:
-    """One process that judges `releases`, with its cache in the directory `cache`."""
+def processed(words: list[str], cache: str) -> dict[str, Any]:
+    """One process, with its cache in the directory `cache`: its seconds, and what it prints."""
     begun = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", __spec__.name, "--measured", *releases],
-        env={**os.environ, "XDG_CACHE_HOME": cache},
-        stdout=subprocess.PIPE,
-        check=True,
+        [sys.executable, *words], env={**os.environ, "XDG_CACHE_HOME": cache}, stdout=subprocess.PIPE, check=True
     )
     return {"seconds": time.perf_counter() - begun, **json.loads(done.stdout)}
 

@@ -1,6 +1,6 @@
 """Time to a usable host pool and its resident memory, LMCache's lazy allocator stock against patched.
 
-    python -m vllm_livepatch.tools.bench.pinned_allocator --python PYTHON [--release 0.5.6] [--gb 1 4 16]
+    python -m vllm_livepatch.tools.bench.pinned_allocator [--python PYTHON] [--release 0.5.6] [--gb 1 4 16]
 
 PYTHON has torch and what LMCache imports. The device's pin call is stood in for by touching each page, which is what
 pinning does to resident memory; 64 MiB are pinned at the start, steps are 1 GiB, and 512 MiB are allocated. A final
@@ -15,10 +15,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_livepatch.tools.bench import figures
 from vllm_livepatch.tools.bench.drivers import DRIVERS
+from vllm_livepatch.tools.bench.figures import Figures
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
+from vllm_livepatch.tools.lab import environments
 from vllm_livepatch.tools.releases import registry, sources
 
 GIB = 1 << 30
@@ -53,31 +58,40 @@ def measure(python: str, release: str, bundle: Path | None, gib: int) -> dict[st
     return result
 
 
-def main() -> int:
-    """Print a line for each size and mode."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--release", default=registry.pins("lmcache")[-1].version)
-    parser.add_argument("--gb", type=int, nargs="+", default=[1, 4, 16])
-    options = parser.parse_args()
+def measured(gib_sizes: Sequence[int] = (1, 4, 16), release: str | None = None, python: Path | None = None) -> Figures:
+    """A row for each final size that there is room for."""
+    release = release or registry.pins("lmcache")[-1].version
+    engine = str(python or environments.engine())
+    rows = []
     with tempfile.TemporaryDirectory() as directory:
-        bundle = Path(directory) / "bundle"
-        generate = [sys.executable, "-m", "vllm_livepatch.tools.cli", "generate", "--out", str(bundle)]
-        subprocess.run(generate, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        print(f"{'final':>6} {'mode':8} {'manager s':>10} {'settled s':>10} {'resident MiB':>13} {'after 512 MiB':>14}")
-        for gib in options.gb:
+        place = Path(directory) / "bundle"
+        placing.write_directory(bundle.contents(catalogue.load()), place)
+        for gib in gib_sizes:
             if gib + 2 > free_gib():
                 print(f"{gib} GiB left out: {free_gib():.1f} GiB are free", file=sys.stderr)
                 continue
-            for mode, path in (("stock", None), ("patched", bundle)):
-                got = measure(options.python, options.release, path, gib)
-                print(
-                    f"{gib:3} GB {mode:8} {got['manager_s']:10.2f} {got['settled_s']:10.2f} "
-                    f"{got['resident_mib']:13} {got['after_mib']:14}",
-                    flush=True,
-                )
-    return 0
+            stock, patched = (measure(engine, release, path, gib) for path in (None, place))
+            cells = [f"{figures.duration(one['settled_s'])}, {one['resident_mib']:,} MiB" for one in (stock, patched)]
+            rows.append([f"{gib} GiB", *cells, *(f"{one['after_mib']:,} MiB" for one in (stock, patched))])
+    columns = (
+        f"LMCache {release}, final size",
+        "settled after, resident then, stock",
+        "patched",
+        "with 512 MiB allocated, stock",
+        "patched",
+    )
+    sizes = " ".join(map(str, gib_sizes))
+    return Figures(f"python -m vllm_livepatch.tools.bench.pinned_allocator --gb {sizes}", columns, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, help="default: the engine's cached environment")
+    parser.add_argument("--release", default=registry.pins("lmcache")[-1].version)
+    parser.add_argument("--gb", type=int, nargs="+", default=[1, 4, 16])
+    options = parser.parse_args()
+    measured(options.gb, options.release, options.python).show()
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

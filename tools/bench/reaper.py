@@ -11,9 +11,28 @@ import argparse
 import statistics
 from pathlib import Path
 
-from rich.console import Console
-from vllm_livepatch.tools.bench import drivers
+from vllm_livepatch.tools.bench import drivers, figures
+from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.lab import environments
+
+
+def measured(release: str = "0.29.0", rounds: int = 40, live: int = 10_000, python: Path | None = None) -> Figures:
+    """A step's median, without the patch and with it."""
+    variables = {"LIVEPATCH_KV_BLOCK_REAPER": "on", "LIVEPATCH_STALE_FINISHED_RECVING": "off"}
+    engine = python or environments.engine()
+    found = drivers.run("reaper_steps", release, [rounds, live], engine, variables=variables)
+    without, within = found["times"]["stock"], found["times"]["patched"]
+    state = f"{found['live']:,} live requests, {found['running']} running, {found['held']:,} holds not due"
+    row = [
+        f"vLLM {release}: {state}",
+        figures.duration(statistics.median(without)),
+        figures.duration(statistics.median(within)),
+        figures.difference(within, without),
+        figures.ratio(within, without),
+    ]
+    command = f"python -m vllm_livepatch.tools.bench.reaper --release {release} --rounds {rounds} --live {live}"
+    columns = ("a scheduler step", "without the patch", "with it", "difference (95 % interval)", "with it over without")
+    return Figures(command, columns, [row])
 
 
 def main() -> None:
@@ -23,17 +42,7 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=10_000, help="requests that the scheduler knows")
     parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
     options = parser.parse_args()
-    python = options.engine_python or environments.engine()
-    variables = {"LIVEPATCH_KV_BLOCK_REAPER": "on", "LIVEPATCH_STALE_FINISHED_RECVING": "off"}
-    arguments = [options.rounds, options.live]
-    found = drivers.run("reaper_steps", options.release, arguments, python, variables=variables)
-    times = found["times"]
-    stock, patched = (statistics.median(times[name]) * 1e6 for name in ("stock", "patched"))
-    ratio = statistics.median(one / other for one, other in zip(times["patched"], times["stock"], strict=True))
-    console = Console(soft_wrap=True)
-    live = f"{found['live']:,} live requests, {found['running']} running, {found['held']:,} holds not due"
-    console.print(f"vllm {options.release}, {options.rounds} rounds, {live}:")
-    console.print(f"  a step without {stock:,.0f} us, with {patched:,.0f} us; round by round {ratio:.3f}")
+    measured(options.release, options.rounds, options.live, options.engine_python).show()
 
 
 if __name__ == "__main__":

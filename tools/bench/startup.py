@@ -1,9 +1,9 @@
 """What the bundle costs a Python process: bare against armed, in turn, medians.
 
-    python -m vllm_livepatch.tools.bench.startup [--rounds N] [--engine-python PATH]
+    python -m vllm_livepatch.tools.bench.startup [--rounds N] [--engine-rounds N] [--engine-python PATH]
 
-Also for scale: `import wrapt`. With --engine-python (an environment that has vLLM): the import of a patched target,
-stock against patched.
+Also for scale: `import wrapt`. With --engine-rounds: the import of a patched target, stock against patched, in the
+engine's environment.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import time
 from pathlib import Path
 
 import wrapt
-from rich.console import Console
-from rich.table import Table
+from vllm_livepatch.tools.bench import figures
+from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import bundle, catalogue, extensions, placing
+from vllm_livepatch.tools.lab import environments
 
-TARGET = "vllm.v1.core.sched.scheduler"
+TARGET, RELEASE = "vllm.v1.core.sched.scheduler", "0.32.0"
+COLUMNS = ("", "stock", "with the bundle", "difference (95 % interval)", "time over stock's")
 
 
 def seconds(python: str, code: str, path: str | None, state: Path) -> float:
@@ -48,27 +50,25 @@ def measure(rows: dict[str, tuple[str, str | None]], python: str, rounds: int, s
     return times
 
 
-def table(title: str, times: dict[str, list[float]]) -> Table:
-    """Medians, and the median of the ratios to the first row, taken round by round."""
-    shown = Table(title=title, box=None, title_justify="left", header_style="bold")
-    for column in ("process", "median", "over the first, round by round"):
-        shown.add_column(column, justify="left" if column == "process" else "right")
-    first = next(iter(times.values()))
-    for name, taken in times.items():
-        ratio = statistics.median(mine / other for mine, other in zip(taken, first, strict=True))
-        shown.add_row(name, f"{statistics.median(taken) * 1e3:.1f} ms", f"{ratio:.3f}")
-    return shown
+def compared(times: dict[str, list[float]]) -> list[list[str]]:
+    """A row for each process but the first, which is what they are compared with."""
+    first, *others = times
+    return [
+        [
+            name,
+            figures.duration(statistics.median(times[first])),
+            figures.duration(statistics.median(times[name])),
+            figures.difference(times[name], times[first]),
+            figures.ratio(times[name], times[first]),
+        ]
+        for name in others
+    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.startup", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--engine-python", help="an interpreter whose environment has vLLM")
-    parser.add_argument("--engine-rounds", type=int, default=7)
-    options = parser.parse_args()
+def measured(rounds: int = 100, engine_rounds: int = 7, engine_python: Path | None = None) -> Figures:
+    """The rows of docs/benchmarks.md."""
     # The interpreter without the tool's own environment, whose .pth files would weigh more than what is measured.
     bare = str(getattr(sys, "_base_executable", sys.executable))
-    console = Console()
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         files = bundle.contents(catalogue.load(), extensions.at_hand(extensions.chosen()))
@@ -81,18 +81,29 @@ def main() -> None:
         for folder, _, _ in os.walk(off):
             Path(folder, "__pycache__").touch()
         rows = {
-            "python -c pass": ("pass", None),
-            "  armed, directory": ("pass", str(place / "bundle")),
-            "  armed, directory that keeps no bytecode": ("pass", str(off)),
-            "  armed, zip": ("pass", str(place / "bundle.zip")),
-            "  import wrapt": ("import wrapt", str(place / "wrapt")),
+            "stock": ("pass", None),
+            "`python -c pass`, directory": ("pass", str(place / "bundle")),
+            "`python -c pass`, directory that keeps no bytecode": ("pass", str(off)),
+            "`python -c pass`, zip": ("pass", str(place / "bundle.zip")),
+            '`python -c "import wrapt"`, for scale': ("import wrapt", str(place / "wrapt")),
         }
-        console.print(table(f"start-up, {options.rounds} rounds", measure(rows, bare, options.rounds, place)))
-        if options.engine_python:
-            code = f"import {TARGET}"
-            rows = {f"import {TARGET}": (code, None), "  patched": (code, str(place / "bundle"))}
-            times = measure(rows, options.engine_python, options.engine_rounds, place)
-            console.print(table(f"a patched target, {options.engine_rounds} rounds", times))
+        found = compared(measure(rows, bare, rounds, place))
+        if engine_rounds:
+            python = str(engine_python or environments.engine(RELEASE))
+            name = f"`import {TARGET}`, vLLM {RELEASE}, patched"
+            rows = {"stock": (f"import {TARGET}", None), name: (f"import {TARGET}", str(place / "bundle"))}
+            found += compared(measure(rows, python, engine_rounds, place))
+    command = f"python -m vllm_livepatch.tools.bench.startup --rounds {rounds} --engine-rounds {engine_rounds}"
+    return Figures(command, COLUMNS, found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.startup", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
+    parser.add_argument("--engine-rounds", type=int, default=0)
+    options = parser.parse_args()
+    measured(options.rounds, options.engine_rounds, options.engine_python).show()
 
 
 if __name__ == "__main__":

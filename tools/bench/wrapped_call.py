@@ -17,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from vllm_livepatch.tools.bench import figures
+from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import bundle, catalogue, extensions, placing
 
 CODE = """
@@ -45,7 +45,7 @@ print(json.dumps({**taken, "compiled": wrapt.__wrapt__._using_c_extension}))
 """
 
 
-def measured(path: Path) -> dict[str, float]:
+def calls(path: Path) -> dict[str, float]:
     """Seconds a call, by what is around the function; `compiled` says which form of wrapt that was."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("LIVEPATCH", "PYTHON"))}
     python = str(getattr(sys, "_base_executable", sys.executable))
@@ -54,30 +54,33 @@ def measured(path: Path) -> dict[str, float]:
     return dict(json.loads(done.stdout))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.wrapped_call", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+def measured(rounds: int = 9) -> Figures:
+    """The least of five means of 20,000 calls, the median over the rounds."""
     with tempfile.TemporaryDirectory() as temporary:
         places = {"directory": Path(temporary, "bundle"), "zip": Path(temporary, "bundle.zip")}
         files = bundle.contents(catalogue.load(), extensions.at_hand(extensions.chosen()))
         placing.write_directory(files, places["directory"])
         placing.write_zip(files, places["zip"])
         taken: dict[str, list[dict[str, float]]] = {name: [] for name in places}
-        for _ in range(options.rounds):
+        for _ in range(rounds):
             for name, place in places.items():
-                taken[name].append(measured(place))
-    shown = Table(
-        title=f"a method's call, {options.rounds} rounds", box=None, title_justify="left", header_style="bold"
-    )
-    for column in ("bundle", "bare", "our own around it", "wrapt around it", "wrapt is"):
-        shown.add_column(column)
-    for name, rounds in taken.items():
-        medians = [statistics.median(one[form] for one in rounds) * 1e6 for form in ("bare", "our own", "wrapt")]
-        shown.add_row(
-            name, *(f"{median:.2f} us" for median in medians), "compiled" if rounds[0]["compiled"] else "pure"
-        )
-    Console().print(shown)
+                taken[name].append(calls(place))
+    rows = [
+        [
+            name,
+            *(figures.duration(statistics.median(one[form] for one in found)) for form in ("bare", "our own", "wrapt")),
+            "compiled" if found[0]["compiled"] else "pure",
+        ]
+        for name, found in taken.items()
+    ]
+    columns = ("a method's call, bundle", "bare", "our own function around it", "wrapt around it", "wrapt is")
+    return Figures(f"python -m vllm_livepatch.tools.bench.wrapped_call --rounds {rounds}", columns, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.wrapped_call", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    measured(parser.parse_args().rounds).show()
 
 
 if __name__ == "__main__":
