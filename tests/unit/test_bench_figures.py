@@ -96,7 +96,6 @@ def test_a_run_prints_what_changed_keeps_it_and_fills_the_pages(
     (tmp_path / "README.md").write_text("<!-- figures: one; one 1 -->\n<!-- /figures -->\n", "utf-8")
     rows = [["a", "1 s"], ["b", "2 s"]]
     monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(bench.fill, "__defaults__", (tmp_path,))
     monkeypatch.setattr(bench, "BENCHMARKS", {"one": lambda: Figures("python one", ["", "stock"], rows)})
     for words, printed in ([], "one: new rows or columns\n"), (["--write"], "one: new rows or columns\n"), ([], ""):
         monkeypatch.setattr(sys, "argv", ["bench", *words])

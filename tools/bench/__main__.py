@@ -46,7 +46,7 @@ BENCHMARKS: dict[str, Callable[[], Figures]] = {
 PAGES = ("README.md", "docs/*.md")
 
 
-def fill(checkout: Path = CHECKOUT) -> None:
+def fill(checkout: Path) -> None:
     """Each page's blocks, made of what is kept."""
     for file in sorted(file for pattern in PAGES for file in checkout.glob(pattern)):
         page = file.read_text(encoding="utf-8")
@@ -72,7 +72,8 @@ def main() -> None:
         if options.write:
             file.parent.mkdir(exist_ok=True)
             file.write_text(f"{json.dumps(new, indent=1, ensure_ascii=False)}\n", encoding="utf-8")
-            fill()
+    if options.write:
+        fill(CHECKOUT)
 
 
 if __name__ == "__main__":

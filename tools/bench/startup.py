@@ -40,10 +40,15 @@ def seconds(python: str, code: str, path: str | None, state: Path) -> float:
 
 
 def measure(rows: dict[str, tuple[str, str | None]], python: str, rounds: int, state: Path) -> dict[str, list[float]]:
-    """Every row once a round, in turn, after a round that does not count; a row is its code and its PYTHONPATH."""
+    """Every row once a round, after a round that does not count; a row is its code and its PYTHONPATH.
+
+    Each round begins with another row: whoever comes after the longest process would always pay for what that left.
+    """
     times: dict[str, list[float]] = {name: [] for name in rows}
     for turn in range(rounds + 1):
-        for name, (code, path) in rows.items():
+        first = turn % len(rows)
+        for name in [*rows][first:] + [*rows][:first]:
+            code, path = rows[name]
             taken = seconds(python, code, path, state)
             if turn:
                 times[name].append(taken)
