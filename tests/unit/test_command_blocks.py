@@ -29,7 +29,7 @@ ELSEWHERE = {
 PROGRAMS = {
     # What an injected process does, without an engine: it says whether the bundle is armed.
     "vllm": '#!/bin/sh\nexec {python} -c \'import _vllm_livepatch, sys; print("armed", *sys.argv[1:])\' "$@"\n',
-    "kubectl": '#!/bin/sh\ncase "$1 $2" in "get pods") echo pod/a;; "exec "*) shift 3; test "$1" = python3;; *) echo "$@";; esac\n',
+    "kubectl": '#!/bin/sh\ncase "$1 $2" in "get pods") echo pod/a;; "exec "*) shift 3; test "$1" = python3 && echo applied;; *) echo "$@";; esac\n',
 }
 
 
