@@ -22,7 +22,6 @@ import wrapt
 from vllm_livepatch.tools.bench import figures
 from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import bundle, catalogue, extensions, placing
-from vllm_livepatch.tools.lab import environments
 
 TARGET, RELEASE = "vllm.v1.core.sched.scheduler", "0.32.0"
 COLUMNS = ("", "stock", "with the bundle", "difference (95 % interval)", "time over stock's")
@@ -94,6 +93,8 @@ def measured(rounds: int = 100, engine_rounds: int = 7, engine_python: Path | No
         }
         found = compared(measure(rows, bare, rounds, place))
         if engine_rounds:
+            from vllm_livepatch.tools.lab import environments  # needs the extra `lab`
+
             python = str(engine_python or environments.engine(RELEASE))
             name = f"`import {TARGET}`, vLLM {RELEASE}, patched"
             rows = {"stock": (f"import {TARGET}", None), name: (f"import {TARGET}", str(place / "bundle"))}
