@@ -66,6 +66,9 @@ class Connector:
     def bind_connector_metadata(self, metadata: Any) -> None:
         self.bound.append(metadata)
 
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
+        pass
+
 
 def encoded(response: Any) -> bytes:
     return json.dumps([response.status.name, response.ok_reqs, response.err_reqs, response.err_msg]).encode()
@@ -177,7 +180,7 @@ class Worker:
 
 def run(case: Callable[[Worker], Awaitable[None]]) -> PatchContext:
     aside: list[str] = []
-    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None, failed=aside.append)
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None, failed=aside.append)
 
     async def main() -> None:
         await asyncio.wait_for(case(Worker(context)), 20)
@@ -847,7 +850,7 @@ def test_what_is_computed_anew_is_told_once_and_not_followed(what: dict[str, int
 def finished(prefills: Prefills, answer: tuple[bool, Any], one: Any) -> tuple[Any, set[str]]:
     """What the scheduler is told when a request ends; what the release would tell its workers at once."""
     connector = SimpleNamespace(_reqs_not_processed={"t", "u"}, **{patch.PREFILLS: prefills})
-    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None)
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None)
     wrapper: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.request_finished"]
     return wrapper(lambda *args: answer, connector, (one, ([1, 2, 3],)), {}), connector._reqs_not_processed
 
@@ -894,7 +897,7 @@ def test_when_nothing_is_followed_any_more_all_is_given_back_or_held() -> None:
 def test_after_an_error_of_its_own_the_scheduler_s_side_tells_workers_to_stop() -> None:
     prefills, connector, _ = begun(10)
     said: list[str] = []
-    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None, failed=said.append)
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None, failed=said.append)
     build: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.build_connector_meta"]
     setattr(connector, patch.PREFILLS, prefills)
 
