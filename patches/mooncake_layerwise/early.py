@@ -76,20 +76,19 @@ class Part:
         if self.under_way is not None:
             await asyncio.wait([self.under_way])
 
-    def sent_of(self, entry: Any) -> int:
-        """How many of its blocks need not be sent any more, where the release is about to send what it keeps."""
-        if entry is not self.entry or len(entry.local_block_ids) != 1 or len(entry.local_block_ids[0]) != self.blocks:
-            return 0
-        first = self.blocks - len(self.remote)
-        return len(self.local) if entry.local_block_ids[0][first : first + len(self.local)] == self.local else 0
+    def sent_of(self, entry: Any) -> tuple[int, Begun | None]:
+        """How many of its blocks need not be sent any more, where the release is about to send what it keeps.
 
-    def begun_of(self, entry: Any) -> Begun | None:
-        """The blocks behind those, where some of their layers need not be sent any more."""
-        begun, sent = self.begun, self.sent_of(entry)
-        if begun is None or sent != len(self.local) or entry is not self.entry:
-            return None
-        first = self.blocks - len(self.remote) + sent
-        return begun if entry.local_block_ids[0][first : first + len(begun.local)] == begun.local else None
+        And the next ones, where some of their layers need not be.
+        """
+        if entry is not self.entry or len(entry.local_block_ids) != 1 or len(entry.local_block_ids[0]) != self.blocks:
+            return 0, None
+        behind = entry.local_block_ids[0][self.blocks - len(self.remote) :]
+        if behind[: len(self.local)] != self.local:
+            return 0, None
+        begun, number = self.begun, len(self.local)
+        same = begun is not None and behind[number : number + len(begun.local)] == begun.local
+        return number, begun if same else None
 
 
 @dataclass(eq=False)

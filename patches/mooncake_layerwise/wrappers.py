@@ -226,7 +226,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         blocks, others = dict(meta.req_blocks), []
         for name, entry in ready:
             part = parts.get(name)
-            sent, begun = (part.sent_of(entry), part.begun_of(entry)) if part is not None else (0, None)
+            sent, begun = (0, None) if part is None else part.sent_of(entry)
             if sent or begun:
                 transfer, (remote,) = blocks[name]
                 after = sent + (len(begun.local) if begun else 0)

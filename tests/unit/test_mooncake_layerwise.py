@@ -62,6 +62,7 @@ class Connector:
 
     def __init__(self, worker: Worker, bound: list[Any]) -> None:
         self.connector_worker, self.bound = worker, bound
+        self._connector_metadata: Any = None
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         self.bound.append(metadata)
@@ -82,11 +83,13 @@ class Worker:
         self.reqs_need_send: dict[str, Entry] = {}
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda data: Response(*json.loads(data)))
         self._encoder = SimpleNamespace(encode=encoded)
-        self.written: list[list[tuple[int, int]]] = []
+        self.written: list[list[tuple[Any, ...]]] = []
         self.open = asyncio.Event()
         self.open.set()
         self.answer = 0
         self.answers: list[Any] = []
+        self.device_kv_caches: Any = {}
+        self.regions: Any = None  # of its caches, for what is to be sent of some layers
         self.finished: list[str] = []  # transfers whose blocks may be given away
         self.tp_size = 1
         self.finished_sending_reqs: set[str] = set()
@@ -120,7 +123,7 @@ class Worker:
             if transfer not in self.reqs_need_send:  # as `mooncake-lost-asks` has it answered
                 await socket.send_multipart((identity, encoded(Response("FINISH", err=[name], said="given up"))))
                 continue
-            args = ([(name, entry)], meta, None, None)
+            args = ([(name, entry)], meta, self.regions, self.regions)
             pairs, _, _, errors, said = await self._build(self.build, self, args, {})
             if pairs:
                 self.written.append(pairs)
@@ -650,7 +653,7 @@ def test_for_another_prefill_of_the_same_transfer_nothing_counts_as_sent_and_not
         await turns()
         assert worker.written == [[(1, 10)]]
         first.local_block_ids = other.local_block_ids
-        assert (part.sent_of(first), part.sent_of(other)) == (1, 0)
+        assert (part.sent_of(first), part.sent_of(other)) == ((1, None), (0, None))
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
