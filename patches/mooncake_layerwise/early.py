@@ -263,7 +263,7 @@ class Writes:
         first = blocks - len(part.remote)
         if first < 0 or not blocks or not self._may(part):
             return None
-        self._promote(part, len(whole) - first)
+        self._promote(part)
         done = first + len(part.local)
         begun = part.begun
         if begun is None and done < len(whole):
@@ -283,12 +283,10 @@ class Writes:
             return None
         return local, names
 
-    def _promote(self, part: Part, whole: int) -> None:
-        """Blocks are sent when all of their layers are, and the step that computed them has ended."""
+    def _promote(self, part: Part) -> None:
+        """Blocks are sent when all their layers are, the last (OTHERS) when the step that computed them has ended."""
         begun = part.begun
-        if self.layers is None or begun is None or len(part.local) + len(begun.local) > whole:
-            return
-        if not self.layers.lacking(begun):
+        if self.layers is not None and begun is not None and not self.layers.lacking(begun):
             part.local += begun.local
             part.begun = None
             self._livepatch.count("early", len(begun.local))

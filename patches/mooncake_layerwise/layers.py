@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OTHERS = ""
-"""In the place of a layer's name: regions that are no layer's. They leave when a step has ended."""
+"""In the place of a layer's name: regions that are no layer's. They, or the fact that there are none, leave when a step
+has ended: nothing is sent before."""
 
 
 @dataclass(eq=False)

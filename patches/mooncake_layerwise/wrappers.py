@@ -218,27 +218,38 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # The end of a prefill
 
-    def lacking(parts: Mapping[str, Part], ready: list[tuple[str, Any]], meta: Any) -> tuple[Any, list[Any]]:
-        """The ask, without what was sent, and without blocks of which some layers were sent: the others, one by one.
-
-        Those are each (the request and what the release is to take for its transfer, the ask, the layers).
-        """
-        blocks, others = dict(meta.req_blocks), []
+    async def lacking(
+        release: Call,
+        layers: Layers | None,
+        parts: Mapping[str, Part],
+        ready: list[tuple[str, Any]],
+        meta: Any,
+        *regions: Any,
+    ) -> tuple[Any, list[Any]]:
+        """The ask, without what was sent or begun; and what is to be sent of the latter, as the release builds it."""
+        blocks, found = dict(meta.req_blocks), []
         for name, entry in ready:
             part = parts.get(name)
             sent, begun = (0, None) if part is None else part.sent_of(entry)
-            if sent or begun:
+            if begun is None or layers is None:
+                after = sent
+            else:
+                after = sent + len(begun.local)
                 transfer, (remote,) = blocks[name]
-                after = sent + (len(begun.local) if begun else 0)
+                own, one = copy.copy(entry), copy.copy(meta)
+                own.local_block_ids, one.req_blocks = [begun.local], {name: (transfer, [remote[sent:after]])}
+                *addresses, refused, _ = await release(
+                    [(name, own)], one, *layers.only(layers.lacking(begun), *regions)
+                )
+                if refused:
+                    raise ValueError(f"the release does not send the rest of {name}")
+                found.append(addresses)
+            if after:
+                transfer, (remote,) = blocks[name]
                 blocks[name] = (transfer, [remote[after:]])
-                if begun:
-                    own, one = copy.copy(entry), copy.copy(meta)
-                    own.local_block_ids = [begun.local]
-                    one.req_blocks = {name: (transfer, [remote[sent:after]])}
-                    others.append(((name, own), one, begun))
         rest = copy.copy(meta)
         rest.req_blocks = blocks
-        return rest, others
+        return rest, found
 
     async def missing(
         release: Call, writes: Writes, ready: list[tuple[str, Any]], meta: Any, *regions: Any
@@ -255,21 +266,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         ask = writes.of(meta)
         parts: dict[str, Part] = {} if ask is None else ask.parts
         failed = {name: part.failed for name, _ in ready if (part := parts.get(name)) and part.failed is not None}
-        others: list[Any] = []
-        found: list[tuple[Any, Any, Any]] = []
+        left = [(name, entry) for name, entry in ready if name not in failed]
         try:
-            rest, others = lacking(parts, ready, meta)
-            for one, of_one, begun in others:
-                if layers is not None and one[0] not in failed:
-                    names = layers.lacking(begun)
-                    *addresses, refused, _ = await release([one], of_one, *layers.only(names, *regions))
-                    if refused:
-                        raise ValueError(f"the release does not send the rest of {one[0]}")
-                    found.append(addresses)
+            rest, found = await lacking(release, layers, parts, left, meta, *regions)
         except Exception as error:
             livepatch.stand_aside("leaving out what was sent", error)
             rest, found = meta, []
-        left = [(name, entry) for name, entry in ready if name not in failed]
         sources, places, lengths, errors, why = await release(left, rest, *regions)
         for one, two, three in found:
             sources, places, lengths = [*one, *sources], [*two, *places], [*three, *lengths]

@@ -183,6 +183,20 @@ def test_nothing_of_a_prefill_that_is_over_is_begun() -> None:
     run(case)
 
 
+def test_what_is_none_of_the_layers_or_of_no_step_is_passed_over() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11])
+        await worker.saved("a")
+        worker.beginning("t", [1], 2)
+        await worker.saved("a draft model's")
+        await worker.saved("a")
+        assert worker.written == [[(1, 10, "a")]]
+        worker.end("t", [1, 2])
+        await asked
+
+    assert run(case).counters == {"layers": 1}
+
+
 def test_a_layer_that_a_step_computes_twice_counts_for_nothing_and_no_more_leaves_by_layers() -> None:
     async def case(worker: Worker) -> None:
         asked = worker.ask("d", "t", [10, 11, 12])
@@ -283,8 +297,8 @@ def test_several_layers_leave_in_one_write_of_a_useful_size_and_no_larger(monkey
         await base.turns()
         await worker.saved("a")
         assert worker.written == [[(1, 10, "a"), (2, 11, "a"), (3, 12, "a")]], "of one layer no more than a piece"
-        await worker.saved("b")
-        await worker.saved("c")
+        await worker.saved("b", "c")
+        await base.turns(60)
         assert [pairs[0][2] for pairs in worker.written] == ["a", "b", "c"], "of two it would be more"
         worker.end("t", [1, 2, 3, 4])
         await asked
@@ -305,7 +319,8 @@ def test_several_layers_leave_in_one_write_of_a_useful_size_and_no_larger(monkey
     run(small)
 
 
-def test_a_layer_is_read_when_the_device_has_computed_it() -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_layer_is_read_when_the_device_has_computed_it_and_the_release_would_still_write(kept: bool) -> None:
     computed, said = asyncio.Event(), list[str]()
 
     async def case(worker: Worker) -> None:
@@ -322,11 +337,15 @@ def test_a_layer_is_read_when_the_device_has_computed_it() -> None:
         while not said:
             await asyncio.sleep(0.001)
         assert worker.written == []
+        entry = worker.reqs_need_send["t"]
+        if not kept:
+            del worker.reqs_need_send["t"]
         computed.set()
-        while not worker.written:
+        while any(part.under_way for part in worker.livepatch_writes._parts()):
             await asyncio.sleep(0.001)
-        assert worker.written == [[(1, 10, "a")]]
-        worker.end("t", [1, 2])
+        assert worker.written == ([[(1, 10, "a")]] if kept else [])
+        entry.local_block_ids = [[1, 2]]
+        entry.ready.set()
         await asked
 
     run(case)
@@ -367,6 +386,7 @@ def test_the_connector_hears_of_layers_where_they_are_to_leave(by: str, monkeypa
         await base.turns()
         worker.end("t", [1, 2])
         await asked
+        assert worker.written[-1][0] == (1, 10, EVERY if by == "chunk" else "a c other")
 
     asyncio.run(main())
     assert not context.aside
