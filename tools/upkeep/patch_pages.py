@@ -25,6 +25,7 @@ FURTHER = {
     "lmcache-bounded-waits": ("lab-lmcache-lost.md",),
     "lmcache-finished-ids": ("connector-completions.md",),
     "lmcache-reregister": ("lab-lmcache-lost.md",),
+    "mooncake-layerwise": ("layerwise.md",),
     "mori-ep-fp8": ("mori.md",),
     "moriio-timeouts": ("mori.md",),
     "mp-block-transfer": ("block-transfer.md",),
