@@ -18,15 +18,18 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from .layers import Begun
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
     from .computed import Told
+    from .layers import Layers
 
 Send = Callable[[bytes, Any, Any], Awaitable[None]]
 """The release's `send_kv_to_decode`: identity, socket, ask."""
@@ -45,6 +48,9 @@ back after its time-out, as those of a transfer that it could not send."""
 PIECE_BYTES = 1 << 24
 """How much one early write brings, about: whoever waits for its end waits for no more than that."""
 
+LAYERS_BYTES = 1 << 20
+"""What layers bring at least while their step is computed: many small writes take longer than a few large ones."""
+
 _numbers = itertools.count()
 
 
@@ -57,6 +63,7 @@ class Part:
     transfer: str
     remote: list[int]
     local: list[int] = field(default_factory=list)  # prefill's blocks that were sent, as many of `remote`
+    begun: Begun | None = None  # the next ones, of which some layers were sent
     entry: Any = None  # of the release's, what it keeps of the transfer, as the first write found it
     blocks: int = 0  # of the whole prompt, as the first write found it
     closed: bool = False  # nothing more is begun
@@ -69,12 +76,19 @@ class Part:
         if self.under_way is not None:
             await asyncio.wait([self.under_way])
 
-    def sent_of(self, entry: Any) -> int:
-        """How many of its blocks need not be sent any more, where the release is about to send what it keeps."""
+    def sent_of(self, entry: Any) -> tuple[int, Begun | None]:
+        """How many of its blocks need not be sent any more, where the release is about to send what it keeps.
+
+        And the next ones, where some of their layers need not be.
+        """
         if entry is not self.entry or len(entry.local_block_ids) != 1 or len(entry.local_block_ids[0]) != self.blocks:
-            return 0
-        first = self.blocks - len(self.remote)
-        return len(self.local) if entry.local_block_ids[0][first : first + len(self.local)] == self.local else 0
+            return 0, None
+        behind = entry.local_block_ids[0][self.blocks - len(self.remote) :]
+        if behind[: len(self.local)] != self.local:
+            return 0, None
+        begun, number = self.begun, len(self.local)
+        same = begun is not None and behind[number : number + len(begun.local)] == begun.local
+        return number, begun if same else None
 
 
 @dataclass(eq=False)
@@ -101,22 +115,47 @@ class _Answer:
 class Writes:
     """The early writes of one worker, half as many at once as it has threads to write."""
 
-    def __init__(self, livepatch: PatchContext, worker: Any) -> None:
+    def __init__(self, livepatch: PatchContext, worker: Any, layers: Layers | None = None) -> None:
         self._livepatch = livepatch
         self._worker = worker
+        self.layers = layers
         self._whole: dict[str, tuple[list[int], int]] = {}  # by transfer, as `computed` tells it
+        self._coming: dict[str, tuple[list[int], int]] = {}  # the same, as it will be when this step has ended
+        self._saved: list[str] = []  # the layers that this step has computed
+        self._step = 0
+        self._only: dict[int, Sequence[str]] = {}  # by the identity of an early ask's metadata: which layers
         self._last: Any = None  # the event on the device behind what was told last
         self.ending: dict[str, Future[None]] = {}  # by transfer, of prefills given up; for the worker's own thread
         self.held: set[str] = set()  # transfers of prefills that were given up after a write that failed
         self._asks: dict[int, Ask] = {}  # by the identity of the ask's metadata
         self._waiting: deque[Part] = deque()  # for a place
         self._places = max(1, worker.num_sender_workers // 2)
-        self._piece = max(1, PIECE_BYTES // max(1, sum(worker.block_len_per_layer)))
+        self._block_bytes = max(1, sum(worker.block_len_per_layer))
+        self._piece = max(1, PIECE_BYTES // self._block_bytes)
 
     # What the steps tell
 
+    def beginning(self, told: Told) -> None:
+        """A step is about to be computed, layer by layer."""
+        self._step += 1
+        self._coming, self._saved = dict(told["whole"]), []
+
+    def saved(self, layer: str, event: Any) -> None:
+        """The step has computed a layer, or will have when `event` is."""
+        if layer in self._saved:
+            # Where a step computes a layer in several parts, the first does not bring all of it.
+            self._livepatch.say("layers", "a step computes a layer more than once: blocks leave after steps only")
+            self._coming, self._saved, self.layers = {}, [], None
+            for part in self._parts():
+                part.begun = None
+        elif self._coming and self.layers is not None and layer in self.layers.names:
+            self._saved.append(layer)
+            self._last = event
+            self._look(set(self._coming))
+
     def computed(self, told: Told, event: Any) -> None:
         """A step has been computed, or will have been when `event` is."""
+        self._coming, self._saved = {}, []
         self._whole.update(told["whole"])
         self._last = event
         self._look(set(told["whole"]))
@@ -125,12 +164,13 @@ class Writes:
         """The release sends these now: what it has not been told of early."""
         for transfer in transfers:
             self._whole.pop(transfer, None)
+            self._coming.pop(transfer, None)
 
     async def back(self, transfers: Iterable[str]) -> None:
         """Blocks of these are about to be given to others: what is still sent of them counts for nothing."""
         self.over(transfers)
         for part in await self.drained(transfers):
-            part.local = []
+            part.local, part.begun = [], None
 
     async def drained(self, transfers: Iterable[str]) -> list[Part]:
         """Nothing of these is under way, nor will be, whoever asked for them."""
@@ -188,6 +228,10 @@ class Writes:
     def of(self, meta: Any) -> Ask | None:
         return self._asks.get(id(meta))
 
+    def only(self, meta: Any) -> Sequence[str] | None:
+        """Which layers an early write brings; None: all."""
+        return self._only.get(id(meta))
+
     def kept(self, part: Part) -> Any:
         """What the release keeps of a part's transfer."""
         return self._worker.reqs_need_send.get(part.transfer)
@@ -207,7 +251,7 @@ class Writes:
             self._livepatch.stand_aside("writing early", error)
 
     def _begin(self, part: Part) -> None:
-        if part.under_way is not None or not self._next(part) or part in self._waiting:
+        if part.under_way is not None or self._next(part) is None or part in self._waiting:
             return
         if not self._places:
             self._waiting.append(part)
@@ -215,19 +259,47 @@ class Writes:
         self._places -= 1
         part.under_way = asyncio.ensure_future(self._write(part))
 
-    def _next(self, part: Part) -> int:
-        """How many of the part's blocks can be sent now."""
+    def _may(self, part: Part) -> bool:
+        """Whether the release itself would still write there."""
         entry = self.kept(part)
-        if part.closed or self._livepatch.aside or part.transfer not in self._whole:
-            return 0
-        if entry is None or entry.ready.is_set() or (part.entry is not None and part.entry is not entry):
-            return 0
-        whole, blocks = self._whole[part.transfer]
+        if part.closed or self._livepatch.aside or entry is None or entry.ready.is_set():
+            return False
+        return part.entry is None or part.entry is entry
+
+    def _next(self, part: Part) -> tuple[list[int], Sequence[str] | None] | None:
+        """Which blocks of the prompt's can be sent now, behind those that were, and which layers of them; None: all."""
+        whole, blocks = self._whole.get(part.transfer) or ([], 0)
+        coming, blocks = self._coming.get(part.transfer) or (whole, blocks)
         first = blocks - len(part.remote)
-        if first < 0:
-            return 0
-        number: int = max(0, min(len(whole) - first - len(part.local), self._piece))
-        return number
+        if first < 0 or not blocks or not self._may(part):
+            return None
+        self._promote(part)
+        done = first + len(part.local)
+        begun = part.begun
+        if begun is None and done < len(whole):
+            return whole[done : done + self._piece], None
+        if self.layers is None:
+            return None
+        number = max(1, len(self.layers.names) - 1)
+        most = self._piece * number  # blocks of one layer
+        local = coming[done : done + most] if begun is None else begun.local
+        begun = begun or Begun(local, self._step)
+        ended = done + len(local) <= len(whole)
+        computed = None if ended else self._saved if begun.step == self._step else []
+        names = self.layers.lacking(begun, computed)
+        each = self._block_bytes * len(local) / number
+        names = names[: max(1, int(PIECE_BYTES / max(1, each)))]
+        if not local or not names or (not ended and each * len(names) < LAYERS_BYTES):
+            return None
+        return local, names
+
+    def _promote(self, part: Part) -> None:
+        """Blocks are sent when all their layers are, the last (OTHERS) when the step that computed them has ended."""
+        begun = part.begun
+        if self.layers is not None and begun is not None and not self.layers.lacking(begun):
+            part.local += begun.local
+            part.begun = None
+            self._livepatch.count("early", len(begun.local))
 
     async def _write(self, part: Part) -> None:
         try:
@@ -243,25 +315,29 @@ class Writes:
                 self._begin(self._waiting.popleft())
 
     async def _written(self, part: Part) -> None:
-        worker, done, number = self._worker, len(part.local), self._next(part)
-        if not number:  # any more, since it was to begin
+        worker, done, found = self._worker, len(part.local), self._next(part)
+        if found is None:  # any more, since it was to begin
             return
-        whole, blocks = self._whole[part.transfer]
-        first = blocks - len(part.remote)
-        local = whole[first + done : first + done + number]
-        part.entry, part.blocks = self.kept(part), blocks
+        local, layers = found
+        known = self._coming.get(part.transfer) or self._whole[part.transfer]
+        part.entry, part.blocks = self.kept(part), known[1]
+        if layers is not None and part.begun is None:
+            part.begun = Begun(local, self._step)
+        begun = part.begun
         if self._last is not None:
             await asyncio.get_running_loop().run_in_executor(worker._sender_executor, self._last.synchronize)
-            if not self._next(part):
+            if not self._may(part):
                 return
         transfer = f"livepatch-early-{next(_numbers)}"
         meta = copy.copy(part.ask.meta)
-        meta.req_blocks = {part.name: (transfer, [part.remote[done : done + number]])}
+        meta.req_blocks = {part.name: (transfer, [part.remote[done : done + len(local)]])}
         answer = _Answer()
         # Of two to be sent, so that the release reports no end of it.
         own = type(part.entry)("", transfer, [local], asyncio.Event(), need_send=2)
         own.ready.set()
         worker.reqs_need_send[transfer] = own
+        if layers is not None:
+            self._only[id(meta)] = layers
         try:
             await part.ask.send(part.ask.identity, answer, meta)
             response = worker._xfer_resp_decoder.decode(answer.data)
@@ -270,9 +346,14 @@ class Writes:
             response, said = None, f"{UNCERTAIN} {type(error).__name__}: {error}"
         finally:
             worker.reqs_need_send.pop(transfer, None)
+            self._only.pop(id(meta), None)
         if response is not None and part.name in (response.ok_reqs or ()):
-            part.local += local
-            self._livepatch.count("early", number)
+            if layers is None:
+                part.local += local
+                self._livepatch.count("early", len(local))
+            elif begun is not None:
+                begun.left.update(layers)
+                self._livepatch.count("layers", len(layers))
             return
         part.closed = True  # it was refused, and the release will say why; or worse
         if UNCERTAIN in said:

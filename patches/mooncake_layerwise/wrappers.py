@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .computed import TOLD, Prefills
 from .early import Ask, Part, Writes, let_go, module_of, response_of
+from .layers import Layers
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -25,6 +26,7 @@ MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connect
 CONNECTOR = f"{MODULE}:MooncakeConnector"
 SCHEDULER = f"{MODULE}:MooncakeConnectorScheduler"
 WORKER = f"{MODULE}:MooncakeConnectorWorker"
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 
 PREFILLS = "_livepatch_prefills"
 """Attribute of a scheduler's side: its `Prefills`."""
@@ -126,21 +128,36 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         caches = args[0] if args else kwargs["kv_caches"]
         if worker.is_kv_consumer or not can_leave_early(worker, caches):
             return
-        setattr(worker, WRITES, Writes(livepatch, worker))
+        layers = None if livepatch.options["BY"] == "chunk" else layers_of(caches)
+        setattr(worker, WRITES, Writes(livepatch, worker, layers))
         connector.bind_connector_metadata = livepatch.around(
             connector.bind_connector_metadata, livepatch.lasting(bind_connector_metadata)
         )
+        if layers is not None:
+            connector.save_kv_layer = livepatch.around(connector.save_kv_layer, livepatch.after(save_kv_layer))
 
     def bind_connector_metadata(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
         """Before a step writes into blocks that were given away, what still reads them is awaited."""
         told = getattr(args[0] if args else kwargs["connector_metadata"], TOLD, None)
-        if told is not None and (told["back"] or told["over"]):
-            worker = connector.connector_worker
-            writes: Writes = getattr(worker, WRITES)
+        if told is None:
+            return wrapped(*args, **kwargs)
+        worker = connector.connector_worker
+        writes: Writes = getattr(worker, WRITES)
+        if told["back"] or told["over"]:
             worker.sender_loop.call_soon_threadsafe(writes.over, told["over"])
             if told["back"]:
                 asyncio.run_coroutine_threadsafe(writes.back(told["back"]), worker.sender_loop).result()
+        if told["whole"] and writes.layers is not None:
+            worker.sender_loop.call_soon_threadsafe(writes.beginning, told)
         return wrapped(*args, **kwargs)
+
+    def save_kv_layer(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        """A step has computed a layer, or has it queued on the device. What replays graphs whole does not call this."""
+        worker, told = connector.connector_worker, getattr(connector._connector_metadata, TOLD, None)
+        writes: Writes = getattr(worker, WRITES)
+        if told is not None and told["whole"] and writes.layers is not None:
+            name = args[0] if args else kwargs["layer_name"]
+            worker.sender_loop.call_soon_threadsafe(writes.saved, name, behind(worker))
 
     def start_load_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> None:
         """Prefills that were given up are told to the release when nothing reads their blocks."""
@@ -168,6 +185,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if writes is None or told is None or not told["whole"]:
             return
         worker.sender_loop.call_soon_threadsafe(writes.computed, told, behind(worker))
+
+    def requires_piecewise_for_cudagraph(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> bool:
+        """A graph of the whole step calls no connector for its layers."""
+        layers = connector.__name__ == CONNECTOR.partition(":")[2] and livepatch.options["BY"] == "layer"
+        return bool(wrapped(*args, **kwargs)) or layers
 
     # An ask
 
@@ -199,34 +221,63 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # The end of a prefill
 
-    def lacking(parts: Mapping[str, Part], ready: list[tuple[str, Any]], meta: Any) -> Any:
-        """The ask, without what was sent."""
-        blocks = dict(meta.req_blocks)
+    async def lacking(
+        release: Call,
+        layers: Layers | None,
+        parts: Mapping[str, Part],
+        ready: list[tuple[str, Any]],
+        meta: Any,
+        *regions: Any,
+    ) -> tuple[Any, list[Any]]:
+        """The ask, without what was sent or begun; and what is to be sent of the latter, as the release builds it."""
+        blocks, found = dict(meta.req_blocks), []
         for name, entry in ready:
-            sent = parts[name].sent_of(entry) if name in parts else 0
-            if sent:
+            part = parts.get(name)
+            sent, begun = (0, None) if part is None else part.sent_of(entry)
+            if begun is None or layers is None:
+                after = sent
+            else:
+                after = sent + len(begun.local)
                 transfer, (remote,) = blocks[name]
-                blocks[name] = (transfer, [remote[sent:]])
+                own, one = copy.copy(entry), copy.copy(meta)
+                own.local_block_ids, one.req_blocks = [begun.local], {name: (transfer, [remote[sent:after]])}
+                *addresses, refused, _ = await release(
+                    [(name, own)], one, *layers.only(layers.lacking(begun), *regions)
+                )
+                if refused:
+                    raise ValueError(f"the release does not send the rest of {name}")
+                found.append(addresses)
+            if after:
+                transfer, (remote,) = blocks[name]
+                blocks[name] = (transfer, [remote[after:]])
         rest = copy.copy(meta)
         rest.req_blocks = blocks
-        return rest
+        return rest, found
 
     async def missing(
         release: Call, writes: Writes, ready: list[tuple[str, Any]], meta: Any, *regions: Any
     ) -> tuple[Any, Any, Any, list[str], str | None]:
         """What has not been sent, as the release builds it. A request of which a write failed is not sent."""
+        only, layers = writes.only(meta), writes.layers
+        if only is not None and layers is not None:
+            built: tuple[Any, Any, Any, list[str], str | None] = await release(
+                ready, meta, *layers.only(only, *regions)
+            )
+            return built
         # With the last of those who ask for a transfer its blocks are given away: nobody's write is under way then.
         await writes.drained({entry.transfer_id for _, entry in ready})
         ask = writes.of(meta)
         parts: dict[str, Part] = {} if ask is None else ask.parts
         failed = {name: part.failed for name, _ in ready if (part := parts.get(name)) and part.failed is not None}
+        left = [(name, entry) for name, entry in ready if name not in failed]
         try:
-            rest = lacking(parts, ready, meta)
+            rest, found = await lacking(release, layers, parts, left, meta, *regions)
         except Exception as error:
             livepatch.stand_aside("leaving out what was sent", error)
-            rest = meta
-        left = [(name, entry) for name, entry in ready if name not in failed]
+            rest, found = meta, []
         sources, places, lengths, errors, why = await release(left, rest, *regions)
+        for one, two, three in found:
+            sources, places, lengths = [*one, *sources], [*two, *places], [*three, *lengths]
         if failed:
             errors = [*errors, *failed]
             why = "; ".join(filter(None, (why, *failed.values())))
@@ -243,6 +294,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         f"{SCHEDULER}.request_finished": livepatch.lasting(request_finished),
         f"{CONNECTOR}.register_kv_caches": livepatch.after(register_kv_caches),
         f"{CONNECTOR}.wait_for_save": livepatch.before(wait_for_save),
+        f"{BASE}.requires_piecewise_for_cudagraph": requires_piecewise_for_cudagraph,
         f"{WORKER}.start_load_kv": livepatch.lasting(start_load_kv),
         f"{WORKER}.send_kv_to_decode": send_kv_to_decode,
         f"{WORKER}._build_transfer_params": livepatch.lasting(build_transfer_params),
@@ -263,6 +315,14 @@ def can_leave_early(worker: Any, caches: Mapping[str, Any]) -> bool:
         and parallel.pipeline_parallel_size == 1
         and {cache.device.type for cache in caches.values()} <= {"cpu", "cuda"}
     )
+
+
+def layers_of(caches: Mapping[str, Any]) -> Layers | None:
+    """None: what of a layer's memory is another's too cannot leave before the step has ended."""
+    try:
+        return Layers(caches)
+    except ValueError:
+        return None
 
 
 def behind(worker: Any) -> Any:

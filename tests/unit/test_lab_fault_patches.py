@@ -140,7 +140,7 @@ def test_writes_share_a_link_and_take_their_time_on_it(monkeypatch: pytest.Monke
         clock.now += seconds * clock.mine
 
     monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-    context = PatchContext("fault", {"MB": 2.0}, {}, lambda: None)
+    context = PatchContext("fault", {"MB": 2.0, "FILE": ""}, {}, lambda: None)
     (wrapper,) = patch.wrappers(context).values()
     meanwhile: list[Any] = []
 
@@ -162,6 +162,18 @@ def test_writes_share_a_link_and_take_their_time_on_it(monkeypatch: pytest.Monke
     wrapper(written(9.0), None, ("peer", [], [], [1_000_000]), {})
     assert (slept[3:], clock.now) == ([0.0], 20.25), "the engine itself was slower"
     assert (meanwhile, context.counters) == ([0], {"kilobytes": 5500})
+
+
+def test_a_link_is_as_a_file_says_from_one_write_to_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    patch, slept = module("link"), list[float]()
+    monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: 10.0, sleep=slept.append))
+    file = tmp_path / "link"
+    context = PatchContext("fault", {"MB": 2.0, "FILE": str(file)}, {}, lambda: None)
+    (wrapper,) = patch.wrappers(context).values()
+    for megabytes in ("4", "0"):
+        file.write_text(megabytes)
+        assert wrapper(lambda *call: 7, None, ("peer", [], [], [1_000_000]), {}) == 7
+    assert slept == [0.25]
 
 
 def test_a_share_of_prefill_legs_is_refused_once_the_load_has_begun_before_its_engine_hears_of_it(

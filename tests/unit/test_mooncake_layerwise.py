@@ -62,9 +62,13 @@ class Connector:
 
     def __init__(self, worker: Worker, bound: list[Any]) -> None:
         self.connector_worker, self.bound = worker, bound
+        self._connector_metadata: Any = None
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         self.bound.append(metadata)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
+        pass
 
 
 def encoded(response: Any) -> bytes:
@@ -79,11 +83,13 @@ class Worker:
         self.reqs_need_send: dict[str, Entry] = {}
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda data: Response(*json.loads(data)))
         self._encoder = SimpleNamespace(encode=encoded)
-        self.written: list[list[tuple[int, int]]] = []
+        self.written: list[list[tuple[Any, ...]]] = []
         self.open = asyncio.Event()
         self.open.set()
         self.answer = 0
         self.answers: list[Any] = []
+        self.device_kv_caches: Any = {}
+        self.regions: Any = None  # of its caches, for what is to be sent of some layers
         self.finished: list[str] = []  # transfers whose blocks may be given away
         self.tp_size = 1
         self.finished_sending_reqs: set[str] = set()
@@ -117,7 +123,7 @@ class Worker:
             if transfer not in self.reqs_need_send:  # as `mooncake-lost-asks` has it answered
                 await socket.send_multipart((identity, encoded(Response("FINISH", err=[name], said="given up"))))
                 continue
-            args = ([(name, entry)], meta, None, None)
+            args = ([(name, entry)], meta, self.regions, self.regions)
             pairs, _, _, errors, said = await self._build(self.build, self, args, {})
             if pairs:
                 self.written.append(pairs)
@@ -177,7 +183,7 @@ class Worker:
 
 def run(case: Callable[[Worker], Awaitable[None]]) -> PatchContext:
     aside: list[str] = []
-    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None, failed=aside.append)
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None, failed=aside.append)
 
     async def main() -> None:
         await asyncio.wait_for(case(Worker(context)), 20)
@@ -647,7 +653,7 @@ def test_for_another_prefill_of_the_same_transfer_nothing_counts_as_sent_and_not
         await turns()
         assert worker.written == [[(1, 10)]]
         first.local_block_ids = other.local_block_ids
-        assert (part.sent_of(first), part.sent_of(other)) == (1, 0)
+        assert (part.sent_of(first), part.sent_of(other)) == ((1, None), (0, None))
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
@@ -847,7 +853,7 @@ def test_what_is_computed_anew_is_told_once_and_not_followed(what: dict[str, int
 def finished(prefills: Prefills, answer: tuple[bool, Any], one: Any) -> tuple[Any, set[str]]:
     """What the scheduler is told when a request ends; what the release would tell its workers at once."""
     connector = SimpleNamespace(_reqs_not_processed={"t", "u"}, **{patch.PREFILLS: prefills})
-    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None)
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None)
     wrapper: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.request_finished"]
     return wrapper(lambda *args: answer, connector, (one, ([1, 2, 3],)), {}), connector._reqs_not_processed
 
@@ -894,7 +900,7 @@ def test_when_nothing_is_followed_any_more_all_is_given_back_or_held() -> None:
 def test_after_an_error_of_its_own_the_scheduler_s_side_tells_workers_to_stop() -> None:
     prefills, connector, _ = begun(10)
     said: list[str] = []
-    context = PatchContext("mooncake-layerwise", {}, {}, lambda: None, failed=said.append)
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None, failed=said.append)
     build: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.build_connector_meta"]
     setattr(connector, patch.PREFILLS, prefills)
 

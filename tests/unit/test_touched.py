@@ -114,6 +114,7 @@ ALLOWED = {
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "the release's record_send_reqs, which is in the facts, asks for it",
         **dict.fromkeys(("call_soon", "call_soon_threadsafe", "run_in_executor"), "of an asyncio event loop"),
         **dict.fromkeys(("Event", "cuda", "device", "record", "synchronize"), "torch's"),
+        **dict.fromkeys(("data_ptr", "element_size", "shape", "stride"), "of a torch.Tensor"),
         **dict.fromkeys(("done", "result"), "of a concurrent.futures.Future"),
         "send_multipart": "of a zmq.asyncio.Socket, for which the patch's own stands in",
     },

@@ -1,17 +1,20 @@
 """Time to first token of prefill/decode over Mooncake, with mooncake-layerwise and without, by prompt and by link.
 
     python -m vllm_livepatch.tools.bench.layerwise [--links MB...] [--tokens N...] [--at-once N...] [--out FILE]
+    python -m vllm_livepatch.tools.bench.layerwise --kept docs/layerwise.json --write docs/layerwise.md
 
 Real engines (vLLM on CPU, random weights) behind upstream's proxy, which asks both at once: the lab's topology
 pd-mooncake-both. Each arm has its own pair of engines; they take turns with the same prompts, and their answers are
 compared with those of a prefill engine by itself. A link is the lab's fault `link`: what Mooncake writes takes as long
 as at so many MB/s; 0 is this machine's loopback.
 
-- stock, patched: their engines compute `--step` tokens of a prompt at once, without the patch and with it;
-- unchunked: as stock, and a prompt is computed in one step. Smaller steps cost something too.
+- stock: without the patch; an engine computes up to `--whole` tokens at once;
+- layer: the same, with the patch by layer;
+- chunk: with the patch by chunk; an engine computes `--step` tokens at once, since whole blocks leave after steps only.
 
-The ideal is max(prefill, transfer) and the transfer of the last step's tokens. Prefill is what the prefill engine takes
-by itself, transfer the KV's bytes by the link's rate. `share` is how much of what the ideal would save is saved.
+The ideal is max(prefill, transfer) and the transfer of the last layer. Prefill is what the stock arm's prefill engine
+takes by itself, transfer the KV's bytes by the link's rate. `share` is how much of what the ideal would save is saved.
+`--out` is written after each row: what is cut off keeps those that are there.
 """
 
 from __future__ import annotations
@@ -24,24 +27,30 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
+from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.lab import environments, faults, model, proxy, topology
 from vllm_livepatch.tools.lab.client import Client, Said
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 PATCH = "mooncake-layerwise"
 TOPOLOGY = "pd-mooncake-both"
-ARMS = ("stock", "patched", "unchunked")
+STOCK = "stock"
+PATCHED = ("layer", "chunk")
+"""Arms, each by its option BY."""
+ARMS = (STOCK, *PATCHED)
 ALONE = "prefill"
 """Beside the arms: the stock arm's prefill engine, asked by itself."""
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 2
 MEGABYTE = 1_000_000
+LINK = "link"
+"""The file that says the link's rate to the engines."""
 
 SHAPE = {
     "hidden_size": 512,
@@ -50,7 +59,7 @@ SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 16384,
 }
 """Of the model: its KV takes about as long on a link of 100 MB/s as its prefill does on one core."""
 TOKEN_BYTES = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * 4
@@ -71,14 +80,15 @@ def deployment(python: Path, made: Path, release: str, step: int, injected: Mapp
     return topology.Deployment(tuple(parts), deployed.url)
 
 
-def variables(arm: str, link: float, place: Path) -> dict[str, str]:
+def variables(arm: str, place: Path) -> dict[str, str]:
     """What puts an arm's bundle into its engines: the lab's own patches, and of the catalogue the one, or none."""
     entries = catalogue.load([faults.PATCHES])
-    wanted = ["mooncake-on-cpu", *(["link"] if link else []), *([PATCH] if arm == "patched" else [])]
+    wanted = ["mooncake-on-cpu", "link", *([PATCH] if arm in PATCHED else [])]
     placing.write_directory(bundle.contents({name: entries[name] for name in wanted}), place / f"bundle-{arm}")
     found = {"PYTHONPATH": str(place / f"bundle-{arm}"), "LIVEPATCH_STATE_DIR": str(place / f"state-{arm}")}
     found |= {f"LIVEPATCH_{name.upper().replace('-', '_')}": "on" for name in wanted}
-    return {**found, "LIVEPATCH_LINK_MB": f"{link:g}"} if link else found
+    found["LIVEPATCH_LINK_FILE"] = str(place / LINK)
+    return {**found, "LIVEPATCH_MOONCAKE_LAYERWISE_BY": arm} if arm in PATCHED else found
 
 
 @dataclasses.dataclass
@@ -90,17 +100,16 @@ class Times:
     """Answers that are not those of a prefill engine by itself."""
 
 
-async def measure(options: argparse.Namespace, link: float, python: Path, place: Path) -> list[dict[str, Any]]:
-    """A row for each length of prompts and number at once. Raises PartFailed where a server dies."""
+async def measure(options: argparse.Namespace, python: Path, place: Path, kept: Callable[[Any], None]) -> None:
+    """A row for each link, length of prompts and number at once. Raises PartFailed where a server dies."""
     made = model.make(place / "model", seed=1, shape=SHAPE)
     transport = [str(environments.mooncake(python))]
-    steps = {arm: SHAPE["max_position_embeddings"] if arm == "unchunked" else options.step for arm in options.arms}
+    steps = {arm: options.step if arm == "chunk" else options.whole for arm in options.arms}
     deployed = {
-        arm: deployment(
-            python, made, options.vllm, steps[arm], topology.with_path(variables(arm, link, place), transport)
-        )
+        arm: deployment(python, made, options.vllm, steps[arm], topology.with_path(variables(arm, place), transport))
         for arm in options.arms
     }
+    (place / LINK).write_text("0", encoding="utf-8")
     async with contextlib.AsyncExitStack() as stack:
         parts, clients = {}, {}
         for arm in options.arms:
@@ -110,24 +119,26 @@ async def measure(options: argparse.Namespace, link: float, python: Path, place:
             await one.start(deployed[arm].parts)  # one after the other: together they may not get up in time
         first = options.arms[0]
         engine = deployed[first].parts[0].health.removesuffix("/health")
-        alone = await stack.enter_async_context(Client(engine, topology.MODEL_NAME, 300))
-        rows = []
+        clients[ALONE] = await stack.enter_async_context(Client(engine, topology.MODEL_NAME, 300))
         for tokens in options.tokens:
+            await asked(parts, clients, tokens, 1, 1)  # warms up
             for number in options.at_once:
-                times = await asked(parts, {**clients, ALONE: alone}, tokens, number, options.rounds)
-                rows.append(row(link, tokens, number, options.step, times))
-                print(json.dumps(rows[-1]), file=sys.stderr)
-        early = counted(place / "state-patched") if "patched" in options.arms else 0
-        return [{**one, "early": early} for one in rows]
+                for link in options.links:
+                    if tokens * number > options.most:
+                        continue
+                    (place / LINK).write_text(f"{link:g}", encoding="utf-8")
+                    rounds = max(3, min(options.rounds, options.most // (tokens * number)))
+                    times = await asked(parts, clients, tokens, number, rounds)
+                    kept({**row(link, tokens, number, times), "early": counted(place)})
 
 
 async def asked(
     parts: Mapping[str, Supervisor], clients: Mapping[str, Client], tokens: int, number: int, rounds: int
 ) -> Times:
-    """What came of `number` prompts at once, so many times. The first time warms up."""
+    """What came of `number` prompts at once, so many times."""
     arms = list(parts)
     found = Times({name: [] for name in clients}, dict.fromkeys(arms, 0))
-    for turn in range(rounds + 1):
+    for turn in range(rounds):
         prompts = [(prompt,) for prompt in model.prompts(number, tokens, seed=f"{tokens} {turn}")]
         order = arms[:: -1 if turn % 2 else 1]
         came = {arm: await parts[arm].guard(together(clients[arm], prompts)) for arm in order}
@@ -135,9 +146,8 @@ async def asked(
         right = [text for text, _ in came[ALONE]]
         for arm in arms:
             found.differ[arm] += sum(text != one for (text, _), one in zip(came[arm], right, strict=True))
-        if turn:
-            for name, answers in came.items():
-                found.seconds[name] += [first for _, first in answers]
+        for name, answers in came.items():
+            found.seconds[name] += [round(first, 4) for _, first in answers]
     return found
 
 
@@ -147,44 +157,57 @@ async def together(client: Client, prompts: Sequence[Said]) -> list[tuple[str, f
     return [(text, times[0]) for text, times in answers]
 
 
-def row(link: float, tokens: int, number: int, step: int, times: Times) -> dict[str, Any]:
-    """One line of the result: medians in seconds, and where one prompt is alone the share of the ideal."""
-    middle = {name: statistics.median(seconds) for name, seconds in times.seconds.items()}
+def row(link: float, tokens: int, number: int, times: Times) -> dict[str, Any]:
+    """One line of the result: medians in seconds, and on a link where one prompt is alone the share of the ideal."""
+    middle = {name: round(statistics.median(seconds), 4) for name, seconds in times.seconds.items()}
     found: dict[str, Any] = {"link": link, "tokens": tokens, "at_once": number, "median": middle, **vars(times)}
-    if link and number == 1 and {"stock", "patched"} <= set(middle):
-        rate = link * MEGABYTE / TOKEN_BYTES
-        transfer, last = tokens / rate, ((tokens - 1) % step + 1) / rate
+    if link and number == 1 and STOCK in middle:
+        transfer = tokens * TOKEN_BYTES / (link * MEGABYTE)
+        last = transfer / SHAPE["num_hidden_layers"]
         could = middle[ALONE] + transfer - (max(middle[ALONE], transfer) + last)
-        found |= {"transfer": transfer, "last": last}
-        found["share"] = (middle["stock"] - middle["patched"]) / could if could > 0 else None
+        found |= {"transfer": round(transfer, 4)}
+        found["share"] = {name: round((middle[STOCK] - middle[name]) / could, 2) for name in PATCHED if name in middle}
     return found
 
 
-def counted(state: Path) -> int:
-    """Blocks that left early, by the processes' reports."""
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in state.glob("*.json")]
-    return sum(
-        patch["counters"].get("early", 0) for one in reports for patch in one["patches"] if patch["name"] == PATCH
-    )
+def counted(place: Path) -> dict[str, int]:
+    """Blocks that left early so far, by the reports of each arm's processes."""
+    found = {}
+    for arm in PATCHED:
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in (place / f"state-{arm}").glob("*.json")]
+        patches = [patch for one in reports for patch in one["patches"] if patch["name"] == PATCH]
+        found[arm] = sum(patch["counters"].get("early", 0) for patch in patches)
+    return found
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    names = list(rows[0]["median"])
-    table = Table("link, MB/s", "prompt", "at once", "transfer", *names, "patched/stock", "of the ideal", "differ")
-    for one in rows:
-        middle, share = one["median"], one.get("share")
-        both = {"stock", "patched"} <= set(middle)
-        table.add_row(
-            f"{one['link']:g}" if one["link"] else "loopback",
-            str(one["tokens"]),
-            str(one["at_once"]),
-            f"{one['transfer'] * 1000:.0f} ms" if "transfer" in one else "",
-            *(f"{middle[name] * 1000:.0f} ms" for name in names),
-            f"{middle['patched'] / middle['stock']:.2f}" if both else "",
-            "" if share is None else f"{share:.0%}",
-            str(sum(one["differ"].values())),
+def rows(figures: Mapping[str, Any]) -> list[list[str]]:
+    """Columns, and a line for each row: milliseconds, and beside the patched arms the part of stock's time."""
+    names = [name for name in (*ARMS, ALONE) if name in figures["rows"][0]["median"]]
+    lines = [["link, MB/s", "prompt", "at once", "transfer", *names, "of the ideal", "other answers"]]
+    for one in figures["rows"]:
+        middle, share = one["median"], one.get("share", {})
+        times = {name: f"{middle[name] * 1000:.0f} ms" for name in names}
+        for name in PATCHED:
+            if name in times and STOCK in times:
+                times[name] += f" ({middle[name] / middle[STOCK]:.2f})"
+        lines.append(
+            [
+                f"{one['link']:g}" if one["link"] else "loopback",
+                f"{one['tokens']:,}",
+                str(one["at_once"]),
+                f"{one['transfer'] * 1000:.0f} ms" if "transfer" in one else "",
+                *times.values(),
+                ", ".join(f"{name} {part:.0%}" for name, part in share.items()),
+                str(sum(one["differ"].values())),
+            ]
         )
-    Console(soft_wrap=True).print(table)
+    return lines
+
+
+def markdown(figures: Mapping[str, Any]) -> str:
+    """The rows for a document."""
+    columns, *lines = rows(figures)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (columns, ["---"] * len(columns), *lines))
 
 
 def main() -> None:
@@ -192,23 +215,42 @@ def main() -> None:
     parser.add_argument("--vllm", default="0.32.0")
     parser.add_argument("--lmcache", default="0.5.6", help="of the engine's environment; it is not used")
     parser.add_argument("--links", nargs="+", type=float, default=[100, 400, 0], help="MB/s; 0 is the loopback")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 3072], help="lengths of prompts")
-    parser.add_argument("--at-once", nargs="+", type=int, default=[1], help="how many prompts are asked at once")
-    parser.add_argument("--rounds", type=int, default=9, help="how often; a first one warms up")
-    parser.add_argument("--step", type=int, default=256, help="tokens that an engine computes at once")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 3072, 8192], help="lengths of prompts")
+    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4, 16], help="how many prompts are asked at once")
+    parser.add_argument("--most", type=int, default=16384, help="tokens that are asked at once; more is left out")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="how often at most; fewer where prompts are long, 3 at least"
+    )
+    parser.add_argument("--whole", type=int, default=2048, help="tokens that an engine computes at once")
+    parser.add_argument("--step", type=int, default=256, help="the same, of the arm by chunk")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
+    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON, written after each row")
+    parser.add_argument("--kept", type=Path, help="the JSON of an earlier run: nothing is run")
+    parser.add_argument("--write", type=Path, help="a document, for its <!-- layerwise --> table")
     options = parser.parse_args()
-    python = environments.engine(options.vllm, options.lmcache)
-    proxy.fetch()
-    rows: list[dict[str, Any]] = []
-    for link in options.links:
+    if options.kept:
+        figures = json.loads(options.kept.read_text(encoding="utf-8"))
+    else:
+        figures = {"vllm": options.vllm, "whole": options.whole, "step": options.step, "token_bytes": TOKEN_BYTES}
+        figures |= {"model": SHAPE, "rows": []}
+
+        def kept(found: dict[str, Any]) -> None:
+            figures["rows"].append(found)
+            print(json.dumps({name: found[name] for name in found if name != "seconds"}), file=sys.stderr, flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+
+        python = environments.engine(options.vllm, options.lmcache)
+        proxy.fetch()
         with tempfile.TemporaryDirectory() as temporary:
-            rows += asyncio.run(measure(options, link, python, Path(temporary)))
-    show(rows)
-    if options.out:
-        found = {"vllm": options.vllm, "step": options.step, "token_bytes": TOKEN_BYTES, "model": SHAPE, "rows": rows}
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            asyncio.run(measure(options, python, Path(temporary), kept))
+    if options.write:
+        matrix.write(options.write, markdown(figures), "layerwise")
+    columns, *lines = rows(figures)
+    table = Table(*columns)
+    for line in lines:
+        table.add_row(*line)
+    Console(soft_wrap=True).print(table)
 
 
 if __name__ == "__main__":

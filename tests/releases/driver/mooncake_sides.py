@@ -47,6 +47,8 @@ from vllm.v1.request import RequestStatus
 BLOCKS = 61
 """Blocks of each side, a number that is no other dimension of the cache."""
 LAYER = "model.layers.0.self_attn.attn"
+LAYERS = [LAYER]
+"""Of a model. A driver may add to it before it makes a side."""
 SECONDS = 60.0
 
 
@@ -111,7 +113,8 @@ class Side:
         self.port, self.engine_id = port, engine_id
         config = make_config(model_config, role, engine_id, extra)
         spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
+        group = KVCacheGroupSpec([*LAYERS], spec)
+        cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group])
         with set_current_vllm_config(config):
             self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             self.scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
@@ -127,9 +130,10 @@ class Side:
         self.invalid: set[int] = set()
 
     def register(self, shape: tuple[int, ...]) -> None:
-        self.cache = torch.zeros(shape)
+        self.caches = {layer: torch.zeros(shape) for layer in LAYERS}
+        self.cache = self.caches[LAYER]
         self.dimension = list(shape).index(BLOCKS)
-        self.connector.register_kv_caches({LAYER: self.cache})
+        self.connector.register_kv_caches(self.caches)
 
     def fill(self, blocks: Iterable[int], contents: float) -> None:
         for number in blocks:

@@ -18,14 +18,24 @@ MEGABYTE = 1_000_000
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
-    rate = livepatch.options["MB"] * MEGABYTE
+    file = livepatch.options["FILE"]
     lock = threading.Lock()
     free_at = 0.0
     """When the link has carried all that it was given so far, in monotonic seconds."""
 
+    def megabytes() -> float:
+        if not file:
+            found: float = livepatch.options["MB"]
+            return found
+        with open(file, encoding="utf-8") as text:
+            return float(text.read())
+
     def send(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
         nonlocal free_at
         lengths = args[LENGTHS] if len(args) > LENGTHS else kwargs["lengths"]
+        rate = megabytes() * MEGABYTE
+        if not rate:
+            return wrapped(*args, **kwargs)
         with lock:  # the worker writes in several threads, by one link
             free_at = max(free_at, time.monotonic()) + sum(lengths) / rate
             done_at = free_at

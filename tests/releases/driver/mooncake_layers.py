@@ -1,0 +1,221 @@
+"""The same engines as in mooncake_layerwise.py, with several layers: what leaves layer by layer; print what came, as JSON.
+
+A layer is computed, and then the connector called for it, as the release's attention does: by its own decorator. A case
+may look, or do something, between two layers. `mooncake_layers.py PATIENCE CASE...`.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mooncake_layerwise as chunk
+import mooncake_sides as sides
+import real_scheduler as real
+import vllm
+from mooncake_layerwise import PATIENCE, RESULT
+from mooncake_sides import LAYERS, wait
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+LAYERS += [f"model.layers.{number}.self_attn.attn" for number in (1, 2)]
+
+
+QUARTER = 0.25
+"""What a layer's contents differ by from those of the one before."""
+
+
+class Prefill(chunk.Prefill):
+    """A prefill engine whose model has layers."""
+
+    def __init__(self, model_config: Any, port: int) -> None:
+        super().__init__(model_config, port)
+        self.between = self.waits  # called when so many layers have been computed
+        self.calls = LAYERS  # for which the connector is called
+        self.twice = False  # each layer is computed in two parts, and the connector called for both
+
+    def forward(self, scheduled: Any) -> None:
+        context = get_forward_context()
+        context.attn_metadata = dict.fromkeys(LAYERS, SimpleNamespace())
+        context.no_compile_layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in self.side.caches.items()}
+        context.slot_mapping = {}
+        right = self.again
+        for number, name in enumerate(LAYERS):
+            self.side.cache = self.side.caches[name]
+            for part in ("first", "last") if self.twice else ("last",):
+                self.again = right + QUARTER * number + (7.0 if part == "first" else 0.0)
+                (self.attention if name in self.calls else self.layer)(scheduled, name)
+                self.between(number + (part == "last"))
+        self.again = right
+
+    def waits(self, number: int) -> None:
+        """Where the link is held, or refuses a write, the step goes on when one of its first layer has come to that."""
+        if number == 1 and not self.link.open.is_set():
+            wait(lambda: bool(self.link.begun > self.link.ended), PATIENCE)
+        if number == 1 and self.link.refuse:
+            wait(lambda: not self.link.refuse, PATIENCE)
+
+    def layer(self, scheduled: Any, layer_name: str) -> None:
+        super().forward(scheduled)
+
+    @maybe_transfer_kv_layer
+    def attention(self, scheduled: Any, layer_name: str) -> None:
+        self.layer(scheduled, layer_name)
+
+
+class Pair(chunk.Pair):
+    def __init__(self, model_config: Any) -> None:
+        super().__init__(model_config, Prefill)
+        self.prefill: Prefill
+        self.patched = hasattr(self.prefill.worker, "_livepatch_writes")
+
+    def came(self, places: list[int], *, again: float = 0.0, **what: Any) -> Any:
+        """How many of decode's blocks hold what they are to hold: one number, or one of each layer."""
+        found = []
+        first = self.decode.cache
+        for number, cache in enumerate(self.decode.caches.values()):
+            self.decode.cache = cache
+            found.append(super().came(places, again=again + QUARTER * number, **what))
+        self.decode.cache = first
+        return found[0] if len(set(found)) == 1 else found
+
+    def step(self, places: list[int], **what: Any) -> list[Any]:
+        """A step of prefill's; what has come after each of its layers, and after it."""
+        after: list[Any] = []
+
+        def look(number: int) -> None:
+            assert self.settled()
+            after.append(self.came(places, **what))
+
+        self.prefill.between = look
+        self.prefill.step()
+        self.prefill.between = self.prefill.waits
+        look(0)
+        return after
+
+
+def by_layer(pair: Pair) -> Any:
+    """Asked before prefill begins."""
+    del pair.prefill.link.writes[:]
+    places = pair.ask("layers")
+    pair.prefill.compute("layers")
+    steps = [pair.step(places) for _ in range(4)]
+    return steps, pair.end("layers", places), pair.prefill.link.writes[:], pair.left()
+
+
+def amid_a_step(pair: Pair) -> Any:
+    """Asked when the step has computed two of its layers."""
+    places: list[int] = []
+    after = []
+
+    def asked(number: int) -> None:
+        if number == 2:
+            places.extend(pair.ask("amid"))
+            wait(lambda: pair.came(places, content=51) == [2, 2, 0], sides.SECONDS if pair.patched else PATIENCE)
+        if number >= 2:
+            assert pair.settled()
+            after.append(pair.came(places, content=51))
+
+    pair.prefill.compute("amid", content=51)
+    pair.prefill.between = asked
+    pair.prefill.step()
+    pair.prefill.between = pair.prefill.waits
+    return after, pair.end("amid", places, content=51), pair.left()
+
+
+def rest_at_the_end(pair: Pair) -> Any:
+    """A layer of the first blocks is under way until prefill has ended: its other layers are sent then, and no more."""
+    link = pair.prefill.link
+    del link.writes[:]
+    places = pair.ask("rest")
+    pair.prefill.compute("rest", content=52)
+    link.open.clear()
+    for _ in range(5):
+        pair.prefill.step()
+    early = pair.told("rest", places, PATIENCE)
+    link.open.set()
+    return early, pair.end("rest", places, content=52), pair.prefill.link.writes[:], pair.left()
+
+
+def some_layers(pair: Pair) -> Any:
+    """The connector is called for the first layer only, and in one step for none: the others leave when it has ended."""
+    del pair.prefill.link.writes[:]
+    places = pair.ask("some")
+    pair.prefill.compute("some", content=53)
+    steps = []
+    for calls in (LAYERS[:1], [], LAYERS, LAYERS[2:]):
+        pair.prefill.calls = calls
+        steps.append(pair.step(places, content=53))
+    pair.prefill.calls = LAYERS
+    return steps, pair.end("some", places, content=53), pair.prefill.link.writes[:], pair.left()
+
+
+def twice(pair: Pair) -> Any:
+    """A step computes each layer in two parts: what left after the first counts for nothing, and no more leaves by layers."""
+    places = pair.ask("two-parts")
+    pair.prefill.compute("two-parts", content=54)
+    pair.prefill.twice = True
+    pair.prefill.between = lambda number: pair.settled() or None
+    pair.prefill.step()
+    pair.prefill.between, pair.prefill.twice = pair.prefill.waits, False
+    assert pair.settled()
+    first = pair.came(places, content=54)
+    second = pair.step(places, content=54)
+    return first, second, pair.end("two-parts", places, content=54), pair.left()
+
+
+CASES = (
+    by_layer,
+    amid_a_step,
+    rest_at_the_end,
+    some_layers,
+    chunk.late,
+    chunk.hits,
+    chunk.same_step,
+    chunk.aborted,
+    chunk.begun_again,
+    chunk.preempted,
+    chunk.drained,
+    chunk.many,
+    chunk.more,
+    chunk.failed,
+    chunk.failed_and_aborted,
+    chunk.failed_and_let_go,
+    chunk.failed_and_again,
+    chunk.decode_aborted,
+    chunk.forgotten,
+    twice,
+)
+
+
+def main() -> None:
+    real.quiet()
+    os.environ[chunk.ABORT] = "600"
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
+        init_none_hash(sha256)
+        pair = Pair(model_config)
+        for name, module in list(sys.modules.items()):
+            if name.endswith("mooncake_layerwise.early"):
+                module.LAYERS_BYTES = 0  # type: ignore[attr-defined]  # these blocks are small
+        result = {}
+        for case in CASES if len(sys.argv) == 2 else [case for case in CASES if case.__name__ in sys.argv[2:]]:
+            result[case.__name__] = case(pair)
+    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
+    atexit._run_exitfuncs()  # the bundle's last report
+    os._exit(0)  # sockets that wait would be waited for
+
+
+if __name__ == "__main__":
+    main()

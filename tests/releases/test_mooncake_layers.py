@@ -1,0 +1,131 @@
+"""KV that leaves layer by layer while a step computes the next ones: the rest is as in test_mooncake_layerwise.py.
+
+Contents of decode's blocks are compared layer by layer, after each layer of each step, and at the end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+from packaging.version import Version
+
+DRIVER = "mooncake_layers"
+SHORT = ["by_layer", "amid_a_step", "rest_at_the_end", "some_layers", "aborted", "failed_and_aborted", "twice"]
+"""Of the driver's cases."""
+RELEASES: dict[str, list[str]] = {
+    "0.20.2": SHORT,
+    "0.33.0": [],
+}
+"""Which cases; none: all. By hand all were run on 0.20.2 too, and SHORT on 0.24.0, 0.25.1, 0.29.0, 0.30.0 and 0.32.0."""
+STOCKS = ["0.20.2", "0.33.0"]
+NOTHING, FAILED, ALL = "nothing is told", "failed", ["loaded", 8]
+NONE = [0, 0, 0, 0]
+A_LAYER, THE_REST = 0.67, 7.33
+"""Blocks that a write brings: one layer of two of a prompt's eight, and all but that."""
+
+STOCK: dict[str, Any] = {
+    "by_layer": [[NONE] * 4, ALL, [8.0], 0],
+    "amid_a_step": [[0, 0], ALL, 0],
+    "rest_at_the_end": [NOTHING, ALL, [8.0], 0],
+    "some_layers": [[NONE] * 4, ALL, [8.0], 0],
+    "late": [ALL, [8.0], 0],
+    "hits": [[0, 0], [["loaded", 5], ["loaded", 6], ALL], 0],
+    "same_step": [[0, 0], ALL, ALL, 0],
+    "aborted": [False, 0, NOTHING, NOTHING, 0, 0],
+    "begun_again": [False, False, NOTHING, ALL, 0],
+    "preempted": [False, False, ALL, [8.0], 0],
+    "drained": [NOTHING, ALL, [8.0], 0],
+    "many": [[ALL] * 7, 0],
+    "more": [[NOTHING, True], *ALL],
+    "failed": [NOTHING, [8.0], 8, 8, True, 0],
+    "failed_and_aborted": [NOTHING, 0, 0, False, 0],
+    "failed_and_let_go": [True, False, False, 0],
+    "failed_and_again": ["loaded", 8, 0],
+    "decode_aborted": [False, 8, True, True, 6, 0, 0],
+    "forgotten": 0,
+    "twice": [0, NONE, ALL, 0],
+}
+"""Nothing leaves before the end, and all of it then."""
+
+PATCHED = {
+    **STOCK,
+    "by_layer": [
+        [
+            [[2, 0, 0], [2, 2, 0], 2, 2],
+            [[4, 2, 2], [4, 4, 2], 4, 4],
+            [[6, 4, 4], [6, 6, 4], 6, 6],
+            [[7, 6, 6], [7, 7, 6], 7, 7],
+        ],
+        ALL,
+        [*[A_LAYER] * 9, *[0.33] * 3, 1.0],
+        0,
+    ],
+    "amid_a_step": [[[2, 2, 0], 2], ALL, 0],
+    "rest_at_the_end": [NOTHING, ALL, [A_LAYER, THE_REST], 0],
+    "some_layers": [
+        [
+            [[2, 0, 0], [2, 0, 0], [2, 0, 0], 2],
+            [2, 2, 2, 4],
+            [[6, 4, 4], [6, 6, 4], 6, 6],
+            [6, 6, [6, 6, 7], 7],
+        ],
+        ALL,
+        [0.67, 1.33, 2.0, 0.67, 0.67, 0.67, 0.33, 0.67, 1.0],
+        0,
+    ],
+    "hits": [[4, 7], [["loaded", 5], ["loaded", 6], ALL], 0],
+    "same_step": [[2, 4], ALL, ALL, 0],
+    "aborted": [True, 2, NOTHING, FAILED, [2, 0, 0], 0],
+    "begun_again": [True, True, FAILED, ALL, 0],
+    "preempted": [True, True, ALL, [8.0], 0],
+    "drained": [NOTHING, ALL, [A_LAYER, THE_REST], 0],
+    "more": [[FAILED, True], *ALL],
+    "failed": [NOTHING, [A_LAYER], 8, [2, 0, 0], True, 0],
+    "failed_and_aborted": [NOTHING, 2, [2, 0, 0], True, 0],
+    "failed_and_let_go": [False, True, True, 0],
+    "decode_aborted": [True, 8, True, True, 6, 0, 0],
+    "twice": [2, [2, 2, 2, 4], ALL, 0],
+}
+
+
+def expected(release: str, cases: dict[str, Any], only: list[str]) -> dict[str, Any]:
+    """vLLM PR#50984, in 0.30.0: what prefill answers as failed is told to decode's scheduler at once."""
+    if Version(release) >= Version("0.30"):
+        cases = {**cases, "more": [[FAILED, True], *ALL]}
+        if cases["drained"] == STOCK["drained"]:
+            cases["failed"] = [FAILED, *cases["failed"][1:]]
+    return {name: came for name, came in cases.items() if not only or name in only}
+
+
+@pytest.mark.parametrize("release", STOCKS)
+def test_stock(release: str, warm: interpreter.Interpreter, mooncake: list[Path], tmp_path: Path) -> None:
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, path=mooncake, arguments=["0.2", *SHORT])
+    assert run["cases"] == expected(release, STOCK, SHORT)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_patched(
+    release: str, warm: interpreter.Interpreter, mooncake: list[Path], bundle: Path, tmp_path: Path
+) -> None:
+    only = RELEASES[release]
+    environ = {"LIVEPATCH_MOONCAKE_LAYERWISE": "on", "LIVEPATCH_MOONCAKE_LAYERWISE_BY": "auto"}
+    environ["LIVEPATCH_MOONCAKE_FAILED_LOADS_LOOK_SECONDS"] = "0.2"
+    given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5", *only], "environ": environ}
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, **given)
+    assert run["cases"] == expected(release, PATCHED, only)
+    patch = interpreter.reported(tmp_path, "mooncake-layerwise")
+    assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
+    assert patch["counters"]["failed"] == (1 if only else 3)
+    assert patch["counters"]["layers"] > 0
+
+
+def test_by_chunk(warm: interpreter.Interpreter, mooncake: list[Path], bundle: Path, tmp_path: Path) -> None:
+    """The default: whole blocks, after steps."""
+    environ = {"LIVEPATCH_MOONCAKE_LAYERWISE": "on"}
+    given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5", "by_layer"], "environ": environ}
+    run = warm.run(DRIVER, {"vllm": "0.33.0"}, tmp_path, **given)
+    steps = [[0, 0, 0, 2], [2, 2, 2, 4], [4, 4, 4, 6], [6, 6, 6, 7]]
+    assert run["cases"]["by_layer"] == [steps, ALL, [2.0, 2.0, 2.0, 1.0, 1.0], 0]
