@@ -118,7 +118,7 @@ def test_patched(
     assert run["cases"] == expected(release, PATCHED, only)
     patch = interpreter.reported(tmp_path, "mooncake-layerwise")
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
-    assert patch["counters"]["failed"] == (1 if only else 3)
+    assert patch["counters"]["failed"] == (1 if only else 4)
     assert patch["counters"]["layers"] > 0
 
 
