@@ -22,6 +22,8 @@ from vllm_livepatch.tools import deploy
 from vllm_livepatch.tools.bundled import status
 from vllm_livepatch.tools.lab import environments, model
 
+from tests.fleets import by_hand
+
 STANDINS = Path(__file__).parent / "standins"
 VLLM = os.environ.get("FLEETS_VLLM", "0.32.0")
 PATCH = "idle-stepping"
@@ -192,6 +194,7 @@ def test_what_deploy_ray_prints(place: Place) -> None:
     assert found.unmet == []
 
 
+@by_hand
 def test_started_without_it_strict_ends_the_worker(place: Place, unprepared: str) -> None:
     found = run(place, unprepared, 1, **place.patched)
     assert not found.answered
@@ -208,6 +211,7 @@ def test_started_without_it_the_guard_arms_late_and_says_so(place: Place, unprep
     assert f"{PATCH} is skipped in pid {found.workers[0]['pid']}" in found.unmet[0]
 
 
+@by_hand
 def test_the_executor_before_hands_on_neither(place: Place, unprepared: str) -> None:
     found = run(place, unprepared, 1, **place.patched, **V1)
     told = run(place, unprepared, 1, **place.patched, **V1, VLLM_RAY_EXTRA_ENV_VARS_TO_COPY="LIVEPATCH")
@@ -219,6 +223,7 @@ def test_the_executor_before_hands_on_neither(place: Place, unprepared: str) -> 
     assert any("LIVEPATCH=strict: no bundle is armed in this process" in line for line in told.said)
 
 
+@by_hand
 def test_a_job_s_runtime_environment_patches_its_workers(place: Place, unprepared: str) -> None:
     """As `ray job submit --runtime-env-json` sets it: the cluster may have been started without anything."""
     job = {"runtime_env": {"env_vars": place.patched}}

@@ -12,8 +12,8 @@ import interpreter
 import pytest
 
 DRIVER = "mooncake_held"
-RELEASES = ["0.30.0", "0.31.0", "0.32.0", "0.33.0"]
-"""From vLLM PR#50984 on, which reports such loads as failed; before, their requests wait."""
+RELEASES = ["0.30.0", "0.33.0"]
+"""From vLLM PR#50984 on, which reports such loads as failed; before, their requests wait. By hand 0.31.0 and 0.32.0 too."""
 
 STOCK: dict[str, Any] = {
     "failed": [True, True, False, 0],
