@@ -9,6 +9,7 @@ compared with those of a prefill engine by itself. A link is the lab's fault `li
 as at so many MB/s; 0 is this machine's loopback.
 
 - stock: without the patch; an engine computes up to `--whole` tokens at once;
+- again: stock once more, for how far two equal arms differ; not among those measured by default;
 - layer: the same, with the patch by layer;
 - chunk: with the patch by chunk; an engine computes `--step` tokens at once, since whole blocks leave after steps only.
 
@@ -42,9 +43,10 @@ from vllm_livepatch.tools.lab.supervisor import Supervisor
 PATCH = "mooncake-layerwise"
 TOPOLOGY = "pd-mooncake-both"
 STOCK = "stock"
+AGAIN = "again"
 PATCHED = ("layer", "chunk")
 """Arms, each by its option BY."""
-ARMS = (STOCK, *PATCHED)
+ARMS = (STOCK, AGAIN, *PATCHED)
 ALONE = "prefill"
 """Beside the arms: the stock arm's prefill engine, asked by itself."""
 ANSWER_TOKENS = 2
@@ -53,28 +55,33 @@ LINK = "link"
 """The file that says the link's rate to the engines."""
 
 SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 12,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 16384,
+    "head_dim": 256,
+    "max_position_embeddings": 10240,
 }
-"""Of the model: its KV takes about as long on a link of 100 MB/s as its prefill does on one core."""
-TOKEN_BYTES = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * 4
-"""KV of a token: keys and values of all layers, float32."""
+"""Of the model: narrow, with much KV a token (96 KiB; a model of 8 billion parameters has 128). So the KV of 1,024 tokens
+takes about as long on a link of 400 MB/s as their prefill does on one core."""
+TOKEN_BYTES = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * 2
+"""KV of a token: keys and values of all layers, bfloat16, for which a processor may have instructions of its own."""
+ENGINE = {"--dtype": "bfloat16", "--block-size": "32", "--max-model-len": str(SHAPE["max_position_embeddings"])}
+KV_GIB = 1
+"""Of each engine, which writes to all of it when it starts: enough for 10,922 tokens."""
 
 
 def deployment(python: Path, made: Path, release: str, step: int, injected: Mapping[str, str]) -> topology.Deployment:
     """The topology's parts, with engines that compute `step` tokens at once and keep no prompt."""
-    variables = {**environments.vllm_cache(release), **injected}
+    variables = {**environments.vllm_cache(release), "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), **injected}
     deployed = topology.local(topology.load(TOPOLOGY), python, made, variables)
     parts = []
     for part in deployed.parts:
         words = list(part.command)
         if "--max-model-len" in words:
-            words[words.index("--max-model-len") + 1] = str(SHAPE["max_position_embeddings"])
+            for option, value in ENGINE.items():
+                words[words.index(option) + 1] = value
             words += ["--no-enable-prefix-caching", "--max-num-batched-tokens", str(step)]
         parts.append(dataclasses.replace(part, command=tuple(words)))
     return topology.Deployment(tuple(parts), deployed.url)
@@ -121,38 +128,56 @@ async def measure(options: argparse.Namespace, python: Path, place: Path, kept: 
         engine = deployed[first].parts[0].health.removesuffix("/health")
         clients[ALONE] = await stack.enter_async_context(Client(engine, topology.MODEL_NAME, 300))
         for tokens in options.tokens:
-            await asked(parts, clients, tokens, 1, 1)  # warms up
+            warm = await alone(clients, tokens, 1, 1)
+            await asked(parts, clients, tokens, 1, warm)
             for number in options.at_once:
+                if tokens * number > options.most:
+                    continue
+                (place / LINK).write_text("0", encoding="utf-8")
+                rounds = max(3, min(options.rounds, options.most // (tokens * number)))
+                by_itself = await alone(clients, tokens, number, rounds)
                 for link in options.links:
-                    if tokens * number > options.most:
-                        continue
                     (place / LINK).write_text(f"{link:g}", encoding="utf-8")
-                    rounds = max(3, min(options.rounds, options.most // (tokens * number)))
-                    times = await asked(parts, clients, tokens, number, rounds)
+                    times = await asked(parts, clients, tokens, number, by_itself)
                     kept({**row(link, tokens, number, times), "early": counted(place)})
 
 
+Answers = list[tuple[str, float]]
+"""Of prompts that were asked at once: the text, and the seconds to the first token, of each."""
+
+
+async def alone(clients: Mapping[str, Client], tokens: int, number: int, rounds: int) -> list[Answers]:
+    """What a prefill engine by itself answers, in each round."""
+    return [await together(clients[ALONE], prompts(tokens, number, turn)) for turn in range(rounds)]
+
+
+def prompts(tokens: int, number: int, turn: int) -> list[Said]:
+    return [(prompt,) for prompt in model.prompts(number, tokens, seed=f"{tokens} {turn}")]
+
+
 async def asked(
-    parts: Mapping[str, Supervisor], clients: Mapping[str, Client], tokens: int, number: int, rounds: int
+    parts: Mapping[str, Supervisor],
+    clients: Mapping[str, Client],
+    tokens: int,
+    number: int,
+    by_itself: Sequence[Answers],
 ) -> Times:
-    """What came of `number` prompts at once, so many times."""
+    """What came of `number` prompts at once, in as many rounds as a prefill engine has answered by itself."""
     arms = list(parts)
-    found = Times({name: [] for name in clients}, dict.fromkeys(arms, 0))
-    for turn in range(rounds):
-        prompts = [(prompt,) for prompt in model.prompts(number, tokens, seed=f"{tokens} {turn}")]
-        order = arms[:: -1 if turn % 2 else 1]
-        came = {arm: await parts[arm].guard(together(clients[arm], prompts)) for arm in order}
-        came[ALONE] = await parts[arms[0]].guard(together(clients[ALONE], prompts))
-        right = [text for text, _ in came[ALONE]]
+    found = Times({name: [] for name in (*arms, ALONE)}, dict.fromkeys(arms, 0))
+    for turn, right in enumerate(by_itself):
+        # Each comes after each of the others about as often.
+        order = [arms[(turn + place) % len(arms)] for place in range(len(arms))][:: -1 if turn // len(arms) % 2 else 1]
+        came = {arm: await parts[arm].guard(together(clients[arm], prompts(tokens, number, turn))) for arm in order}
         for arm in arms:
-            found.differ[arm] += sum(text != one for (text, _), one in zip(came[arm], right, strict=True))
-        for name, answers in came.items():
+            found.differ[arm] += sum(text != one for (text, _), (one, _) in zip(came[arm], right, strict=True))
+        for name, answers in {**came, ALONE: right}.items():
             found.seconds[name] += [round(first, 4) for _, first in answers]
     return found
 
 
-async def together(client: Client, prompts: Sequence[Said]) -> list[tuple[str, float]]:
-    """The answers to prompts that are asked at once, and the seconds to the first token of each."""
+async def together(client: Client, prompts: Sequence[Said]) -> Answers:
+    """What comes of prompts that are asked at once."""
     answers = await asyncio.gather(*(client.stream(prompt, ANSWER_TOKENS) for prompt in prompts))
     return [(text, times[0]) for text, times in answers]
 
@@ -187,7 +212,7 @@ def rows(figures: Mapping[str, Any]) -> list[list[str]]:
     for one in figures["rows"]:
         middle, share = one["median"], one.get("share", {})
         times = {name: f"{middle[name] * 1000:.0f} ms" for name in names}
-        for name in PATCHED:
+        for name in (AGAIN, *PATCHED):
             if name in times and STOCK in times:
                 times[name] += f" ({middle[name] / middle[STOCK]:.2f})"
         lines.append(
@@ -217,13 +242,13 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", type=float, default=[100, 400, 0], help="MB/s; 0 is the loopback")
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 3072, 8192], help="lengths of prompts")
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4, 16], help="how many prompts are asked at once")
-    parser.add_argument("--most", type=int, default=16384, help="tokens that are asked at once; more is left out")
+    parser.add_argument("--most", type=int, default=8192, help="tokens that are asked at once; more is left out")
     parser.add_argument(
         "--rounds", type=int, default=7, help="how often at most; fewer where prompts are long, 3 at least"
     )
     parser.add_argument("--whole", type=int, default=2048, help="tokens that an engine computes at once")
     parser.add_argument("--step", type=int, default=256, help="the same, of the arm by chunk")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[STOCK, *PATCHED])
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON, written after each row")
     parser.add_argument("--kept", type=Path, help="the JSON of an earlier run: nothing is run")
     parser.add_argument("--write", type=Path, help="a document, for its <!-- layerwise --> table")
