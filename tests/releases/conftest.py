@@ -97,16 +97,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     entries = catalogue.load()
     ran = executed.fully(matrix.make(entry.patch for entry in entries.values()), record)
     with FileLock(f"{tempfile.gettempdir()}/livepatch-executed.lock"):
-        if by_hand:
-            code = {name: matrix.code_of(entry.folder) for name, entry in entries.items()}
-            runs = executed.with_runs(matrix.by_hand(), ran, matrix.executed(), code, executed.revision())
-            matrix.BY_HAND_FILE.write_text(executed.HEAD_BY_HAND + tomli_w.dumps(runs), encoding="utf-8")
-            return
-        if keep:
+        if keep and not by_hand:
             kept = ran if whole else executed.both(matrix.executed(), ran)
             matrix.EXECUTED_FILE.write_text(executed.HEAD + tomli_w.dumps(kept), encoding="utf-8")
             matrix.executed.cache_clear()
-    if whole:
+        if keep:
+            code = {name: matrix.code_of(entry.folder) for name, entry in entries.items()}
+            new = ran if by_hand else {}
+            runs = executed.with_runs(matrix.by_hand(), new, matrix.executed(), code, executed.revision())
+            matrix.BY_HAND_FILE.write_text(executed.HEAD_BY_HAND + tomli_w.dumps(runs), encoding="utf-8")
+    if whole and not by_hand:
         config.stash[CLAIMS] = executed.overclaimed(matrix.executed(), ran)
         if config.stash[CLAIMS]:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

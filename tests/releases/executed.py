@@ -134,41 +134,36 @@ def revision() -> str:
 
 def with_runs(
     kept: Mapping[str, Sequence[Run]],
-    ran: Mapping[str, Mapping[str, list[str]]],
+    ran: Mapping[str, Mapping[str, Collection[str]]],
     in_ci: Mapping[str, Mapping[str, Collection[str]]],
     code: Mapping[str, str],
     where: str,
 ) -> dict[str, list[Run]]:
-    """What is kept of runs by hand, after one more of revision `where`: the newest run of each release that CI leaves out."""
-    runs: dict[str, list[Run]] = {name: list(of_patch) for name, of_patch in kept.items()}
-    for name, packages in ran.items():
-        new = {
-            package: [one for one in found if one not in in_ci.get(name, {}).get(package, ())]
-            for package, found in packages.items()
-        }
-        if any(new.values()):
-            run: Run = {"code": code[name], "date": time.strftime("%Y-%m-%d"), "revision": where, "releases": new}
-            runs[name] = [*_without(runs.get(name, []), new), run]
-    return {name: found for name, of_patch in sorted(runs.items()) if (found := _of_code(of_patch, code.get(name)))}
+    """What is kept of runs by hand, after one more of revision `where`: the newest of each release that CI leaves out."""
+    runs: dict[str, list[Run]] = {}
+    for name in sorted({*kept, *ran} & {*code}):
+        now: Run = {"code": code[name], "date": time.strftime("%Y-%m-%d"), "revision": where, "releases": {}}
+        now["releases"] = {package: [*found] for package, found in ran.get(name, {}).items()}
+        earlier = [_without(run, now["releases"]) for run in kept.get(name, ())]
+        found = _of_code([_without(run, in_ci.get(name, {})) for run in (*earlier, now)], code[name])
+        if found:
+            runs[name] = found
+    return runs
 
 
-def _without(runs: Iterable[Run], newer: Mapping[str, Collection[str]]) -> list[Run]:
-    """Runs less the releases that were run again."""
-    rest: list[Run] = []
-    for run in runs:
-        left = {
-            package: [one for one in found if one not in newer.get(package, ())]
-            for package, found in run["releases"].items()
-        }
-        rest.append({**run, "releases": {package: found for package, found in left.items() if found}})
-    return rest
+def _without(run: Run, others: Mapping[str, Collection[str]]) -> Run:
+    left = {
+        package: [one for one in found if one not in others.get(package, ())]
+        for package, found in run["releases"].items()
+    }
+    return {**run, "releases": left}
 
 
-def _of_code(runs: Iterable[Run], code: str | None) -> list[Run]:
+def _of_code(runs: Iterable[Run], code: str) -> list[Run]:
     """Those of the patch as it is, the ones of one day and revision as one."""
     merged: dict[tuple[str, str], Run] = {}
     for run in runs:
-        if run["code"] != code or not run["releases"]:
+        if run["code"] != code or not any(run["releases"].values()):
             continue
         whole = merged.setdefault((run["date"], run["revision"]), {**run, "releases": {}})
         for package, found in run["releases"].items():
