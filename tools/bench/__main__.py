@@ -16,8 +16,11 @@ from pathlib import Path
 
 from vllm_livepatch.tools.bench import (
     block_transfer,
+    bundle_size,
     changed_import,
     figures,
+    git_apply,
+    idle_steps,
     moriio_wait,
     offline_check,
     pinned_allocator,
@@ -41,6 +44,9 @@ BENCHMARKS: dict[str, Callable[[], Figures]] = {
         block_transfer,
         pinned_allocator,
         changed_import,
+        bundle_size,
+        git_apply,
+        idle_steps,
     )
 }
 PAGES = ("README.md", "docs/*.md")
