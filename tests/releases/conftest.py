@@ -22,6 +22,8 @@ from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.lab import environments
 
+REVISION = pytest.StashKey[str]()
+"""What a run by hand, whose record is kept, began with."""
 CLAIMS = pytest.StashKey[list[str]]()
 """What a whole run found of the matrix's cells."""
 
@@ -73,6 +75,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """The workers of one run leave their record in one place."""
     if not hasattr(config, "workerinput"):
+        if config.option.keep_record:
+            config.stash[REVISION] = executed.revision()
         os.environ[executed.VARIABLE] = tempfile.mkdtemp(prefix="livepatch-executed-")
 
 
@@ -104,7 +108,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         if keep:
             code = {name: matrix.code_of(entry.folder) for name, entry in entries.items()}
             new = ran if by_hand else {}
-            runs = executed.with_runs(matrix.by_hand(), new, matrix.executed(), code, executed.revision())
+            runs = executed.with_runs(matrix.by_hand(), new, matrix.executed(), code, config.stash[REVISION])
             matrix.BY_HAND_FILE.write_text(executed.HEAD_BY_HAND + tomli_w.dumps(runs), encoding="utf-8")
     if whole and not by_hand:
         config.stash[CLAIMS] = executed.overclaimed(matrix.executed(), ran)

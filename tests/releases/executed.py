@@ -120,16 +120,14 @@ def both(
 
 
 def revision() -> str:
-    """The commit of what was run; `-dirty` where something else than a record is not committed."""
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run(
-        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    records = [":!tools/commands/executed.toml", ":!tools/commands/executed_by_hand.toml", ":!docs"]
-    status = subprocess.run(
-        [*git, "status", "--porcelain", "--", ".", *records], capture_output=True, text=True, check=True
-    )
-    return f"{head}-dirty" if status.stdout.strip() else head
+    """The commit of what is run; `-dirty` where something of it is not committed."""
+
+    def answer(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+
+    rooms = ["patches", "sitecustomize", "tests/releases", "tests/standins"]
+    dirty = "-dirty" if answer("status", "--porcelain", "--", *rooms).strip() else ""
+    return f"{answer('rev-parse', '--short', 'HEAD').strip()}{dirty}"
 
 
 def with_runs(

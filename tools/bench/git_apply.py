@@ -2,8 +2,8 @@
 
     python -m vllm_livepatch.tools.bench.git_apply
 
-The diff is of the modules in MODULES from vLLM 0.31.0 to 0.32.0, as they were published. It is applied to copies: of the
-release before, of the one that it was made for, and of the one that has the change already.
+The diff is of the modules in MODULES from vLLM 0.31.0 to 0.32.0, as they were published. It is applied to copies: of
+the release before, of the one that it was made for, and of the one that has the change already.
 """
 
 from __future__ import annotations

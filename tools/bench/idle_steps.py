@@ -2,7 +2,7 @@
 
     python -m vllm_livepatch.tools.bench.idle_steps [--release X]...
 
-The release's own loop, scheduler and queue, stock and patched, by the release tests' driver. Times are the driver's own:
+The release's own loop, scheduler and queue, stock and patched, by the release tests' driver. Times are the driver's:
 a step takes 2 ms, and a sleep 1 ms. What it costs real engines: bench.idle_stepping.
 """
 
