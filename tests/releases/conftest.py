@@ -15,12 +15,15 @@ from typing import Any
 import executed
 import pytest
 import tomli_w
+from filelock import FileLock
 from interpreter import Interpreter
 from packaging.version import Version
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.lab import environments
 
+REVISION = pytest.StashKey[str]()
+"""What a run by hand, whose record is kept, began with."""
 CLAIMS = pytest.StashKey[list[str]]()
 """What a whole run found of the matrix's cells."""
 
@@ -62,18 +65,27 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--keep-record", action="store_true", help="keep what a whole run executed, for the matrix")
+    parser.addoption(
+        "--keep-record",
+        action="store_true",
+        help="keep what whole files, or all of them, executed, for the matrix",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The workers of one run leave their record in one place."""
     if not hasattr(config, "workerinput"):
+        if config.option.keep_record:
+            config.stash[REVISION] = executed.revision()
         os.environ[executed.VARIABLE] = tempfile.mkdtemp(prefix="livepatch-executed-")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A whole run that passed fails where a cell of the matrix is called executed, and was not."""
+    """A whole run that passed fails where a cell of the matrix is called executed, and was not.
+
+    With `--keep-record` a run of some files, all tests of each, adds to the record, which the next whole run holds.
+    """
     config = session.config
     if hasattr(config, "workerinput"):
         return
@@ -81,16 +93,27 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     record = executed.read(place)
     shutil.rmtree(place)
     chosen = config.option.keyword or config.option.markexpr or any("::" in word for word in config.args)
+    by_hand = executed.SELECTION in os.environ
     whole = not chosen and any(Path(word).resolve() == Path(__file__).parent for word in config.args)
-    if not whole or exitstatus != 0 or config.option.collectonly:
+    keep = config.option.keep_record and not chosen
+    if exitstatus != 0 or config.option.collectonly or not (keep or (whole and not by_hand)):
         return
-    ran = executed.fully(matrix.make(entry.patch for entry in catalogue.load().values()), record)
-    if config.option.keep_record:
-        matrix.EXECUTED_FILE.write_text(executed.HEAD + tomli_w.dumps(ran), encoding="utf-8")
-        matrix.executed.cache_clear()
-    config.stash[CLAIMS] = executed.overclaimed(matrix.executed(), ran)
-    if config.stash[CLAIMS]:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    entries = catalogue.load()
+    ran = executed.fully(matrix.make(entry.patch for entry in entries.values()), record)
+    with FileLock(f"{tempfile.gettempdir()}/livepatch-executed.lock"):
+        if keep and not by_hand:
+            kept = ran if whole else executed.both(matrix.executed(), ran)
+            matrix.EXECUTED_FILE.write_text(executed.HEAD + tomli_w.dumps(kept), encoding="utf-8")
+            matrix.executed.cache_clear()
+        if keep:
+            code = {name: matrix.code_of(entry.folder) for name, entry in entries.items()}
+            new = ran if by_hand else {}
+            runs = executed.with_runs(matrix.by_hand(), new, matrix.executed(), code, config.stash[REVISION])
+            matrix.BY_HAND_FILE.write_text(executed.HEAD_BY_HAND + tomli_w.dumps(runs), encoding="utf-8")
+    if whole and not by_hand:
+        config.stash[CLAIMS] = executed.overclaimed(matrix.executed(), ran)
+        if config.stash[CLAIMS]:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

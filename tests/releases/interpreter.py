@@ -58,11 +58,13 @@ class Interpreter:
         environ: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
         path: Sequence[Path] = (),
+        with_stock: bool = False,
     ) -> dict[str, Any]:
         """Run driver/`driver`.py in `work` and return the JSON that it prints; fails the test where there is none.
 
         `releases` is what to put on the search path, version by package, behind the bundle if there is one and before
-        `path`. The driver's object says under each package's name which file that was imported from.
+        `path`. The driver's object says under each package's name which file that was imported from. `with_stock`: the
+        driver plays the release's own code too, unwrapped, in the same process, and the test looks at what came of it.
         """
         given = {package: sources.site_packages(package, version) for package, version in releases.items()}
         searched = [*([bundle] if bundle else []), *given.values(), *path]
@@ -89,7 +91,7 @@ class Interpreter:
             assert Path(result[package]).is_relative_to(place), f"another {package} than the release's was driven"
         # A package that was not put on the path is the engine environment's: of the newest pinned release.
         own = {name: registry.pins(name)[-1].version for name in ("lmcache",) if result.get(name) and name not in given}
-        executed.note(driver, {**releases, **own}, work / "state" if bundle else None)
+        executed.note(driver, {**releases, **own}, work / "state" if bundle else None, with_stock)
         return result
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from filelock import FileLock
@@ -46,6 +47,8 @@ def drive(release: str, manner: str, warm: interpreter.Interpreter, python: Path
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
             _run(release, manner, warm, python, bundle, work)
+        else:  # a run of this test module's as much as of the one that made it
+            executed.note("prefill_decode", {"vllm": release}, work / "state" if MANNERS[manner] is not None else None)
     result = json.loads((work / "result.json").read_text(encoding="utf-8"))
     patches: dict[str, dict[str, Any]] = {}
     for file in (work / "state").glob("*.json"):

@@ -50,7 +50,7 @@ def test_the_patch_set_is_a_factor_of_the_keys(
     release: str, bundle_of_traced: Path, warm: interpreter.Interpreter, tmp_path: Path
 ) -> None:
     """Stock's key is made beside it, by the same function without the wrapper: it lacks the factor."""
-    found = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle_of_traced)
+    found = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle_of_traced, with_stock=True)
     assert list(found["added"]) == ["LIVEPATCH_PATCH_SET"]
     patch_set = found["added"]["LIVEPATCH_PATCH_SET"]
     assert len(patch_set) == 64

@@ -1,7 +1,7 @@
 """vLLM's engine core while a finished request's blocks are held, and its worker's queue, stock and patched.
 
 See driver/idle_stepping.py and idle_queue.py: seconds are the driver's own, so that every figure is the same on every
-machine. One release of each form of the code is run; all pinned ones were run by hand.
+machine. One release of each form of the code is run; the others by hand.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from vllm_livepatch.tools.bundles import catalogue
@@ -17,9 +18,11 @@ PATCH = "idle-stepping"
 DRIVER = PATCH.replace("-", "_")
 ENTRIES = catalogue.load()
 VARIANTS = ENTRIES[PATCH].patch.variants
-NEEDED = [variant.releases[-1] for variant in VARIANTS if variant.verdict == "needed"]
+EVERY = [release for variant in VARIANTS if variant.verdict == "needed" for release in variant.releases]
+NEEDED = executed.chosen([variant.releases[-1] for variant in VARIANTS if variant.verdict == "needed"], EVERY)
 LAST_WITHOUT = [variant.releases[-1] for variant in VARIANTS if variant.verdict == "not-present"][-1]
 ALONE = {f"LIVEPATCH_{name.replace('-', '_').upper()}": "off" for name in ENTRIES if name != PATCH}
+NEWEST = EVERY[-1]
 MODES = ("Scheduler", "AsyncScheduler")
 
 TURN = 0.003
@@ -40,7 +43,7 @@ def turns(seconds: float) -> Any:
 @pytest.mark.parametrize("release", NEEDED)
 def test_nothing_but_holds(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Stock steps without a pause, and its worker spins; patched, 20 to 40 steps a second are made, and it rests."""
-    run = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, environ=ALONE)
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, environ=ALONE, with_stock=True)
     for mode in MODES:
         stock, patched = run["stock"][mode], run["patched"][mode]
         assert stock["held"]["steps"] == turns(1.0)
@@ -75,7 +78,7 @@ def test_nothing_but_holds(release: str, warm: interpreter.Interpreter, bundle: 
 
 def test_beside_the_others(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """What the other patches do in the scheduler changes nothing of it."""
-    run = warm.run(DRIVER, {"vllm": NEEDED[-1]}, tmp_path, bundle=bundle)
+    run = warm.run(DRIVER, {"vllm": NEWEST}, tmp_path, bundle=bundle)
     for mode in MODES:
         assert run["stock"][mode]["held"]["steps"] == turns(1.0)
         assert run["patched"][mode]["held"]["steps"] <= 40
@@ -86,7 +89,7 @@ def test_beside_the_others(warm: interpreter.Interpreter, bundle: Path, tmp_path
 def test_no_wait(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """WAIT_SECONDS=0: steps as on stock."""
     environ = {**ALONE, "LIVEPATCH_IDLE_STEPPING_WAIT_SECONDS": "0"}
-    run = warm.run(DRIVER, {"vllm": NEEDED[-1]}, tmp_path, bundle=bundle, environ=environ)
+    run = warm.run(DRIVER, {"vllm": NEWEST}, tmp_path, bundle=bundle, environ=environ)
     assert {mode: run["patched"][mode] for mode in MODES} == {mode: run["stock"][mode] for mode in MODES}
 
 

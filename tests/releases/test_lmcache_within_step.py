@@ -1,8 +1,7 @@
 """LMCache's real in-process connector, both sides, with vLLM's real schedulers: loads within the step that fail.
 
 Slots and stored chunks have contents (driver/lmcache_within_step.py). On stock what is computed on lost KV is stored in
-LMCache, by each of several workers, and others load it. A run takes seconds of a core: CI runs the first and the last form, and one between; one LMCache
-of each form was run by hand, with vLLM 0.14.1 to 0.33.0 beside it.
+LMCache, by each of several workers, and others load it. A run takes seconds of a core: CI runs the first and the last form, and one between.
 """
 
 from __future__ import annotations
@@ -10,12 +9,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
+from packaging.version import Version
+from vllm_livepatch.tools.releases import registry
 
 DRIVER = "lmcache_within_step"
 PATCH = "lmcache-unloaded-stores"
-PAIRS = [("0.17.1", "0.3.15"), ("0.20.2", "0.4.6"), ("0.33.0", "0.5.6")]
+IN_CI = {"0.3.15": "0.17.1", "0.4.6": "0.20.2", "0.5.6": "0.33.0"}
+"""Which vLLM is beside an LMCache."""
+EVERY = [pin.version for pin in registry.pins("lmcache")]
+
+
+def beside(lmcache: str) -> str:
+    """A vLLM that the release can be imported with."""
+    version = Version(lmcache)
+    otherwise = "0.20.2" if version < Version("0.4.7") else "0.23.0" if version < Version("0.5.1") else "0.29.0"
+    return IN_CI.get(lmcache, otherwise)
+
+
+PAIRS = [(beside(release), release) for release in executed.chosen(list(IN_CI), EVERY)]
+# With speculation stock goes wrong from vLLM 0.20.2 on.
+STOCKS = [("0.20.2" if one == "0.3.15" else beside(one), one) for one in executed.chosen(["0.5.6"], EVERY)]
 MODES = ("Scheduler", "AsyncScheduler")
 ALONE = ("first_chunk", "second_chunk", "first_chunk_in_parts", "second_chunk_in_parts")
 SHARED = ("shared", "shared_in_parts")
@@ -55,9 +71,10 @@ def driven(
     return {mode: result[mode] for mode in MODES}
 
 
-def test_stock(warm: interpreter.Interpreter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pair", STOCKS, ids="+".join)
+def test_stock(pair: tuple[str, str], warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """What is stored on lost KV is what everybody gets from then on."""
-    assert driven(PAIRS[-1], warm, tmp_path) == STOCK
+    assert driven(pair, warm, tmp_path) == STOCK
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+import executed
 import pytest
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import matrix
@@ -20,8 +22,9 @@ ENTRIES = catalogue.load()
 
 
 @cache
-def driven() -> dict[str, set[str]]:
-    """The releases that the release tests of each patch are run on, as pytest collects them."""
+def driven(selection: str | None = None) -> dict[str, set[str]]:
+    """The releases that the release tests of each patch are run on, as pytest collects them: in CI, or by hand."""
+    environ = {name: value for name, value in os.environ.items() if name != executed.SELECTION}
     command = [
         sys.executable,
         "-m",
@@ -32,7 +35,8 @@ def driven() -> dict[str, set[str]]:
         "-p",
         "no:cacheprovider",
     ]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    environ |= {executed.SELECTION: selection} if selection else {}
+    listed = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
     found: dict[str, set[str]] = defaultdict(set)
     for line in listed.splitlines():
         file, _, test = line.partition("::")
@@ -52,8 +56,21 @@ def made() -> matrix.Matrix:
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_what_is_called_executed_is_driven(name: str, made: matrix.Matrix) -> None:
-    executed = {release for (_, release), cell in made.cells[name].items() if cell.known == "executed"}
-    assert executed <= driven()[name]
+    assert called(name, made, "executed") <= driven()[name]
+
+
+def called(name: str, made: matrix.Matrix, known: matrix.Known) -> set[str]:
+    return {release for (_, release), cell in made.cells[name].items() if cell.known == known}
+
+
+@pytest.mark.parametrize("name", sorted({*ENTRIES} & {*matrix.by_hand()}))
+def test_what_was_run_by_hand_can_be_run_again(name: str, made: matrix.Matrix) -> None:
+    assert called(name, made, "executed by hand") <= driven("all")[name]
+    for run in matrix.by_hand()[name]:
+        assert re.fullmatch(r"[0-9a-f]{7,}", run["revision"]), "of a commit"
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", run["date"])
+        for package, releases in run["releases"].items():
+            assert not {*releases} & {*matrix.executed().get(name, {}).get(package, ())}, "CI runs these"
 
 
 def test_every_release_that_is_driven_is_in_it_and_none_has_drifted(made: matrix.Matrix) -> None:

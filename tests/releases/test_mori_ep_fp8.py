@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from vllm_livepatch.sitecustomize import decision, installed
@@ -18,7 +19,8 @@ from vllm_livepatch.tools.releases import registry, sources
 PATCH = "mori-ep-fp8"
 RELEASES = [pin.version for pin in registry.pins("vllm")]
 NEEDED = ["0.16.0", "0.17.0", "0.17.1", "0.18.1"]
-FIXED = "0.19.1"
+FIXED = executed.chosen(["0.19.1"], RELEASES[RELEASES.index("0.19.1") : RELEASES.index("0.23.0")])
+"""Later releases build their layer in another module, and ask more of AITER than the stand-in has: read, not run."""
 SWITCH = {"LIVEPATCH_MORI_EP_FP8": "on"}
 ALLOW = {**SWITCH, "LIVEPATCH_MORI_EP_FP8_ALLOW_WITHOUT_AITER": "1"}
 REFUSED_LAYER = "AssertionError in __init__: Mori needs to be used with aiter fused_moe for now."
@@ -83,9 +85,10 @@ def test_without_aiter(release: str, warm: interpreter.Interpreter, bundle: Path
     assert interpreter.reported(tmp_path, PATCH)["counters"] == {"built_without_aiter": 1}
 
 
-def test_fixed_release(warm: interpreter.Interpreter, tmp_path: Path) -> None:
-    """The first release with the fix does by itself what the patch makes of the earlier ones."""
-    result = drive(warm, FIXED, tmp_path, None, {})
+@pytest.mark.parametrize("release", FIXED)
+def test_fixed_release(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    """The first release with the fix, and by hand the others, does by itself what the patch makes of the earlier ones."""
+    result = drive(warm, release, tmp_path, None, {})
     runs_and_quantises_once(result)
     assert result["layer"] == REFUSED_LAYER
 

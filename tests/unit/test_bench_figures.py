@@ -15,7 +15,7 @@ from vllm_livepatch.tools.bench.figures import Figures
 
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / figures.PLACE
-PAGES = {file.relative_to(ROOT): file.read_text("utf-8") for pattern in bench.PAGES for file in ROOT.glob(pattern)}
+PAGES = {file.relative_to(ROOT): file.read_text("utf-8") for pattern in figures.PAGES for file in ROOT.glob(pattern)}
 
 
 @pytest.mark.parametrize("page", sorted(PAGES), ids=str)
@@ -24,7 +24,7 @@ def test_a_page_shows_what_is_kept(page: Path) -> None:
     assert figures.filled(PAGES[page], PLACE, with_sources=page.name != "README.md") == PAGES[page]
 
 
-@pytest.mark.parametrize("name", bench.BENCHMARKS)
+@pytest.mark.parametrize("name", [*bench.BENCHMARKS, *bench.WITH_ENGINES])
 def test_what_is_kept_says_how_it_was_made(name: str) -> None:
     result = json.loads((PLACE / f"{name}.json").read_text("utf-8"))
     assert result["command"].startswith(f"python -m vllm_livepatch.tools.bench.{name}")
@@ -37,7 +37,7 @@ def test_what_is_kept_says_how_it_was_made(name: str) -> None:
 
 def test_all_that_is_kept_is_made_and_shown() -> None:
     kept = {file.stem for file in PLACE.iterdir()}
-    assert kept == bench.BENCHMARKS.keys()
+    assert kept == {*bench.BENCHMARKS, *bench.WITH_ENGINES}
     blocks = [block for text in PAGES.values() for block in re.findall(r"<!-- figures: ([^>]+) -->", text)]
     assert {part.split()[0] for block in blocks for part in block.split(";")} == kept
 

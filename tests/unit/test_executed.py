@@ -63,6 +63,44 @@ def test_what_is_kept_and_was_not_run_is_named() -> None:
     assert executed.overclaimed({}, WHOLE) == []
 
 
+def test_a_process_that_plays_both_ways_is_both() -> None:
+    assert fully("needed", {**ran("1.0", "one-patch"), "with_stock": True}) == WHOLE
+    assert fully("needed", {**ran("1.0"), "with_stock": True}) == {}
+
+
+def test_releases_are_those_of_ci_or_by_hand_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(executed.SELECTION, raising=False)
+    assert executed.chosen(["1.0", "3.0"], ["1.0", "2.0", "3.0"]) == ["1.0", "3.0"]
+    monkeypatch.setenv(executed.SELECTION, "2.0,3.0,4.0")
+    assert executed.chosen(["1.0", "3.0"], ["1.0", "2.0", "3.0"]) == ["2.0", "3.0"]
+    monkeypatch.setenv(executed.SELECTION, "all")
+    assert executed.chosen(["1.0"], ["1.0", "2.0"]) == ["1.0", "2.0"]
+
+
+def test_a_run_of_some_files_adds_to_the_record() -> None:
+    other = {"one-patch": {"vllm": ["1.10", "1.9"]}, "two": {"lmcache": ["2.0"]}}
+    assert executed.both(WHOLE, other) == {"one-patch": {"vllm": ["1.0", "1.9", "1.10"]}, "two": {"lmcache": ["2.0"]}}
+
+
+def run(code: str, revision: str, *releases: str, date: str = "2026-01-01") -> dict[str, Any]:
+    return {"code": code, "date": date, "revision": revision, "releases": {"vllm": [*releases]}}
+
+
+def test_the_newest_run_by_hand_of_each_release_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CI runs is not kept, nor what was run of another code of the patch."""
+    monkeypatch.setattr(executed.time, "strftime", lambda _: "2026-01-02")
+    kept = {"one-patch": [run("old", "a", "1.0"), run("now", "b", "1.1", "1.2")], "two": [run("x", "c", "1.0")]}
+    ran_now = {"one-patch": {"vllm": ["1.2", "1.3", "1.4"]}, "two": {"vllm": ["1.4"]}}
+    in_ci = {"one-patch": {"vllm": ["1.4"]}, "two": {"vllm": ["1.4"]}}
+    found = executed.with_runs(kept, ran_now, in_ci, {"one-patch": "now", "two": "x"}, "d")
+    assert found == {
+        "one-patch": [run("now", "b", "1.1"), run("now", "d", "1.2", "1.3", date="2026-01-02")],
+        "two": [run("x", "c", "1.0")],
+    }
+    again = executed.with_runs(found, {"one-patch": {"vllm": ["1.10", "1.3"]}}, {}, {"one-patch": "now"}, "d")
+    assert again == {"one-patch": [run("now", "b", "1.1"), run("now", "d", "1.2", "1.3", "1.10", date="2026-01-02")]}
+
+
 def test_a_line_is_left_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tmp_path / "state"
     state.mkdir()

@@ -16,8 +16,11 @@ from pathlib import Path
 
 from vllm_livepatch.tools.bench import (
     block_transfer,
+    bundle_size,
     changed_import,
     figures,
+    git_apply,
+    idle_steps,
     moriio_wait,
     offline_check,
     pinned_allocator,
@@ -41,18 +44,13 @@ BENCHMARKS: dict[str, Callable[[], Figures]] = {
         block_transfer,
         pinned_allocator,
         changed_import,
+        bundle_size,
+        git_apply,
+        idle_steps,
     )
 }
-PAGES = ("README.md", "docs/*.md")
-
-
-def fill(checkout: Path) -> None:
-    """Each page's blocks, made of what is kept."""
-    for file in sorted(file for pattern in PAGES for file in checkout.glob(pattern)):
-        page = file.read_text(encoding="utf-8")
-        text = figures.filled(page, checkout / figures.PLACE, with_sources=file.name != "README.md")
-        if text != page:
-            file.write_text(text, encoding="utf-8")
+WITH_ENGINES = ("idle_stepping",)
+"""Kept likewise, each by its own command with --write."""
 
 
 def main() -> None:
@@ -70,10 +68,9 @@ def main() -> None:
         for line in figures.changes(old, new):
             print(f"{name}: {line}", flush=True)
         if options.write:
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(f"{json.dumps(new, indent=1, ensure_ascii=False)}\n", encoding="utf-8")
+            figures.write(new, name, CHECKOUT)
     if options.write:
-        fill(CHECKOUT)
+        figures.fill(CHECKOUT)
 
 
 if __name__ == "__main__":

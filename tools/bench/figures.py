@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 PLACE = Path("docs/figures")
+PAGES = ("README.md", "docs/*.md")
 _BLOCK = re.compile(r"(<!-- figures: ([^>]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -97,6 +98,27 @@ def kept(figures: Figures, checkout: Path) -> dict[str, Any]:
         "columns": list(figures.columns),
         "rows": [list(row) for row in figures.rows],
     }
+
+
+def keep(figures: Figures, name: str, checkout: Path) -> None:
+    """Write what a benchmark came to beside the others, and fill the pages that show it."""
+    write(kept(figures, checkout), name, checkout)
+    fill(checkout)
+
+
+def write(result: dict[str, Any], name: str, checkout: Path) -> None:
+    file = checkout / PLACE / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{json.dumps(result, indent=1, ensure_ascii=False)}\n", encoding="utf-8")
+
+
+def fill(checkout: Path) -> None:
+    """Each page's blocks, made of what is kept."""
+    for file in sorted(file for pattern in PAGES for file in checkout.glob(pattern)):
+        page = file.read_text(encoding="utf-8")
+        text = filled(page, checkout / PLACE, with_sources=file.name != "README.md")
+        if text != page:
+            file.write_text(text, encoding="utf-8")
 
 
 def changes(old: dict[str, Any] | None, new: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """What an engine costs that only holds a finished request's blocks for others, and what the holding costs others.
 
-    python -m vllm_livepatch.tools.bench.idle_stepping [--vllm X] [--rounds N] [--arms ARM...] [--out FILE]
+    python -m vllm_livepatch.tools.bench.idle_stepping [--vllm X] [--rounds N] [--arms ARM...] [--out FILE] [--write]
 
 One prefill engine an arm (vLLM on CPU, a tiny model, NIXL), stock and with the bundle; a request's decode leg never
 comes, so its blocks are held to the lease's end. The arms take turns. Each round, of each process of the engine:
@@ -27,13 +27,14 @@ from typing import Any
 
 import aiohttp
 import psutil
-from rich.console import Console
-from rich.table import Table
+from vllm_livepatch.tools.bench import figures
+from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.lab import environments, model, topology
 from vllm_livepatch.tools.lab.client import Client, Said
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
+CHECKOUT = Path(__file__).resolve().parents[2]
 ARMS = ("stock", "patched")
 USAGE = "vllm:kv_cache_usage_perc"
 PROMPT_TOKENS = 20 * topology.BLOCK_SIZE + 5
@@ -166,17 +167,16 @@ async def measure(
             dice = random.Random(number)
             for arm in arms[:: -1 if number % 2 else 1]:
                 turn = play(supervisors[arm], deployed[arm].url, prompts, times, dice)
-                figures = await supervisors[arm].guard(turn)
-                print(f"{arm}, round {number}: {json.dumps(figures)}", file=sys.stderr)
+                seen = await supervisors[arm].guard(turn)
+                print(f"{arm}, round {number}: {json.dumps(seen)}", file=sys.stderr)
                 if number >= 0:
-                    found[arm].append(figures)
+                    found[arm].append(seen)
     return found
 
 
-def show(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def table(found: Mapping[str, Sequence[Mapping[str, Any]]], release: str, command: str) -> Figures:
     """Medians over the rounds, and between which values these were."""
-    console = Console(soft_wrap=True)
-    table = Table("", *found)
+    rows = []
 
     def row(name: str, values: Mapping[str, Sequence[float]], form: str) -> None:
         cells = []
@@ -186,25 +186,21 @@ def show(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
                 format(value, form) for value in (statistics.median(ordered), ordered[0], ordered[-1])
             )
             cells.append(f"{middle} ({least} to {most})")
-        table.add_row(name, *cells)
+        rows.append([f"{name}", *cells])
 
-    names = sorted({name for rounds in found.values() for one in rounds for name in one["holding"]})
-    for name in names:
-        row(
-            f"{name}, idle",
-            {arm: [one["idle"].get(name, 0.0) for one in rounds] for arm, rounds in found.items()},
-            ".2f",
-        )
+    for name in sorted({name for rounds in found.values() for one in rounds for name in one["holding"]}):
         more = {
             arm: [one["holding"].get(name, 0.0) - one["idle"].get(name, 0.0) for one in rounds]
             for arm, rounds in found.items()
         }
-        row(f"{name}, more while holding", more, ".2f")
-    row("back after the lease, s", {arm: [one["back"] for one in rounds] for arm, rounds in found.items()}, ".3f")
-    for when in ("idle", "holding"):
+        row(f"{name}: processors more while holding", more, ".2f")
+    back = {arm: [one["back"] for one in rounds] for arm, rounds in found.items()}
+    row("blocks back after the lease's end, s", back, ".3f")
+    for when, words in (("idle", "nothing held"), ("holding", "of a request that comes during a hold")):
         firsts = {arm: [t * 1e3 for one in rounds for t in one["first_token"][when]] for arm, rounds in found.items()}
-        row(f"first token, {when}, ms", firsts, ".1f")
-    console.print(table)
+        row(f"first token, {words}, ms", firsts, ".1f")
+    count = len(next(iter(found.values())))
+    return Figures(command, (f"vLLM {release}, median (and range) of {count} rounds", *found), rows)
 
 
 def main() -> None:
@@ -216,7 +212,8 @@ def main() -> None:
     parser.add_argument("--lease", type=float, default=12.0, help="seconds for which blocks are held")
     parser.add_argument("--window", type=float, default=5.0, help="seconds over which processors are counted")
     parser.add_argument("--requests", type=int, default=8, help="that come during a hold")
-    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
+    parser.add_argument("--out", type=Path, help="a file for each round's figures, as JSON")
+    parser.add_argument("--write", action="store_true", help="keep the table in docs/figures, and fill the page")
     options = parser.parse_args()
     python = environments.engine(options.vllm, options.lmcache)
     times = Times(options.lease, options.window, 0.5 * options.lease / options.requests, options.requests)
@@ -225,7 +222,11 @@ def main() -> None:
         found = asyncio.run(work)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    show(found)
+    words = f"--vllm {options.vllm} --rounds {options.rounds} --lease {options.lease:g} --window {options.window:g}"
+    made = table(found, options.vllm, f"python -m vllm_livepatch.tools.bench.idle_stepping {words} --write")
+    if options.write:
+        figures.keep(made, "idle_stepping", CHECKOUT)
+    made.show()
 
 
 if __name__ == "__main__":

@@ -2,23 +2,27 @@
 
 A cell is *executed* where a release test drove exactly this code of this release, stock and patched (stock alone where
 the release is left alone), and *read* where only its fingerprints are known. The release tests keep the record of that
-in executed.toml (`pytest tests/releases --keep-record`), and fail where it claims more than they ran.
+in executed.toml (`pytest tests/releases --keep-record`), and fail where it claims more than they ran. What CI leaves
+out and was run by hand is in executed_by_hand.toml, with date and revision. It counts while the patch's code is as it
+was.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from vllm_livepatch import patches as own_patches
 from vllm_livepatch.sitecustomize import cache, installed
 from vllm_livepatch.sitecustomize.decision import (
     Installed,
@@ -37,9 +41,20 @@ from vllm_livepatch.tools.releases.registry import Pin
 from vllm_livepatch.tools.releases.sources import SourcesError
 from vllm_livepatch.tools.toml import tomllib
 
-Known = Literal["executed", "read"]
+Known = Literal["executed", "executed by hand", "read"]
+MARKS: Mapping[Known, str] = {"executed": "*", "executed by hand": "†", "read": ""}
 NAMES = {"vllm": "vLLM", "lmcache": "LMCache"}
 EXECUTED_FILE = Path(__file__).with_name("executed.toml")
+BY_HAND_FILE = EXECUTED_FILE.with_name("executed_by_hand.toml")
+
+
+class Run(TypedDict):
+    """A patch's release tests, run by hand: `releases` by package, `code` of the patch's folder."""
+
+    code: str
+    date: str
+    revision: str
+    releases: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,34 @@ def executed() -> Mapping[str, Mapping[str, list[str]]]:
     return found
 
 
+def by_hand() -> Mapping[str, list[Run]]:
+    """The runs that are kept beside CI's, by patch; none where there is no such file."""
+    text = BY_HAND_FILE.read_text("utf-8") if BY_HAND_FILE.is_file() else ""
+    found: Mapping[str, list[Run]] = tomllib.loads(text)
+    return found
+
+
+@functools.cache
+def executed_by_hand() -> Mapping[str, Mapping[str, frozenset[str]]]:
+    """The releases of the runs by hand with our patches' code as it is now, by patch and package."""
+    found: dict[str, dict[str, frozenset[str]]] = {}
+    for name, runs in by_hand().items():
+        codes = {code_of(Path(place, name.replace("-", "_"))) for place in own_patches.__path__}
+        for run in runs:
+            for package, releases in run["releases"].items() if run["code"] in codes else ():
+                of_patch = found.setdefault(name, {})
+                of_patch[package] = of_patch.get(package, frozenset()) | {*releases}
+    return found
+
+
+def code_of(folder: Path) -> str:
+    """Tells apart the versions of a patch's code, options and targets; not those of what is written about it."""
+    facts = tomllib.loads((folder / "patch.toml").read_text("utf-8"))
+    parts = [repr([sorted(facts.get(key, [])) for key in ("targets", "calls")]), repr(facts.get("option"))]
+    parts += [file.read_text("utf-8") for file in sorted(folder.glob("*.py"))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
 def make(patches: Iterable[Patch]) -> Matrix:
     """Judge every patch on every pinned release of its package. Raises UserError."""
     chosen = tuple(patches)
@@ -117,10 +160,13 @@ def _cell(patch: Patch, package: str, found: Installed) -> Cell:
     verdict, detail, form = judge(patch, found) if own else judge_companion(patch, package, found)
     release = found.release if own else found.companions.get(package)
     version = public_release(release or "")
-    driven = (
-        form is not None and version in form.releases and version in executed().get(patch.name, {}).get(package, ())
-    )
-    return Cell(verdict, "executed" if driven else "read", detail)
+    known: Known = "read"
+    if form is not None and version in form.releases:
+        if version in executed().get(patch.name, {}).get(package, ()):
+            known = "executed"
+        elif version in executed_by_hand().get(patch.name, {}).get(package, ()):
+            known = "executed by hand"
+    return Cell(verdict, known, detail)
 
 
 def show(matrix: Matrix, console: Console) -> None:
@@ -136,12 +182,15 @@ def show(matrix: Matrix, console: Console) -> None:
             table.add_row(release[1], *(_shown(cell) for cell in row))
         console.print(table)
         console.print()
-    console.print(Text("*: known by execution (the fault shown on stock, and gone with the patch); others are read"))
+    console.print(
+        Text(
+            "*: known by execution (the fault shown on stock, and gone with the patch); †: so, by hand; others are read"
+        )
+    )
 
 
 def _shown(cell: Cell) -> Text:
-    mark = "*" if cell.known == "executed" else ""
-    return Text(f"{cell.verdict}{mark}", style=COLOURS.get(cell.verdict, ""))
+    return Text(f"{cell.verdict}{MARKS[cell.known]}", style=COLOURS.get(cell.verdict, ""))
 
 
 def markdown(matrix: Matrix) -> str:
@@ -155,8 +204,8 @@ def markdown(matrix: Matrix) -> str:
     seen = {cell.verdict for row in matrix.cells.values() for cell in row.values()}
     verdicts = [verdict for verdict in shown if verdict in seen]
     lines = [
-        f"Releases: {counts}. **Bold**: executed, by a release test on this release, stock and patched;",
-        "the rest is read, by the fingerprints of the code.",
+        f"Releases: {counts}. **Bold**: executed, by a release test on this release, stock and patched",
+        "(†: not in CI but by hand, with this code of the patch); the rest is read, by the fingerprints of the code.",
         "",
         "| patch | of | " + " | ".join(verdicts) + " |",
         "|---" * (2 + len(verdicts)) + "|",
@@ -176,7 +225,7 @@ def _spans(row: Mapping[tuple[str, str], Cell], verdict: Verdict) -> Iterator[st
         versions = [release[1] for release, _ in group]
         if found == verdict:
             span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
-            yield f"**{span}**" if known == "executed" else span
+            yield span if known == "read" else f"**{span}**{MARKS[known].strip('*')}"
 
 
 def block(text: str, name: str = "matrix") -> str:

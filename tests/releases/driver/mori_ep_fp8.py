@@ -33,10 +33,18 @@ from aiter.fused_moe import fused_moe, restored
 from vllm import _aiter_ops
 from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import config as moe
-from vllm.model_executor.layers.fused_moe import layer, modular_kernel, rocm_aiter_fused_moe
-from vllm.model_executor.layers.fused_moe.mori_prepare_finalize import MoriPrepareAndFinalize
+from vllm.model_executor.layers.fused_moe import layer, modular_kernel
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.workspace import init_workspace_manager
+
+try:
+    from vllm.model_executor.layers.fused_moe import rocm_aiter_fused_moe
+except ImportError:  # from 0.21.0
+    from vllm.model_executor.layers.fused_moe.experts import rocm_aiter_moe as rocm_aiter_fused_moe
+try:
+    from vllm.model_executor.layers.fused_moe.mori_prepare_finalize import MoriPrepareAndFinalize
+except ImportError:  # from 0.20.2
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.mori import MoriPrepareAndFinalize
 
 gc.freeze()
 gc.enable()
@@ -69,7 +77,7 @@ def moe_config(backend: str = "mori") -> Any:
         **dict.fromkeys(("num_experts", "num_local_experts", "num_logical_experts"), EXPERTS),
         "experts_per_token": TOP_K,
         "hidden_dim": HIDDEN,
-        "intermediate_size_per_partition": INTERMEDIATE,
+        **dict.fromkeys(("intermediate_size", "intermediate_size_per_partition"), INTERMEDIATE),
         "moe_parallel_config": parallel(backend),
         "in_dtype": torch.bfloat16,
         "activation": silu(),
@@ -212,6 +220,7 @@ def layer_built() -> str:
 
 def main() -> None:
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    torch.accelerator.empty_cache = lambda: None  # which from 0.20.2 on a workspace that grows asks for
     init_workspace_manager(torch.device("cpu"))
     register_aiter_experts()
     result = {
