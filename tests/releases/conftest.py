@@ -93,7 +93,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     record = executed.read(place)
     shutil.rmtree(place)
     chosen = config.option.keyword or config.option.markexpr or any("::" in word for word in config.args)
-    by_hand = executed.SELECTION in os.environ
+    by_hand = executed.by_hand()
     whole = not chosen and any(Path(word).resolve() == Path(__file__).parent for word in config.args)
     keep = config.option.keep_record and not chosen
     if exitstatus != 0 or config.option.collectonly or not (keep or (whole and not by_hand)):

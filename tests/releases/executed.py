@@ -46,6 +46,11 @@ def chosen(in_ci: Sequence[str], every: Iterable[str]) -> list[str]:
     return [release for release in every if asked == "all" or release in asked.split(",")]
 
 
+def by_hand() -> bool:
+    """Whether releases were asked for by hand."""
+    return SELECTION in os.environ
+
+
 def note(driver: str, releases: Mapping[str, str], state: Path | None, with_stock: bool = False) -> None:
     """Leave a line of one driver's run, whose reports are in `state`; None where it had no bundle.
 
