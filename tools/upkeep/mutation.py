@@ -35,6 +35,7 @@ KEPT = CHECKOUT / "docs" / "mutation"
 PAGE = CHECKOUT / "docs" / "mutation.md"
 CONFIG = Path(__file__).with_name("mutation.toml")
 RECORDING = 3600.0  # seconds, for all tests of a group
+RELEASE_TEST = 15.0  # seconds, for one, of which the limit is made
 
 Work = queue.SimpleQueue["tuple[str, Mutant]"]
 
@@ -145,7 +146,7 @@ class Run:
     def __init__(self, config: Mapping[str, Any], texts: Mapping[str, str], kept: Mapping[str, Kept]) -> None:
         self.config, self.texts, self.kept = config, texts, kept
         self.tests: dict[str, dict[str, Any]] = {}
-        self.unchanged: dict[tuple[str, ...], tuple[list[str], float]] = {}
+        self.unchanged: dict[str, bool] = {}
         self.lock = threading.Lock()
 
     def record(self, copies: Sequence[Copy], files: Sequence[str], texts: Mapping[str, str], keep: Path | None) -> None:
@@ -178,33 +179,40 @@ class Run:
         for tests in known.values():
             self.tests.update({name: one for name, one in tests.items() if one["seconds"] <= slowest})
 
-    def chosen(self, copy: Copy, module: str, line: int) -> tuple[list[str], float]:
-        """The tests for a change of this line, which pass without it, and the time limit."""
-        text, seconds = self.texts[module], self.config["seconds"]
-        tests = mutation_reach.reaching(self.tests, text, module, line, seconds)
-        key = tuple(tests)
-        if key not in self.unchanged:
-            limit = 0.0
-            if tests:
-                answer = copy.run(tests, 20 * seconds)
-                limit = 4 * sum(one["seconds"] for one in answer["tests"].values()) + 10
-                tests = [name for name in tests if answer["tests"].get(name, {}).get("passed")]
-            self.unchanged[key] = tests, limit
-        return self.unchanged[key]
+    def stages(self, module: str, line: int) -> Iterator[list[str]]:
+        """The tests for a change of this line: unit tests, and for a patch those of releases, which what survives gets."""
+        yield mutation_reach.reaching(self.tests, self.texts[module], module, line, self.config["seconds"])
+        yield self.config.get("releases", {}).get(Path(module).parent.name, [])
 
     def outcome(self, copy: Copy, module: str, mutant: Mutant) -> tuple[str, str | None]:
-        tests, limit = self.chosen(copy, module, mutant.line)
-        if not tests:
-            return "survived", None
-        copy.write(module, mutant.text)
-        try:
-            answer = copy.run(["-x", *tests], limit)
-        finally:
-            copy.write(module, self.texts[module])
-        if answer["code"] is None:
-            return "timeout", None
-        failed = [name for name, one in answer["tests"].items() if not one["passed"]]
-        return ("killed" if answer["code"] else "survived"), (failed[0] if failed else None)
+        for wanted in self.stages(module, mutant.line):
+            while tests := [name for name in wanted if self.unchanged.get(name, True)]:
+                limit = 4 * sum(self.seconds(name) for name in tests) + 10
+                copy.write(module, mutant.text)
+                try:
+                    answer = copy.run(["-x", *tests], limit)
+                finally:
+                    copy.write(module, self.texts[module])
+                if answer["code"] is None:
+                    return "timeout", None
+                if not answer["code"]:
+                    break
+                failed = [name for name, one in answer["tests"].items() if not one["passed"]]
+                if not failed:  # pytest could not import it
+                    return "killed", None
+                if self.passes(copy, failed[0]):
+                    return "killed", failed[0]
+        return "survived", None
+
+    def seconds(self, test: str) -> float:
+        return float(self.tests[test]["seconds"]) if test in self.tests else RELEASE_TEST
+
+    def passes(self, copy: Copy, test: str) -> bool:
+        """Whether this test passes without a change; else it is not asked any more."""
+        if test not in self.unchanged:
+            answer = copy.run([test], 4 * self.seconds(test) + 60)
+            self.unchanged[test] = answer["code"] == 0
+        return self.unchanged[test]
 
     def run(self, copies: Sequence[Copy], work: Work) -> None:
         def worker(copy: Copy) -> None:
