@@ -41,8 +41,8 @@ class Interpreter:
         self._server: subprocess.Popen[str] | None = None
         served = os.environ.get(SERVED)
         if served:
-            self._jobs: IO[str] = open(Path(served) / "jobs", "w", buffering=1)
-            self._answers: IO[str] = open(Path(served) / "answers")
+            self._jobs: IO[str] = open(Path(served) / "jobs", "w", buffering=1)  # noqa: SIM115
+            self._answers: IO[str] = open(Path(served) / "answers")  # noqa: SIM115
             return
         self._log = directory / "warm.log"
         with self._log.open("wb") as log:

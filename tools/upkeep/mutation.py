@@ -180,7 +180,7 @@ class Run:
             self.tests.update({name: one for name, one in tests.items() if one["seconds"] <= slowest})
 
     def stages(self, module: str, line: int) -> Iterator[list[str]]:
-        """The tests for a change of this line: unit tests, and for a patch those of releases, which what survives gets."""
+        """The tests for a change of this line: unit tests first, and a patch's release tests for what survives them."""
         yield mutation_reach.reaching(self.tests, self.texts[module], module, line, self.config["seconds"])
         yield self.config.get("releases", {}).get(Path(module).parent.name, [])
 

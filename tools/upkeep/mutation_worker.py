@@ -1,8 +1,9 @@
 """Runs tests in a copy of the tree, each request in its own process. `mutation` starts it, in the copy's environment.
 
 A request is a line of JSON on stdin: `tests` (pytest's arguments), `seconds` (the limit), `probes` (the file that
-instrumented functions write their names to, or null), `warm` (whether they are release tests, which share a server). The answer is a line of JSON on stdout: `code` (pytest's, null
-past the limit) and `tests`: for each test its `seconds`, whether it `passed`, and what it `reached`.
+instrumented functions write their names to, or null), `warm` (whether they are release tests, which share a server).
+The answer is a line of JSON on stdout: `code` (pytest's, null past the limit) and `tests`: for each test its `seconds`,
+whether it `passed`, and what it `reached`.
 """
 
 from __future__ import annotations
