@@ -34,7 +34,7 @@ class Thread:
                 return super().wait(timeout)
 
         self.real = time.monotonic
-        monkeypatch.setattr(report_thread.threading, "Condition", Condition)
+        monkeypatch.setattr(threading, "Condition", Condition)
         self.reporter: ReportThread[Any] = ReportThread(lambda: self.content, self.write, self.end, lambda: self.due)
 
     def write(self, content: Any) -> None:
