@@ -106,6 +106,17 @@ def test_results_of_another_text_are_not_kept(tmp_path: Path) -> None:
     assert mutation.Kept(tmp_path, MODULE, TEXT + "\n", 2).found == {}
 
 
+def test_a_test_that_was_written_for_a_survivor_does_not_change_its_outcome(tmp_path: Path) -> None:
+    kept = mutation.Kept(tmp_path, MODULE, TEXT, 2)
+    kept.add(mutant(1), "survived", None)
+    kept.add(mutant(1), "killed", "tests/unit/test_room.py::test_it", since=True)
+    found = kept.found[mutant(1).key]
+    assert (found["outcome"], found["by"], found["since"]) == ("survived", None, "tests/unit/test_room.py::test_it")
+    page = mutation_report.page([{"module": MODULE, "date": "", "possible": 2, "mutants": [found]}], [])
+    assert "| 2 | 1 | 0 | 0 | 0 | 1 | 0.0 % (0 to 79) |" in page
+    assert "| `if 1:` | `test_room.py::test_it` |" in page
+
+
 class Tree:
     """Takes the place of a copy: a changed text's tests come to `answer`, but for one that fails without a change too."""
 

@@ -131,9 +131,11 @@ class Kept:
             self.found = {(one["operator"], one["occurrence"]): one for one in old["mutants"]}
         self.head = {"module": module, "sha256": digest, "possible": possible}
 
-    def add(self, mutant: Mutant, outcome: str, by: str | None) -> None:
+    def add(self, mutant: Mutant, outcome: str, by: str | None, since: bool = False) -> None:
+        """`since`: one that survived, of which only what tests written for it come to is added; its outcome stays."""
         names = ("operator", "occurrence", "line", "was", "now")
-        self.found[mutant.key] = {**{name: getattr(mutant, name) for name in names}, "outcome": outcome, "by": by}
+        found = {**{name: getattr(mutant, name) for name in names}, "outcome": outcome, "by": by}
+        self.found[mutant.key] = {**self.found[mutant.key], "since": by or outcome} if since else found
         ordered = sorted(self.found.values(), key=lambda one: (one["line"], one["operator"], one["occurrence"]))
         content = {**self.head, "date": datetime.date.today().isoformat(), "mutants": ordered}
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +225,7 @@ class Run:
                     return
                 outcome, by = self.outcome(copy, module, mutant)
                 with self.lock:
-                    self.kept[module].add(mutant, outcome, by)
+                    self.kept[module].add(mutant, outcome, by, self.config.get("since", False))
                 if outcome == "survived":
                     typer.echo(f"survived {module}:{mutant.line}: {mutant.was}  ->  {mutant.now}")
 
@@ -268,6 +270,9 @@ def run(
     seed: Annotated[int, typer.Option(help="What the sample is drawn by.")] = 1,
     jobs: Annotated[int, typer.Option("--jobs", "-n", help="Copies at a time.")] = 2,
     again: Annotated[bool, typer.Option(help="Those that survived, once more.")] = False,
+    since: Annotated[
+        bool, typer.Option(help="The same, with tests written for them: their outcome, and so the share, stays.")
+    ] = False,
     seconds: Annotated[
         float | None, typer.Option(help="The tests of one mutant, added up; else as configured.")
     ] = None,
@@ -277,6 +282,7 @@ def run(
     """Run mutants of these modules, but for those whose outcome is kept."""
     config = tomllib.loads(CONFIG.read_text("utf-8"))
     config["seconds"] = seconds or config["seconds"]
+    config["since"], again = since, again or since
     found = list(modules(wanted, config))
     if not found:
         raise UserError(f"no module of tools/upkeep/mutation.toml is {' or '.join(wanted)}")
