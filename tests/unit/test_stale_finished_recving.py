@@ -382,10 +382,12 @@ def test_what_lies_before_a_window_is_not_freed_while_it_is_loaded() -> None:
     assert removed == ["b"], "of others it is freed as before"
 
 
-@pytest.mark.parametrize("which", ["received", "sent"])
-def test_a_scheduler_without_a_connector_is_spared_what_it_does_not_know_too(which: str) -> None:
+@pytest.mark.parametrize(("received", "sent"), [(["unknown"], []), ([], ["unknown"])])
+def test_a_scheduler_without_a_connector_is_spared_what_it_does_not_know_too(
+    received: list[str], sent: list[str]
+) -> None:
     livepatch = PatchContext("stale-finished-recving", {}, {}, lambda: None)
     scheduler = patched(None, livepatch)
-    told(scheduler, **{which: ["unknown"]})
+    told(scheduler, received, sent)
     assert sum(livepatch.counters.values()) == 1
     assert not livepatch.aside
