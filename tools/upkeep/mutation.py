@@ -293,6 +293,9 @@ def run(
         possible = mutants(text, config["operators"])
         kept[module] = known = Kept(place, module, text, len(possible))
         survived = {key for key, one in known.found.items() if one["outcome"] == "survived"}
+        if since:
+            reasons = config.get("equivalent", [])
+            survived = {key for key in survived if not mutation_report.reason(module, known.found[key], reasons)}
         for mutant in drawn(possible, sample, seed) if not again else possible:
             if mutant.key in survived if again else mutant.key not in known.found:
                 wanting.append((module, mutant))
