@@ -26,7 +26,8 @@ processes that tests start.) Not made: mutants of annotations, which nothing eva
 "Timeout" counts as killed: four times what the same tests take unchanged, and 10 s. A survivor that does what the
 original does, or differs in what nobody is promised, is listed with its reason and left out of the share.
 
-"All" means that each mutant was run. Where a part was drawn (with a seed), the share has its 95 % interval (Wilson).
+"All" means that each mutant was run. Where a part was drawn (with a seed), the share has its 95 % interval (Wilson). The
+draws are about as large for a small module as for a large one, so the share of a folder is that of its draws.
 A survivor for which a test was written afterwards still counts as one, since it was that test's model; `run --since`
 says which test notices it now. Modules that are not listed were not measured.
 """
@@ -57,7 +58,7 @@ def page(kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]]
         "| module | mutants | run | killed | timeout | equivalent | survived | share killed |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    total: Counter[str] = Counter()
+    drawn: dict[str, Counter[str]] = {}
     equivalent: list[list[str]] = []
     survivors: list[list[str]] = []
     for one in sorted(kept, key=lambda one: str(one["module"])):
@@ -75,9 +76,10 @@ def page(kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]]
                     equivalent.append([*cells, because])
         count["survived"] -= count["equivalent"]
         count["mutants"], count["run"] = one["possible"], len(mutants)
-        total += count
+        if count["run"] < count["mutants"]:
+            drawn.setdefault(module.partition("/")[0], Counter()).update(count)
         rows.append(_row(f"`{module}`", count))
-    rows.append(_row("**all of these**", total))
+    rows += [_row(f"**`{room}/`, where a part was drawn**", count) for room, count in sorted(drawn.items())]
     dates = ", ".join(sorted({one["date"] for one in kept})) or "no day yet"
     lines = [HEAD, f"Measured on {dates}.", "", *rows, ""]
     lines += ["## Survivors", ""]
