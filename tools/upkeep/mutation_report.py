@@ -26,8 +26,8 @@ processes that tests start.) Not made: mutants of annotations, which nothing eva
 "Timeout" counts as killed: four times what the same tests take unchanged, and 10 s. A survivor that does what the
 original does, or differs in what nobody is promised, is listed with its reason and left out of the share.
 
-"All" means that each mutant was run. Where a part was drawn (with a seed), the share has its 95 % interval (Wilson). The
-draws are about as large for a small module as for a large one, so the share of a folder is that of its draws.
+"All" means that each mutant was run. Where a part was drawn (with a seed), the share has its 95 % interval (Wilson).
+The draws are about as large for a small module as for a large one: the share of a folder is that of its draws.
 A survivor for which a test was written afterwards still counts as one, since it was that test's model; `run --since`
 says which test notices it now. Modules that are not listed were not measured.
 """
