@@ -19,12 +19,13 @@ exception not caught, a loop that does not run. The unit tests must notice it. T
     python -m vllm_livepatch.tools.upkeep.mutation report
 
 `run` changes a copy of the checkout. For each mutant it runs the unit tests that execute the function, the quick ones
-first, at most 10 s of them, and stops at the first that fails. A patch's mutant that they do not notice gets the
-patch's release tests, those that `mutation.toml` lists. What survives may be run once more with
-`--again --seconds 40`. (Which test executes what is seen in a run in which each function writes its name, also in the
-processes that tests start.) Not made: mutants of annotations, which nothing evaluates, and those that do not compile.
-"Timeout" counts as killed: four times what the same tests take unchanged, and 10 s. A survivor that does what the
-original does, or differs in what nobody is promised, is listed with its reason and left out of the share.
+first, at most 10 s of them (25 s for about half of what was drawn of `sitecustomize/`), and stops at the first that
+fails. A patch's mutant that they do not notice gets the patch's release tests, those that `mutation.toml` lists. What
+survives may be run once more with `--again --seconds 40`, which was not done for what was drawn. (Which test executes
+what is seen in a run in which each function writes its name, also in the processes that tests start.) Not made: mutants
+of annotations, which nothing evaluates, and those that do not compile. "Timeout" counts as killed: four times what the
+same tests take unchanged, and 10 s. A survivor that does what the original does, or differs in what nobody is promised,
+is listed with its reason and left out of the share.
 
 "All" means that each mutant was run. Where a part was drawn (with a seed), the share has its 95 % interval (Wilson).
 The draws are about as large for a small module as for a large one: the share of a folder is that of its draws.
