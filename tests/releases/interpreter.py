@@ -7,11 +7,13 @@ import os
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 import executed
+from vllm_livepatch.tools.lab import environments
 from vllm_livepatch.tools.releases import registry, sources
 
 HERE = Path(__file__).parent
@@ -28,17 +30,24 @@ WARMED_BY = (
 """What to warm up for, in the newest release and every third before: the others' third-party imports are nearly the same."""
 
 
+SERVED = "LIVEPATCH_TEST_WARM"
+"""The folder of a server that outlives a test run (`python interpreter.py FOLDER`): FIFOs `jobs` and `answers`."""
+
+
 class Interpreter:
     """Runs drivers, one at a time, each in a process of its own. Close it when done."""
 
     def __init__(self, python: Path, directory: Path) -> None:
-        lmcache = sources.site_packages("lmcache", registry.pins("lmcache")[-1].version)
-        some = [sources.site_packages("vllm", pin.version) for pin in registry.pins("vllm")[::-3]]
-        paths = json.dumps([[str(vllm), str(lmcache)] for vllm in some])
+        self._server: subprocess.Popen[str] | None = None
+        served = os.environ.get(SERVED)
+        if served:
+            self._jobs: IO[str] = open(Path(served) / "jobs", "w", buffering=1)  # noqa: SIM115
+            self._answers: IO[str] = open(Path(served) / "answers")  # noqa: SIM115
+            return
         self._log = directory / "warm.log"
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(
-                [str(python), str(DRIVERS / "warm.py"), paths, *WARMED_BY],
+                _server(python),
                 env=_environ({}, directory),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -46,6 +55,9 @@ class Interpreter:
                 text=True,
                 bufsize=1,
             )
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._jobs, self._answers = self._server.stdin, self._server.stdout
         assert self._answer(SECONDS) == "ready", self._log.read_text(encoding="utf-8")[-4000:]
 
     def run(
@@ -76,8 +88,7 @@ class Interpreter:
             "stdout": str(work / "stdout"),
             "stderr": str(work / "stderr"),
         }
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(job) + "\n")
+        self._jobs.write(json.dumps(job) + "\n")
         child = int(self._answer(SECONDS) or "0")
         status = self._answer(SECONDS)
         if status is None:
@@ -95,16 +106,34 @@ class Interpreter:
         return result
 
     def close(self) -> None:
-        """End the server; what it forked has ended."""
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(SECONDS)
+        """End the server, if it is this one's; what it forked has ended."""
+        self._jobs.close()
+        if self._server:
+            self._server.wait(SECONDS)
+        self._answers.close()
 
     def _answer(self, seconds: float) -> str | None:
         """The server's next line, None where there is none in time; each line is one write."""
-        assert self._server.stdout is not None
-        ready, _, _ = select.select([self._server.stdout], [], [], seconds)
-        return self._server.stdout.readline().strip() if ready else None
+        ready, _, _ = select.select([self._answers], [], [], seconds)
+        return self._answers.readline().strip() if ready else None
+
+
+def _server(python: Path) -> list[str]:
+    """The command of a server."""
+    lmcache = sources.site_packages("lmcache", registry.pins("lmcache")[-1].version)
+    some = [sources.site_packages("vllm", pin.version) for pin in registry.pins("vllm")[::-3]]
+    paths = json.dumps([[str(vllm), str(lmcache)] for vllm in some])
+    return [str(python), str(DRIVERS / "warm.py"), paths, *WARMED_BY]
+
+
+def serve(directory: Path) -> NoReturn:
+    """Become a server that takes its jobs from FIFOs in this folder, and does not end with who sends them."""
+    for number, name in enumerate(("jobs", "answers")):
+        os.mkfifo(directory / name)
+        # For reading and writing, so that it is open at both ends for as long as the server lives.
+        os.dup2(os.open(directory / name, os.O_RDWR), number)
+    command = _server(environments.engine())
+    os.execve(command[0], command, _environ({}, directory))
 
 
 def reported(work: Path, patch: str) -> dict[str, Any]:
@@ -141,3 +170,7 @@ def _environ(variables: Mapping[str, str], work: Path) -> dict[str, str]:
         "VLLM_TARGET_DEVICE": "cpu",
         **variables,
     }
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

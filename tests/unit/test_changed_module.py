@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from vllm_livepatch.sitecustomize import changed_module
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
@@ -771,3 +772,12 @@ def test_the_patch_set_is_the_same_in_every_process(engine: Sandbox) -> None:
     diff_patch(engine, {"fakeengine/third.py": ("'stock'", "'otherwise'")}, name="one")
     engine.generate()
     assert asked() not in {whole, *others}, "the same name and options, and another change"
+
+
+def test_a_system_that_has_no_files_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code names a file all the same: one that is not there."""
+    monkeypatch.delattr(os, "memfd_create")
+    made = changed_module.ChangedModule("engine.part", "value = 1\n", None, None)
+    assert made.filename.startswith("vllm-livepatch/changed/")
+    assert made.filename.endswith("/engine/part.changed.py")
+    assert made.code().co_filename == made.filename

@@ -51,6 +51,12 @@ def test_a_hunk_that_could_stand_twice_follows_the_one_before_it() -> None:
     assert places(text, [first, Hunk(30, HUNK.old, HUNK.new)]) == [1, 30]
 
 
+def test_a_third_hunk_stands_behind_the_second() -> None:
+    """Before it, its lines are there once more, and its line number names neither place."""
+    hunks = [Hunk(1, ("a",), ("A",)), Hunk(2, ("x",), ("X",)), Hunk(9, ("x",), ("Y",))]
+    assert changed("a\nx\nb\nx\n", hunks) == "A\nX\nb\nY\n"
+
+
 def test_hunks_stand_one_behind_the_other() -> None:
     later = Hunk(3, ("line 3",), ("three",))
     assert changed(TEXT, [later, HUNK]).count("ten") == 1

@@ -246,6 +246,33 @@ def test_a_prefill_that_runs_keeps_what_it_still_needs() -> None:
     assert not with_pool(10 + 16, prefill, done).fits(asks(159), 0, 159)
 
 
+def test_a_sliding_window_takes_no_more_than_its_own_most() -> None:
+    """Of 8 the prefill has 3: the null block stands for what the window has left behind. The other has none."""
+    prefill = asks(320, computed=64, held=4)
+    for free, fits in ((5 + 8, True), (5 + 7, False)):
+        loads = with_pool(free, prefill)
+        (manager,) = loads.managers
+        manager._max_admission_blocks_per_request = 8
+        manager.req_to_blocks[prefill.request_id] = [SimpleNamespace(is_null=number == 0) for number in range(4)]
+        assert loads.fits(asks(159), 0, 159) is fits
+
+
+@pytest.mark.parametrize(("start", "end", "released"), [(64, 128, [(64, 128)]), (64, 64, []), (128, 64, [])])
+def test_only_chunks_that_are_not_loaded_are_unlocked(start: int, end: int, released: list[tuple[int, int]]) -> None:
+    connector = lmcache(64)
+    seen: list[tuple[int, int]] = []
+
+    def free_lookup_locks(token_ids: list[int], start: int, end: int, request_id: str) -> None:
+        seen.append((start, end))
+
+    tracker = SimpleNamespace(request_id="one", all_token_ids=[1, 2, 3])
+    loads = patch._Loads(scheduler(connector), context())
+    loads.unlock(tracker, start, end)  # the first connectors know of no locks
+    connector.scheduler_adapter.free_lookup_locks = free_lookup_locks
+    loads.unlock(tracker, start, end)
+    assert seen == released
+
+
 def test_a_further_part_is_counted_as_loaded_where_the_release_counts() -> None:
     """The release counts a load when it admits it, which is the first part alone."""
     loads = with_pool(100)

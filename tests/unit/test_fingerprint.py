@@ -374,3 +374,14 @@ def test_an_invalid_escape_is_not_said_and_no_filter_of_others_is_touched(monkey
         assert {len(filters) - len(before) for filters in seen} == {1}
         with pytest.raises(UserWarning):
             warnings.warn("of somebody else's", stacklevel=1)
+
+
+def test_the_bases_of_a_class_of_one_statement() -> None:
+    def bases(text: str) -> str | None:
+        return fingerprint.of_names(text, {"it": "C.__bases__"})["it"]
+
+    whole = bases("class C(\n    A,  # a\n    B,\n):\n    x = 1\n")
+    assert whole is not None
+    assert whole == bases("class C(\n    A,  # a\n    B,\n):\n    y = 2\n")
+    assert whole != bases("class C(\n    A,  # a\n    D,\n):\n    x = 1\n")
+    assert bases("class C(A): x = 1\n") == bases("class C(A): y = 2\n")

@@ -182,6 +182,17 @@ def test_why_there_is_none(patched: Sandbox, guard: Path) -> None:
     assert why(path=[other, archive]).endswith(f"in the place of {archive}'s")
 
 
+@pytest.mark.parametrize(
+    ("version", "served"), [((3, 9, 2), False), ((3, 10, 0), True), ((3, 14, 2), True), ((3, 15, 0), False)]
+)
+def test_a_python_that_bundles_do_not_serve_is_named(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], served: bool
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (*version, "final", 0))
+    why = vllm_plugin.why_not()
+    assert (why == f"bundles do not serve Python {version[0]}.{version[1]}") is not served
+
+
 def test_it_installs_offline_and_answers(patched: Sandbox, guard: Path) -> None:
     """As `pip install DIR` does it, with nothing but what a new virtual environment has."""
     place = patched.root / "venv"

@@ -203,7 +203,7 @@ def test_to_0_15_a_pending_receive_is_noticed_as_the_request_is_aborted(clock: C
         request.status = Status()  # type: ignore[assignment]
         scheduler.add_request(request)
 
-    scheduler.finish_requests(iter(["arrives", "arrived"]), None)
+    scheduler.finish_requests(iter(["arrives", "arrived"]), "aborted")
     clock.now = 1000
     scheduler._update_after_schedule()
     assert scheduler.freed == ["arrived"]
@@ -341,7 +341,7 @@ def test_a_lease_that_ran_out_is_put_before_one_that_is_renewed(clock: Clock) ->
     clock.now = 29
     assert hear(lambda: {"done"}, worker, (), {}) == {"done"}
     assert list(worker._reqs_to_send) == ["renewed", "ran_out", "later"], "nothing is stranded"
-    clock.now = 31
+    clock.now = 30  # to the moment
     hear(set, worker, (), {})
     assert worker._reqs_to_send == {"ran_out": 30, "renewed": 40, "later": 60}
     assert list(worker._reqs_to_send) == ["ran_out", "renewed", "later"]

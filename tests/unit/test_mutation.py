@@ -106,18 +106,32 @@ def test_results_of_another_text_are_not_kept(tmp_path: Path) -> None:
     assert mutation.Kept(tmp_path, MODULE, TEXT + "\n", 2).found == {}
 
 
-class Tree:
-    """Takes the place of a copy: `answers` has what a text's tests come to."""
+def test_a_test_that_was_written_for_a_survivor_does_not_change_its_outcome(tmp_path: Path) -> None:
+    kept = mutation.Kept(tmp_path, MODULE, TEXT, 2)
+    kept.add(mutant(1), "survived", None)
+    kept.add(mutant(1), "killed", "tests/unit/test_room.py::test_it", since=True)
+    found = kept.found[mutant(1).key]
+    assert (found["outcome"], found["by"], found["since"]) == ("survived", None, "tests/unit/test_room.py::test_it")
+    page = mutation_report.page([{"module": MODULE, "date": "", "possible": 2, "mutants": [found]}], [])
+    assert "| 2 | 1 | 0 | 0 | 0 | 1 | 0.0 % (0 to 79) |" in page
+    assert "| `if 1:` | `test_room.py::test_it` |" in page
 
-    def __init__(self, answers: dict[str, Any]) -> None:
-        self.answers, self.text, self.asked = answers, TEXT, list[tuple[str, list[str], float]]()
+
+class Tree:
+    """Takes the place of a copy: a changed text's tests come to `answer`, but for one that fails without a change too."""
+
+    def __init__(self, answer: dict[str, Any], unstable: str = "") -> None:
+        self.answer, self.unstable = answer, unstable
+        self.text, self.asked = TEXT, list[tuple[str, list[str], float]]()
 
     def write(self, module: str, text: str) -> None:
         self.text = text
 
     def run(self, tests: list[str], seconds: float) -> Any:
         self.asked.append((self.text, tests, seconds))
-        return self.answers[self.text]
+        if self.unstable in tests:
+            return {"code": 1, "tests": {self.unstable: {"passed": False}}}
+        return self.answer if self.text != TEXT else {"code": 0, "tests": {}}
 
 
 PASSED = {name: {"passed": True, "seconds": 0.5} for name in TESTS}
@@ -133,14 +147,24 @@ PASSED = {name: {"passed": True, "seconds": 0.5} for name in TESTS}
     ],
 )
 def test_the_outcome_of_a_mutant(answer: Any, expected: tuple[str, str | None]) -> None:
-    unstable = {**PASSED, "a.py::quick[1]": {"passed": False, "seconds": 0.5}}
-    tree: Any = Tree({TEXT: {"code": 1, "tests": unstable}, "changed 1": answer})
+    tree: Any = Tree(answer, unstable="a.py::quick[1]")
     run = mutation.Run({"seconds": 20}, {MODULE: TEXT}, {})
     run.tests = TESTS
     assert run.outcome(tree, MODULE, mutant(1)) == expected
     assert tree.text == TEXT
-    # What fails without the mutant is not asked; the limit is four times what the rest and it took, and 10 s.
-    assert tree.asked[1] == ("changed 1", ["-x", "a.py::quick[2]", "a.py::slow"], 4 * 2.5 + 10)
+    # What fails without the mutant too is not asked again; the limit is four times what the rest took, and 10 s.
+    assert [text for text, tests, _ in tree.asked if "a.py::quick[1]" in tests] == ["changed 1", TEXT]
+    assert tree.asked[2] == ("changed 1", ["-x", "a.py::quick[2]", "a.py::slow"], 4 * 9.2 + 10)
+
+
+def test_what_survives_the_unit_tests_is_given_the_patchs_release_tests() -> None:
+    release = "tests/releases/test_room.py::test_patched[0.33.0]"
+    tree: Any = Tree({"code": 0, "tests": PASSED})
+    run = mutation.Run({"seconds": 20, "releases": {"room": [release], "other": ["x"]}}, {MODULE: TEXT}, {})
+    assert run.outcome(tree, MODULE, mutant(1)) == ("survived", None)  # no unit test reaches it
+    assert [tests for _, tests, _ in tree.asked] == [["-x", release]]
+    tree.answer = {"code": 1, "tests": {release: {"passed": False}}}
+    assert run.outcome(tree, MODULE, mutant(1)) == ("killed", release)
 
 
 def test_the_worker_runs_each_request_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -477,3 +477,26 @@ def test_a_worker_that_cannot_listen_registers_as_on_stock(monkeypatch: pytest.M
     wrapper(lambda *args: sent.append(args), worker, ("d", registration), {})
     assert sent == [("d", registration)]
     assert livepatch.counters == {"not_covered": 1}
+
+
+def test_the_kernel_looks_after_an_idle_connection() -> None:
+    """Else a firewall on the way forgets it, and the end of its process is never heard of."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as low:
+        other, _ = server.accept()
+        connection = last_to_close(low)
+        Line(lambda line, message: None, lambda line, gone: None, context().stand_aside).take(connection)
+        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_NODELAY)]
+        assert [connection.getsockopt(*option) != 0 for option in options] == [True, True]
+        idle = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL]
+        assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in idle] == [30, 30]
+        other.close()
+
+
+@pytest.mark.parametrize("changed", [{TOKEN: None}, {HOST: None}, {PORT: None}, {PORT: "80"}])
+def test_a_registration_of_a_decode_worker_without_the_patch_is_the_releases_own_affair(
+    changed: dict[str, Any],
+) -> None:
+    answers: Any = Answers(context())
+    answers._say = lambda address, message: None
+    assert answers.take({TOKEN: "t", HOST: "127.0.0.1", PORT: 9}) is not None
+    assert answers.take({TOKEN: "t", HOST: "127.0.0.1", PORT: 9, **changed}) is None

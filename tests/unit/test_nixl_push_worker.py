@@ -186,3 +186,15 @@ def test_what_fails_is_reported_if_it_is_still_waited_for(worker: Worker) -> Non
     worker.step()
     assert worker.handled == ["a"]
     assert [waiting.request_id for waiting in worker.desk.waiting.values()] == ["a"]
+
+
+@pytest.mark.parametrize("agents", [{}, {"prefill": {}}])
+def test_a_registration_with_an_engine_that_is_not_known_yet_is_sent_as_it_is(worker: Worker, agents: Any) -> None:
+    vars(worker)["_remote_agents"] = SimpleNamespace(get=agents.get)
+    registration = {"remote_engine_id": "prefill"}
+    sent: list[Any] = []
+    worker.targets[f"{patch.WORKER}._do_send_reg_notif"](
+        lambda *registered: sent.append(registered), worker, ("d", registration), {}
+    )
+    assert sent == [("d", registration)]
+    assert (worker.desk.waiting, worker.context.counters) == ({}, {})

@@ -70,6 +70,7 @@ PLAIN = [
     ["vllm", "serve", "org/model", "--max-num-batched-tokens", "8k", "--tokenizer", "org/tokenizer", "--port", "8000"],
     ["--max-tokens=4096", "--long-prefill-token-threshold", "1_024", "--tokenizer-mode", "auto"],
     ["--kv-transfer-config", '{"kv_connector":"LMCacheMPConnector", "max_tokens": 5}'],
+    ["--config", '{"token": null, "password": false, "api_key": [true, null]}'],
     ["python", "-c", "from x import y; print(y(7))"],
     ["docker", "run", "-u", "1000:1000", "docker run --user 0:0 x", "python -u -c 'x: y'", "git -u http://host/x"],
     ["--ssl-keyfile", "/etc/k.pem", "http://127.0.0.1:8000/v1?x=1", "-tp", "2", "", "-", "--"],

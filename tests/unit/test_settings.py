@@ -246,7 +246,8 @@ def test_every_bad_value_is_said() -> None:
 
 
 def test_a_name_of_ours_that_means_nothing_is_noted() -> None:
-    environment = read({"LIVEPATCH_STALE_FINISHED_RECEIVING": "off", "LIVEPATCH_STATE_DIR": "/tmp"})
+    known = {"LIVEPATCH_STALE_FINISHED_RECVING": "off", "LIVEPATCH_KV_BLOCK_REAPER_IDLE_SECONDS": "60"}
+    environment = read({"LIVEPATCH_STALE_FINISHED_RECEIVING": "off", "LIVEPATCH_STATE_DIR": "/tmp", **known})
     assert environment.errors == ()
     (note,) = environment.notes
     assert note.startswith("LIVEPATCH_STALE_FINISHED_RECEIVING ")

@@ -106,7 +106,8 @@ class Scheduler:
         self.freed.append(request)
 
     def _update_from_kv_xfer_finished(self, kv_connector_output: Any) -> None:
-        self.connector.update_connector_output(kv_connector_output)
+        if self.connector is not None:
+            self.connector.update_connector_output(kv_connector_output)
         for request_id in kv_connector_output.finished_recving or ():
             request = self.requests[request_id]
             if request.status == WAITING:
@@ -379,3 +380,14 @@ def test_what_lies_before_a_window_is_not_freed_while_it_is_loaded() -> None:
     scheduler.add_request(Request("b"))
     scheduler.finish_requests(["b"], FINISHED)
     assert removed == ["b"], "of others it is freed as before"
+
+
+@pytest.mark.parametrize(("received", "sent"), [(["unknown"], []), ([], ["unknown"])])
+def test_a_scheduler_without_a_connector_is_spared_what_it_does_not_know_too(
+    received: list[str], sent: list[str]
+) -> None:
+    livepatch = PatchContext("stale-finished-recving", {}, {}, lambda: None)
+    scheduler = patched(None, livepatch)
+    told(scheduler, received, sent)
+    assert sum(livepatch.counters.values()) == 1
+    assert not livepatch.aside

@@ -35,6 +35,7 @@ KEPT = CHECKOUT / "docs" / "mutation"
 PAGE = CHECKOUT / "docs" / "mutation.md"
 CONFIG = Path(__file__).with_name("mutation.toml")
 RECORDING = 3600.0  # seconds, for all tests of a group
+RELEASE_TEST = 15.0  # seconds, for one, of which the limit is made
 
 Work = queue.SimpleQueue["tuple[str, Mutant]"]
 
@@ -130,9 +131,11 @@ class Kept:
             self.found = {(one["operator"], one["occurrence"]): one for one in old["mutants"]}
         self.head = {"module": module, "sha256": digest, "possible": possible}
 
-    def add(self, mutant: Mutant, outcome: str, by: str | None) -> None:
+    def add(self, mutant: Mutant, outcome: str, by: str | None, since: bool = False) -> None:
+        """`since`: one that survived, of which only what tests written for it come to is added; its outcome stays."""
         names = ("operator", "occurrence", "line", "was", "now")
-        self.found[mutant.key] = {**{name: getattr(mutant, name) for name in names}, "outcome": outcome, "by": by}
+        found = {**{name: getattr(mutant, name) for name in names}, "outcome": outcome, "by": by}
+        self.found[mutant.key] = {**self.found[mutant.key], "since": by or outcome} if since else found
         ordered = sorted(self.found.values(), key=lambda one: (one["line"], one["operator"], one["occurrence"]))
         content = {**self.head, "date": datetime.date.today().isoformat(), "mutants": ordered}
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +148,7 @@ class Run:
     def __init__(self, config: Mapping[str, Any], texts: Mapping[str, str], kept: Mapping[str, Kept]) -> None:
         self.config, self.texts, self.kept = config, texts, kept
         self.tests: dict[str, dict[str, Any]] = {}
-        self.unchanged: dict[tuple[str, ...], tuple[list[str], float]] = {}
+        self.unchanged: dict[str, bool] = {}
         self.lock = threading.Lock()
 
     def record(self, copies: Sequence[Copy], files: Sequence[str], texts: Mapping[str, str], keep: Path | None) -> None:
@@ -178,33 +181,40 @@ class Run:
         for tests in known.values():
             self.tests.update({name: one for name, one in tests.items() if one["seconds"] <= slowest})
 
-    def chosen(self, copy: Copy, module: str, line: int) -> tuple[list[str], float]:
-        """The tests for a change of this line, which pass without it, and the time limit."""
-        text, seconds = self.texts[module], self.config["seconds"]
-        tests = mutation_reach.reaching(self.tests, text, module, line, seconds)
-        key = tuple(tests)
-        if key not in self.unchanged:
-            limit = 0.0
-            if tests:
-                answer = copy.run(tests, 20 * seconds)
-                limit = 4 * sum(one["seconds"] for one in answer["tests"].values()) + 10
-                tests = [name for name in tests if answer["tests"].get(name, {}).get("passed")]
-            self.unchanged[key] = tests, limit
-        return self.unchanged[key]
+    def stages(self, module: str, line: int) -> Iterator[list[str]]:
+        """The tests for a change of this line: unit tests first, and a patch's release tests for what survives them."""
+        yield mutation_reach.reaching(self.tests, self.texts[module], module, line, self.config["seconds"])
+        yield self.config.get("releases", {}).get(Path(module).parent.name, [])
 
     def outcome(self, copy: Copy, module: str, mutant: Mutant) -> tuple[str, str | None]:
-        tests, limit = self.chosen(copy, module, mutant.line)
-        if not tests:
-            return "survived", None
-        copy.write(module, mutant.text)
-        try:
-            answer = copy.run(["-x", *tests], limit)
-        finally:
-            copy.write(module, self.texts[module])
-        if answer["code"] is None:
-            return "timeout", None
-        failed = [name for name, one in answer["tests"].items() if not one["passed"]]
-        return ("killed" if answer["code"] else "survived"), (failed[0] if failed else None)
+        for wanted in self.stages(module, mutant.line):
+            while tests := [name for name in wanted if self.unchanged.get(name, True)]:
+                limit = 4 * sum(self.seconds(name) for name in tests) + 10
+                copy.write(module, mutant.text)
+                try:
+                    answer = copy.run(["-x", *tests], limit)
+                finally:
+                    copy.write(module, self.texts[module])
+                if answer["code"] is None:
+                    return "timeout", None
+                if not answer["code"]:
+                    break
+                failed = [name for name, one in answer["tests"].items() if not one["passed"]]
+                if not failed:  # pytest could not import it
+                    return "killed", None
+                if self.passes(copy, failed[0]):
+                    return "killed", failed[0]
+        return "survived", None
+
+    def seconds(self, test: str) -> float:
+        return float(self.tests[test]["seconds"]) if test in self.tests else RELEASE_TEST
+
+    def passes(self, copy: Copy, test: str) -> bool:
+        """Whether this test passes without a change; else it is not asked any more."""
+        if test not in self.unchanged:
+            answer = copy.run([test], 4 * self.seconds(test) + 60)
+            self.unchanged[test] = answer["code"] == 0
+        return self.unchanged[test]
 
     def run(self, copies: Sequence[Copy], work: Work) -> None:
         def worker(copy: Copy) -> None:
@@ -215,7 +225,7 @@ class Run:
                     return
                 outcome, by = self.outcome(copy, module, mutant)
                 with self.lock:
-                    self.kept[module].add(mutant, outcome, by)
+                    self.kept[module].add(mutant, outcome, by, self.config.get("since", False))
                 if outcome == "survived":
                     typer.echo(f"survived {module}:{mutant.line}: {mutant.was}  ->  {mutant.now}")
 
@@ -260,6 +270,9 @@ def run(
     seed: Annotated[int, typer.Option(help="What the sample is drawn by.")] = 1,
     jobs: Annotated[int, typer.Option("--jobs", "-n", help="Copies at a time.")] = 2,
     again: Annotated[bool, typer.Option(help="Those that survived, once more.")] = False,
+    since: Annotated[
+        bool, typer.Option(help="The same, with tests written for them: their outcome, and so the share, stays.")
+    ] = False,
     seconds: Annotated[
         float | None, typer.Option(help="The tests of one mutant, added up; else as configured.")
     ] = None,
@@ -269,6 +282,7 @@ def run(
     """Run mutants of these modules, but for those whose outcome is kept."""
     config = tomllib.loads(CONFIG.read_text("utf-8"))
     config["seconds"] = seconds or config["seconds"]
+    config["since"], again = since, again or since
     found = list(modules(wanted, config))
     if not found:
         raise UserError(f"no module of tools/upkeep/mutation.toml is {' or '.join(wanted)}")
@@ -279,6 +293,9 @@ def run(
         possible = mutants(text, config["operators"])
         kept[module] = known = Kept(place, module, text, len(possible))
         survived = {key for key, one in known.found.items() if one["outcome"] == "survived"}
+        if since:
+            reasons = config.get("equivalent", [])
+            survived = {key for key in survived if not mutation_report.reason(module, known.found[key], reasons)}
         for mutant in drawn(possible, sample, seed) if not again else possible:
             if mutant.key in survived if again else mutant.key not in known.found:
                 wanting.append((module, mutant))

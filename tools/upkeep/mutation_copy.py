@@ -75,6 +75,7 @@ class Copy:
             "tests": [f"--basetemp={self.tests}", *tests],
             "seconds": seconds,
             "probes": str(self.probes) if record else None,
+            "warm": any(test.startswith("tests/releases/") for test in tests),
         }
         self._worker.stdin.write(json.dumps(request) + "\n")
         answer: dict[str, Any] = json.loads(self._worker.stdout.readline())

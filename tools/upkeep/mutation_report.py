@@ -18,15 +18,19 @@ exception not caught, a loop that does not run. The unit tests must notice it. T
     python -m vllm_livepatch.tools.upkeep.mutation run sitecustomize/settings.py
     python -m vllm_livepatch.tools.upkeep.mutation report
 
-`run` changes a copy of the checkout. For each mutant it runs the tests that execute the function, the quick ones
-first, at most 10 s of them, and stops at the first that fails. What survives is run once more with
-`--again --seconds 40`. (Which test executes what is seen in a run in which each function writes its name, also in the
-processes that tests start.) Not made: mutants of annotations, which nothing evaluates, and those that do not compile.
-"Timeout" counts as killed: four times what the same tests take unchanged, and 10 s. A survivor that no test can kill,
-because it does what the original does, is listed with its reason and left out of the share.
+`run` changes a copy of the checkout. For each mutant it runs the unit tests that execute the function, the quick ones
+first, at most 10 s of them (25 s for about half of what was drawn of `sitecustomize/`), and stops at the first that
+fails. A patch's mutant that they do not notice gets the patch's release tests, those that `mutation.toml` lists. What
+survives may be run once more with `--again --seconds 40`, which was not done for what was drawn. (Which test executes
+what is seen in a run in which each function writes its name, also in the processes that tests start.) Not made: mutants
+of annotations, which nothing evaluates, and those that do not compile. "Timeout" counts as killed: four times what the
+same tests take unchanged, and 10 s. A survivor that does what the original does, or differs in what nobody is promised,
+is listed with its reason and left out of the share.
 
 "All" means that each mutant was run. Where a part was drawn (with a seed), the share has its 95 % interval (Wilson).
-Modules that are not listed were not measured.
+The draws are about as large for a small module as for a large one: the share of a folder is that of its draws.
+A survivor for which a test was written afterwards still counts as one, since it was that test's model; `run --since`
+says which test notices it now. Modules that are not listed were not measured.
 """
 
 
@@ -55,7 +59,7 @@ def page(kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]]
         "| module | mutants | run | killed | timeout | equivalent | survived | share killed |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    total: Counter[str] = Counter()
+    drawn: dict[str, Counter[str]] = {}
     equivalent: list[list[str]] = []
     survivors: list[list[str]] = []
     for one in sorted(kept, key=lambda one: str(one["module"])):
@@ -66,16 +70,21 @@ def page(kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]]
                 because = reason(module, mutant, reasons)
                 count["equivalent"] += because is not None
                 cells = [f"`{module}:{mutant['line']}`", _code(mutant["was"]), _code(mutant["now"])]
-                (survivors if because is None else equivalent).append([*cells, because or ""])
+                if because is None:
+                    since = mutant.get("since", "survived")
+                    survivors.append([*cells, "" if since == "survived" else f"`{since.rpartition('/')[2]}`"])
+                else:
+                    equivalent.append([*cells, because])
         count["survived"] -= count["equivalent"]
         count["mutants"], count["run"] = one["possible"], len(mutants)
-        total += count
+        if count["run"] < count["mutants"]:
+            drawn.setdefault(module.partition("/")[0], Counter()).update(count)
         rows.append(_row(f"`{module}`", count))
-    rows.append(_row("**all of these**", total))
+    rows += [_row(f"**`{room}/`, where a part was drawn**", count) for room, count in sorted(drawn.items())]
     dates = ", ".join(sorted({one["date"] for one in kept})) or "no day yet"
     lines = [HEAD, f"Measured on {dates}.", "", *rows, ""]
     lines += ["## Survivors", ""]
-    lines += _table(("where", "was", "mutant"), [cells[:3] for cells in survivors]) or ["None."]
+    lines += _table(("where", "was", "mutant", "noticed since by"), survivors) or ["None."]
     lines += ["", "## Survivors that do what the original does", ""]
     lines += _table(("where", "was", "mutant", "why"), equivalent) or ["None."]
     return "\n".join(lines) + "\n"

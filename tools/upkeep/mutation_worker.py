@@ -1,8 +1,9 @@
 """Runs tests in a copy of the tree, each request in its own process. `mutation` starts it, in the copy's environment.
 
 A request is a line of JSON on stdin: `tests` (pytest's arguments), `seconds` (the limit), `probes` (the file that
-instrumented functions write their names to, or null). The answer is a line of JSON on stdout: `code` (pytest's, null
-past the limit) and `tests`: for each test its `seconds`, whether it `passed`, and what it `reached`.
+instrumented functions write their names to, or null), `warm` (whether they are release tests, which share a server).
+The answer is a line of JSON on stdout: `code` (pytest's, null past the limit) and `tests`: for each test its `seconds`,
+whether it `passed`, and what it `reached`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +30,8 @@ PRELOADED = (
     "hypothesis packaging.version prometheus_client pypi_simple requests rich.console tomli_w typer typer.testing"
     " unidiff unittest.mock wrapt yaml numpy cyclonedx.model.bom xdist.plugin pytest_mock pytest_rerunfailures"
 )
+
+SERVED = "LIVEPATCH_TEST_WARM"  # see tests/releases/interpreter.py
 
 
 class Record:
@@ -53,7 +59,40 @@ class Record:
             self.tests[report.nodeid]["passed"] = False
 
 
+class Warm:
+    """The release tests' server of interpreters, which takes 15 s to start: one for all requests."""
+
+    def __init__(self) -> None:
+        self.folder: str | None = None
+        self.server: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self.server is None:
+            self.folder = tempfile.mkdtemp(prefix="livepatch-warm-")
+            os.environ[SERVED] = self.folder
+            command = [sys.executable, os.path.abspath("tests/releases/interpreter.py"), self.folder]
+            self.server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            while not os.path.exists(os.path.join(self.folder, "answers")) and self.server.poll() is None:
+                time.sleep(0.1)
+            with open(os.path.join(self.folder, "answers")) as answers:
+                ready = answers.readline().strip()
+            if ready != "ready":
+                raise RuntimeError("the release tests' server does not start")
+
+    def end(self) -> None:
+        if self.server is not None and self.folder is not None:
+            self.server.kill()
+            self.server.wait()
+            self.server = None
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+WARM = Warm()
+
+
 def run(request: dict[str, Any], result: Path) -> dict[str, Any]:
+    if request.get("warm"):
+        WARM.start()
     result.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
@@ -65,6 +104,7 @@ def run(request: dict[str, Any], result: Path) -> dict[str, Any]:
         # The child leads its own group: what the tests started goes with it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
+        WARM.end()  # it may be about to answer a job of that child's
     _, status = os.waitpid(child, 0)
     tests = json.loads(result.read_text("utf-8")) if result.exists() else {}
     return {"code": os.waitstatus_to_exitcode(status) if ended else None, "tests": tests}
@@ -94,6 +134,7 @@ def main() -> None:
         importlib.import_module(name)
     for line in sys.stdin:
         answers.write(json.dumps(run(json.loads(line), result)) + "\n")
+    WARM.end()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""The user's cache: nothing that anybody else may have written is taken from it, and none that hangs is waited for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_livepatch.sitecustomize import cache, fingerprint
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file of the cache, as it is written there."""
+    tmp_path.chmod(0o700)
+    place = tmp_path / "place" / "file"
+    assert cache.replace(str(place), b"data")
+    return place
+
+
+def test_what_is_written_is_its_owners_alone(file: Path) -> None:
+    assert cache.read(str(file)) == b"data"
+    assert [entry.stat().st_mode & 0o777 for entry in (file.parent, file)] == [0o700, 0o600]
+    assert [entry.name for entry in file.parent.iterdir()] == ["file"]
+    file.parent.chmod(0o755)
+    assert cache.read(str(file)) == b"data"  # others may read it
+
+
+def test_what_others_may_have_written_is_not_read(file: Path) -> None:
+    for changed in (file, file.parent):
+        before = changed.stat().st_mode
+        for writable in (0o020, 0o002):
+            changed.chmod(before | writable)
+            assert cache.read(str(file)) is None
+        changed.chmod(before)
+    assert cache.read(str(file)) == b"data"
+    (file.parent / "second name").hardlink_to(file)
+    assert cache.read(str(file)) is None
+
+
+def test_only_a_file_is_read(file: Path) -> None:
+    link, pipe, folder = (file.with_name(name) for name in ("link", "pipe", "folder"))
+    link.symlink_to(file)
+    os.mkfifo(pipe, 0o600)  # one that is waited for would hang an import
+    folder.mkdir(0o700)
+    assert [cache.read(str(one)) for one in (link, pipe, folder, file.with_name("none"))] == [None] * 4
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(file: Path) -> None:
+    (file.parent / "folder" / "in it").mkdir(parents=True)
+    assert not cache.replace(str(file.parent / "folder"), b"data")
+    assert sorted(entry.name for entry in file.parent.iterdir()) == ["file", "folder"]
+    assert not cache.replace(str(file / "below a file"), b"data")
+
+
+@pytest.mark.parametrize(("mode", "safe"), [(0o755, True), (0o1777, True), (0o775, False), (0o757, False)])
+def test_a_place_below_one_that_others_may_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, safe: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    above = tmp_path / "above"
+    above.mkdir()
+    above.chmod(mode)
+    (above / "home").mkdir(0o700)
+    environ = {"XDG_CACHE_HOME": str(above / "home")}
+    ours = str(above / "home" / "vllm-livepatch")
+    temporary = str(tmp_path / "temporary" / f"vllm-livepatch-{os.getuid()}-cache")
+    assert cache.directory(environ) == (ours if safe else temporary)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    monkeypatch.setattr(cache, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(cache, "_silent", [])
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_cache_that_hangs_is_given_up_for_good(hanging: threading.Event) -> None:
+    assert cache.in_time(lambda: 1) == 1
+    assert cache.in_time(hanging.wait) is None
+    assert cache.in_time(lambda: 1) is None
+
+
+def test_a_cache_that_fails_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    assert cache.in_time(lambda: 1 // 0) is None
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert cache.in_time(lambda: 1) is None
+
+
+SOURCE = "def f(): pass\ndef g(): return 1\n"
+
+
+def test_fingerprints_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = str(tmp_path)
+    right = fingerprint.of_names(SOURCE, {"a": "f", "b": "g", "c": "none"})
+    assert cache.Fingerprints(place).of_names(SOURCE, {"a": "f"}) == {"a": right["a"]}
+    assert cache.Fingerprints(place).of_names(SOURCE, {"b": "g", "c": "none"}) == {"b": right["b"], "c": None}
+    (file,) = (tmp_path / "fingerprints").iterdir()
+    asked: list[str] = []
+
+    def counted(source: str, names: dict[str, str]) -> dict[str, str | None]:
+        asked.extend(names)
+        return dict.fromkeys(names, "found")
+
+    monkeypatch.setattr(fingerprint, "of_names", counted)
+    assert cache.Fingerprints(place).of_names(SOURCE, {"a": "f", "b": "g", "c": "none"}) == right
+    assert asked == []
+    for damage in (b"[]", b"{", b"\xff"):
+        file.write_bytes(damage)
+        assert cache.Fingerprints(place).of_names(SOURCE, {"a": "f"}) == {"a": "found"}
+    assert cache.Fingerprints(None).of_names(SOURCE, {"a": "f"}) == {"a": "found"}
+    assert asked == ["f", "f", "f", "a"]

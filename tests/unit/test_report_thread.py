@@ -1,0 +1,181 @@
+"""The thread that writes the report: how long it sleeps, and what a fork and the exit wait for."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm_livepatch.sitecustomize import report_thread
+from vllm_livepatch.sitecustomize.report_thread import ReportThread
+
+from tests.unit.support import until
+
+
+class Thread:
+    """A report thread on a clock that stands still; `waits` has for how long it goes to sleep, `done` what it does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.waits: list[float] = []
+        self.by: list[str] = []
+        self.due = float("inf")
+        self.content: Any = "content"
+        self.hang: threading.Event | None = None
+        world = self
+
+        class Condition(threading.Condition):
+            def wait(self, timeout: float | None = None) -> bool:
+                if threading.current_thread() is world.reporter._thread and timeout is not None:
+                    world.waits.append(timeout)
+                return super().wait(timeout)
+
+        self.real = time.monotonic
+        monkeypatch.setattr(threading, "Condition", Condition)
+        self.reporter: ReportThread[Any] = ReportThread(lambda: self.content, self.write, self.end, lambda: self.due)
+
+    def write(self, content: Any) -> None:
+        self.note(f"write {content}")
+
+    def end(self, content: Any) -> None:
+        self.note(f"end {content}")
+
+    def note(self, what: str) -> None:
+        self.by.append(threading.current_thread().name)
+        self.done.append(what)
+        if self.hang:
+            self.hang.wait()
+
+
+@pytest.fixture
+def thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[Thread]:
+    made = Thread(monkeypatch)
+    yield made
+    if made.hang:
+        made.hang.set()
+    made.reporter.close()
+
+
+def test_what_is_asked_for_later_is_slept_for(thread: Thread) -> None:
+    thread.reporter.soon(50.0)
+    until(lambda: thread.waits)
+    assert 40 < thread.waits[0] <= 50
+    assert thread.done == []
+    thread.reporter.soon(55.0)  # it is asked for already
+    thread.reporter.soon(30.0)
+    until(lambda: len(thread.waits) > 1)
+    assert 20 < thread.waits[1] <= 30
+    assert thread.reporter.flush(20.0)
+    assert thread.done == ["write content"]
+    until(lambda: len(thread.waits) > 2)
+    assert thread.waits[2] > 50  # until the heartbeat
+
+
+def test_it_is_written_by_itself_once_a_minute(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_thread, "HEARTBEAT_SECONDS", 0.01)
+    thread.reporter.soon(0.0)
+    until(lambda: len(thread.done) > 3)
+
+
+def test_it_looks_when_something_is_due(thread: Thread) -> None:
+    thread.due = 7.0
+    thread.reporter.soon(0.0)
+    until(lambda: thread.waits)
+    assert 0 < thread.waits[0] <= 7
+    assert thread.done == ["write content"]
+
+
+def test_where_there_is_nothing_to_write_nothing_is_written(thread: Thread) -> None:
+    thread.content = None
+    assert thread.reporter.flush(20.0)
+    thread.reporter.close()
+    assert thread.done == ["end None"]
+
+
+def test_the_exit_waits_for_the_last_report_once(thread: Thread) -> None:
+    assert thread.reporter.flush(20.0)
+    thread.reporter.close()
+    thread.reporter.close()
+    thread.reporter.soon(0.0)
+    assert not thread.reporter.flush(0.1)
+    assert thread.done == ["write content", "end content"]
+
+
+def test_at_the_exit_of_a_process_in_which_nothing_happened_nothing_is_done(thread: Thread) -> None:
+    thread.reporter.close()
+    assert thread.done == []
+    assert thread.reporter._thread is None
+
+
+def test_after_a_fork_the_exit_does_not_wait_for_a_file_system_that_hangs(
+    thread: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork ended the thread; the last report is a thread's again, and no more than two seconds are lost."""
+    monkeypatch.setattr(report_thread, "EXIT_SECONDS", 0.01)
+    assert thread.reporter.flush(20.0)
+    thread.reporter.about_to_fork()
+    thread.hang = threading.Event()
+    thread.reporter.close()
+    until(lambda: thread.done == ["write content", "end content"])
+    assert thread.by == ["vllm-livepatch report"] * 2
+
+
+def test_a_write_that_hangs_is_waited_for_once(thread: Thread) -> None:
+    thread.hang = threading.Event()
+    assert not thread.reporter.flush(0.01)
+    until(lambda: thread.done)
+    stuck = thread.reporter._thread
+    thread.reporter.about_to_fork()  # neither waits: the thread is still there
+    thread.reporter.close()
+    assert thread.reporter._thread is stuck
+    assert thread.done == ["write content"]
+
+
+def test_a_fork_ends_the_thread_once_it_has_done_what_it_was_asked_to(thread: Thread) -> None:
+    thread.reporter.soon(50.0)
+    until(lambda: thread.waits)
+    running = thread.reporter._thread
+    assert running is not None
+    thread.reporter.about_to_fork()
+    assert not running.is_alive()
+    assert thread.done == ["write content"]
+    thread.reporter.soon(0.0)  # what is asked next starts it again
+    until(lambda: len(thread.done) == 2)
+
+
+def test_a_fork_waits_until_the_system_has_let_go_of_the_thread(
+    thread: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.12 and later count the system's threads, and warn of a fork that has more than one."""
+    assert thread.reporter.flush(20.0)
+    still = [True, True, False]
+    yields: list[int] = []
+    monkeypatch.setattr(os.path, "exists", lambda path: still.pop(0))
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(1))
+    thread.reporter.about_to_fork()
+    monkeypatch.undo()
+    assert (still, len(yields)) == ([], 2)
+
+
+def test_a_forked_child_begins_anew(thread: Thread) -> None:
+    assert thread.reporter.flush(20.0)
+    thread.reporter.about_to_fork()
+    thread.reporter.forked_child()
+    until(lambda: thread.waits and thread.waits[-1] <= report_thread.CHILD_SECONDS)
+    assert thread.waits[-1] > report_thread.CHILD_SECONDS / 2
+    thread.reporter.close()  # nothing happened in it
+    assert thread.done == ["write content"]
+
+
+def test_where_no_thread_can_be_had_the_exit_writes_itself(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    thread.reporter.soon(0.0)
+    assert not thread.reporter.flush(20.0)
+    thread.reporter.close()
+    assert (thread.done, thread.by) == (["end content"], ["MainThread"])

@@ -1,0 +1,164 @@
+"""What is installed, without importing it; facts that say what cannot be; and a patch's code that imports what is not there."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.sitecustomize import application, installed, patch_code
+from vllm_livepatch.sitecustomize.application import Applied, ApplyError
+from vllm_livepatch.sitecustomize.decision import PatchError
+from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.sitecustomize.installed import Overlay, Tree
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    files = {
+        "engine/__init__.py": "",
+        "engine/part.py": "text = 1\n",
+        "vendors_engine-2.5.dist-info/METADATA": "Metadata-Version: 2.1\nName: vendors-engine\nVersion: 2.5\n",
+        "vendors_engine-2.5.dist-info/RECORD": "engine/__init__.py,,\nengine/part.py,,\n",
+        "other-9.dist-info/METADATA": "Metadata-Version: 2.1\nName: other\nVersion: 9\n",
+        "other-9.dist-info/RECORD": "other.py,,\nother/engine/__init__.py,,\n",
+        "bare-9.dist-info/METADATA": "Metadata-Version: 2.1\nName: bare\nVersion: 9\n",
+        "torch/__init__.py": "raise SystemExit('imported')\n",
+        "torch/version.py": "__version__ = '2.9'\nhip: str | None = None\ncuda = '13'\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    return tmp_path
+
+
+def test_the_release_is_that_of_the_distribution_whose_files_include_the_package(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = Tree([str(site)])
+    assert installed.release("engine", tree) == "2.5"
+    (site / "engine/_version.py").write_text("version_tuple = (3,)\n__version__ = version = '2.6.dev1'\n")
+    assert installed.release("engine", tree) == "2.6.dev1"
+    for unclear in ("(", "version = 3\n", "other = '1'\n", "version = f()\n"):
+        (site / "engine/_version.py").write_text(unclear)
+        assert installed.release("engine", tree) == "2.5"
+    asked: list[Any] = []
+
+    def counted(**search: Any) -> Any:
+        asked.append(search)
+        return distributions(**search)
+
+    monkeypatch.setattr(installed, "distributions", counted)
+    assert installed.release("none", tree) is None
+    assert asked == []  # it takes long, where much is installed
+    assert installed.release("torch", tree) is None
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("hip", "expected"), [("None", False), ("'7.1'", True), ("", False)])
+def test_torch_for_rocm_is_told_by_its_own_word(site: Path, hip: str, expected: bool) -> None:
+    (site / "torch/version.py").write_text(
+        f"__version__ = '2.9'\nhip: str | None = {hip}\n" if hip else "cuda = '13'\n"
+    )
+    assert installed._is_rocm(Tree([str(site)])) is expected
+
+
+def test_a_tree_reads_sources_and_imports_nothing(site: Path) -> None:
+    tree = Tree([str(site)])
+    assert (tree.source("engine.part"), tree.source("engine.none")) == ("text = 1\n", None)
+    assert (tree.source("none.part"), tree.source("engine.part.below")) == (None, None)
+    assert tree.origin("engine.part") == str(site / "engine/part.py")
+    assert (tree.origin("engine.none"), tree.has("engine"), tree.has("engine.part"), tree.has("none")) == (
+        None,
+        True,
+        False,
+        False,
+    )
+    (site / "engine/part.py").write_bytes(b"# coding: utf-8\n'\xff'\n")
+    assert tree.source("engine.part") is None
+    changed = Overlay(tree, {"engine.part": "text = 2\n"})
+    assert (changed.source("engine.part"), changed.source("engine")) == ("text = 2\n", "")
+    assert changed.origin("engine.part") == str(site / "engine/part.py")
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError])
+def test_a_loader_that_cannot_give_the_source_has_none(
+    site: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """As a zip file that was replaced, or a file that may not be read."""
+
+    def refuse(name: str) -> str:
+        raise error(name)
+
+    tree = Tree([str(site)])
+    spec = SimpleNamespace(name="part", loader=SimpleNamespace(get_source=refuse))
+    monkeypatch.setattr(tree, "_spec", lambda module: spec)
+    assert tree.source("engine.part") is None
+    spec.loader = SimpleNamespace()  # a compiled module's has no such method
+    assert tree.source("engine.part") is None
+
+
+FACTS: dict[str, Any] = {
+    "title": "one",
+    "package": "engine",
+    "targets": ["engine.a:f"],
+    "variant": [{"releases": ["1"], "code": {"engine.a:f": "0"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"targets": ["engine.a"]}, "is not module:qualname"),
+        ({"targets": ["engine.a b:f"]}, "is not module:qualname"),
+        ({"targets": ["engine.a:f-g"]}, "is not module:qualname"),
+        ({"targets": ["engine.a:"]}, "is not module:qualname"),
+        ({"title": ""}, "title must be a text"),
+        ({"title": 3}, "title must be a text"),
+        ({"package": None}, "package must be a text"),
+        ({"targets": "engine.a:f"}, "targets"),
+        ({"variant": {}}, "variant must be an array of tables"),
+        ({"variant": ["1"]}, "variant must be an array of tables"),
+    ],
+)
+def test_facts_that_cannot_be(changed: dict[str, Any], says: str) -> None:
+    to_patch("one", FACTS)
+    with pytest.raises(PatchError, match=says):
+        to_patch("one", {**FACTS, **changed})
+
+
+def test_who_imported_a_function_by_name_is_found_among_all_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def original() -> None: ...
+
+    owner, holder = ModuleType("owner"), ModuleType("holder")
+    vars(owner)["name"] = vars(holder)["name"] = original
+    step = Applied("owner:name", owner, "name", original, None)
+    # What stands among the modules need not be one.
+    monkeypatch.setattr(sys, "modules", {"none": None, "odd": object(), "owner": owner})
+    assert application._bound_in(step) is None
+    sys.modules["holder"] = holder
+    assert application._bound_in(step) == "holder"
+    assert application._bound_in(Applied("owner:C.name", object, "name", original, None)) is None
+
+
+def test_what_a_patchs_code_lacks_of_others_is_no_replaced_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the patch imports something of the engine's that is not there, it says so."""
+
+    def missing(name: str) -> Any:
+        def load(asked: str, *rest: Any) -> Any:
+            if not asked.startswith("livepatch."):
+                return __import__(asked, *rest)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        return load
+
+    monkeypatch.setattr(patch_code, "__import__", missing("engine.livepatch"), raising=False)
+    monkeypatch.setitem(sys.modules, "livepatch", ModuleType("livepatch"))
+    with pytest.raises(ModuleNotFoundError, match=r"engine\.livepatch"):
+        patch_code.load("livepatch", "one-patch")
+    monkeypatch.setattr(patch_code, "__import__", missing("livepatch.patches.one_patch"))
+    with pytest.raises(ApplyError, match="was replaced and is no longer there: restart it"):
+        patch_code.load("livepatch", "one-patch")
