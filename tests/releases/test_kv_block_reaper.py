@@ -60,6 +60,7 @@ def all_well(cases: dict[str, dict[str, list[str]]]) -> dict[str, dict[str, list
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_stock_never_gives_them_back(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    """With a connector that never says that a send has ended, on releases too whose own connectors have a timeout."""
     result = warm.run(DRIVER, {"vllm": release}, tmp_path, arguments=["MoRIIODouble"])
     expected = {**STOCK, "sleeps_again": ["steps for ever"] if Version(release) >= Version("0.22.1") else []}
     for scheduler, outcomes in result["cases"].items():

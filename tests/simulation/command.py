@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from vllm_livepatch.tools.bench.figures import measured_on
 from vllm_livepatch.tools.lab import environments
 from vllm_livepatch.tools.releases import registry
 
@@ -132,6 +133,7 @@ def many(given: Sequence[arms.Arm], asked: argparse.Namespace) -> tuple[int, str
     name = asked.arm or (asked.policy or (asked.bundle.name if asked.bundle else "stock"))
     result = {
         "arm": name,
+        **measured_on(Path(__file__).parents[2]),
         "seeds": [asked.first, asked.seeds],
         "tame": asked.tame,
         "losses": asked.losses,

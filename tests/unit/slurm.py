@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -90,6 +92,24 @@ class Cluster:
             process.terminate()
         for process in self._processes:
             process.wait(30)
+        self._end_steps()
+
+    def steps(self) -> list[int]:
+        """The processes of this cluster that run on: those in whose environment its configuration is."""
+        own = f"SLURM_CONF={self._place}/slurm.conf".encode()
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is a zombie
+                if own in environ.read_bytes().split(b"\0"):
+                    found.append(int(environ.parent.name))
+        return found
+
+    def _end_steps(self) -> None:
+        """A step's slurmstepd outlives the node: it waits for a controller that is gone."""
+        for pid in self.steps():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: not self.steps(), 20)
 
     def __call__(self, *command: str | Path, **variables: str) -> Done:
         return finish(command, {**self.environ, **variables}, cwd=self._place)

@@ -1,4 +1,7 @@
-"""Two packages judged at their border, on trees made up for each test. Whether real ones behave so: tests/releases."""
+"""Two packages judged by what they import of each other, on trees made up for each test.
+
+Whether real ones behave so: tests/releases.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 from vllm_livepatch.tools.compatibility import pairs
-from vllm_livepatch.tools.compatibility.cross_package import Border, Missing, Problem
+from vllm_livepatch.tools.compatibility.cross_package import Missing, Packages, Problem
 
 FACTORY_OLD = """
 class KVConnectorFactory:
@@ -66,14 +69,14 @@ class Modules:
         return f"{module}/__init__.py" if package else f"{module}.py"
 
 
-def border(vllm: Modules, lmcache: Modules) -> Border:
-    return Border({"vllm": vllm, "lmcache": lmcache})
+def packages(vllm: Modules, lmcache: Modules) -> Packages:
+    return Packages({"vllm": vllm, "lmcache": lmcache})
 
 
 def lacking(module: str, vllm: Modules) -> list[str]:
     """What importing an LMCache module of this text lacks."""
     try:
-        border(vllm, Modules(lmcache__start=module)).load("lmcache.start")
+        packages(vllm, Modules(lmcache__start=module)).load("lmcache.start")
     except Missing as missing:
         return [problem.subject for problem in missing.problems]
     return []
@@ -137,13 +140,13 @@ def test_a_module_fails_with_what_it_imports() -> None:
         lmcache__end="import vllm.no",
     )
     with pytest.raises(Missing) as caught:
-        border(VLLM, lmcache).load("lmcache.start")
+        packages(VLLM, lmcache).load("lmcache.start")
     assert [(one.module, one.subject) for one in caught.value.problems] == [("lmcache.end", "vllm.no")]
 
 
 def test_modules_that_import_each_other_end() -> None:
     lmcache = Modules(lmcache__start="from lmcache import other", lmcache__other="from lmcache import start")
-    assert border(VLLM, lmcache).load("lmcache.start") is not None
+    assert packages(VLLM, lmcache).load("lmcache.start") is not None
 
 
 def test_names_given_on_demand_are_there() -> None:
@@ -308,5 +311,5 @@ def test_the_releases_in_which_a_name_was_there() -> None:
 
 def _problems(module: str, vllm: Modules) -> tuple[Problem, ...]:
     with pytest.raises(Missing) as caught:
-        border(vllm, Modules(lmcache__start=module)).load("lmcache.start")
+        packages(vllm, Modules(lmcache__start=module)).load("lmcache.start")
     return caught.value.problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.slurm import Cluster
-from tests.unit.support import PATCHED, PYTHON, USE_STEP, Cli, Sandbox
+from tests.unit.support import PATCHED, PYTHON, USE_STEP, Cli, Sandbox, until
 
 
 @pytest.fixture
@@ -53,3 +54,28 @@ def test_the_printed_job(patched: Sandbox, cluster: Cluster, cli: Cli, tmp_path:
     assert "serve org/model" not in lines
     assert re.search("srun: error: n2: task 1: Exited with exit code", lines), lines
     assert len(patched.reports()) == 1
+
+
+def test_nothing_of_a_cluster_runs_on(patched: Sandbox, tmp_path: Path) -> None:
+    """A job that still runs when its node is stopped leaves its slurmstepd, and its own processes, behind."""
+    cluster = Cluster(tmp_path / "slurm", patched.bundle)
+    try:
+        cluster.start()
+        script = tmp_path / "job.sh"
+        script.write_text("#!/bin/sh\nsrun sleep 600\n")
+        done = cluster("sbatch", "--nodelist=n1", "--parsable", script)
+        assert done.code == 0, done
+        until(lambda: "sleep\n" in commands(cluster), 40)
+        assert "slurmstepd\n" in commands(cluster)
+    finally:
+        cluster.stop()
+    assert cluster.steps() == []
+
+
+def commands(cluster: Cluster) -> list[str]:
+    """The names of its processes."""
+    found = []
+    for pid in cluster.steps():
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/comm").read_text())
+    return found

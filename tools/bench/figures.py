@@ -87,16 +87,23 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def kept(figures: Figures, checkout: Path) -> dict[str, Any]:
     """The figures with what they were measured on."""
+    return {
+        "command": figures.command,
+        **measured_on(checkout),
+        "columns": list(figures.columns),
+        "rows": [list(row) for row in figures.rows],
+    }
+
+
+def measured_on(checkout: Path) -> dict[str, Any]:
+    """Today, the checkout's revision, and this machine."""
     revision = subprocess.run(
         ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return {
-        "command": figures.command,
         "date": time.strftime("%Y-%m-%d"),
         "revision": revision or None,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-        "columns": list(figures.columns),
-        "rows": [list(row) for row in figures.rows],
     }
 
 

@@ -1,4 +1,4 @@
-"""Whether a class could be constructed, as far as the calls at the border tell, from the syntax alone."""
+"""Whether a class could be constructed, as far as the calls between the two packages show, from the syntax alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from vllm_livepatch.tools.compatibility.cross_package import (
-    Border,
     Function,
     FunctionNode,
     Missing,
     Module,
+    Packages,
     Problem,
     Sources,
     top,
@@ -33,8 +33,8 @@ _DEFAULT = _Default()
 class Construction:
     """What constructing one class of a module does: `problems` where it cannot succeed."""
 
-    def __init__(self, border: Border, module: Module, cls: ast.ClassDef) -> None:
-        self.border, self.module, self.cls = border, module, cls
+    def __init__(self, packages: Packages, module: Module, cls: ast.ClassDef) -> None:
+        self.packages, self.module, self.cls = packages, module, cls
         self.reached: set[int] = set()
         self.problems: dict[Problem, None] = {}
         self._wanted: list[FunctionNode] = []
@@ -48,7 +48,7 @@ class Construction:
             function = self._wanted.pop()
             scope = replace(self.module, names=dict(self.module.names))
             try:
-                self.border.functions(scope, function.body)
+                self.packages.functions(scope, function.body)
             except Missing as missing:
                 self.problems.update(dict.fromkeys(missing.problems))
             own = _local_names(function)
@@ -67,7 +67,7 @@ class Construction:
     def _call(self, call: ast.Call, own: set[str]) -> None:
         called = call.func
         if isinstance(called, ast.Name) and called.id not in own:
-            found = self.border.resolve(self.module.names.get(called.id), self.module)
+            found = self.packages.resolve(self.module.names.get(called.id), self.module)
             if found is None:
                 return
             if found[0].name == self.module.name:
@@ -77,14 +77,14 @@ class Construction:
         elif isinstance(called, ast.Attribute) and ast.unparse(called.value) in ("self", "cls"):
             self._want(_method(self.cls, called.attr))
         elif isinstance(called, ast.Attribute) and ast.unparse(called.value) == "super()":
-            for definition in _bases(self.border, (self.module, self.cls)):
+            for definition in _bases(self.packages, (self.module, self.cls)):
                 method = _method(definition[1], called.attr)
                 if method is not None:
                     self._check(call, f"{_name(definition[1])}.{called.attr}", (definition[0], method), bound=True)
                     break
 
     def _check(self, call: ast.Call, name: str, found: Definition, bound: bool = False) -> None:
-        signature = signature_of(self.border, found, bound)
+        signature = signature_of(self.packages, found, bound)
         said = None if signature is None else _unfit(signature, call)
         home, node = found
         path = name if bound else _name(node)
@@ -101,7 +101,7 @@ class Construction:
         self.problems.setdefault(problem, None)
 
     def _abstract(self) -> None:
-        chain = [(self.module, self.cls), *_bases(self.border, (self.module, self.cls))]
+        chain = [(self.module, self.cls), *_bases(self.packages, (self.module, self.cls))]
         defined: set[str] = set()
         for home, node in chain:
             for statement in getattr(node, "body", []):
@@ -115,15 +115,15 @@ class Construction:
                 defined.add(statement.name)
 
 
-def signature_of(border: Border, found: Definition, bound: bool = False) -> inspect.Signature | None:
+def signature_of(packages: Packages, found: Definition, bound: bool = False) -> inspect.Signature | None:
     """How a function, or a class, is to be called; None where the syntax does not tell."""
     node = found[1]
     if isinstance(node, Function):
         return _of_function(node, bound)
     if not isinstance(node, ast.ClassDef) or node.keywords:
         return None
-    chain = [found, *_bases(border, found)]
-    known = all(_bases_known(border, one) for one in chain)
+    chain = [found, *_bases(packages, found)]
+    known = all(_bases_known(packages, one) for one in chain)
     for definition in chain:
         for name in ("__new__", "__init__"):
             method = _method(definition[1], name)
@@ -201,18 +201,18 @@ def _unfit(signature: inspect.Signature, call: ast.Call) -> str | None:
 
 
 def _fits(tree: Sources, module: str, path: str, call: ast.Call) -> bool:
-    border = Border({top(module): tree})
-    home = border.parsed(module)
+    packages = Packages({top(module): tree})
+    home = packages.parsed(module)
     if home is None:
         return False
     first, _, method = path.partition(".")
-    found = border.resolve(home.names.get(first), home)
+    found = packages.resolve(home.names.get(first), home)
     if found is not None and method:
         definition = _method(found[1], method)
         found = None if definition is None else (found[0], definition)
     if found is None:
         return False
-    signature = signature_of(border, found, bool(method))
+    signature = signature_of(packages, found, bool(method))
     return signature is not None and _unfit(signature, call) is None
 
 
@@ -223,23 +223,23 @@ def _described(call: ast.Call) -> str:
     return " and ".join([*parts, *([keywords] if keywords else [])]) or "nothing"
 
 
-def _bases(border: Border, found: Definition) -> Iterator[Definition]:
+def _bases(packages: Packages, found: Definition) -> Iterator[Definition]:
     """Classes that a class is derived from and whose definitions are in the trees, the nearest first."""
     home, node = found
     for base in getattr(node, "bases", []):
-        named = border.resolve(home.names.get(base.id), home) if isinstance(base, ast.Name) else None
+        named = packages.resolve(home.names.get(base.id), home) if isinstance(base, ast.Name) else None
         if named is not None and isinstance(named[1], ast.ClassDef):
             yield named
-            yield from _bases(border, named)
+            yield from _bases(packages, named)
 
 
-def _bases_known(border: Border, found: Definition) -> bool:
+def _bases_known(packages: Packages, found: Definition) -> bool:
     home, node = found
     for base in getattr(node, "bases", []):
         said = ast.unparse(base).rpartition(".")[2]
         if said in ("ABC", "object") or said.startswith("Generic["):
             continue
-        named = border.resolve(home.names.get(base.id), home) if isinstance(base, ast.Name) else None
+        named = packages.resolve(home.names.get(base.id), home) if isinstance(base, ast.Name) else None
         if named is None or not isinstance(named[1], ast.ClassDef):
             return False
     return True

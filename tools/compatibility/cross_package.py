@@ -1,4 +1,4 @@
-"""What importing modules of two packages would do at the border between them, told from the syntax alone.
+"""What importing modules of two packages comes to where they import of each other, from the syntax alone.
 
 Nothing is executed. A module's statements are gone through in order: what it imports out of the other package must be
 there, and where it is not, that is an ImportError, which a surrounding `try` may catch, as it would in a process.
@@ -67,7 +67,7 @@ class Module:
     names: dict[str, Bound] = field(default_factory=dict)
 
 
-class Border:
+class Packages:
     """Two packages' trees, by package, and the modules gone through so far."""
 
     def __init__(self, trees: Mapping[str, Sources]) -> None:
@@ -300,7 +300,7 @@ class Border:
         return any(package in text for package in self.trees if package != top(module))
 
     def _enter(self, name: str) -> None:
-        """Load a module, if it may have something to import across the border."""
+        """Load a module, if it may import something of the other package."""
         if self._follow and self._is_followed(name):
             self.load(name)
 

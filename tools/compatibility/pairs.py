@@ -16,7 +16,7 @@ from rich.text import Text
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.tools import threads
 from vllm_livepatch.tools.compatibility.constructors import Construction, signature_of
-from vllm_livepatch.tools.compatibility.cross_package import Border, Function, Missing, Module, Problem, Sources, top
+from vllm_livepatch.tools.compatibility.cross_package import Function, Missing, Module, Packages, Problem, Sources, top
 from vllm_livepatch.tools.releases import published, registry
 from vllm_livepatch.tools.releases.sources import SourcesError
 
@@ -108,28 +108,28 @@ def of_tree(tree: installed.Tree) -> Pair | None:
 
 def look(vllm: Sources, lmcache: Sources, releases: tuple[str | None, str | None] = (None, None)) -> Pair:
     """Both releases' trees, judged together."""
-    return _judged(Border({"vllm": vllm, "lmcache": lmcache}), releases)
+    return _judged(Packages({"vllm": vllm, "lmcache": lmcache}), releases)
 
 
 def modules_read(vllm: Sources, lmcache: Sources) -> list[str]:
     """What `look` reads of two trees."""
-    border = Border({"vllm": vllm, "lmcache": lmcache})
-    _judged(border, (None, None))
-    return border.read
+    packages = Packages({"vllm": vllm, "lmcache": lmcache})
+    _judged(packages, (None, None))
+    return packages.read
 
 
-def _judged(border: Border, releases: tuple[str | None, str | None]) -> Pair:
+def _judged(packages: Packages, releases: tuple[str | None, str | None]) -> Pair:
     connectors: list[Connector] = []
-    border.prefetch([FACTORY, BUILT_IN, V1_BUILT_IN, *(path for _, path in ((MP, OWN), *OTHERS) if path is not None)])
+    packages.prefetch([FACTORY, BUILT_IN, V1_BUILT_IN, *(path for _, path in ((MP, OWN), *OTHERS) if path is not None)])
     reached: set[int] = set()
     for name, path in ((MP, None), (MP, OWN), *OTHERS):
-        if path is not None and border.source(path) is None:
+        if path is not None and packages.source(path) is None:
             continue
-        found = _connector(border, name, path, reached)
+        found = _connector(packages, name, path, reached)
         if found is not None:
             connectors.append(found)
     needed = {(one.module, one.subject) for connector in connectors for one in connector.problems}
-    rest = tuple(one for one in _optional(border, reached) if (one.module, one.subject) not in needed)
+    rest = tuple(one for one in _optional(packages, reached) if (one.module, one.subject) not in needed)
     return Pair(*releases, tuple(connectors), rest)
 
 
@@ -172,8 +172,8 @@ def print_pair(console: Console, pair: Mapping[str, Any]) -> None:
             console.print(Text(f"       {where}: {problem['detail']}{others}"))
 
 
-def _connector(border: Border, name: str, path: str | None, reached: set[int]) -> Connector | None:
-    factory = border.parsed(FACTORY)
+def _connector(packages: Packages, name: str, path: str | None, reached: set[int]) -> Connector | None:
+    factory = packages.parsed(FACTORY)
     if factory is None:
         return None
     registered = _registered(factory, name)
@@ -186,25 +186,25 @@ def _connector(border: Border, name: str, path: str | None, reached: set[int]) -
     else:
         return None
     try:
-        module = border.load(where[0])
+        module = packages.load(where[0])
     except Missing as missing:
         return Connector(name, path, ":".join(where), how, missing.problems)
     if module is None:
         return None
     value = module.names.get(where[1])
     if isinstance(value, ast.Call):  # the module decides as it is loaded
-        value, home = _returned(border, module, value)
+        value, home = _returned(packages, module, value)
         if home.name != module.name:
             how = "LMCache's own, taken by vLLM's module"
         elif path is None:
             how = "built into vLLM: LMCache's own does not load, or is not there"
         module = home
-    found = border.resolve(value, module)
+    found = packages.resolve(value, module)
     home, cls = found if found is not None else (module, None)
     if not isinstance(cls, ast.ClassDef):
         return None
-    construction = Construction(border, home, cls)
-    problems = [*_constructor(border, factory, home, cls, external), *construction.run()]
+    construction = Construction(packages, home, cls)
+    problems = [*_constructor(packages, factory, home, cls, external), *construction.run()]
     reached |= construction.reached
     return Connector(name, path, f"{home.name}:{cls.name}", how, tuple(dict.fromkeys(problems)))
 
@@ -231,9 +231,9 @@ def _path_first(factory: Module) -> bool:
     return False
 
 
-def _returned(border: Border, module: Module, call: ast.Call) -> tuple[ast.AST | None, Module]:
+def _returned(packages: Packages, module: Module, call: ast.Call) -> tuple[ast.AST | None, Module]:
     """What a function of the module returns that takes LMCache's class if it loads, and the built-in one otherwise."""
-    found = border.resolve(module.names.get(getattr(call.func, "id", "")), module)
+    found = packages.resolve(module.names.get(getattr(call.func, "id", "")), module)
     if found is None or not isinstance(found[1], Function):
         return None, module
     for statement in found[1].body:
@@ -241,12 +241,12 @@ def _returned(border: Border, module: Module, call: ast.Call) -> tuple[ast.AST |
             continue  # an environment variable's say, or a docstring
         scope = Module(module.name, module.body, module.is_package, dict(module.names))
         try:
-            border.run(statement.body, scope)
+            packages.run(statement.body, scope)
             returned = _return(statement.body)
         except Missing as missing:
-            border.optional.update(dict.fromkeys(missing.problems))
+            packages.optional.update(dict.fromkeys(missing.problems))
             returned = _return(statement.handlers[0].body if statement.handlers else [])
-        target = border.resolve(scope.names.get(getattr(returned, "id", "")), scope)
+        target = packages.resolve(scope.names.get(getattr(returned, "id", "")), scope)
         return (None, module) if target is None else (target[1], target[0])
     return None, module
 
@@ -255,14 +255,16 @@ def _return(statements: Sequence[ast.stmt]) -> ast.expr | None:
     return next((one.value for one in statements if isinstance(one, ast.Return)), None)
 
 
-def _constructor(border: Border, factory: Module, home: Module, cls: ast.ClassDef, external: bool) -> Iterator[Problem]:
+def _constructor(
+    packages: Packages, factory: Module, home: Module, cls: ast.ClassDef, external: bool
+) -> Iterator[Problem]:
     """The factory gives three arguments; older ones give a class from a module path two, if it takes no third."""
-    signature = signature_of(border, (home, cls))
+    signature = signature_of(packages, (home, cls))
     if signature is None:
         return
     parameters = signature.parameters
     three = "kv_cache_config" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    if not three and external and "compat_sig" in (border.source(FACTORY) or ""):
+    if not three and external and "compat_sig" in (packages.source(FACTORY) or ""):
         return
     try:
         signature.bind(None, None, None)
@@ -276,13 +278,13 @@ def _constructor(border: Border, factory: Module, home: Module, cls: ast.ClassDe
     yield Problem(FACTORY, 1, top(home.name), f"{home.name}:{cls.name}", detail)
 
 
-def _optional(border: Border, reached: set[int]) -> dict[Problem, None]:
+def _optional(packages: Packages, reached: set[int]) -> dict[Problem, None]:
     """What functions import that need not run for the connector to be made."""
-    for module in list(border.loaded.values()):
-        for node in ast.walk(module.body) if border.names_other(module.name) else ():
+    for module in list(packages.loaded.values()):
+        for node in ast.walk(module.body) if packages.names_other(module.name) else ():
             if isinstance(node, Function) and id(node) not in reached:
                 try:
-                    border.functions(module, node.body)
+                    packages.functions(module, node.body)
                 except Missing as missing:
-                    border.optional.update(dict.fromkeys(missing.problems))
-    return border.optional
+                    packages.optional.update(dict.fromkeys(missing.problems))
+    return packages.optional
