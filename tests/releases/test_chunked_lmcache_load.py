@@ -195,12 +195,18 @@ def which_class(release: str) -> str:
 
 
 def cases(
-    warm: interpreter.Interpreter, work: Path, release: str, names: str, *, bundle: Path | None = None
+    warm: interpreter.Interpreter,
+    work: Path,
+    release: str,
+    names: str,
+    *,
+    bundle: Path | None = None,
+    part_tokens: int = PART_TOKENS,
 ) -> dict[str, dict[str, Any]]:
     """Play the cases of driver/chunked_load_cases.py; by case, world and scheduler class, what it came to."""
     work.mkdir()
     releases = {"vllm": release, "lmcache": lmcache_of(release)}
-    environ = {TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": str(PART_TOKENS)}
+    environ = {TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": str(part_tokens)}
     arguments = [which_class(release), *names.split()]
     result = warm.run("chunked_load_cases", releases, work, bundle=bundle, environ=environ, arguments=arguments)
     worlds: dict[str, dict[str, Any]] = result["worlds"]
@@ -217,6 +223,24 @@ def test_as_many_at_once_as_stock(release: str, warm: interpreter.Interpreter, b
     for name, world in patched.items():
         assert world["at_once"] == stock[name]["at_once"] > 1, name
         assert world["steps"] <= 1.15 * stock[name]["steps"], name  # to 0.22 stock reserves nothing for prefills
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_no_more_are_looked_at_than_on_stock(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """Where one does not fit, those behind it are left alone: a long queue costs a step nothing."""
+    stock = cases(warm, tmp_path / "stock", release, "stored")
+    patched = cases(warm, tmp_path / "patched", release, "stored", bundle=bundle)
+    whole = cases(warm, tmp_path / "whole", release, "stored", bundle=bundle, part_tokens=1 << 15)
+    for name, world in stock.items():
+        assert (patched[name]["outcome"], whole[name]["outcome"]) == ("finishes", "finishes"), name
+        assert patched[name]["loaded"] == whole[name]["loaded"] == 32 * 20 * 16, name
+        assert whole[name]["steps"] == world["steps"], name
+        assert whole[name]["asked"] <= 1.05 * world["asked"], name
+        # A part takes a step: two are the most that one of a request's 320 tokens has.
+        assert patched[name]["steps"] <= 1.2 * world["steps"], name
+        assert patched[name]["asked"] <= 1.2 * world["asked"], name
 
 
 @pytest.mark.parametrize("release", RELEASES)

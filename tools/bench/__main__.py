@@ -2,8 +2,8 @@
 
     python -m vllm_livepatch.tools.bench [NAME]... [--write]
 
-On a machine that does nothing else, for about ten minutes, in a checkout. What takes engines and longer has commands of
-its own, in docs/benchmarks.md: chunked_load, idle_stepping, layerwise, the lab.
+On a machine that does nothing else, for about a quarter of an hour, in a checkout. What takes longer has commands of
+its own, in docs/benchmarks.md: idle_stepping, layerwise, the lab.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from vllm_livepatch.tools.bench import (
     block_transfer,
     changed_import,
+    chunked_load,
     figures,
     moriio_wait,
     offline_check,
@@ -41,6 +42,7 @@ BENCHMARKS: dict[str, Callable[[], Figures]] = {
         block_transfer,
         pinned_allocator,
         changed_import,
+        chunked_load,
     )
 }
 PAGES = ("README.md", "docs/*.md")

@@ -16,8 +16,8 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class Figures:
     command: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What is kept beside the rows: single rounds, say."""
 
     def show(self) -> None:
         """The table on the screen, in full where it is piped."""
@@ -96,6 +98,7 @@ def kept(figures: Figures, checkout: Path) -> dict[str, Any]:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "columns": list(figures.columns),
         "rows": [list(row) for row in figures.rows],
+        **({"details": figures.details} if figures.details else {}),
     }
 
 
