@@ -136,15 +136,14 @@ class _Loads:
         return at - num_computed_tokens, later
 
     def look_no_further(self) -> bool:
-        """Let the scheduler find no blocks for `refused`; False where somebody behind it may have to run in this step.
+        """Let the scheduler find no blocks for `refused`; False where what has arrived may still have to run behind it.
 
         It then ends its walk, as where it finds none by itself. Told to ask later, it would look at all that wait, in
-        each step. Where nothing runs it must: what holds blocks may stand behind.
+        each step.
         """
-        scheduler = self.scheduler
-        if not scheduler.running or any(other.status.name != "RUNNING" for other in self.arrived):
+        if any(other.status.name != "RUNNING" for other in self.arrived):
             return False
-        manager = scheduler.kv_cache_manager
+        manager = self.scheduler.kv_cache_manager
         self.allocates = vars(manager).get("allocate_slots")
         guarded = self.livepatch.around(manager.allocate_slots, self.no_blocks)
         self.stopped = True

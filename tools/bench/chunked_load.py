@@ -120,10 +120,10 @@ async def measure(
         for supervisor in supervisors.values():
             await supervisor.__aenter__()
         await asyncio.gather(*(supervisors[arm].start(deployed[arm].parts) for arm in arms))
-        for arm in arms:
+        stored = await asyncio.gather(*(answers(deployed[arm].url, asked) for arm in arms))
+        for arm, outputs in zip(arms, stored, strict=True):
+            figures[arm]["outputs"] = outputs
             async with Client(deployed[arm].url, topology.MODEL_NAME, 120) as client:
-                outputs = [client.complete(prompt, tokens) for prompt, tokens in each(asked)]
-                figures[arm]["outputs"] = await asyncio.gather(*outputs)
                 figures[arm]["alone"] = [await alone(client, prompt) for prompt in asked[:ALONE]]
         for number in range(rounds):
             first = number % len(arms)  # what an arm leaves behind is not always the same one's affair
@@ -141,6 +141,12 @@ async def measure(
 def each(prompts: Sequence[Said]) -> list[tuple[Said, int]]:
     """The prompts, each with the tokens of its answer."""
     return [(prompt, OUTPUT_TOKENS[number % len(OUTPUT_TOKENS)]) for number, prompt in enumerate(prompts)]
+
+
+async def answers(url: str, prompts: Sequence[Said]) -> list[str]:
+    """Ask for every prompt once, so that all are stored."""
+    async with Client(url, topology.MODEL_NAME, 300) as client:
+        return await asyncio.gather(*(client.complete(prompt, tokens) for prompt, tokens in each(prompts)))
 
 
 async def alone(client: Client, prompt: Said) -> tuple[float, float]:
@@ -283,7 +289,7 @@ def measured(options: argparse.Namespace | None = None) -> Figures:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.chunked_load", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=32, help="asked for at once")
     parser.add_argument("--pool", type=int, default=4, help="prompts that the engine's KV cache holds")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
