@@ -60,6 +60,8 @@ class _Loads:
         self.refused: str | None = None  # the request, first in this step, that does not fit
         self.let_in: list[Any] = []  # requests that the scheduler was told to let in, in this step
         self.in_vain = False  # whether it found no blocks for one of them in the step before, and looked no further
+        self.stopped = False  # whether the pool has no blocks for `refused`, until this step ends
+        self.allocates: Any = None  # what the pool's `allocate_slots` is otherwise, where another patch put it there
         self.coordinator = scheduler.kv_cache_manager.coordinator
         self.managers = self.coordinator.single_type_managers
         self.asks_for = inspect.signature(self.managers[0].get_num_blocks_to_allocate).parameters
@@ -123,7 +125,7 @@ class _Loads:
         if (self.loads or self.scheduler.running) and not self.fits(request, num_computed_tokens, end):
             self.refused = name
             self.livepatch.count("held_back")
-            return None, False
+            return (answer, later) if self.look_no_further() else (None, False)
         self.let_in.append(request)
         if not answer:
             return answer, later
@@ -132,6 +134,26 @@ class _Loads:
         if at < end:
             self.note(tracker, lmcache_hit=at)  # last: were this put back, it would be by what is in `loads`
         return at - num_computed_tokens, later
+
+    def look_no_further(self) -> bool:
+        """Let the scheduler find no blocks for `refused`; False where what has arrived may still have to run behind it.
+
+        It then ends its walk, as where it finds none by itself. Told to ask later, it would look at all that wait, in
+        each step.
+        """
+        if any(other.status.name != "RUNNING" for other in self.arrived):
+            return False
+        manager = self.scheduler.kv_cache_manager
+        self.allocates = vars(manager).get("allocate_slots")
+        guarded = self.livepatch.around(manager.allocate_slots, self.no_blocks)
+        self.stopped = True
+        manager.allocate_slots = guarded
+        return True
+
+    def no_blocks(self, wrapped: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -> Any:
+        """Stands at the pool's `allocate_slots` from where a request was refused until the step ends."""
+        request = args[0] if args else kwargs["request"]
+        return None if request.request_id == self.refused else wrapped(*args, **kwargs)
 
     def part_end(self, start: int, end: int) -> int:
         """Where a part that begins at `start` ends: at a chunk's end, or where the load does."""
@@ -273,6 +295,13 @@ class _Loads:
 
     def end_step(self) -> None:
         """What found no blocks has arrived all the same: an abort must free its blocks at once."""
+        if self.stopped:
+            self.stopped = False
+            manager = self.scheduler.kv_cache_manager
+            if self.allocates is None:
+                del manager.allocate_slots
+            else:
+                manager.allocate_slots = self.allocates
         for request in self.short:
             if request.status.name == "WAITING_FOR_REMOTE_KVS":
                 self.scheduler.finished_recving_kv_req_ids.add(request.request_id)

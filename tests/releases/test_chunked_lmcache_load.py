@@ -44,6 +44,9 @@ TOO_LARGE_ALONE = ("mix0", "mix1", "mix3")
 A sliding window counts one step's tokens for each batch in flight (`max_in_flight_tokens`), two with async scheduling: 69
 blocks, beside 55 of full attention, are more than the pool has. See `test_too_large_alone`.
 """
+STORED = 32
+STORED_TOKENS = STORED * 20 * 16
+"""Prompts of the case `stored`, and what of them is loaded."""
 BY_HASH_TO = "0.16.0"
 """To here the built-in connector names blocks by hash, which LMCache from 0.5.1 cannot be told any more."""
 
@@ -195,12 +198,18 @@ def which_class(release: str) -> str:
 
 
 def cases(
-    warm: interpreter.Interpreter, work: Path, release: str, names: str, *, bundle: Path | None = None
+    warm: interpreter.Interpreter,
+    work: Path,
+    release: str,
+    names: str,
+    *,
+    bundle: Path | None = None,
+    part_tokens: int = PART_TOKENS,
 ) -> dict[str, dict[str, Any]]:
     """Play the cases of driver/chunked_load_cases.py; by case, world and scheduler class, what it came to."""
     work.mkdir()
     releases = {"vllm": release, "lmcache": lmcache_of(release)}
-    environ = {TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": str(PART_TOKENS)}
+    environ = {TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": str(part_tokens)}
     arguments = [which_class(release), *names.split()]
     result = warm.run("chunked_load_cases", releases, work, bundle=bundle, environ=environ, arguments=arguments)
     worlds: dict[str, dict[str, Any]] = result["worlds"]
@@ -217,6 +226,24 @@ def test_as_many_at_once_as_stock(release: str, warm: interpreter.Interpreter, b
     for name, world in patched.items():
         assert world["at_once"] == stock[name]["at_once"] > 1, name
         assert world["steps"] <= 1.15 * stock[name]["steps"], name  # to 0.22 stock reserves nothing for prefills
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_no_more_are_looked_at_than_on_stock(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """Where one does not fit, those behind it are left alone: in a step, a long queue costs nothing."""
+    stock = cases(warm, tmp_path / "stock", release, "stored")
+    parts = cases(warm, tmp_path / "parts", release, "stored", bundle=bundle)
+    whole = cases(warm, tmp_path / "whole", release, "stored", bundle=bundle, part_tokens=1 << 15)
+    for name, world in stock.items():
+        for patched in parts[name], whole[name]:
+            assert (patched["outcome"], patched["loaded"]) == ("finishes", STORED_TOKENS), name
+            # One each step, and all of them while the first lookups are not answered; they were all of them each step.
+            assert patched["asked"] <= patched["steps"] + 4 * STORED, name
+        if world["outcome"] == "finishes":  # to 0.18 nothing is reserved
+            assert whole[name]["steps"] <= world["steps"], name
+            assert whole[name]["asked"] <= 1.05 * world["asked"], name
 
 
 @pytest.mark.parametrize("release", RELEASES)

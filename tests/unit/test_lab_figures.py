@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pytest_mock import MockerFixture
 from vllm_livepatch.tools import cli
-from vllm_livepatch.tools.bench import chunked_load, layerwise
+from vllm_livepatch.tools.bench import layerwise
 from vllm_livepatch.tools.commands import ending, matrix
 from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 
@@ -55,14 +55,6 @@ def test_the_readmes_wrong_answers_are_what_is_kept() -> None:
         assert shown == [
             f"{arm['mismatches']} of {arm['completed']}" for arm in (kept["arms"]["stock"], kept["arms"]["patched"])
         ]
-
-
-def test_the_table_of_loads_in_parts_is_made_of_what_is_kept() -> None:
-    """`python -m vllm_livepatch.tools.bench.chunked_load --kept ... --write ...` puts it there."""
-    figures = json.loads((ROOT / "docs/chunked-load.json").read_text("utf-8"))
-    assert matrix.block((ROOT / "docs/chunked-load.md").read_text("utf-8"), "chunked-load") == chunked_load.markdown(
-        figures
-    )
 
 
 def test_of_what_leaves_early_the_part_of_the_ideal_is_shown_for_one_prompt_on_a_link() -> None:

@@ -2,8 +2,8 @@
 
     python -m vllm_livepatch.tools.bench [NAME]... [--write]
 
-On a machine that does nothing else, for about ten minutes, in a checkout. What takes engines and longer has commands of
-its own, in docs/benchmarks.md: chunked_load, idle_stepping, layerwise, the lab.
+On a machine that does nothing else, for about a quarter of an hour, in a checkout. What takes longer has commands of
+its own, in docs/benchmarks.md: idle_stepping, layerwise, the lab.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm_livepatch.tools.bench import (
     block_transfer,
     bundle_size,
     changed_import,
+    chunked_load,
     figures,
     git_apply,
     idle_steps,
@@ -47,6 +48,7 @@ BENCHMARKS: dict[str, Callable[[], Figures]] = {
         bundle_size,
         git_apply,
         idle_steps,
+        chunked_load,
     )
 }
 WITH_ENGINES: tuple[str, ...] = ()

@@ -1,11 +1,12 @@
-"""Time to first token and throughput of stored prompts through a small pool: no offload, the patch off, and on.
+"""Stored prompts through a small pool: no offload, the patch off, on, and on in small parts.
 
-    python -m vllm_livepatch.tools.bench.chunked_load [--rounds N] [--prompts N] [--pool N] [--arms ARM...] [--out FILE]
-    python -m vllm_livepatch.tools.bench.chunked_load --kept docs/chunked-load.json --write docs/chunked-load.md
+    python -m vllm_livepatch.tools.bench.chunked_load [--rounds N] [--prompts N] [--pool N] [--arms ARM...] [--model M]
 
-Real engines (vLLM on CPU, a tiny model), each with a pool of a few prompts; the last two with a real LMCache server.
-Every prompt is asked for once. Then, each round, an engine's own prefix cache is emptied and all prompts are asked for
-at once. The arms take turns, so what disturbs the machine disturbs all of them. Outputs are compared between arms.
+Real engines (vLLM on CPU, random weights), each with a pool of a few prompts; all but the first with a real LMCache
+server. Every prompt is asked for once. Then a few are asked for one by one: computed, and loaded. Then, each round, an
+engine's own prefix cache is emptied and all prompts are asked for at once. The arms take turns, so what disturbs the
+machine disturbs all of them. Answers are compared with the arm's first ones, and those between arms. Ratios are round
+by round, over `off`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -23,36 +25,73 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import aiohttp
+from vllm_livepatch.tools.bench.figures import Figures, duration, ratio
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
-from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.lab import environments, model, topology
-from vllm_livepatch.tools.lab.client import Client, Said
+from vllm_livepatch.tools.lab.client import Client, RequestFailed, Said
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 VLLM = "0.32.0"
 PATCH = "chunked-lmcache-load"
-ARMS = ("none", "off", "on")
-PROMPT_TOKENS = 16 * topology.CHUNK_SIZE + 28
-OUTPUT_TOKENS = 16
+NO_OFFLOAD = "none"
 PART_TOKENS = 256
+ARMS: dict[str, dict[str, str]] = {
+    NO_OFFLOAD: {},
+    "off": {"": "off"},
+    "on": {"": "on"},
+    "parts": {"": "on", "_MAX_TOKENS": str(PART_TOKENS)},
+}
+"""Each arm's settings of the patch, by the end of the variable's name."""
+TITLES = {
+    NO_OFFLOAD: "no offload",
+    "off": "LMCache, `off`",
+    "on": "LMCache, `on`",
+    "parts": f"LMCache, `on`, parts of {PART_TOKENS} tokens",
+}
+PROMPT_TOKENS = 16 * topology.CHUNK_SIZE + 28
+OUTPUT_TOKENS = (8, 16, 24, 32)
+"""Of an answer, in turn: so that some begin while others run."""
 HITS = "vllm:external_prefix_cache_hits_total"
+STEPS = "vllm:iteration_tokens_total_count"
+ALONE = 5
+"""Prompts that are asked for one by one."""
+
+MODELS: dict[str, dict[str, int]] = {
+    "wide": {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "tiny": {},
+}
+"""`wide`: a prompt's prefill takes eight times as long as its load. `tiny`: the lab's, where it takes hardly longer."""
 
 
-def deployment(arm: str, python: Path, tiny: Path, pool: int, variables: Mapping[str, str]) -> topology.Deployment:
+def deployment(arm: str, python: Path, made: Path, pool: int, variables: Mapping[str, str]) -> topology.Deployment:
     """The parts of an arm; its engine's pool holds `pool` prompts."""
     # Engines share the machine: threads bound to cores would spin where another engine computes.
     shared = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **environments.vllm_cache(VLLM)}
-    deployed = topology.local(topology.load("lmcache"), python, tiny, {**shared, **variables})
+    deployed = topology.local(topology.load("lmcache"), python, made, {**shared, **variables})
     server, engine = deployed.parts
-    blocks = pool * -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // topology.BLOCK_SIZE) + 1  # one is never given out
+    blocks = pool * -(-(PROMPT_TOKENS + max(OUTPUT_TOKENS)) // topology.BLOCK_SIZE) + 1  # one is never given out
     command = (*engine.command, "--num-gpu-blocks-override", str(blocks))
-    if arm == "none":
+    if arm == NO_OFFLOAD:
         place = command.index("--kv-transfer-config")
         alone = dataclasses.replace(engine, command=command[:place] + command[place + 2 :], beside=False)
         return topology.Deployment((alone,), deployed.url)
     return topology.Deployment((server, dataclasses.replace(engine, command=command)), deployed.url)
+
+
+def variables(arm: str, injected: Path, state: Path) -> dict[str, str]:
+    """What the processes of an arm get. Without offload: stock."""
+    if not ARMS[arm]:
+        return {}
+    toggles = {f"LIVEPATCH_CHUNKED_LMCACHE_LOAD{end}": value for end, value in ARMS[arm].items()}
+    return {"PYTHONPATH": str(injected), "LIVEPATCH_STATE_DIR": str(state), **toggles}
 
 
 async def emptied(client: Client, seconds: float = 30.0) -> None:
@@ -65,35 +104,31 @@ async def emptied(client: Client, seconds: float = 30.0) -> None:
 
 
 async def measure(
-    arms: Sequence[str], python: Path, rounds: int, prompts: int, pool: int, place: Path
+    arms: Sequence[str], python: Path, rounds: int, prompts: int, pool: int, shape: Mapping[str, int], place: Path
 ) -> dict[str, dict[str, Any]]:
     """Each arm's figures. Raises PartFailed where a server dies."""
-    tiny = model.make(place / "model", seed=1)
+    made = model.make(place / "model", seed=1, shape=shape)
     asked = [(prompt,) for prompt in model.prompts(prompts, PROMPT_TOKENS, seed=1)]
     injected = place / "bundle"
     placing.write_directory(bundle.contents(catalogue.load()), injected)
-    settings = {"off": "off", "on": "on"}
-    deployed = {}
-    for arm in arms:
-        variables = {
-            "PYTHONPATH": str(injected),
-            "LIVEPATCH_STATE_DIR": str(place / f"state-{arm}"),
-            "LIVEPATCH_CHUNKED_LMCACHE_LOAD": settings.get(arm, "off"),
-            "LIVEPATCH_CHUNKED_LMCACHE_LOAD_MAX_TOKENS": str(PART_TOKENS),
-        }
-        deployed[arm] = deployment(arm, python, tiny, pool, variables if arm in settings else {})
+    deployed = {
+        arm: deployment(arm, python, made, pool, variables(arm, injected, place / f"state-{arm}")) for arm in arms
+    }
     figures: dict[str, dict[str, Any]] = {arm: {"rounds": []} for arm in arms}
     supervisors = {arm: Supervisor(place / arm, lambda line: print(line, file=sys.stderr)) for arm in arms}
     try:
         for supervisor in supervisors.values():
             await supervisor.__aenter__()
         await asyncio.gather(*(supervisors[arm].start(deployed[arm].parts) for arm in arms))
-        for arm in arms:
+        stored = await asyncio.gather(*(answers(deployed[arm].url, asked) for arm in arms))
+        for arm, outputs in zip(arms, stored, strict=True):
+            figures[arm]["outputs"] = outputs
             async with Client(deployed[arm].url, topology.MODEL_NAME, 120) as client:
-                figures[arm]["outputs"] = [await client.complete(prompt, OUTPUT_TOKENS) for prompt in asked]
-        for _ in range(rounds):
-            for arm in arms:
-                one = supervisors[arm].guard(play(deployed[arm].url, asked, figures[arm]["outputs"], arm != "none"))
+                figures[arm]["alone"] = [await alone(client, prompt) for prompt in asked[:ALONE]]
+        for number in range(rounds):
+            first = number % len(arms)  # what an arm leaves behind is not always the same one's affair
+            for arm in (*arms[first:], *arms[:first]):
+                one = supervisors[arm].guard(play(deployed[arm].url, asked, figures[arm]["outputs"], arm))
                 figures[arm]["rounds"].append(await one)
         for arm in arms:
             figures[arm]["counters"] = await settled(place / f"state-{arm}")
@@ -103,23 +138,68 @@ async def measure(
     return figures
 
 
-async def play(url: str, prompts: Sequence[Said], outputs: Sequence[str], offload: bool) -> dict[str, float]:
+def each(prompts: Sequence[Said]) -> list[tuple[Said, int]]:
+    """The prompts, each with the tokens of its answer."""
+    return [(prompt, OUTPUT_TOKENS[number % len(OUTPUT_TOKENS)]) for number, prompt in enumerate(prompts)]
+
+
+async def answers(url: str, prompts: Sequence[Said]) -> list[str]:
+    """Ask for every prompt once, so that all are stored."""
+    async with Client(url, topology.MODEL_NAME, 300) as client:
+        return await asyncio.gather(*(client.complete(prompt, tokens) for prompt, tokens in each(prompts)))
+
+
+async def alone(client: Client, prompt: Said) -> tuple[float, float]:
+    """Seconds to the first token of a prompt that is asked for alone, and of its end that is never stored."""
+    found = []
+    for words in (prompt, (" ".join(prompt[0].split()[-(PROMPT_TOKENS % topology.CHUNK_SIZE) :]),)):
+        await emptied(client)
+        _, pieces = await client.stream(words, 1)
+        found.append(pieces[0])
+    return found[0], found[1]
+
+
+async def play(url: str, prompts: Sequence[Said], outputs: Sequence[str], arm: str) -> dict[str, float]:
     """One round of one arm: all prompts at once, none of them in the engine's own cache."""
     async with Client(url, topology.MODEL_NAME, 120) as client:
         await emptied(client)
-        before = await client.metric(HITS) if offload else 0.0
+        counted = [STEPS] if arm == NO_OFFLOAD else [STEPS, HITS]
+        before = {name: await client.metric(name) for name in counted}
         begun = time.monotonic()
-        answers = await asyncio.gather(*(client.stream(prompt, OUTPUT_TOKENS) for prompt in prompts))
+        streams = [client.stream(prompt, tokens) for prompt, tokens in each(prompts)]
+        answers = await asyncio.gather(*streams, return_exceptions=True)
         seconds = time.monotonic() - begun
-        loaded = (await client.metric(HITS) if offload else 0.0) - before
-    times = sorted(pieces[0] for _, pieces in answers)
+        passed = {name: await client.metric(name) - value for name, value in before.items()}
+    good: list[tuple[str, list[float]]] = []
+    others = 0
+    for answer, expected in zip(answers, outputs, strict=True):
+        if isinstance(answer, BaseException):
+            if not isinstance(answer, (RequestFailed, TimeoutError, asyncio.TimeoutError, aiohttp.ClientError)):
+                raise answer
+            continue
+        good.append(answer)
+        others += answer[0] != expected
+    first = [pieces[0] for _, pieces in good]
+    between = [later - earlier for _, pieces in good for earlier, later in itertools.pairwise(pieces)]
     return {
-        "first_token_median": statistics.median(times),
-        "first_token_p95": times[int(0.95 * (len(times) - 1))],
-        "prompts_a_second": len(prompts) / seconds,
-        "hit_share": loaded / (len(prompts) * (PROMPT_TOKENS // topology.CHUNK_SIZE * topology.CHUNK_SIZE)),
-        "other_outputs": sum(text != expected for (text, _), expected in zip(answers, outputs, strict=True)),
+        "seconds": seconds,
+        "tokens_a_second": sum(len(pieces) for _, pieces in good) / seconds,
+        "prompts_a_second": len(good) / seconds,
+        "first_token_median": statistics.median(first),
+        "first_token_p95": quantile(first, 0.95),
+        "between_median": statistics.median(between),
+        "between_mean": statistics.mean(between),
+        "between_p99": quantile(between, 0.99),
+        "steps": passed[STEPS],
+        "hit_share": passed.get(HITS, 0)
+        / (len(prompts) * (PROMPT_TOKENS // topology.CHUNK_SIZE * topology.CHUNK_SIZE)),
+        "failures": len(prompts) - len(good),
+        "other_outputs": others,
     }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
 
 
 async def settled(state: Path) -> dict[str, int]:
@@ -141,69 +221,88 @@ def counters(state: Path) -> dict[str, int]:
     return dict(total)
 
 
+COLUMNS = {
+    "prompts_a_second": "prompts a second",
+    "first_token_median": "first token",
+    "first_token_p95": "p95",
+    "between_median": "between tokens",
+    "between_mean": "mean",
+    "between_p99": "p99",
+}
+"""Of the rounds, each with its ratio to `off`."""
+
+
 def rows(figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """What the columns are, and an arm a row: medians over the rounds, and between which values these were."""
-    found = [["arm", "first token, median (rounds)", "p95", "prompts a second (rounds)", "loaded of what is stored"]]
-    found[0].append("other outputs")
+    """An arm a row: medians over the rounds, in brackets over those of `off`."""
+    found = []
     for arm, entry in figures.items():
-        of = {key: sorted(values[key] for values in entry["rounds"]) for key in entry["rounds"][0]}
-        middle = {key: statistics.median(values) for key, values in of.items()}
-        first, rate = of["first_token_median"], of["prompts_a_second"]
-        found.append(
-            [
-                arm,
-                f"{middle['first_token_median']:.2f} s ({first[0]:.2f} to {first[-1]:.2f})",
-                f"{middle['first_token_p95']:.2f} s",
-                f"{middle['prompts_a_second']:.1f} ({rate[0]:.1f} to {rate[-1]:.1f})",
-                f"{middle['hit_share']:.1%}" if arm != "none" else "",
-                f"{sum(of['other_outputs']):.0f}",
-            ]
-        )
+        of = {key: [values[key] for values in entry["rounds"]] for key in entry["rounds"][0]}
+        cells = []
+        for key in COLUMNS:
+            middle = statistics.median(of[key])
+            text = f"{middle:.2f}" if key == "prompts_a_second" else duration(middle)
+            if "off" in figures and arm != "off":
+                text += f" ({ratio(of[key], [values[key] for values in figures['off']['rounds']])})"
+            cells.append(text)
+        single = statistics.median(whole for whole, _ in entry["alone"])
+        shown = [f"{statistics.median(of['steps']):.0f}", f"{statistics.median(of['hit_share']):.0%}"]
+        wrong = [f"{sum(of['failures']):.0f}", f"{sum(of['other_outputs']):.0f}"]
+        found.append([TITLES[arm], duration(single), *cells, *shown, *wrong])
     return found
 
 
-def show(figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """The rows as a table, and what the patch counted."""
-    columns, *arms = rows(figures)
-    table = Table(*columns)
-    for row in arms:
-        table.add_row(*row)
-    Console().print(table)
-    for arm, found in figures.items():
-        if found["counters"]:
-            print(f"{arm}: {found['counters']}")
+def costs(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of a prompt's prefill and of its load, each beyond what the prompt's end takes that is never stored."""
+    found = {}
+    for arm, name in ((NO_OFFLOAD, "prefill"), ("off", "load")):
+        if arm in figures:
+            found[name] = statistics.median(whole - end for whole, end in figures[arm]["alone"])
+    return found
 
 
-def markdown(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The rows for a document."""
-    columns, *arms = rows(figures)
-    lines = [columns, ["---"] * len(columns), *arms]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def shown(figures: Mapping[str, Mapping[str, Any]], command: str) -> Figures:
+    columns = [f"vLLM {VLLM}, LMCache 0.5.6", "one alone, first token", *COLUMNS.values(), "steps", "loaded of stored"]
+    details = {
+        "costs": costs(figures),
+        "arms": {
+            arm: {key: value for key, value in entry.items() if key != "outputs"} for arm, entry in figures.items()
+        },
+        "same_answers": len({tuple(entry["outputs"]) for entry in figures.values()}) == 1,
+    }
+    return Figures(command, [*columns, "failures", "other answers"], rows(figures), details)
 
 
-def main() -> None:
+def measured(options: argparse.Namespace | None = None) -> Figures:
+    """All of it, as the pages have it."""
+    options = options or arguments().parse_args([])
+    python = options.engine_python or environments.engine(VLLM, "0.5.6")
+    shape = MODELS[options.model]
+    with tempfile.TemporaryDirectory() as temporary:
+        work = measure(options.arms, python, options.rounds, options.prompts, options.pool, shape, Path(temporary))
+        figures = asyncio.run(work)
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    words = ["python -m vllm_livepatch.tools.bench.chunked_load", f"--rounds {options.rounds}"]
+    words += [f"--prompts {options.prompts}", f"--pool {options.pool}", f"--model {options.model}"]
+    return shown(figures, " ".join(words))
+
+
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.chunked_load", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=32, help="asked for at once")
     parser.add_argument("--pool", type=int, default=4, help="prompts that the engine's KV cache holds")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--model", choices=MODELS, default="wide")
     parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
-    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
-    parser.add_argument("--kept", type=Path, help="the JSON of an earlier run: nothing is run")
-    parser.add_argument("--write", type=Path, help="a document, for its <!-- chunked-load --> table")
-    options = parser.parse_args()
-    if options.kept:
-        figures = json.loads(options.kept.read_text(encoding="utf-8"))
-    else:
-        python = options.engine_python or environments.engine(VLLM, "0.5.6")
-        with tempfile.TemporaryDirectory() as temporary:
-            work = measure(options.arms, python, options.rounds, options.prompts, options.pool, Path(temporary))
-            figures = asyncio.run(work)
-    if options.out:
-        options.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    if options.write:
-        matrix.write(options.write, markdown(figures), "chunked-load")
-    show(figures)
+    parser.add_argument("--out", type=Path, help="a file for all that was measured, as JSON")
+    return parser
+
+
+def main() -> None:
+    found = measured(arguments().parse_args())
+    found.show()
+    print(json.dumps(found.details["costs"]))
 
 
 if __name__ == "__main__":

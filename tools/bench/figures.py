@@ -16,8 +16,8 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Figures:
     command: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What is kept beside the rows: single rounds, say."""
 
     def show(self) -> None:
         """The table on the screen, in full where it is piped."""
@@ -92,6 +94,7 @@ def kept(figures: Figures, checkout: Path) -> dict[str, Any]:
         **measured_on(checkout),
         "columns": list(figures.columns),
         "rows": [list(row) for row in figures.rows],
+        **({"details": figures.details} if figures.details else {}),
     }
 
 

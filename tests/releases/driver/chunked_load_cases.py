@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,26 @@ def later_parts() -> Iterator[Made]:
         yield f"reset at {step}", [*plans, again], {"resets": (step,)}
 
 
+def stored() -> Iterator[Made]:
+    """Many prompts at once of which LMCache holds nearly all, and a pool of four of them."""
+    for after in (0, 2):
+        plans = [
+            Plan(f"stored{n}", tokens(f"stored{n}", 22), hit=20 * BLOCK, answered_after=after, outputs=8 + n % 4 * 8)
+            for n in range(32)
+        ]
+        yield f"lookups after {after}", plans, {}
+
+
 def play(world: World) -> dict[str, Any]:
     """Run one world; return what it came to and its figures."""
+    asked = Counter[int]()
+    ask = world.scheduler.connector.get_num_new_matched_tokens
+
+    def count(*args: Any, **named: Any) -> Any:
+        asked[world.now] += 1
+        return ask(*args, **named)
+
+    world.scheduler.connector.get_num_new_matched_tokens = count
     try:
         outcome = world.run()
     except Exception as error:
@@ -139,11 +158,14 @@ def play(world: World) -> dict[str, Any]:
         "recomputed": world.recomputed,
         "aborted_loads": world.aborted_loads,
         "ended": world.ended_at,
+        "asked": asked.total(),
+        "most_asked": max(asked.values(), default=0),
     }
 
 
 CASES: dict[str, Callable[[], Iterator[Made]]] = {
-    case.__name__: case for case in (hybrid, hybrid_mixes, alone, shared, adapters, limits, watermark, later_parts)
+    case.__name__: case
+    for case in (hybrid, hybrid_mixes, alone, shared, adapters, limits, watermark, later_parts, stored)
 }
 
 
