@@ -63,8 +63,8 @@ SHAPE = {
     "head_dim": 256,
     "max_position_embeddings": 10240,
 }
-"""Of the model: narrow, with much KV a token (96 KiB; a model of 8 billion parameters has 128). So the KV of 1,024 tokens
-takes about as long on a link of 400 MB/s as their prefill does on one core."""
+"""Of the model: narrow, with much KV a token (96 KiB; a model of 8 billion parameters has 128). So the KV of 1,024
+tokens takes about as long on a link of 400 MB/s as their prefill does on one core."""
 TOKEN_BYTES = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * 2
 """KV of a token: keys and values of all layers, bfloat16, for which a processor may have instructions of its own."""
 ENGINE = {"--dtype": "bfloat16", "--block-size": "32", "--max-model-len": str(SHAPE["max_position_embeddings"])}
