@@ -21,7 +21,7 @@ exception not caught, a loop that does not run. The unit tests must notice it. T
 `run` changes a copy of the checkout. For each mutant it runs the unit tests that execute the function, the quick ones
 first, at most 10 s of them (25 s for about half of what was drawn of `sitecustomize/`), and stops at the first that
 fails. A patch's mutant that they do not notice gets the patch's release tests, those that `mutation.toml` lists. What
-survives may be run once more with `--again --seconds 40`, which was not done for what was drawn. (Which test executes
+survives may be run once more with `--again --seconds 40`: of what was drawn, three were, by hand. (Which test executes
 what is seen in a run in which each function writes its name, also in the processes that tests start.) Not made: mutants
 of annotations, which nothing evaluates, and those that do not compile. "Timeout" counts as killed: four times what the
 same tests take unchanged, and 10 s. A survivor that does what the original does, or differs in what nobody is promised,
