@@ -59,16 +59,16 @@ def test_the_readmes_wrong_answers_are_what_is_kept() -> None:
 
 def test_of_what_leaves_early_the_part_of_the_ideal_is_shown_for_one_prompt_on_a_link() -> None:
     seconds = {"stock": [0.3, 0.6, 0.7], "layer": [0.4], "chunk": [0.5], "prefill": [0.35]}
-    rate, tokens = 400, 12207  # whose KV takes a second
+    rate, tokens = 400, 4069  # whose KV takes a second
     found = [layerwise.row(rate, tokens, number, layerwise.Times(seconds, {"stock": 1})) for number in (1, 4)]
     assert found[0]["transfer"] == 1.0
-    assert found[0]["share"] == {"layer": 0.89, "chunk": 0.44}, "of 1.35 s to 1.125 s"
+    assert found[0]["share"] == {"layer": 0.75, "chunk": 0.37}, "of 1.35 s to 1.083 s"
     assert "share" not in found[1]
     _, _, first, second = layerwise.markdown({"rows": found}).splitlines()
     assert first == (
-        "| 400 | 12,207 | 1 | 1000 ms | 600 ms | 400 ms (0.67) | 500 ms (0.83) | 350 ms | layer 89%, chunk 44% | 1 |"
+        "| 400 | 4,069 | 1 | 1000 ms | 600 ms | 400 ms (0.67) | 500 ms (0.83) | 350 ms | layer 75%, chunk 37% | 1 |"
     )
-    assert second.startswith("| 400 | 12,207 | 4 |  | 600 ms |")
+    assert second.startswith("| 400 | 4,069 | 4 |  | 600 ms |")
 
 
 @pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)

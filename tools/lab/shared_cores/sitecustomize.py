@@ -1,10 +1,11 @@
 """For engines that share a small machine's cores, in every arm alike; no part of any bundle.
 
 Of four engines on two cores one that decoded fell to 1.4 tokens a second, and leases ran out while their renewals
-waited. Three causes. On CPU memory the NIXL connector binds its worker's first thread to the last core of each NUMA
+waited. Four causes. On CPU memory the NIXL connector binds its worker's first thread to the last core of each NUMA
 node (base_worker.py), the same for all engines. NIXL's agents poll without a pause; upstream has no setting for it.
 And an engine waits for its worker by giving up the core over and over (vLLM's shm_broadcast.py): beside a busy thread
-Linux 6.18 then gives it 0.4 % of that core. So here nobody is bound, and who waits sleeps for 100 us.
+Linux 6.18 then gives it 0.4 % of that core. Mooncake's write looks for its end without a pause, too, in a thread of the caller's, beside
+one that carries it. So here nobody is bound, and who waits sleeps for 100 us.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -28,31 +29,55 @@ def _wait() -> None:
     time.sleep(MICROSECONDS / 1e6)
 
 
-class _Nixl:
-    """Has the agents of NIXL's Python interface rest between two polls, from the moment its bindings are loaded."""
+class _Transports:
+    """Changes NIXL's bindings and Mooncake's engine when they are loaded."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         bindings = name.startswith("nixl") and name.endswith("._bindings")
-        spec = PathFinder.find_spec(name, path, target) if bindings else None
-        if spec is not None and spec.loader is not None:
+        change = _nixl if bindings else _mooncake if name == "mooncake.engine" else None
+        spec = PathFinder.find_spec(name, path, target) if change else None
+        if spec is not None and spec.loader is not None and change is not None:
             load = spec.loader.exec_module
 
             def load_and_change(module: ModuleType) -> None:
                 load(module)
-                vars(module)["nixlAgent"] = _resting(vars(module)["nixlAgent"])
+                change(vars(module))
 
             vars(spec.loader)["exec_module"] = load_and_change
         return spec
 
 
-def _resting(agent: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+def _nixl(module: dict[str, Any]) -> None:
+    """Agents rest between two polls."""
+    agent = module["nixlAgent"]
+
     def made(name: str, config: Any) -> Any:
         config.pthrDelay = MICROSECONDS
         return agent(name, config)
 
-    return made
+    module["nixlAgent"] = made
+
+
+def _mooncake(module: dict[str, Any]) -> None:
+    """Who waits for a write rests between two looks; like the release's, it answers at the first part that failed."""
+
+    def write(engine: Any, target: str, sources: list[int], places: list[int], lengths: list[int]) -> int:
+        parts = zip(sources, places, lengths, strict=True)
+        under_way = [engine.transfer_submit_write(target, *part) for part in parts]
+        if min(under_way, default=0) < 0:
+            return -1
+        while under_way:
+            states = [engine.transfer_check_status(part) for part in under_way]
+            if min(states) < 0:
+                return -1
+            under_way = [part for part, state in zip(under_way, states, strict=True) if not state]
+            if under_way:
+                _wait()
+        return 0
+
+    module["TransferEngine"].batch_transfer_sync_write = write
 
 
 vars(os).update(sched_setaffinity=_unbound, sched_yield=_wait)
-sys.meta_path.insert(0, _Nixl)
+sys.meta_path.insert(0, _Transports)
