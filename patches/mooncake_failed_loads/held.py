@@ -22,21 +22,41 @@ _process = secrets.token_hex(8)
 _numbers = itertools.count()
 
 
+CARRIER = "vllm.v1.simple_kv_offload.metadata"
+"""A module of vLLM's, whose `SimpleCPUOffloadWorkerMetadata` carries a `Word` to the scheduler's process."""
+
+HELD, OVER = "livepatch-held", "livepatch-over"
+
+
 class Word:
     """What one worker, or all of them, say with a step.
 
-    `held`: a request and its blocks, by key; `over`: the keys of those that nobody can write into any more. It travels
-    where vLLM has a place for what a connector's workers tell its scheduler's side.
+    `held`: a request and its blocks, by key; `over`: the keys of those that nobody can write into any more.
     """
 
     def __init__(self, held: Mapping[str, tuple[str, frozenset[int]]], over: Iterable[str]) -> None:
         self.held = dict(held)
         self.over = set(over)
 
-    def aggregate(self, other: Word | None) -> Word:
-        if other is None:
-            return self
-        return Word({**self.held, **other.held}, self.over | other.over)
+    def packed(self) -> dict[Any, int]:
+        """As the keys of a dict of builtin types.
+
+        A class of vLLM's own carries it, which joins the dicts of several workers. So a scheduler's process in which
+        this bundle is not can read it, and leaves it alone.
+        """
+        held = {(HELD, key, name, tuple(sorted(blocks))): 1 for key, (name, blocks) in self.held.items()}
+        return {**held, **{(OVER, key): 1 for key in self.over}}
+
+
+def unpacked(carrier: Any) -> Word:
+    """What workers say, or nothing where this is somebody else's."""
+    word = Word({}, ())
+    for entry in getattr(carrier, "completed_store_events", None) or ():
+        if isinstance(entry, tuple) and entry[0] == HELD:
+            word.held[entry[1]] = entry[2], frozenset(entry[3])
+        elif isinstance(entry, tuple) and entry[0] == OVER:
+            word.over.add(entry[1])
+    return word
 
 
 class Holds:
@@ -105,12 +125,11 @@ class Keeper:
     def update_connector_output(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
         """Before the scheduler frees what has ended, and lets go on who has failed."""
         output = args[0] if args else kwargs["connector_output"]
-        word = output.kv_connector_worker_meta
-        if isinstance(word, Word):
-            for key, (name, blocks) in word.held.items():
-                self._keep(key, name, blocks)
-            for key in word.over:
-                self._pool.free_blocks(self._kept.pop(key, ()))
+        word = unpacked(output.kv_connector_worker_meta)
+        for key, (name, blocks) in word.held.items():
+            self._keep(key, name, blocks)
+        for key in word.over:
+            self._pool.free_blocks(self._kept.pop(key, ()))
         for name in output.finished_recving or ():
             load = self._loads.pop(name, None)
             if load is not None and load.failed and load.request.status.name == "WAITING_FOR_REMOTE_KVS":

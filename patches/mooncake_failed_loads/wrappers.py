@@ -9,13 +9,14 @@ Source: vllm PR#50984 (0.30.0), which tells the scheduler of what was refused.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import queue
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .asks import ASKED, LOAD, Asked, Decoder, Load, blocks_of, writes_no_more
-from .held import Holds, Keeper
+from .held import CARRIER, Holds, Keeper
 from .patience import Patience
 from .peers import Peers
 
@@ -328,11 +329,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 wrapper = livepatch.lasting(getattr(keeper, name))
                 setattr(connector, name, livepatch.around(getattr(connector, name), wrapper))
             return
+        carrier = importlib.import_module(CARRIER).SimpleCPUOffloadWorkerMetadata
         holds = vars(worker)[HOLDS] = Holds()
 
         def word(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
             said = holds.word()
-            return wrapped(*args, **kwargs) if said is None else said
+            return wrapped(*args, **kwargs) if said is None else carrier(said.packed())
 
         connector.build_connector_worker_meta = livepatch.around(
             connector.build_connector_worker_meta, livepatch.lasting(word)

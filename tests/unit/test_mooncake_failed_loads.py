@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from enum import IntEnum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm_livepatch.patches.mooncake_failed_loads import wrappers as patch
-from vllm_livepatch.patches.mooncake_failed_loads.held import Keeper, Word
+from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, Keeper, Word, unpacked
 from vllm_livepatch.patches.mooncake_failed_loads.peers import Peers
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -396,6 +395,14 @@ def test_an_error_while_an_answer_is_read_is_not_the_release_s() -> None:
 # From 0.30.0 on: the request goes on, and the blocks are held
 
 
+@pytest.fixture(autouse=True)
+def carrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for vLLM's class that carries what workers say."""
+    module: Any = ModuleType(CARRIER)
+    module.SimpleCPUOffloadWorkerMetadata = lambda events: SimpleNamespace(completed_store_events=events)
+    monkeypatch.setitem(sys.modules, CARRIER, module)
+
+
 class Held(Decode):
     """A worker whose connector was made with the patch, of 0.33.0 (or before), and what it says with a step."""
 
@@ -410,7 +417,8 @@ class Held(Decode):
         self.call("receive_kv", lambda engine, pulls: None, "p", {"d": self.pull})
 
     def word(self) -> Any:
-        return self.connector.build_connector_worker_meta()
+        carrier = self.connector.build_connector_worker_meta()
+        return carrier if carrier is None else unpacked(carrier)
 
     def report(self, pulls: Any, reason: str) -> None:
         """As the release, which reports what an answer names."""
@@ -573,6 +581,16 @@ def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(blocks: int, 
     assert not decode.aside
 
 
+def test_what_is_held_no_more_does_not_count() -> None:
+    decode = Held()
+    holds = vars(decode)[patch.HOLDS]
+    holds.let_go(holds.hold("before", range(6)))
+    released: list[list[str]] = []
+    decode.call("receive_kv", lambda engine, pulls: released.append(sorted(pulls)), "p", {"d": decode.pull})
+    assert released == [["d"]]
+    assert not decode.told
+
+
 class Block:
     def __init__(self, number: int, null: bool = False) -> None:
         self.block_id, self.is_null, self.references = number, null, 1
@@ -599,22 +617,22 @@ def test_the_scheduler_keeps_the_blocks_and_the_request_begins_anew(status: str,
         lambda *args: None, None, (request, SimpleNamespace(blocks=(blocks[:2], blocks[2:])), 64), {}
     )
 
-    def told(word: Word | None, ended: set[str] | None = None) -> None:
-        output = SimpleNamespace(kv_connector_worker_meta=word, finished_recving=ended)
+    def told(*words: Word, ended: set[str] | None = None) -> None:
+        events = {key: value for word in words for key, value in word.packed().items()}
+        carrier = SimpleNamespace(completed_store_events=events) if words else None
+        output = SimpleNamespace(kv_connector_worker_meta=carrier, finished_recving=ended)
         keeper.update_connector_output(lambda output: None, None, (output,), {})
 
     # Two workers, one of which says it before the load is reported.
     told(Word({"a": ("d", frozenset({3, 4, 0}))}, ()))
     assert request.num_computed_tokens == 32, "the scheduler is to find it yet"
     assert [block.references for block in blocks] == [1, 2, 2, 1]
-    both = (
-        Word({"b": ("d", frozenset({3, 4}))}, ()).aggregate(None).aggregate(Word({"c": ("d", frozenset({4}))}, {"a"}))
-    )
-    told(both, {"d", "another"})
+    both = Word({"b": ("d", frozenset({3, 4}))}, ()), Word({"c": ("d", frozenset({4}))}, {"a"})
+    told(*both, ended={"d", "another"})
     assert request.num_computed_tokens == left
     assert [block.references for block in blocks] == [1, 2, 3, 1]
-    told(None)
-    told(Word({}, {"b"}).aggregate(Word({}, {"c"})))
+    told()
+    told(Word({}, {"b"}), Word({}, {"c"}))
     assert [block.references for block in blocks] == [1, 1, 1, 1]
     assert not aside
 
@@ -630,6 +648,16 @@ def test_a_load_that_ends_well_goes_on_as_it_is() -> None:
     assert request.num_computed_tokens == 32
 
 
-def test_what_workers_say_travels_between_processes() -> None:
-    word = pickle.loads(pickle.dumps(Word({"a": ("d", frozenset({3}))}, {"b"})))
+def test_what_workers_say_is_told_by_builtin_types() -> None:
+    """A scheduler's process without the bundle has to read it."""
+    packed = Word({"a": ("d", frozenset({3}))}, {"b"}).packed()
+    assert packed == {("livepatch-held", "a", "d", (3,)): 1, ("livepatch-over", "b"): 1}
+    word = unpacked(SimpleNamespace(completed_store_events=packed))
     assert (word.held, word.over) == ({"a": ("d", frozenset({3}))}, {"b"})
+
+
+@pytest.mark.parametrize("other", [None, object(), SimpleNamespace(completed_store_events={1: 1, ("else", 1): 1})])
+def test_what_others_say_is_left_alone(other: Any) -> None:
+    word = unpacked(other)
+    assert not word.held
+    assert not word.over

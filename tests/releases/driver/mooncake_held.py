@@ -13,13 +13,17 @@ import mooncake_layerwise as early  # its first lines are this driver's too
 # isort: split
 import atexit
 import contextlib
+import copy
+import io
 import json
 import os
+import pickle
 import socket
 import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mooncake_sides as sides
@@ -28,6 +32,8 @@ import vllm
 import zmq
 from mooncake_layerwise import PATIENCE, RESULT, SIZE
 from mooncake_sides import wait
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorWorkerMetadata
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
@@ -37,6 +43,36 @@ TOKENS = 16
 """How many a request computes whose prompt takes the rest of what the model may have."""
 PLACES = 8
 """Blocks of a prompt."""
+
+
+class Reader(pickle.Unpickler):
+    """As in a scheduler's process in which the bundle is not."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert module.partition(".")[0] in ("builtins", "vllm"), f"{module}.{name} is the bundle's"
+        return super().find_class(module, name)
+
+
+def joined(output: Any, multiple: bool) -> Any:
+    """A worker's output as the release's executor gives it to the scheduler, of two workers.
+
+    The second says the same, by keys of its own. With `multiple` it goes by way of MultiConnector's classes.
+    """
+    outputs = [copy.copy(output), copy.copy(output)]
+    if output.kv_connector_output is None:
+        return outputs
+    own, other = (copy.copy(output.kv_connector_output) for _ in outputs)
+    outputs[0].kv_connector_output, outputs[1].kv_connector_output = own, other
+    said = own.kv_connector_worker_meta
+    if said is not None:
+        events = {(mark, f"{key}-2", *rest): 1 for mark, key, *rest in said.completed_store_events}
+        other.kv_connector_worker_meta = type(said)(events)
+        if multiple:
+            for one in (own, other):
+                one.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata((None, one.kv_connector_worker_meta))
+    for one in outputs:
+        one.kv_connector_output = Reader(io.BytesIO(pickle.dumps(one.kv_connector_output))).load()
+    return outputs
 
 
 class Door:
@@ -78,6 +114,16 @@ def hung_up(one: socket.socket) -> None:
     one.close()
 
 
+class Delivered:
+    """A connector, of which one method is another's."""
+
+    def __init__(self, own: Any, deliver: Any) -> None:
+        self._own, self.update_connector_output = own, deliver
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
 class World:
     """A prefill engine, and a decode engine whose requests it serves."""
 
@@ -89,8 +135,31 @@ class World:
         self.door = Door(self.prefill.worker.side_channel_port)
         worker._remote_agents["prefill"] = {0: {0: self.door.address}}
         worker._tp_size["prefill"] = 1
+        self.aggregator = KVOutputAggregator(2)
+        self.update = self.decode.scheduler.update_from_output
+        self.decode.scheduler.update_from_output = self.updated
+        self.several(False)
         self.decode.step()
         self.recomputes(True)
+
+    def several(self, multiple: bool) -> None:
+        """Whether decode's connector is the second one of a MultiConnector."""
+        connector = self.decode.scheduler.connector
+        self.multiple = multiple
+        multi = MultiConnector.__new__(MultiConnector)
+        multi._connectors = [SimpleNamespace(update_connector_output=lambda output: None), connector]
+        self.deliver = multi.update_connector_output if multiple else connector.update_connector_output
+
+    def updated(self, scheduled: Any, output: Any) -> Any:
+        """A step's end, with two workers."""
+        joint = self.aggregator.aggregate(joined(output, self.multiple))
+        scheduler = self.decode.scheduler
+        own = scheduler.connector
+        scheduler.connector = Delivered(own, self.deliver)
+        try:
+            return self.update(scheduled, joint)
+        finally:
+            scheduler.connector = own
 
     def recomputes(self, value: bool) -> None:
         """`kv_load_failure_policy`."""
@@ -162,7 +231,8 @@ def failed(world: World) -> Any:
 
 
 def failed_behind_a_hit(world: World) -> Any:
-    """The same, of a prompt of which decode has the first blocks."""
+    """The same, of a prompt of which decode has the first blocks; its connector is one of several."""
+    world.several(True)
     first = world.decode.add("first", prompt=3 * SIZE, content=2, tokens=1)
     assert wait(lambda: (world.decode.step(), first.request_id not in world.decode.scheduler.requests)[1])
     world.link.refuse = 1
@@ -172,6 +242,7 @@ def failed_behind_a_hit(world: World) -> Any:
     world.link.later()
     after = runs and world.right(request, 2)
     world.over(request)
+    world.several(False)
     return world.link.writes[-1], runs, before, after
 
 

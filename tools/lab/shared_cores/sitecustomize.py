@@ -3,9 +3,9 @@
 Of four engines on two cores one that decoded fell to 1.4 tokens a second, and leases ran out while their renewals
 waited. Four causes. On CPU memory the NIXL connector binds its worker's first thread to the last core of each NUMA
 node (base_worker.py), the same for all engines. NIXL's agents poll without a pause; upstream has no setting for it.
-And an engine waits for its worker by giving up the core over and over (vLLM's shm_broadcast.py): beside a busy thread
-Linux 6.18 then gives it 0.4 % of that core. Mooncake's write looks for its end without a pause, too, in a thread of the caller's, beside
-one that carries it. So here nobody is bound, and who waits sleeps for 100 us.
+So does whoever waits for a write of Mooncake's. And an engine waits for its worker by giving up the core over and over
+(vLLM's shm_broadcast.py): beside a busy thread Linux 6.18 then gives it 0.4 % of that core. So here nobody is bound,
+and who waits sleeps for 100 us.
 """
 
 from __future__ import annotations
