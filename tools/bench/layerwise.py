@@ -13,8 +13,8 @@ as at so many MB/s; 0 is this machine's loopback.
 - layer: the same, with the patch by layer;
 - chunk: with the patch by chunk; an engine computes `--step` tokens at once, since whole blocks leave after steps only.
 
-The thread that computes prefills has a core of its own in each arm, and all else shares the others: Mooncake's writes
-by tcp, and the wait for them, are the work of processors, which on a device would not take a prefill's time.
+Mooncake's writes by tcp are the work of processors (about 0.1 s for 100 MB here), which on a device with a network card
+would not take a prefill's time: on two cores what a write saves by being early is less by that.
 
 The ideal is max(prefill, transfer) and the transfer of the last layer. Prefill is what the stock arm's prefill engine
 takes by itself, transfer the KV's bytes by the link's rate. `share` is how much of what the ideal would save is saved.
@@ -27,13 +27,11 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +133,6 @@ async def measure(options: argparse.Namespace, python: Path, place: Path, kept: 
         for tokens in options.tokens:
             warm = await alone(clients, tokens, 1, 1)
             await asked(parts, clients, tokens, 1, warm)
-            keep_apart(parts.values())  # now that those threads are there which are made when they are needed
             for number in options.at_once:
                 if tokens * number > options.most:
                     continue
@@ -146,19 +143,6 @@ async def measure(options: argparse.Namespace, python: Path, place: Path, kept: 
                     (place / LINK).write_text(f"{link:g}", encoding="utf-8")
                     times = await asked(parts, clients, tokens, number, by_itself)
                     kept({**row(link, tokens, number, times), "early": counted(place)})
-
-
-def keep_apart(supervisors: Iterable[Supervisor]) -> None:
-    """The thread that computes prefills has a core of its own, as a device would be; all else shares the others.
-
-    Mooncake's writes by tcp are the work of processors: on a core with the prefill they would take its time.
-    """
-    own, *others = sorted(os.sched_getaffinity(0))
-    for process in itertools.chain.from_iterable(one.processes() for one in supervisors):
-        computes = process["part"] == "prefill" and process["name"].startswith("VLLM::Worker")
-        for thread in map(int, os.listdir(f"/proc/{process['pid']}/task")):
-            with contextlib.suppress(OSError):  # it has ended
-                os.sched_setaffinity(thread, [own] if computes and thread == process["pid"] else others or [own])
 
 
 Answers = list[tuple[str, float]]
