@@ -11,7 +11,8 @@ from typing import Any
 import executed
 import interpreter
 import pytest
-from packaging.version import Version
+import test_mooncake_layerwise as chunk
+from test_mooncake_layerwise import ALL, EVERY, FAILED, NOTHING, expected
 
 DRIVER = "mooncake_layers"
 SHORT = ["by_layer", "amid_a_step", "rest_at_the_end", "some_layers", "aborted", "failed_and_aborted", "twice"]
@@ -21,42 +22,25 @@ RELEASES: dict[str, list[str]] = {
     "0.33.0": [],
 }
 """Which cases; none: all."""
-EVERY = [
-    *("0.20.2", "0.21.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0"),
-    *("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
-]
-"""By hand: all cases, on stock too."""
-NOTHING, FAILED, ALL = "nothing is told", "failed", ["loaded", 8]
 NONE = [0, 0, 0, 0]
 A_LAYER, THE_REST = 0.67, 7.33
 """Blocks that a write brings: one layer of two of a prompt's eight, and all but that."""
 
+BY_CHUNK = ("order", "chunks", "amid", "computed_anew")
+"""Cases of the other driver alone."""
+
 STOCK: dict[str, Any] = {
+    **{case: came for case, came in chunk.STOCK.items() if case not in BY_CHUNK},
     "by_layer": [[NONE] * 4, ALL, [8.0], 0],
     "amid_a_step": [[0, 0], ALL, 0],
     "rest_at_the_end": [NOTHING, ALL, [8.0], 0],
     "some_layers": [[NONE] * 4, ALL, [8.0], 0],
-    "late": [ALL, [8.0], 0],
-    "hits": [[0, 0], [["loaded", 5], ["loaded", 6], ALL], 0],
-    "same_step": [[0, 0], ALL, ALL, 0],
-    "aborted": [False, 0, NOTHING, NOTHING, 0, 0],
-    "begun_again": [False, False, NOTHING, ALL, 0],
-    "preempted": [False, False, ALL, [8.0], 0],
-    "drained": [NOTHING, ALL, [8.0], 0],
-    "many": [[ALL] * 7, 0],
-    "more": [[NOTHING, True], *ALL],
-    "failed": [NOTHING, [8.0], 8, 8, True, 0],
-    "failed_and_aborted": [NOTHING, 0, 0, False, 0],
-    "failed_and_let_go": [True, False, False, 0],
-    "failed_and_again": ["loaded", 8, 0],
-    "decode_aborted": [False, 8, True, True, 6, 0, 0],
-    "forgotten": 0,
     "twice": [0, NONE, ALL, 0],
 }
 """Nothing leaves before the end, and all of it then."""
 
 PATCHED = {
-    **STOCK,
+    **{case: came for case, came in chunk.PATCHED.items() if case not in BY_CHUNK},
     "by_layer": [
         [
             [[2, 0, 0], [2, 2, 0], 2, 2],
@@ -81,28 +65,12 @@ PATCHED = {
         [0.67, 1.33, 2.0, 0.67, 0.67, 0.67, 0.33, 0.67, 1.0],
         0,
     ],
-    "hits": [[4, 7], [["loaded", 5], ["loaded", 6], ALL], 0],
-    "same_step": [[2, 4], ALL, ALL, 0],
     "aborted": [True, 2, NOTHING, FAILED, [2, 0, 0], 0],
-    "begun_again": [True, True, FAILED, ALL, 0],
-    "preempted": [True, True, ALL, [8.0], 0],
     "drained": [NOTHING, ALL, [A_LAYER, THE_REST], 0],
-    "more": [[FAILED, True], *ALL],
     "failed": [NOTHING, [A_LAYER], 8, [2, 0, 0], True, 0],
     "failed_and_aborted": [NOTHING, 2, [2, 0, 0], True, 0],
-    "failed_and_let_go": [False, True, True, 0],
-    "decode_aborted": [True, 8, True, True, 6, 0, 0],
     "twice": [2, [2, 2, 2, 4], ALL, 0],
 }
-
-
-def expected(release: str, cases: dict[str, Any], only: list[str]) -> dict[str, Any]:
-    """vLLM PR#50984, in 0.30.0: what prefill answers as failed is told to decode's scheduler at once."""
-    if Version(release) >= Version("0.30"):
-        cases = {**cases, "more": [[FAILED, True], *ALL]}
-        if cases["drained"] == STOCK["drained"]:
-            cases["failed"] = [FAILED, *cases["failed"][1:]]
-    return {name: came for name, came in cases.items() if not only or name in only}
 
 
 @pytest.mark.parametrize("release", executed.chosen(["0.20.2", "0.33.0"], EVERY))
