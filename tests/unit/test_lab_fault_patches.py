@@ -297,6 +297,18 @@ def test_mooncakes_worker_is_told_the_cpu_only_there_and_only_while_it_is_made(
     assert context.counters == ({"on_cpu": 1} if cpu else {})
 
 
+@pytest.mark.parametrize("computed", [True, False])
+def test_an_engine_pauses_after_a_step_that_computed_nothing(computed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = module("empty_steps")
+    slept: list[float] = []
+    monkeypatch.setattr(patch.time, "sleep", slept.append)
+    context = PatchContext("empty-steps", {"SECONDS": 0.25}, {}, lambda: None)
+    (wrapper,) = patch.wrappers(context).values()
+    assert wrapper(lambda: computed, None, (), {}) is computed
+    assert slept == ([] if computed else [0.25])
+    assert context.counters == ({} if computed else {"paused": 1})
+
+
 def test_each_is_a_patch_that_is_never_on_by_itself() -> None:
     known = catalogue.load([faults.PATCHES])
     needed = {name for topology in options.names() for name in load(topology).changes}
@@ -305,6 +317,7 @@ def test_each_is_a_patch_that_is_never_on_by_itself() -> None:
     assert {known[name].patch.auto for name in own} == {"off"}
     assert not needed & set(faults.INJECTED)
     assert not set(faults.INJECTED) & set(catalogue.load())
+    assert known["empty-steps"].patch.auto == "off"
     for name, option in faults.INJECTED.items():
         assert known[name].patch.auto == "off"
         assert option in {entry.name for entry in known[name].patch.options}

@@ -13,8 +13,8 @@ as at so many MB/s; 0 is this machine's loopback.
 - layer: the same, with the patch by layer;
 - chunk: with the patch by chunk; an engine computes `--step` tokens at once, since whole blocks leave after steps only.
 
-Mooncake's writes by tcp are the work of processors (about 0.1 s for 100 MB here), which on a device with a network card
-would not take a prefill's time: on two cores what a write saves by being early is less by that.
+One machine is to stand for two with a device each. So in each arm the thread that computes prefills has a core of its
+own, and an engine that waits for KV makes fewer empty steps (the lab's `empty-steps`), which took the transfer's time.
 
 The ideal is max(prefill, transfer) and the transfer of the last layer. Prefill is what the stock arm's prefill engine
 takes by itself, transfer the KV's bytes by the link's rate. `share` is how much of what the ideal would save is saved.
@@ -27,11 +27,13 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ def deployment(python: Path, made: Path, release: str, step: int, injected: Mapp
 def variables(arm: str, place: Path) -> dict[str, str]:
     """What puts an arm's bundle into its engines: the lab's own patches, and of the catalogue the one, or none."""
     entries = catalogue.load([faults.PATCHES])
-    wanted = ["mooncake-on-cpu", "link", *([PATCH] if arm in PATCHED else [])]
+    wanted = ["mooncake-on-cpu", "link", "empty-steps", *([PATCH] if arm in PATCHED else [])]
     placing.write_directory(bundle.contents({name: entries[name] for name in wanted}), place / f"bundle-{arm}")
     found = {"PYTHONPATH": str(place / f"bundle-{arm}"), "LIVEPATCH_STATE_DIR": str(place / f"state-{arm}")}
     found |= {f"LIVEPATCH_{name.upper().replace('-', '_')}": "on" for name in wanted}
@@ -133,6 +135,7 @@ async def measure(options: argparse.Namespace, python: Path, place: Path, kept: 
         for tokens in options.tokens:
             warm = await alone(clients, tokens, 1, 1)
             await asked(parts, clients, tokens, 1, warm)
+            keep_apart(parts.values())  # now that those threads are there which are made when they are needed
             for number in options.at_once:
                 if tokens * number > options.most:
                     continue
@@ -143,6 +146,16 @@ async def measure(options: argparse.Namespace, python: Path, place: Path, kept: 
                     (place / LINK).write_text(f"{link:g}", encoding="utf-8")
                     times = await asked(parts, clients, tokens, number, by_itself)
                     kept({**row(link, tokens, number, times), "early": counted(place)})
+
+
+def keep_apart(supervisors: Iterable[Supervisor]) -> None:
+    """The thread that computes prefills has a core of its own, as a device would be; all else shares the others."""
+    own, *others = sorted(os.sched_getaffinity(0))
+    for process in itertools.chain.from_iterable(one.processes() for one in supervisors):
+        computes = process["part"] == "prefill" and process["name"].startswith("VLLM::Worker")
+        for thread in map(int, os.listdir(f"/proc/{process['pid']}/task")):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(thread, [own] if computes and thread == process["pid"] else others or [own])
 
 
 Answers = list[tuple[str, float]]
