@@ -39,6 +39,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from vllm_livepatch.tools.bench.figures import measured_on
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.lab import environments, faults, model, proxy, topology
@@ -248,7 +249,10 @@ def rows(figures: Mapping[str, Any]) -> list[list[str]]:
 def markdown(figures: Mapping[str, Any]) -> str:
     """The rows for a document."""
     columns, *lines = rows(figures)
-    return "".join(f"| {' | '.join(line)} |\n" for line in (columns, ["---"] * len(columns), *lines))
+    table = "".join(f"| {' | '.join(line)} |\n" for line in (columns, ["---"] * len(columns), *lines))
+    if "date" not in figures:
+        return table
+    return f"{table}\nvLLM {figures['vllm']}, {figures['date']}, revision {figures['revision']}, {figures['machine']}.\n"
 
 
 def main() -> None:
@@ -273,7 +277,8 @@ def main() -> None:
         figures = json.loads(options.kept.read_text(encoding="utf-8"))
     else:
         figures = {"vllm": options.vllm, "whole": options.whole, "step": options.step, "token_bytes": TOKEN_BYTES}
-        figures |= {"model": SHAPE, "rows": []}
+        figures |= {"model": SHAPE, "command": " ".join(["bench.layerwise", *sys.argv[1:]])}
+        figures |= measured_on(Path(__file__).resolve().parents[2]) | {"rows": []}
 
         def kept(found: dict[str, Any]) -> None:
             figures["rows"].append(found)
