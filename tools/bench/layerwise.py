@@ -252,7 +252,8 @@ def markdown(figures: Mapping[str, Any]) -> str:
     table = "".join(f"| {' | '.join(line)} |\n" for line in (columns, ["---"] * len(columns), *lines))
     if "date" not in figures:
         return table
-    return f"{table}\nvLLM {figures['vllm']}, {figures['date']}, revision {figures['revision']}, {figures['machine']}.\n"
+    source = f"vLLM {figures['vllm']}, {figures['date']}, revision {figures['revision']}, {figures['machine']}."
+    return f"{table}\n{source}\n"
 
 
 def main() -> None:
