@@ -19,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 MICROSECONDS = 100
+AT_ONCE = 16
+"""Parts of one write of Mooncake's."""
 
 
 def _unbound(process: int, cores: Iterable[int]) -> None:
@@ -63,12 +65,13 @@ def _mooncake(module: dict[str, Any]) -> None:
     """Who waits for a write rests between two looks; like the release's, it answers at the first part that failed."""
 
     def write(engine: Any, target: str, sources: list[int], places: list[int], lengths: list[int]) -> int:
-        parts = zip(sources, places, lengths, strict=True)
-        under_way = [engine.transfer_submit_write(target, *part) for part in parts]
-        if min(under_way, default=0) < 0:
-            return -1
-        while under_way:
-            states = [engine.transfer_check_status(part) for part in under_way]
+        left = list(zip(sources, places, lengths, strict=True))[::-1]
+        under_way: list[int] = []
+        while left or under_way:
+            # Each is a connection: of hundreds at once some stand still until they are given up.
+            while left and len(under_way) < AT_ONCE:
+                under_way.append(engine.transfer_submit_write(target, *left.pop()))
+            states = [-1 if part < 0 else engine.transfer_check_status(part) for part in under_way]
             if min(states) < 0:
                 return -1
             under_way = [part for part, state in zip(under_way, states, strict=True) if not state]
