@@ -38,8 +38,8 @@ QUARTER = 0.25
 class Prefill(chunk.Prefill):
     """A prefill engine whose model has layers."""
 
-    def __init__(self, model_config: Any, port: int) -> None:
-        super().__init__(model_config, port)
+    def __init__(self, model_config: Any, port: int, side: sides.Side | None = None) -> None:
+        super().__init__(model_config, port, side)
         self.between = self.waits  # called when so many layers have been computed
         self.calls = LAYERS  # for which the connector is called
         self.twice = False  # each layer is computed in two parts, and the connector called for both
