@@ -36,6 +36,9 @@ STOCK: dict[str, Any] = {
     "rest_at_the_end": [NOTHING, ALL, [8.0], 0],
     "some_layers": [[NONE] * 4, ALL, [8.0], 0],
     "twice": [0, NONE, ALL, 0],
+    "two_asks": [[0, 0], ALL, "loaded", 8, 0],
+    "failed_later": [NOTHING, [8.0], 8, 8, True, 0],
+    "anew": [ALL, [8.0], 0],
 }
 """Nothing leaves before the end, and all of it then."""
 
@@ -70,6 +73,9 @@ PATCHED = {
     "failed": [NOTHING, [A_LAYER], 8, [2, 0, 0], True, 0],
     "failed_and_aborted": [NOTHING, 2, [2, 0, 0], True, 0],
     "twice": [2, [2, 2, 2, 4], ALL, 0],
+    "two_asks": [[2, 2], ALL, "loaded", 8, 0],
+    "failed_later": [NOTHING, [A_LAYER, A_LAYER], 8, [2, 2, 0], True, 0],
+    "anew": [ALL, [8.0], 0],
 }
 
 
@@ -91,7 +97,7 @@ def test_patched(
     assert run["cases"] == expected(release, PATCHED, only)
     patch = interpreter.reported(tmp_path, "mooncake-layerwise")
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
-    assert patch["counters"]["failed"] == (1 if only else 4)
+    assert patch["counters"]["failed"] == (1 if only else 5)
     assert patch["counters"]["layers"] > 0
 
 

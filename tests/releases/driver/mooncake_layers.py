@@ -38,8 +38,8 @@ QUARTER = 0.25
 class Prefill(chunk.Prefill):
     """A prefill engine whose model has layers."""
 
-    def __init__(self, model_config: Any, port: int) -> None:
-        super().__init__(model_config, port)
+    def __init__(self, model_config: Any, port: int, side: sides.Side | None = None) -> None:
+        super().__init__(model_config, port, side)
         self.between = self.waits  # called when so many layers have been computed
         self.calls = LAYERS  # for which the connector is called
         self.twice = False  # each layer is computed in two parts, and the connector called for both
@@ -174,6 +174,76 @@ def twice(pair: Pair) -> Any:
     return first, second, pair.end("two-parts", places, content=54), pair.left()
 
 
+def two_asks(pair: Pair) -> Any:
+    """Two of decode's ask for one transfer, one before the first step and one amid it."""
+    one = pair.ask("asks")
+    other: list[int] = []
+    pair.prefill.compute("asks", content=55)
+
+    def asked(number: int) -> None:
+        if number == 2:
+            other.extend(pair.ask("asks-2", transfer="asks"))
+            wait(lambda: pair.came(other, content=55) == [2, 2, 0], sides.SECONDS if pair.patched else PATIENCE)
+
+    pair.prefill.between = asked
+    pair.prefill.step()
+    pair.prefill.between = pair.prefill.waits
+    assert pair.settled()
+    after = [pair.came(one, content=55), pair.came(other, content=55)]
+    return (
+        after,
+        pair.end("asks", one, content=55),
+        pair.told("asks-2", other),
+        pair.came(other, content=55),
+        pair.left(),
+    )
+
+
+def failed_later(pair: Pair) -> Any:
+    """The write of a step's second layer fails, and a rest of it comes later: no more is written, and nothing is said."""
+    link = pair.prefill.link
+    places = pair.ask("later")
+    pair.prefill.compute("later", content=56)
+    del link.writes[:]
+
+    def refuses(number: int) -> None:
+        if number == 1:
+            assert pair.settled()
+            link.refuse = 1
+        elif number == 2:
+            wait(lambda: not link.refuse, PATIENCE)
+
+    pair.prefill.between = refuses
+    pair.prefill.step()
+    pair.prefill.between = lambda number: None
+    for _ in range(5):
+        pair.prefill.step()
+    pair.prefill.between = pair.prefill.waits
+    told = pair.told("later", places, PATIENCE)
+    link.refuse = 0
+    pair.prefill.fill(8)
+    held = pair.prefill.taken()
+    link.later()
+    came = pair.came(places, content=56)
+    return told, link.writes[:], held, came, chunk.expired(pair, "later"), pair.left()
+
+
+def anew(pair: Pair) -> Any:
+    """The scheduler goes back, as after a load that failed: what has left by layers counts for nothing."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("anew")
+    request = prefill.compute("anew", content=57)
+    prefill.step()
+    prefill.step()
+    assert pair.settled()
+    request.num_computed_tokens = 0
+    prefill.again = 50.0
+    del link.writes[:]
+    told = pair.end("anew", places, content=57, again=50.0)
+    prefill.again = 0.0
+    return told, link.writes[:], pair.left()
+
+
 CASES = (
     by_layer,
     amid_a_step,
@@ -193,6 +263,9 @@ CASES = (
     chunk.failed_and_let_go,
     chunk.failed_and_again,
     chunk.decode_aborted,
+    two_asks,
+    failed_later,
+    anew,
     chunk.forgotten,
     twice,
 )

@@ -29,6 +29,7 @@ import asyncio
 import atexit
 import threading
 import time
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -98,19 +99,25 @@ class Link:
         self.refused.clear()
 
 
+def linked(side: Side) -> Link:
+    """A link in front of a worker's engine."""
+    side.worker.engine = link = Link(side.worker.engine, side.cache.nbytes * len(LAYERS) // BLOCKS)
+    return link
+
+
 class Engine:
     """The release's scheduler, its connector's worker, and a model that writes numbers."""
 
     def __init__(self, model_config: Any, role: str, side: Side) -> None:
         self.side = side
         self.worker = side.worker
-        self.config = config = sides.make_config(model_config, role, side.engine_id, {})
+        self.config = config = sides.make_config(model_config, role, side.engine_id, {}, side.size)
         config.scheduler_config.max_num_batched_tokens = 4 * CHUNK
         config.scheduler_config.max_num_scheduled_tokens = 4 * CHUNK
         config.scheduler_config.long_prefill_token_threshold = CHUNK
         config.cache_config.num_gpu_blocks = BLOCKS
         config.cache_config.enable_prefix_caching = True
-        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=side.heads, head_size=32, dtype=torch.float32)
         self.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
@@ -156,6 +163,10 @@ class Engine:
         # In newer releases a request that is alone may have all of a step's tokens.
         self.scheduler.max_num_scheduled_tokens = CHUNK * max(1, self.scheduler.get_num_unfinished_requests())
         scheduled = self.scheduler.schedule()
+        self.scheduler.update_from_output(scheduled, self.work(scheduled))
+
+    def work(self, scheduled: Any) -> Any:
+        """What a worker does in a step."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.side.connector
         mixin = KVConnectorModelRunnerMixin
         if scheduled.total_num_scheduled_tokens:
@@ -171,7 +182,7 @@ class Engine:
             output.kv_connector_output = connector_output
         else:
             output = mixin.kv_connector_no_forward(scheduled, self.config)
-        self.scheduler.update_from_output(scheduled, output)
+        return output
 
     def blocks(self, name: str) -> list[int]:
         """What a request has, also one that has ended while a transfer is not over."""
@@ -186,8 +197,8 @@ class Engine:
         request = self.scheduler.requests.get(name)
         return request is None or bool(request.num_computed_tokens >= request.num_prompt_tokens)
 
-    def forward(self, scheduled: Any) -> None:
-        """Each block gets a number that says of which prompt it is, where, and how many tokens are in it."""
+    def written(self, scheduled: Any) -> Iterator[tuple[int, int, int, int]]:
+        """The blocks that a step writes into: which, of which prompt, where in it, and how many tokens it has then."""
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -196,19 +207,20 @@ class Engine:
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
             begin, end = computed[name], computed[name] + tokens
             for place in range(begin // SIZE, -(-end // SIZE)):
-                within = min(end - place * SIZE, SIZE)
-                self.side.cache.select(self.side.dimension, blocks[place]).fill_(
-                    self.again + contents(request.prompt_token_ids[0] - 1, place, within)
-                )
+                yield blocks[place], request.prompt_token_ids[0] - 1, place, min(end - place * SIZE, SIZE)
+
+    def forward(self, scheduled: Any) -> None:
+        """Each block gets a number that says of which prompt it is, where, and how many tokens are in it."""
+        for block, *what in self.written(scheduled):
+            self.side.cache.select(self.side.dimension, block).fill_(self.again + contents(*what))
 
 
 class Prefill(Engine):
     """A prefill engine, behind a link of ours."""
 
-    def __init__(self, model_config: Any, port: int) -> None:
-        super().__init__(model_config, "kv_producer", Side(model_config, "kv_producer", "prefill", port))
-        self.link = Link(self.worker.engine, self.side.cache.nbytes * len(LAYERS) // BLOCKS)
-        self.worker.engine = self.link
+    def __init__(self, model_config: Any, port: int, side: Side | None = None) -> None:
+        super().__init__(model_config, "kv_producer", side or Side(model_config, "kv_producer", "prefill", port))
+        self.link = linked(self.side)
 
     def compute(
         self, name: str, prompt: int = PROMPT, content: int = 0, tokens: int = 1, transfer: str | None = None

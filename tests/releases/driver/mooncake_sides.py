@@ -32,6 +32,7 @@ from vllm.config import (
     CacheConfig,
     DeviceConfig,
     KVTransferConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
     set_current_vllm_config,
@@ -62,9 +63,10 @@ def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
     return True
 
 
-def make_config(model_config: Any, role: str, engine_id: str, extra: dict[str, Any]) -> Any:
+def make_config(model_config: Any, role: str, engine_id: str, extra: dict[str, Any], size: int = 1) -> Any:
     config = VllmConfig(
         model_config=model_config,
+        parallel_config=ParallelConfig(tensor_parallel_size=size),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=256,
@@ -94,11 +96,11 @@ def begin_distributed(model_config: Any, rendezvous: Path) -> None:
         ensure_model_parallel_initialized(1, 1)
 
 
-def cache_shape() -> tuple[int, ...]:
+def cache_shape(heads: int) -> tuple[int, ...]:
     """The shape that the release's CPU backend gives a cache."""
     # From 0.29 the layout is the configuration's, and K and V of a block lie together.
-    shape_of = getattr(CPUAttentionBackend, "get_kv_cache_shape", lambda *_: (BLOCKS, 2, 32, 64))
-    shape: tuple[int, ...] = shape_of(BLOCKS, 32, 2, 32)
+    shape_of = getattr(CPUAttentionBackend, "get_kv_cache_shape", lambda *_: (BLOCKS, heads, 32, 64))
+    shape: tuple[int, ...] = shape_of(BLOCKS, 32, heads, 32)
     topology: Any = getattr(utils, "TransferTopology", None)
     if len(shape) == 4 and hasattr(topology, "split_k_and_v"):
         topology.split_k_and_v = False  # 0.23.0 to 0.25.1 take the CPU's cache for two, and cannot register it
@@ -106,13 +108,18 @@ def cache_shape() -> tuple[int, ...]:
 
 
 class Side:
-    """One engine's connector, of both roles, and its cache. A prefill engine has a bootstrap server at `port`."""
+    """One engine's connector, of both roles, and its cache. A prefill engine has a bootstrap server at `port`.
 
-    def __init__(self, model_config: Any, role: str, engine_id: str, port: int, **extra: Any) -> None:
+    Of an engine of several (`size`), one worker's: it has its share of the heads.
+    """
+
+    def __init__(
+        self, model_config: Any, role: str, engine_id: str, port: int, size: int = 1, heads: int = 2, **extra: Any
+    ) -> None:
         os.environ["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(port)
-        self.port, self.engine_id = port, engine_id
-        config = make_config(model_config, role, engine_id, extra)
-        spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        self.port, self.engine_id, self.size, self.heads = port, engine_id, size, heads // size
+        config = make_config(model_config, role, engine_id, extra, size)
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=self.heads, head_size=32, dtype=torch.float32)
         group = KVCacheGroupSpec([*LAYERS], spec)
         cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group])
         with set_current_vllm_config(config):
@@ -120,9 +127,9 @@ class Side:
             self.scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
             self.worker = self.connector.connector_worker
             try:
-                self.register(cache_shape())
+                self.register(cache_shape(self.heads))
             except AssertionError:  # to 0.18.1 only a layout that the CPU's backend has not
-                self.register((2, BLOCKS, 32, 2, 32))
+                self.register((2, BLOCKS, 32, self.heads, 32))
         self.module = sys.modules[type(self.worker).__module__]
         self.sent: set[str] = set()
         self.received: set[str] = set()

@@ -68,17 +68,17 @@ class TinyForCausalLM(torch.nn.Module):  # type: ignore[misc]
     def compute_logits(self, hidden_states: Any) -> None: ...
 
 
-def make_model_config(directory: Path) -> Any:
+def make_model_config(directory: Path, heads: int = 2) -> Any:
     """Return the ModelConfig of a model whose configuration file is written into `directory`."""
     ModelRegistry.register_model(TinyForCausalLM.__name__, TinyForCausalLM)
     values = {
         "architectures": [TinyForCausalLM.__name__],
         "model_type": "llama",
-        "hidden_size": 64,
+        "hidden_size": 32 * heads,
         "intermediate_size": 64,
         "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "vocab_size": 256,
         "max_position_embeddings": MAX_MODEL_LEN,
         "bos_token_id": 1,
