@@ -211,7 +211,7 @@ def failed_later(pair: Pair) -> Any:
             assert pair.settled()
             link.refuse = 1
         elif number == 2:
-            wait(lambda: not link.refuse, PATIENCE)
+            wait(lambda: not link.refuse, sides.SECONDS if pair.patched else PATIENCE)
 
     pair.prefill.between = refuses
     pair.prefill.step()
