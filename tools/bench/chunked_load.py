@@ -68,7 +68,7 @@ MODELS: dict[str, dict[str, int]] = {
     },
     "tiny": {},
 }
-"""`wide`: a prompt's prefill takes about ten times as long as its load. `tiny`: the lab's, where it takes hardly longer."""
+"""`wide`: a prefill takes about eleven times as long as its load. `tiny`: the lab's, where it takes hardly longer."""
 
 
 def deployment(arm: str, python: Path, made: Path, pool: int, variables: Mapping[str, str]) -> topology.Deployment:
