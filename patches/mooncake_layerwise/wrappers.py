@@ -308,13 +308,20 @@ def can_leave_early(worker: Any, caches: Mapping[str, Any]) -> bool:
     parallel = config.parallel_config
     return (
         len(groups) == 1
-        and type(groups[0].kv_cache_spec).__name__ == "FullAttentionSpec"
+        and full_attention(groups[0].kv_cache_spec)
         and groups[0].kv_cache_spec.block_size == config.cache_config.block_size
         and config.speculative_config is None
         and parallel.decode_context_parallel_size == parallel.prefill_context_parallel_size == 1
         and parallel.pipeline_parallel_size == 1
         and {cache.device.type for cache in caches.values()} <= {"cpu", "cuda"}
     )
+
+
+def full_attention(spec: Any) -> bool:
+    """Whether a step writes what it computes of a token, MLA's too, and no other step writes there again."""
+    # DeepSeek V4 keeps one state of several tokens.
+    tokens = (getattr(spec, "compress_ratio", 1), getattr(spec, "tokens_per_state", 1))
+    return type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec") and tokens == (1, 1)
 
 
 def layers_of(caches: Mapping[str, Any]) -> Layers | None:

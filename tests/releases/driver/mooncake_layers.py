@@ -275,7 +275,7 @@ def main() -> None:
     real.quiet()
     os.environ[chunk.ABORT] = "600"
     with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
+        model_config = real.make_model_config(Path(directory), others=sides.MODEL.config)
         sides.begin_distributed(model_config, Path(directory) / "rendezvous")
         init_none_hash(sha256)
         pair = Pair(model_config)

@@ -35,7 +35,6 @@ from typing import Any
 
 import mooncake_sides as sides
 import real_scheduler as real
-import torch
 import vllm
 from mooncake_sides import BLOCKS, LAYERS, Side, decoding, wait
 from ports import free_port
@@ -45,7 +44,7 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -70,6 +69,7 @@ class Link:
     def __init__(self, engine: Any, block_bytes: int) -> None:
         self._engine, self._block_bytes = engine, block_bytes
         self.writes: list[float] = []  # blocks of each, since this was emptied
+        self.bytes = 0  # of all of them
         self.begun = self.ended = 0
         self.open = threading.Event()
         self.open.set()
@@ -81,6 +81,7 @@ class Link:
 
     def batch_transfer_sync_write(self, session: str, sources: Any, places: Any, lengths: Any) -> int:
         self.writes.append(round(sum(lengths) / self._block_bytes, 2))
+        self.bytes += sum(lengths)
         self.begun += 1
         self.open.wait()
         if self.refuse:
@@ -91,6 +92,10 @@ class Link:
             answer = self._engine.batch_transfer_sync_write(session, sources, places, lengths)
         self.ended += 1
         return answer
+
+    def blocks(self) -> float:
+        """That all writes brought."""
+        return self.bytes / self._block_bytes
 
     def later(self) -> None:
         """What was refused is written after all, as Mooncake may."""
@@ -105,6 +110,12 @@ def linked(side: Side) -> Link:
     return link
 
 
+def block_sizes(groups: list[Any]) -> dict[str, int]:
+    """What the engine core tells the scheduler of groups whose blocks differ in size."""
+    largest = max(group.kv_cache_spec.block_size for group in groups)
+    return {"block_size": SIZE} if largest == SIZE else {"block_size": largest, "hash_block_size": SIZE}
+
+
 class Engine:
     """The release's scheduler, its connector's worker, and a model that writes numbers."""
 
@@ -116,15 +127,13 @@ class Engine:
         config.scheduler_config.max_num_scheduled_tokens = 4 * CHUNK
         config.scheduler_config.long_prefill_token_threshold = CHUNK
         config.cache_config.num_gpu_blocks = BLOCKS
-        config.cache_config.enable_prefix_caching = True
-        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=side.heads, head_size=32, dtype=torch.float32)
+        config.cache_config.enable_prefix_caching = sides.MODEL.prefix_caching
+        groups = sides.MODEL.groups(side.heads)
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([*LAYERS], spec)]
-            ),
+            kv_cache_config=KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=SIZE,
+            **block_sizes(groups),
             log_stats=True,
         )
         self.free = real.free_blocks(self.scheduler)

@@ -180,7 +180,7 @@ class World:
             for cache in side.caches.values():
                 cache.fill_(chunk.OLD)
         for link in self.prefill.links:
-            del link.writes[:]
+            link.bytes = 0
         where = {"remote_engine_id": "prefill", "remote_bootstrap_addr": f"http://127.0.0.1:{self.port}"}
         self.decode.add(f"d-{name}", content=content, do_remote_prefill=True, transfer_id=name, **where)
         self.decode.step()
@@ -200,7 +200,7 @@ class World:
             return not self.prefill.scheduler.requests and not self.decode.scheduler.requests
 
         assert wait(over), f"{name} does not end"
-        brought = [round(sum(link.writes), 1) for link in self.prefill.links]
+        brought = [link.blocks() for link in self.prefill.links]
         return [self.decode.computes_on[f"d-{name}"], brought, self.prefill.taken(), self.decode.taken()]
 
 

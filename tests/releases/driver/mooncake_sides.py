@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,34 @@ LAYERS = [LAYER]
 SECONDS = 60.0
 
 
+@dataclass
+class Model:
+    """What of a model a connector looks at. A driver may change it before it makes a side."""
+
+    config: dict[str, Any] = field(default_factory=dict)  # of its configuration file, beside a tiny Llama's
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine's configuration
+    prefix_caching: bool = True
+
+    def groups(self, heads: int) -> list[Any]:
+        """The KV caches of a worker with so many heads."""
+        return [KVCacheGroupSpec([*LAYERS], FullAttentionSpec(**shape_of(heads)))]
+
+    def cache(self, layer: str, heads: int) -> Any:
+        """A layer's memory, of a worker with so many heads."""
+        return torch.zeros(cache_shape(heads))
+
+    def registered(self, caches: dict[str, Any]) -> dict[str, Any]:
+        """What the connector gets to see of them."""
+        return caches
+
+
+MODEL = Model()
+
+
+def shape_of(heads: int) -> dict[str, Any]:
+    return {"block_size": 32, "num_kv_heads": heads, "head_size": 32, "dtype": torch.float32}
+
+
 def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
     """Whether the condition came true in time."""
     until = time.monotonic() + seconds
@@ -73,7 +102,9 @@ def make_config(model_config: Any, role: str, engine_id: str, extra: dict[str, A
             max_model_len=256,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
-            disable_hybrid_kv_cache_manager=True,
+            disable_hybrid_kv_cache_manager=all(
+                isinstance(group.kv_cache_spec, FullAttentionSpec) for group in MODEL.groups(1)
+            ),
         ),
         cache_config=CacheConfig(block_size=32),
         kv_transfer_config=KVTransferConfig(
@@ -83,6 +114,7 @@ def make_config(model_config: Any, role: str, engine_id: str, extra: dict[str, A
             kv_connector_extra_config={"mooncake_protocol": "tcp", **extra},
         ),
         device_config=DeviceConfig(device="cpu"),
+        **MODEL.options,
     )
     if hasattr(config.cache_config, "kv_cache_layout"):
         config.cache_config.kv_cache_layout = "NHD"  # from 0.29 the engine core says it before workers begin
@@ -119,28 +151,27 @@ class Side:
         os.environ["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(port)
         self.port, self.engine_id, self.size, self.heads = port, engine_id, size, heads // size
         config = make_config(model_config, role, engine_id, extra, size)
-        spec = FullAttentionSpec(block_size=32, num_kv_heads=self.heads, head_size=32, dtype=torch.float32)
-        group = KVCacheGroupSpec([*LAYERS], spec)
-        cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group])
+        groups = MODEL.groups(self.heads)
+        cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         with set_current_vllm_config(config):
             self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             self.scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
             self.worker = self.connector.connector_worker
             try:
-                self.register(cache_shape(self.heads))
+                self.register({layer: MODEL.cache(layer, self.heads) for layer in LAYERS})
             except AssertionError:  # to 0.18.1 only a layout that the CPU's backend has not
-                self.register((2, BLOCKS, 32, self.heads, 32))
+                self.register({layer: torch.zeros((2, BLOCKS, 32, self.heads, 32)) for layer in LAYERS})
         self.module = sys.modules[type(self.worker).__module__]
         self.sent: set[str] = set()
         self.received: set[str] = set()
         self.failed: set[str] = set()
         self.invalid: set[int] = set()
 
-    def register(self, shape: tuple[int, ...]) -> None:
-        self.caches = {layer: torch.zeros(shape) for layer in LAYERS}
+    def register(self, caches: dict[str, Any]) -> None:
+        self.caches = caches
         self.cache = self.caches[LAYER]
-        self.dimension = list(shape).index(BLOCKS)
-        self.connector.register_kv_caches(self.caches)
+        self.dimension = list(self.cache.shape).index(BLOCKS)
+        self.connector.register_kv_caches(MODEL.registered(caches))
 
     def fill(self, blocks: Iterable[int], contents: float) -> None:
         for number in blocks:

@@ -68,8 +68,8 @@ class TinyForCausalLM(torch.nn.Module):  # type: ignore[misc]
     def compute_logits(self, hidden_states: Any) -> None: ...
 
 
-def make_model_config(directory: Path, heads: int = 2) -> Any:
-    """Return the ModelConfig of a model whose configuration file is written into `directory`."""
+def make_model_config(directory: Path, heads: int = 2, others: Mapping[str, Any] | None = None) -> Any:
+    """Return the ModelConfig of a model whose configuration file, with `others` beside, is written into `directory`."""
     ModelRegistry.register_model(TinyForCausalLM.__name__, TinyForCausalLM)
     values = {
         "architectures": [TinyForCausalLM.__name__],
@@ -83,6 +83,7 @@ def make_model_config(directory: Path, heads: int = 2) -> Any:
         "max_position_embeddings": MAX_MODEL_LEN,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **(others or {}),
     }
     (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN)
