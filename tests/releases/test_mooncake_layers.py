@@ -79,6 +79,15 @@ PATCHED = {
 }
 
 
+BY_CHUNK_STEPS = [
+    [[0, 0, 0, 2], [2, 2, 2, 4], [4, 4, 4, 6], [6, 6, 6, 7]],
+    ALL,
+    [2.0, 2.0, 2.0, 1.0, 1.0],
+    0,
+]
+"""`by_layer`, where only whole blocks leave."""
+
+
 @pytest.mark.parametrize("release", executed.chosen(["0.20.2", "0.33.0"], EVERY))
 def test_stock(release: str, warm: interpreter.Interpreter, mooncake: list[Path], tmp_path: Path) -> None:
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, path=mooncake, arguments=["0.2", *SHORT])
@@ -106,5 +115,4 @@ def test_by_chunk(warm: interpreter.Interpreter, mooncake: list[Path], bundle: P
     environ = {"LIVEPATCH_MOONCAKE_LAYERWISE": "on"}
     given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5", "by_layer"], "environ": environ}
     run = warm.run(DRIVER, {"vllm": "0.33.0"}, tmp_path, **given)
-    steps = [[0, 0, 0, 2], [2, 2, 2, 4], [4, 4, 4, 6], [6, 6, 6, 7]]
-    assert run["cases"]["by_layer"] == [steps, ALL, [2.0, 2.0, 2.0, 1.0, 1.0], 0]
+    assert run["cases"]["by_layer"] == BY_CHUNK_STEPS

@@ -65,6 +65,15 @@ def test_mla(release: str, warm: interpreter.Interpreter, mooncake: list[Path], 
 
 
 @pytest.mark.parametrize("release", executed.chosen(["0.33.0"], EVERY))
+def test_mla_by_chunk(
+    release: str, warm: interpreter.Interpreter, mooncake: list[Path], bundle: Path, tmp_path: Path
+) -> None:
+    given = {"bundle": bundle, "path": mooncake, "environ": {**ON, "LIVEPATCH_MOONCAKE_LAYERWISE_BY": "chunk"}}
+    run = warm.run("mooncake_mla", {"vllm": release}, tmp_path, arguments=["0.5", "by_layer"], **given)
+    assert run["cases"] == {"by_layer": layers.BY_CHUNK_STEPS}
+
+
+@pytest.mark.parametrize("release", executed.chosen(["0.33.0"], EVERY))
 def test_at_the_end_stock(release: str, warm: interpreter.Interpreter, mooncake: list[Path], tmp_path: Path) -> None:
     run = warm.run("mooncake_groups", {"vllm": release}, tmp_path, path=mooncake, arguments=["0.1", *models(release)])
     assert run["cases"] == at_the_end(release)

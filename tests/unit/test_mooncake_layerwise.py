@@ -495,6 +495,21 @@ def test_others_are_sent_at_the_end(other: dict[str, Any]) -> None:
     assert not patch.can_leave_early(engine(**other), caches("cpu"))
 
 
+def mla(**more: int) -> Any:
+    """A kind of cache, by the release's name."""
+    return type("MLAAttentionSpec", (SimpleNamespace,), more)
+
+
+@pytest.mark.parametrize("state", [{}, {"compress_ratio": 1}, {"tokens_per_state": 1}], ids=str)
+def test_whole_blocks_of_latent_vectors_can_leave_early(state: dict[str, int]) -> None:
+    assert patch.can_leave_early(engine(spec=mla(**state)), caches("cpu"))
+
+
+@pytest.mark.parametrize("state", [{"compress_ratio": 4}, {"tokens_per_state": 4}], ids=str)
+def test_states_of_several_tokens_are_sent_at_the_end(state: dict[str, int]) -> None:
+    assert not patch.can_leave_early(engine(spec=mla(**state)), caches("cpu"))
+
+
 def test_what_is_on_another_device_is_sent_at_the_end() -> None:
     assert not patch.can_leave_early(engine(), caches("cuda", "xpu"))
 

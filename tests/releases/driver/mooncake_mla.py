@@ -1,7 +1,7 @@
 """The same as in mooncake_layers.py, of a model with MLA: one latent vector a token in the place of K and V of each head.
 
-Set: to 0.28.0 the CPU's platform has no MLA, and is given a backend of another's, of which a connector asks for its
-name and shape alone. `mooncake_mla.py PATIENCE CASE...`.
+Set: the attention's backend is Triton's, of which a connector asks for its name, shape and block sizes alone. The CPU's
+platform has none to 0.27.1, and one for blocks of 16 tokens in 0.28.0. `mooncake_mla.py PATIENCE CASE...`.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -30,14 +30,7 @@ class Model(sides.Model):
 
 
 def backend(*asked: Any, **named: Any) -> str:
-    """Triton's, where the CPU's platform refuses."""
-    try:
-        return str(ATTENTION(*asked, **named))
-    except NotImplementedError:
-        return "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
-
-
-ATTENTION = CpuPlatform.get_attn_backend_cls
+    return "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
 
 
 def main() -> None:
