@@ -117,6 +117,9 @@ ALLOWED = {
         **dict.fromkeys(("data_ptr", "element_size", "shape", "stride"), "of a torch.Tensor"),
         **dict.fromkeys(("done", "result"), "of a concurrent.futures.Future"),
         "send_multipart": "of a zmq.asyncio.Socket, for which the patch's own stands in",
+        **dict.fromkeys(
+            ("compress_ratio", "tokens_per_state"), "of a cache's spec; a release has one of them, or none"
+        ),
     },
     "mooncake-lost-asks": {
         **dict.fromkeys(("_failed", "_identity", "_socket"), "of what the patch itself has"),
