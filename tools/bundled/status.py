@@ -132,7 +132,8 @@ def unread(reports: Reports) -> str:
     if not reports.unreadable:
         return ""
     number, first = len(reports.unreadable), reports.unreadable[0]
-    return f"{number} reports cannot be read here, such as {first}: ask as the user of the engine, by its own bundle"
+    noun = "report" if number == 1 else "reports"
+    return f"{number} {noun} cannot be read here, such as {first}: ask as the user of the engine, by its own bundle"
 
 
 def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
