@@ -273,7 +273,7 @@ def verify(
         print(difference)
     if found.differences:
         raise typer.Exit(1)
-    print(f"{place}: {found.compared} files, all as written, {found.digest}")
+    print(f"{place}: the {found.compared} files of its manifest are all as written, {found.digest}")
 
 
 @app.command()

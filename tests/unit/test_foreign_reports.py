@@ -153,7 +153,7 @@ def test_the_report_of_another_user_is_not_passed_over(another: Path, capfd: pyt
     hidden = fleet.leave(another, fleet.patch("around", "failed", "raised"))
     hidden.chmod(0)
     found = [ask(capfd, "--state-dir", str(another), *more) for more in ([], ["--summary"], ["--require", "around"])]
-    said = f"vllm-livepatch: 1 report cannot be read here, such as {hidden}: ask as the user of the engine, by its own bundle\n"
+    said = f"vllm-livepatch: 1 report cannot be read here, such as {hidden}: another user's, or of another version; ask as the user of the engine, by its own bundle\n"
     assert [(done.code, done.err) for done in found] == [(0, said), (0, said), (1, said)]
     assert "1 processes on 1 hosts" in found[1].out
 

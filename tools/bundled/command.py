@@ -166,7 +166,7 @@ def _verify(options: argparse.Namespace) -> int:
         said = {"digest": found.digest, "files": found.compared, "differences": found.differences}
         _print_json({"bundle": options.place, **said})
     else:
-        as_written = f"{options.place}: {found.compared} files, all as written, {found.digest}"
+        as_written = f"{options.place}: the {found.compared} files of its manifest are all as written, {found.digest}"
         say("\n".join(found.differences) or as_written)
     return 1 if found.differences else 0
 

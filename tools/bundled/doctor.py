@@ -72,7 +72,7 @@ def _bundle(place: str, catalogue: Catalogue) -> tuple[str | None, Finding]:
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         return found.digest, (FAILED, f"{said} is not what generate wrote: {', '.join(wrong[:3])}{more}")
-    return found.digest, (OK, f"{said}, {found.digest}: {found.compared} files, all as written")
+    return found.digest, (OK, f"{said}, {found.digest}: the {found.compared} files of its manifest are all as written")
 
 
 def _interpreter() -> Finding:

@@ -133,7 +133,8 @@ def unread(reports: Reports) -> str:
         return ""
     number, first = len(reports.unreadable), reports.unreadable[0]
     noun = "report" if number == 1 else "reports"
-    return f"{number} {noun} cannot be read here, such as {first}: ask as the user of the engine, by its own bundle"
+    why = "another user's, or of another version"
+    return f"{number} {noun} cannot be read here, such as {first}: {why}; ask as the user of the engine, by its own bundle"
 
 
 def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
