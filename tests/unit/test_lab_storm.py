@@ -127,7 +127,7 @@ def test_undisturbed_asks_for_each_prompt_once() -> None:
         return found
 
     found = against(server, work)
-    assert server.asked == [turn.said[0] for (turn,) in found.turns]
+    assert server.asked == [turn.messages[0] for (turn,) in found.turns]
     assert [turn.answer for (turn,) in found.turns] == [backwards(asked) for asked in server.asked]
     assert {len(asked.split()) for asked in server.asked} == {5}
 

@@ -29,7 +29,7 @@ import aiohttp
 from vllm_livepatch.tools.bench.figures import Figures, duration, ratio
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.lab import environments, model, topology
-from vllm_livepatch.tools.lab.client import Client, RequestFailed, Said
+from vllm_livepatch.tools.lab.client import Client, Messages, RequestFailed
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 VLLM = "0.32.0"
@@ -138,18 +138,18 @@ async def measure(
     return figures
 
 
-def each(prompts: Sequence[Said]) -> list[tuple[Said, int]]:
+def each(prompts: Sequence[Messages]) -> list[tuple[Messages, int]]:
     """The prompts, each with the tokens of its answer."""
     return [(prompt, OUTPUT_TOKENS[number % len(OUTPUT_TOKENS)]) for number, prompt in enumerate(prompts)]
 
 
-async def answers(url: str, prompts: Sequence[Said]) -> list[str]:
+async def answers(url: str, prompts: Sequence[Messages]) -> list[str]:
     """Ask for every prompt once, so that all are stored."""
     async with Client(url, topology.MODEL_NAME, 300) as client:
         return await asyncio.gather(*(client.complete(prompt, tokens) for prompt, tokens in each(prompts)))
 
 
-async def alone(client: Client, prompt: Said) -> tuple[float, float]:
+async def alone(client: Client, prompt: Messages) -> tuple[float, float]:
     """Seconds to the first token of a prompt that is asked for alone, and of its end that is never stored."""
     found = []
     for words in (prompt, (" ".join(prompt[0].split()[-(PROMPT_TOKENS % topology.CHUNK_SIZE) :]),)):
@@ -159,7 +159,7 @@ async def alone(client: Client, prompt: Said) -> tuple[float, float]:
     return found[0], found[1]
 
 
-async def play(url: str, prompts: Sequence[Said], outputs: Sequence[str], arm: str) -> dict[str, float]:
+async def play(url: str, prompts: Sequence[Messages], outputs: Sequence[str], arm: str) -> dict[str, float]:
     """One round of one arm: all prompts at once, none of them in the engine's own cache."""
     async with Client(url, topology.MODEL_NAME, 120) as client:
         await emptied(client)

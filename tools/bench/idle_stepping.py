@@ -31,7 +31,7 @@ from vllm_livepatch.tools.bench import figures
 from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.lab import environments, model, topology
-from vllm_livepatch.tools.lab.client import Client, Said
+from vllm_livepatch.tools.lab.client import Client, Messages
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ async def processors(parts: Supervisor, seconds: float) -> dict[str, float]:
     return {name: (after[name] - before.get(name, 0.0)) / passed for name in after}
 
 
-async def hold(url: str, prompt: Said) -> None:
+async def hold(url: str, prompt: Messages) -> None:
     """A request whose blocks are kept for a decode engine, which never comes."""
     body = {"model": topology.MODEL_NAME, "prompt": " ".join(prompt), "max_tokens": 1, "temperature": 0}
     async with aiohttp.ClientSession() as http:
@@ -114,7 +114,7 @@ async def back(client: Client, begun: float) -> float:
 
 
 async def play(
-    parts: Supervisor, url: str, prompts: Sequence[Said], times: Times, dice: random.Random
+    parts: Supervisor, url: str, prompts: Sequence[Messages], times: Times, dice: random.Random
 ) -> dict[str, Any]:
     """One round of one arm, which holds nothing before and after."""
     async with Client(url, topology.MODEL_NAME, 120) as client:

@@ -43,7 +43,7 @@ from vllm_livepatch.tools.bench.figures import measured_on
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.lab import environments, faults, model, proxy, topology
-from vllm_livepatch.tools.lab.client import Client, Said
+from vllm_livepatch.tools.lab.client import Client, Messages
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 PATCH = "mooncake-layerwise"
@@ -168,7 +168,7 @@ async def alone(clients: Mapping[str, Client], tokens: int, number: int, rounds:
     return [await together(clients[ALONE], prompts(tokens, number, turn)) for turn in range(rounds)]
 
 
-def prompts(tokens: int, number: int, turn: int) -> list[Said]:
+def prompts(tokens: int, number: int, turn: int) -> list[Messages]:
     return [(prompt,) for prompt in model.prompts(number, tokens, seed=f"{tokens} {turn}")]
 
 
@@ -193,7 +193,7 @@ async def asked(
     return found
 
 
-async def together(client: Client, prompts: Sequence[Said]) -> Answers:
+async def together(client: Client, prompts: Sequence[Messages]) -> Answers:
     """What comes of prompts that are asked at once."""
     answers = await asyncio.gather(*(client.stream(prompt, ANSWER_TOKENS) for prompt in prompts))
     return [(text, times[0]) for text, times in answers]

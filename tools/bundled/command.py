@@ -63,13 +63,13 @@ def named(error: OSError) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python BUNDLE", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command, said in (
+    for command, purpose in (
         (_doctor, "whether this interpreter, as it is started here, would be patched; exit 1 where not"),
         (_status, "every live patched process; with --require, exit 1 where a patch is missing"),
         (_verify, "whether this bundle is what `generate` wrote; exit 1 where not"),
         (_check, "every patch's verdict for what is installed here; exit 1 where a needed one could not apply"),
     ):
-        one = commands.add_parser(command.__name__.strip("_"), help=said, description=said, allow_abbrev=False)
+        one = commands.add_parser(command.__name__.strip("_"), help=purpose, description=purpose, allow_abbrev=False)
         one.add_argument("--json", action="store_true", help="for scripts")
         one.set_defaults(command=command)
         if command is _verify:
@@ -155,16 +155,16 @@ def settled(reports: status.Reports, require: Sequence[str], prune: bool) -> int
             f"removed the reports of {len(gone)} ended processes: {', '.join(map(str, gone)) or '-'}", file=sys.stderr
         )
     lacking = status.unmet(reports, require) if require else []
-    for said in lacking or filter(None, [status.unread(reports)]):
-        print(f"vllm-livepatch: {said}", file=sys.stderr)
+    for message in lacking or filter(None, [status.unread(reports)]):
+        print(f"vllm-livepatch: {message}", file=sys.stderr)
     return 1 if lacking else 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     found = verified(Path(options.place), options.digest)
     if options.json:
-        said = {"digest": found.digest, "files": found.compared, "differences": found.differences}
-        _print_json({"bundle": options.place, **said})
+        answer = {"digest": found.digest, "files": found.compared, "differences": found.differences}
+        _print_json({"bundle": options.place, **answer})
     else:
         as_written = f"{options.place}: the {found.compared} files of its manifest are all as written, {found.digest}"
         say("\n".join(found.differences) or as_written)

@@ -63,20 +63,20 @@ def examine(place: str, catalogue: Catalogue) -> Diagnosis:
 
 def _bundle(place: str, catalogue: Catalogue) -> tuple[str | None, Finding]:
     """Its digest, and whether it is what that is the digest of."""
-    said = f"{place}, version {catalogue.version}"
+    text = f"{place}, version {catalogue.version}"
     try:
         found = verified(Path(place))
     except (UserError, OSError) as error:
-        return None, (FAILED, f"{said}: {error}")
+        return None, (FAILED, f"{text}: {error}")
     wrong = found.differences
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return found.digest, (FAILED, f"{said} is not what generate wrote: {', '.join(wrong[:3])}{more}")
-    return found.digest, (OK, f"{said}, {found.digest}: the {found.compared} files of its manifest are all as written")
+        return found.digest, (FAILED, f"{text} is not what generate wrote: {', '.join(wrong[:3])}{more}")
+    return found.digest, (OK, f"{text}, {found.digest}: the {found.compared} files of its manifest are all as written")
 
 
 def _interpreter() -> Finding:
-    said = f"{sys.executable}, Python {'.'.join(map(str, sys.version_info[:3]))}"
+    text = f"{sys.executable}, Python {'.'.join(map(str, sys.version_info[:3]))}"
     flags = {
         "-I": sys.flags.isolated,
         "-E": sys.flags.ignore_environment and not sys.flags.isolated,
@@ -84,24 +84,24 @@ def _interpreter() -> Finding:
     }
     given = [flag for flag, value in flags.items() if value]
     if not given:
-        return OK, said
+        return OK, text
     means = "no sitecustomize is run" if given == ["-S"] else "PYTHONPATH is not looked at"
-    return FAILED, f"{said} was started with {' '.join(given)}: {means}"
+    return FAILED, f"{text} was started with {' '.join(given)}: {means}"
 
 
 def _mode(catalogue: Catalogue) -> Finding:
     environment = settings.read(catalogue.patches, os.environ)
     asked = settings.changed_settings(catalogue.patches, environment)
     given = {**asked["toggles"], **{name: str(values) for name, values in asked["options"].items()}}
-    said = f"{environment.mode}" + "".join(f", {name} {value}" for name, value in given.items())
+    text = f"{environment.mode}" + "".join(f", {name} {value}" for name, value in given.items())
     troubles = "; ".join((*environment.errors, *environment.notes))
     if environment.mode == "off":
         return FAILED, troubles or "LIVEPATCH is off: nothing is patched"
     if not troubles:
-        return OK, said
+        return OK, text
     if environment.mode == "strict":
         return FAILED, f"under strict this ends every process that imports a target: {troubles}"
-    return WARNING, f"{said}; {troubles}"
+    return WARNING, f"{text}; {troubles}"
 
 
 def _path(place: str) -> Finding:

@@ -48,8 +48,8 @@ try:  # to the end of this file: of one that was cut off anywhere, Python says s
         return ", ".join(found[:3]) + more + " (%s)" % error if found else ""
 
     if not (3, 10) <= sys.version_info[:2] <= (3, 14):
-        said = "vllm-livepatch: this bundle does not serve Python %d.%d: nothing is patched\n"
-        sys.stderr.write(said % sys.version_info[:2])
+        message = "vllm-livepatch: this bundle does not serve Python %d.%d: nothing is patched\n"
+        sys.stderr.write(message % sys.version_info[:2])
         sys.exit(1)
     try:
         own_package()

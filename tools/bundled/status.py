@@ -133,8 +133,8 @@ def unread(reports: Reports) -> str:
         return ""
     number, first = len(reports.unreadable), reports.unreadable[0]
     noun = "report" if number == 1 else "reports"
-    why = "another user's, or of another version"
-    return f"{number} {noun} cannot be read here, such as {first}: {why}; ask as the user of the engine, by its own bundle"
+    why = "another user's, or of another version; ask as the user of the engine, by its own bundle"
+    return f"{number} {noun} cannot be read here, such as {first}: {why}"
 
 
 def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
@@ -143,7 +143,7 @@ def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
     Where its target was not imported a process needs none. One that is not seen to be alive, and was not heard of for
     three heartbeats, is left out. A report of another user may be that of a process that lacks them.
     """
-    found: list[str] = [said] if (said := unread(reports)) else []
+    found: list[str] = [message] if (message := unread(reports)) else []
     witnesses = [
         process for process, seen in zip(reports.live, reports.seen, strict=True) if seen or is_heard_of(process)
     ]

@@ -123,8 +123,8 @@ def summary_text(found: dict[str, Any]) -> str:
     for trouble in troubles[:_TROUBLES]:
         first = f"pid {trouble['example']['pid']} on {trouble['example']['host']}"
         where = f"{trouble['processes']} processes, such as {first}"
-        said = f"{trouble['name']} is {trouble['state']} in {where}, {why(trouble)}"
-        lines.append(said if len(said) <= _WIDTH else f"{said[: _WIDTH - 3]}...")
+        line = f"{trouble['name']} is {trouble['state']} in {where}, {why(trouble)}"
+        lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...")
     lines += [f"and {len(troubles) - _TROUBLES} more" for _ in troubles[_TROUBLES : _TROUBLES + 1]]
     return "\n".join(lines)
 

@@ -52,11 +52,11 @@ class Catalogue:
 def catalogue() -> Catalogue:
     """The catalogue of the bundle that this module is in. Raises what a damaged one comes to: see `main.py`."""
     package: Any = sys.modules[__name__.partition(".")[0]]
-    said = json.loads(package.__spec__.loader.get_data(os.path.join(package.__path__[0], "catalogue.json")))
-    changes = said["changes"].items()
+    content = json.loads(package.__spec__.loader.get_data(os.path.join(package.__path__[0], "catalogue.json")))
+    changes = content["changes"].items()
     return Catalogue(
-        said["version"],
-        tuple(to_patch(name, facts) for name, facts in sorted(said["patches"].items())),
+        content["version"],
+        tuple(to_patch(name, facts) for name, facts in sorted(content["patches"].items())),
         {name: tuple(Change.from_json(change) for change in each) for name, each in changes},
     )
 

@@ -114,5 +114,5 @@ def show(answer: Answer, as_json: bool) -> None:
         rendering.print_check(Console(), answer.packages, answer.patches)
         if answer.pair:
             pairs.print_pair(Console(soft_wrap=True), answer.pair)
-    for said in (*filter(None, [answer.unserved]), *answer.unmet):
-        print(f"vllm-livepatch: {said}", file=sys.stderr)
+    for message in (*filter(None, [answer.unserved]), *answer.unmet):
+        print(f"vllm-livepatch: {message}", file=sys.stderr)

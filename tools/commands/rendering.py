@@ -194,7 +194,7 @@ def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableT
             table.add_row(f"  {plain.versioned(patch)}", *row)
         parts.append(table)
         reasons = {patch["reason"] for patch in process["patches"]}
-        parts += [Text(f"  {reason}: {said}", style="dim") for reason, said in MEANINGS.items() if reason in reasons]
+        parts += [Text(f"  {reason}: {text}", style="dim") for reason, text in MEANINGS.items() if reason in reasons]
     if any(patch["counters"] for process in processes for patch in process["patches"]):
         parts.append(Text("vllm-livepatch show PATCH says what its counters count", style="dim"))
     return Group(*parts)

@@ -35,8 +35,8 @@ def progress() -> Iterator[None]:
     def line() -> Text:
         traffic = registry.traffic
         had = f"{traffic.answers} answers, {traffic.bytes / 1e6:.1f} MB"
-        said = f"asking {registry.traffic.asking} ({had})" if traffic.asking else "reading and comparing code"
-        return Text(f"{said}, {time.monotonic() - begun:.0f} s")
+        doing = f"asking {registry.traffic.asking} ({had})" if traffic.asking else "reading and comparing code"
+        return Text(f"{doing}, {time.monotonic() - begun:.0f} s")
 
     live = Live(get_renderable=line, console=Console(stderr=True), refresh_per_second=2, transient=True)
     timer = threading.Timer(QUIET_SECONDS, live.start)

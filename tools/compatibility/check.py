@@ -113,8 +113,8 @@ def interpreter_tree(python: str, packages: Iterable[str]) -> InterpreterTree:
         )
         path, found, version = json.loads(answer.stdout)
     except subprocess.CalledProcessError as error:
-        said = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"{python} cannot say what is installed: {said}") from error
+        message = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"{python} cannot say what is installed: {message}") from error
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{python} is not an interpreter that can be asked: {error}") from error
     places = {name: places for name, places in found.items() if places}

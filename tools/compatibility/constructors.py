@@ -85,13 +85,13 @@ class Construction:
 
     def _check(self, call: ast.Call, name: str, found: Definition, bound: bool = False) -> None:
         signature = signature_of(self.packages, found, bound)
-        said = None if signature is None else _unfit(signature, call)
+        mismatch = None if signature is None else _unfit(signature, call)
         home, node = found
         path = name if bound else _name(node)
-        if said is None:
+        if mismatch is None:
             self._fitting.add(f"{home.name}:{path}")
             return
-        detail = f"{name} is called with {_described(call)}: {said}; it takes {signature}"
+        detail = f"{name} is called with {_described(call)}: {mismatch}; it takes {signature}"
         self._problem(call.lineno, home, path, detail, lambda tree: _fits(tree, home.name, path, call))
 
     def _problem(
@@ -169,8 +169,8 @@ def _of_fields(chain: list[Definition]) -> inspect.Signature | None:
             return None
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                said = ast.unparse(statement)
-                if "ClassVar" in said or "KW_ONLY" in said or "init=False" in said:
+                annotation = ast.unparse(statement)
+                if "ClassVar" in annotation or "KW_ONLY" in annotation or "init=False" in annotation:
                     return None  # rare: nothing is said then
                 default = statement.value is not None
                 if isinstance(statement.value, ast.Call) and _decorator(statement.value) == "field":
@@ -236,8 +236,8 @@ def _bases(packages: Packages, found: Definition) -> Iterator[Definition]:
 def _bases_known(packages: Packages, found: Definition) -> bool:
     home, node = found
     for base in getattr(node, "bases", []):
-        said = ast.unparse(base).rpartition(".")[2]
-        if said in ("ABC", "object") or said.startswith("Generic["):
+        base_name = ast.unparse(base).rpartition(".")[2]
+        if base_name in ("ABC", "object") or base_name.startswith("Generic["):
             continue
         named = packages.resolve(home.names.get(base.id), home) if isinstance(base, ast.Name) else None
         if named is None or not isinstance(named[1], ast.ClassDef):

@@ -75,8 +75,8 @@ class Pair:
         """As `check --json` has it. `releases` says in which a problem is none; by itself it has all of them read."""
 
         def problem(one: Problem) -> dict[str, Any]:
-            told = {"module": one.module, "line": one.line, "subject": one.subject}
-            return {**told, "detail": one.detail, "releases": (releases or found_in)(one)}
+            entry = {"module": one.module, "line": one.line, "subject": one.subject}
+            return {**entry, "detail": one.detail, "releases": (releases or found_in)(one)}
 
         connectors = [
             {

@@ -37,19 +37,19 @@ def text(form: str, image: str, model: str, bundle_image: str = "", image_volume
     for name in (image, model, bundle_image):
         if not name.isprintable():
             raise UserError(f"{name!r} cannot be pasted: it has more than a line, or characters that cannot be seen")
-    said = (resources.files(__name__) / FORMS[form]).read_text("utf-8")
+    text = (resources.files(__name__) / FORMS[form]).read_text("utf-8")
     if image_volume:
-        said = _as_image_volume(said)
+        text = _as_image_volume(text)
     quoted = {"docker": shlex.quote, "slurm": shlex.quote, "systemd": _systemd}.get(form, _yaml)
     bundle_image = bundle_image or f"registry.example.com/livepatch:{version()}"
     values = {"IMAGE": image, "MODEL": model, "BUNDLE_IMAGE": bundle_image}
-    return re.sub("@([A-Z_]+)@", lambda found: quoted(values[found[1]]), said)
+    return re.sub("@([A-Z_]+)@", lambda found: quoted(values[found[1]]), text)
 
 
-def _as_image_volume(said: str) -> str:
+def _as_image_volume(text: str) -> str:
     """The bundle's image mounted as it is, in place of the container that copies it."""
-    said = _INIT.sub("", said).replace(_COPIED, _MOUNTED)
-    return said.replace(
+    text = _INIT.sub("", text).replace(_COPIED, _MOUNTED)
+    return text.replace(
         r"FROM busybox\nCOPY --chmod=a+rX bundle /livepatch", r"FROM scratch\nCOPY --chmod=a+rX bundle /"
     )
 

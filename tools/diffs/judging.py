@@ -43,8 +43,8 @@ def judge(diff: Diff, release: str, source: imports.Source, modules: Modules | N
     missed = _missed(sources, made, modules) if modules is not None else []
     if missed:
         return Judged(release, "drifted", {}, f"it takes away what others import: {', '.join(missed)}")
-    said = f"hunks moved by up to {moved} lines" if moved else ""
-    return Judged(release, "needed", _fingerprints(diff, sources), said)
+    note = f"hunks moved by up to {moved} lines" if moved else ""
+    return Judged(release, "needed", _fingerprints(diff, sources), note)
 
 
 def _made(diff: Diff, sources: dict[str, str | None], source: imports.Source) -> tuple[dict[str, str], int]:

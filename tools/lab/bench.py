@@ -112,8 +112,8 @@ class BenchServe:
             "percentile-metrics": "ttft,tpot,itl,e2el",
             "metric-percentiles": "50,90,99",
         }
-        said = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-        return [*said, "--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
+        arguments = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+        return [*arguments, "--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
 
     async def _begun(self, log: Path) -> None:
         """Start the load's clock when the benchmark has imported what it needs and sends its first request."""

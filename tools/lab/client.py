@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-Said = tuple[str, ...]
-"""What was said so far: the user's words, the answer to them, the user's next words, and so on."""
+Messages = tuple[str, ...]
+"""A conversation: the user's words, the answer to them, the user's next words, and so on."""
 
 
 class RequestFailed(RuntimeError):
@@ -39,19 +39,19 @@ class Client:
     async def __aexit__(self, *error: object) -> None:
         await self._http.close()
 
-    async def complete(self, said: Said, tokens: int, chat: bool = False, stop: int | None = None) -> str:
+    async def complete(self, messages: Messages, tokens: int, chat: bool = False, stop: int | None = None) -> str:
         """The greedy answer, exactly ``tokens`` long; or to the token ``stop``, with it."""
-        path, body = self._request(said, tokens, chat, stop)
+        path, body = self._request(messages, tokens, chat, stop)
         async with self._http.post(f"{self._url}{path}", json=body) as answer:
             await _right(answer)
             choice = (await answer.json())["choices"][0]
         return str(choice["message"]["content"] if chat else choice["text"])
 
     async def stream(
-        self, said: Said, tokens: int, chat: bool = False, stop: int | None = None
+        self, messages: Messages, tokens: int, chat: bool = False, stop: int | None = None
     ) -> tuple[str, list[float]]:
         """As ``complete``, a token at a time: the text, and when each piece came (seconds since the request)."""
-        path, body = self._request(said, tokens, chat, stop)
+        path, body = self._request(messages, tokens, chat, stop)
         text, times, begun = "", [], time.monotonic()
         async with self._http.post(f"{self._url}{path}", json=body | {"stream": True}) as answer:
             await _right(answer)
@@ -90,17 +90,17 @@ class Client:
             raise KeyError(name)
         return float(sum(values))
 
-    def _request(self, said: Said, tokens: int, chat: bool, stop: int | None) -> tuple[str, dict[str, Any]]:
+    def _request(self, messages: Messages, tokens: int, chat: bool, stop: int | None) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {"model": self._model, "temperature": 0, "ignore_eos": True}
         if stop is not None:
             body |= {"stop_token_ids": [stop], "include_stop_str_in_output": True}
         if not chat:
-            return "/v1/completions", {**body, "prompt": " ".join(said), "max_tokens": tokens}
-        messages = [
-            {"role": "assistant" if number % 2 else "user", "content": words} for number, words in enumerate(said)
+            return "/v1/completions", {**body, "prompt": " ".join(messages), "max_tokens": tokens}
+        by_role = [
+            {"role": "assistant" if number % 2 else "user", "content": words} for number, words in enumerate(messages)
         ]
         # max_completion_tokens alone: what current clients send; max_tokens is deprecated in the chat.
-        return "/v1/chat/completions", {**body, "messages": messages, "max_completion_tokens": tokens}
+        return "/v1/chat/completions", {**body, "messages": by_role, "max_completion_tokens": tokens}
 
 
 async def _right(answer: aiohttp.ClientResponse) -> None:

@@ -71,10 +71,10 @@ class Conversations(Visits):
 
     def sessions(self, seed: int) -> Sessions:
         (common,) = model.prompts(1, self.prefix, f"{seed}/prefix")
-        said = iter(model.prompts(self.conversations * self.turns, self.tokens, f"{seed}/turns"))
+        drawn = iter(model.prompts(self.conversations * self.turns, self.tokens, f"{seed}/turns"))
         first = f"{common} "
         return tuple(
-            tuple((first if turn == 0 else "") + next(said) for turn in range(self.turns))
+            tuple((first if turn == 0 else "") + next(drawn) for turn in range(self.turns))
             for _ in range(self.conversations)
         )
 

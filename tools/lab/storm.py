@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 from vllm_livepatch.tools.lab import model
-from vllm_livepatch.tools.lab.client import Client, RequestFailed, Said
+from vllm_livepatch.tools.lab.client import Client, Messages, RequestFailed
 from vllm_livepatch.tools.lab.loads import Conversations, Storm
 from vllm_livepatch.tools.lab.tally import Tally
 
@@ -30,7 +30,7 @@ _PAUSE_AFTER_FAILURE = 0.5
 class Turn:
     """A request, and its undisturbed answer."""
 
-    said: Said
+    messages: Messages
     answer: str
 
 
@@ -63,19 +63,19 @@ class Visitors:
         if self._right:
             self.turns = self._right
             for turn in itertools.chain.from_iterable(self._right):
-                self._differ += turn.answer != await self._client.complete(turn.said, self._spec.output)
+                self._differ += turn.answer != await self._client.complete(turn.messages, self._spec.output)
         else:
             self.turns = [await self._asked(session) for session in self._sessions]
         return sum(map(len, self.turns))
 
     async def _asked(self, session: tuple[str, ...]) -> list[Turn]:
-        said: Said = ()
+        messages: Messages = ()
         turns: list[Turn] = []
         for words in session:
-            said = (*said, words)
-            turns.append(Turn(said, await self._client.complete(said, self._spec.output)))
+            messages = (*messages, words)
+            turns.append(Turn(messages, await self._client.complete(messages, self._spec.output)))
             # What follows goes on from the right answer, whatever comes back under load.
-            said = (*said, turns[-1].answer)
+            messages = (*messages, turns[-1].answer)
         return turns
 
     async def load(self, seconds: float) -> None:
@@ -141,8 +141,8 @@ class Visitors:
         streamed = _chosen(self._spec.stream, "yes", number % 2 == 0)
         chat = _chosen(self._spec.api, "chat", number // 2 % 2 == 0)
         if not streamed:
-            return await self._client.complete(turn.said, self._spec.output, chat, stop)
-        answer, times = await self._client.stream(turn.said, self._spec.output, chat, stop)
+            return await self._client.complete(turn.messages, self._spec.output, chat, stop)
+        answer, times = await self._client.stream(turn.messages, self._spec.output, chat, stop)
         self._tally.first_tokens += times[:1]
         self._tally.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
         return answer

@@ -51,7 +51,7 @@ def added(text: str, patch: Patch, package: str, found: Installed, version: str,
         new = _READ.sub("", new)  # of other releases: this one's tests decide
         common = tomllib.loads(text).get("code", {})
         code = {name: found.code[name] or "" for name in patch.names_of(package)}
-        lines = "".join(f'"{name}" = "{said}"\n' for name, said in code.items() if said != common.get(name, ""))
+        lines = "".join(f'"{name}" = "{digest}"\n' for name, digest in code.items() if digest != common.get(name, ""))
         first = _CODE.search(new)
         if first is None:
             raise UserError(f"{patch.name}: the {kind} of {previous} has no code that can be replaced")

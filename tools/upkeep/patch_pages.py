@@ -105,12 +105,12 @@ def _switch(patch: Patch) -> list[str]:
     return lines
 
 
-def _text(said: object) -> str:
-    return re.sub(r"\n+", "\n\n", str(said).strip()).replace("<", "&lt;")
+def _text(value: object) -> str:
+    return re.sub(r"\n+", "\n\n", str(value).strip()).replace("<", "&lt;")
 
 
-def _cell(said: object) -> str:
-    return " ".join(_text(said).split()).replace("|", "\\|")
+def _cell(value: object) -> str:
+    return " ".join(_text(value).split()).replace("|", "\\|")
 
 
 def index(patches: list[Patch]) -> str:

@@ -42,7 +42,7 @@ def regrouped(text: str, name: str) -> str:
         tree = published.tree(package, release)
         found = installed.look(bare, tree, fingerprints.of_names).code
         own = [one for one in bare.names if (module_of(one).partition(".")[0] in companions) == (package in companions)]
-        return {one: said for one in own if (said := found[one]) is not None}
+        return {one: digest for one in own if (digest := found[one]) is not None}
 
     try:
         with ThreadPoolExecutor() as pool:
@@ -51,24 +51,24 @@ def regrouped(text: str, name: str) -> str:
         raise UserError(str(error)) from error
     above, _, _ = text[: text.index("\n[[variant]]\n")].partition("\n[code]\n")
     forms = [
-        (said, group, one)
-        for said, releases in _said(text)
+        (kept, group, one)
+        for kept, releases in _kept_lines(text)
         for group, one in _grouped({release: codes[bare.package, release] for release in releases})
     ]
     common = _common([one for _, _, one in forms])
-    tables = [_table("variant", said, group, bare.names, one, common) for said, group, one in forms]
+    tables = [_table("variant", kept, group, bare.names, one, common) for kept, group, one in forms]
     for package in companions:
         groups = list(_grouped({pin.version: codes[package, pin.version] for pin in registry.pins(package)}))
         shared = _common([one for _, one in groups if one])
         for group, one in groups:
-            said = [f'package = "{package}"', *([] if one else ['verdict = "not-present"'])]
-            tables.append(_table("companion", said, group, bare.names, one, shared if one else {}))
+            kept = [f'package = "{package}"', *([] if one else ['verdict = "not-present"'])]
+            tables.append(_table("companion", kept, group, bare.names, one, shared if one else {}))
         common |= shared
     shown = ["[code]", *_lines({name: common[name] for name in bare.names if name in common})] if common else []
     return "\n".join([above.rstrip("\n") + "\n", *(["\n".join(shown) + "\n"] if shown else []), *tables])
 
 
-def _said(text: str) -> Iterator[tuple[list[str], list[str]]]:
+def _kept_lines(text: str) -> Iterator[tuple[list[str], list[str]]]:
     """Each variant's lines but for its releases and code, and its releases."""
     for segment in catalogue_edits.VARIANT.finditer(text):
         if segment.group().startswith("[[variant]]"):
@@ -95,20 +95,20 @@ def _common(codes: list[Code]) -> Code:
     """What several have, where saying it once, and of the others that they have it not, takes fewer lines."""
     common: Code = {}
     for name in dict.fromkeys(name for code in codes for name in code):
-        said, count = Counter(code[name] for code in codes if name in code).most_common(1)[0]
+        most, count = Counter(code[name] for code in codes if name in code).most_common(1)[0]
         if 1 + len(codes) - count < sum(name in code for code in codes):
-            common[name] = said
+            common[name] = most
     return common
 
 
-def _table(kind: str, said: list[str], releases: list[str], names: Sequence[str], code: Code, common: Code) -> str:
+def _table(kind: str, kept: list[str], releases: list[str], names: Sequence[str], code: Code, common: Code) -> str:
     listed = ", ".join(f'"{release}"' for release in releases)
     own = {name: code.get(name, "") for name in names if code.get(name, "") != common.get(name, "")}
-    return "\n".join([f"[[{kind}]]", f"releases = [{listed}]", *said, f"[{kind}.code]", *_lines(own)]) + "\n"
+    return "\n".join([f"[[{kind}]]", f"releases = [{listed}]", *kept, f"[{kind}.code]", *_lines(own)]) + "\n"
 
 
 def _lines(code: Code) -> list[str]:
-    return [f'"{name}" = "{said}"' for name, said in code.items()]
+    return [f'"{name}" = "{digest}"' for name, digest in code.items()]
 
 
 def names_of(patch: Patch) -> list[str]:

@@ -58,15 +58,15 @@ def digest(folder: Path) -> str:
 
 def raised(folders: Iterable[Path], lock: Path = LOCK) -> list[str]:
     """Raise the versions of what has changed, and lock all: a sentence for each that was raised."""
-    known, said, found = locked(lock), [], list(folders)
+    known, raised, found = locked(lock), [], list(folders)
     for folder in found:
         before = known.get(name_of(folder), {"version": 0, "digest": ""})
         if digest(folder) != before["digest"]:
             if version(folder) <= before["version"]:
                 _write(folder / "patch.toml", before["version"] + 1)
-            said.append(f"{name_of(folder)} {version(folder)}")
+            raised.append(f"{name_of(folder)} {version(folder)}")
     lock.write_text(tomli_w.dumps(current(found)), "utf-8")
-    return said
+    return raised
 
 
 def _write(file: Path, number: int) -> None:

@@ -30,9 +30,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             yield output
         # Only on leaving does the original ask the connector what has finished.
         if output.finished_sending:
-            told = {request_id for request_id in sorted(output.finished_sending) if not lost()}
-            livepatch.count("lost", len(output.finished_sending) - len(told))
-            livepatch.count("told", len(told))
-            output.finished_sending = told
+            reported = {request_id for request_id in sorted(output.finished_sending) if not lost()}
+            livepatch.count("lost", len(output.finished_sending) - len(reported))
+            livepatch.count("told", len(reported))
+            output.finished_sending = reported
 
     return {TARGET: lossy}

@@ -30,9 +30,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             livepatch.count("delayed", len(finished))
             for request_id in finished:
                 due[request_id] = now + seconds
-            told = {request_id for request_id, at in due.items() if at <= now}
-            for request_id in told:
+            reported = {request_id for request_id, at in due.items() if at <= now}
+            for request_id in reported:
                 del due[request_id]
-            setattr(output, kind, told or None)
+            setattr(output, kind, reported or None)
 
     return {TARGET: slow}
