@@ -311,8 +311,15 @@ class Writes:
             part.under_way = None
             self._places += 1
             self._waiting.append(part)  # behind those that wait
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """A place is free. Nobody awaits the task that calls this: an error would be lost with it."""
+        try:
             for _ in range(len(self._waiting)):
                 self._begin(self._waiting.popleft())
+        except Exception as error:
+            self._livepatch.stand_aside("writing early", error)
 
     async def _written(self, part: Part) -> None:
         worker, done, found = self._worker, len(part.local), self._next(part)

@@ -535,6 +535,31 @@ def test_an_answer_that_is_overdue_is_listened_for(
     asyncio.run(play())
 
 
+def test_after_an_error_of_its_own_an_answer_that_is_overdue_is_the_release_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
+
+    async def play() -> None:
+        decode = Held()
+        setattr(decode, patch.HOLDS, object())
+
+        async def receive() -> str:
+            raise Again
+
+        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: SimpleNamespace(recv=receive, rcvtimeo=1))
+
+        async def release(address: str, pulls: Any) -> None:
+            with pytest.raises(Again):
+                await decode.async_zmq_ctx.socket("dealer").recv()
+            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, "ok_reqs": ["d"]}))
+
+        wrapper = decode.wrap[f"{patch.WORKER}.receive_kv_from_single_worker"]
+        with listening() as address:
+            await asyncio.wait_for(wrapper(release, decode, (address,), {"pull_metas": {"d": decode.pull}}), 60)
+        assert len(decode.aside) == 1
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("said", [{"ok_reqs": ["d"]}, {"err_reqs": ["d"], "err_msg": "few"}, {}])
 def test_to_0_29_an_answer_that_comes_late_is_taken(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill engine lives on: it has said all that it will."""
@@ -574,9 +599,10 @@ def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(blocks: int, 
     decode = Held()
     vars(decode)[patch.HOLDS].hold("before", range(blocks))
     empty = SimpleNamespace(**{**vars(decode.pull), "local_block_ids": [[]], "d_req_id": "empty"})
-    released: list[list[str]] = []
-    decode.call("receive_kv", lambda engine, pulls: released.append(sorted(pulls)), "p", {"d": decode.pull, "e": empty})
-    assert released == ([["d", "e"]] if asked else [["e"]])
+    released: list[Any] = []
+    pulls = {"d": decode.pull, "e": empty}
+    decode.call("receive_kv", lambda engine, pulls: released.append((engine, sorted(pulls))), "p", pulls)
+    assert released == [("p", ["d", "e"] if asked else ["e"])]
     assert decode.told == ([] if asked else [["d"]])
     assert not decode.aside
 

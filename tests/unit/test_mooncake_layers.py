@@ -18,12 +18,12 @@ from tests.unit import test_mooncake_layerwise as base
 
 
 class Cache:
-    """As much of a tensor as says where it lies: rows of ten bytes, `apart` from one to the next."""
+    """As much of a tensor as says where it lies: rows of ten elements, `apart` from one to the next."""
 
     device = SimpleNamespace(type="cpu")
 
-    def __init__(self, begin: int, apart: int = 10) -> None:
-        self.begin, self.apart = begin, apart
+    def __init__(self, begin: int, apart: int = 10, element: int = 1) -> None:
+        self.begin, self.apart, self.element = begin, apart, element
         self.shape = (10, 10)
 
     def stride(self) -> tuple[int, int]:
@@ -33,11 +33,13 @@ class Cache:
         return self.begin
 
     def element_size(self) -> int:
-        return 1
+        return self.element
 
 
 CACHES = {"a": Cache(100), "b": Cache(200), "c": Cache(300)}
 NAMES = {100: "a", 200: "b", 300: "c", 900: "other"}
+LEAST = early.LAYERS_BYTES
+"""What layers bring at least; most tests set it to 0."""
 
 
 class Worker(base.Worker):
@@ -177,6 +179,86 @@ def test_nothing_of_a_prefill_that_is_over_is_begun() -> None:
         worker.livepatch_writes.over(["t"])
         await worker.saved("a")
         assert worker.written == []
+        worker.end("t", [1, 2])
+        await asked
+
+    run(case)
+
+
+def test_nothing_more_is_begun_of_a_prompt_of_one_block_that_is_over_while_a_layer_of_it_is_written() -> None:
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10])
+        worker.beginning("t", [1], 1)
+        await base.turns()
+        await worker.saved("a", "b")
+        await worker.saved("c")
+        assert worker.written == [[(1, 10, "a b")]]
+        worker.livepatch_writes.over(["t"])
+        worker.open.set()
+        await base.turns()
+        assert len(worker.written) == 1
+        worker.end("t", [1])
+        await asked
+        assert worker.written[1:] == [[(1, 10, "c other")]]
+
+    run(case)
+
+
+def test_after_an_error_of_its_own_between_two_writes_the_release_sends_the_rest() -> None:
+    """The error is reported, and no part waits for a place for ever."""
+
+    def raises(part: Any) -> Any:
+        raise RuntimeError("own")
+
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = [worker.ask(f"d{number}", f"t{number}", [10 + number, 20]) for number in range(3)]
+        for number in range(3):
+            worker.whole(f"t{number}", [number], 2)
+        await base.turns()
+        assert worker.written == [[(0, 10, EVERY)], [(1, 11, EVERY)]]
+        worker.livepatch_writes._next = raises  # type: ignore[method-assign]
+        worker.open.set()
+        await base.turns(60)
+        assert len(worker.written) == 2
+        for number in range(3):
+            worker.end(f"t{number}", [number, 9])
+        await asyncio.gather(*asked)
+        assert sorted(worker.written[2:]) == [[(2, 12, EVERY), (9, 20, EVERY)], *[[(9, 20, EVERY)]] * 2]
+        assert [answer[1] for answer in worker.answers] == [["d0"], ["d1"], ["d2"]]
+
+    run(case, aside=1)
+
+
+def test_what_an_early_write_brought_is_forgotten_when_it_has_ended() -> None:
+    """The release's own ask, at the address of an early one's, is for all layers."""
+
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11])
+        worker.beginning("t", [1], 2)
+        await base.turns()
+        await worker.saved("a")
+        assert (worker.written, worker.livepatch_writes._only) == ([[(1, 10, "a")]], {})
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.livepatch_writes._asks == {}
+
+    run(case)
+
+
+def test_layers_bring_no_less_than_a_mebibyte_while_their_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "LAYERS_BYTES", LEAST)
+
+    async def case(worker: Worker) -> None:
+        worker.livepatch_writes._block_bytes = 3 << 19  # half a MiB of each of three layers
+        asked = worker.ask("d", "t", [10, 11])
+        worker.beginning("t", [1], 2)
+        await base.turns()
+        await worker.saved("a")
+        assert worker.written == []
+        await worker.saved("b")
+        assert worker.written == [[(1, 10, "a b")]]
         worker.end("t", [1, 2])
         await asked
 
@@ -357,7 +439,9 @@ def test_memory_is_a_layer_s_where_no_other_s_lies_in_it() -> None:
     regions = [SimpleNamespace(base_addr=address) for address in (100, 199, 200, 299, 400, 99)]
     assert layers.only(["a"], regions, "012345") == (regions[:2], ["0", "1"])
     assert layers.only(["b", OTHERS], regions, "012345") == (regions[2:], ["2", "3", "4", "5"])
-    for other in (Cache(100), Cache(199), Cache(110, apart=300)):
+    wide = Layers({"a": Cache(100, element=2), "b": Cache(300)})
+    assert wide.only(["a"], [SimpleNamespace(base_addr=299)], "0")[1] == ["0"]
+    for other in (Cache(100), Cache(199), Cache(110, apart=300), Cache(1, element=2)):
         assert patch.layers_of({"a": Cache(100), "z": other}) is None
 
 

@@ -284,6 +284,20 @@ def test_blocks_are_given_back_when_nothing_reads_them_and_all_is_sent_at_the_en
     run(case)
 
 
+def test_who_asks_when_blocks_were_given_back_is_sent_nothing_of_them_early() -> None:
+    async def case(worker: Worker) -> None:
+        worker.whole("t", [1], 2)
+        await worker.livepatch_writes.back(["t"])
+        asked = worker.ask("d", "t", [10, 11])
+        await turns()
+        assert worker.written == []
+        worker.end("t", [5, 6])
+        await asked
+        assert worker.written == [[(5, 10), (6, 11)]]
+
+    run(case)
+
+
 def test_what_was_given_up_is_answered_when_nothing_writes_for_it() -> None:
     async def case(worker: Worker) -> None:
         worker.open.clear()
@@ -679,9 +693,10 @@ def test_for_another_prefill_of_the_same_transfer_nothing_counts_as_sent_and_not
 def test_an_ask_that_is_cancelled_ends_when_nothing_is_under_way() -> None:
     async def case(worker: Worker) -> None:
         worker.open.clear()
-        asked = worker.ask("d", "t", [10, 11])
-        worker.whole("t", [1], 2)
+        asked = worker.ask("d", "t", [10, 11, 12])
+        worker.whole("t", [1], 3)
         await turns()
+        worker.whole("t", [1, 2], 3)
         asked.cancel()
         await turns()
         assert not asked.done()
