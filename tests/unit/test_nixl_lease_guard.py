@@ -152,14 +152,14 @@ class World:
     def begin(self, *request_ids: str) -> None:
         self.prefill.start_load_kv(SimpleNamespace(reqs_in_batch=set(request_ids), reqs_not_processed=set()))
 
-    def meet(self) -> int:
+    def handshake(self) -> int:
         """Decode shakes hands with prefill; the handle of prefill's descriptors."""
         name = self.agent.add_remote_agent(self.prefill.nixl_wrapper.name)
         return int(self.agent.prep_xfer_dlist(name, ()))
 
     def read(self, request_id: str, side: int | None = None) -> Transfer:
         """Decode reads a request's blocks; they have come."""
-        side = self.meet() if side is None else side
+        side = self.handshake() if side is None else side
         handle: Transfer = self.decode._read_blocks(
             request_id=f"d-{request_id}", remote_request_id=request_id, side=side
         )
@@ -486,7 +486,7 @@ def test_reads_of_others_are_left_alone(world: World, why: str) -> None:
 
 
 def test_what_is_no_read_of_a_worker_is_left_alone(world: World) -> None:
-    side = world.meet()
+    side = world.handshake()
     written = world.decode._read_blocks(request_id="d-a", remote_request_id="a", side=side, kind="WRITE")
     other = world.agent.make_prepped_xfer("READ", 1, [0], side, [0], notif_msg=b"other")
     assert (written.notification, other.notification) == (b"a:1", b"other")
@@ -550,7 +550,7 @@ def test_a_prefill_that_stands_aside_says_so(world: World) -> None:
     assert world.agent.check_xfer_state(handle) == "DONE"  # begun before, and its reader heard nothing
     assert world.agent.sent[-1][1] == b"gone:1"
     assert world.counters == {"prefill_aside": 1}
-    side = world.meet()
+    side = world.handshake()
     after = world.decode._read_blocks(request_id="d-b", remote_request_id="b", side=side)
     assert after.notification == b"b:1"
 

@@ -293,7 +293,7 @@ class Decode:
     def registration(self, token: str = "t") -> dict[str, Any]:
         return {TOKEN: token, HOST: "127.0.0.1", PORT: self.listener.getsockname()[1], "request_id": "d"}
 
-    def meet(self) -> None:
+    def accept_both(self) -> None:
         """Take both connections, whichever comes first."""
         firsts = []
         for _ in range(2):
@@ -342,7 +342,7 @@ def test_decode_without_the_bundle_is_told_nothing() -> None:
 def test_what_is_withdrawn_is_not_served(peer: Decode) -> None:
     answers = Answers(context())
     taken(answers, peer)
-    peer.meet()
+    peer.accept_both()
     peer.withdraw("t")
     assert peer.heard() == {"refused": "t", "posted": False}
     assert answers.unwanted(peer.registration())
@@ -356,7 +356,7 @@ def test_what_is_withdrawn_is_not_served(peer: Decode) -> None:
 def test_what_is_under_way_is_not_given_up(peer: Decode) -> None:
     answers = Answers(context())
     asked = taken(answers, peer)
-    peer.meet()
+    peer.accept_both()
     with answers.writing(asked):
         answers.made("handle")
         answers.posting("handle")
@@ -372,7 +372,7 @@ def test_what_is_about_to_be_written_is_not_given_up(peer: Decode) -> None:
     """Decode withdraws it between the match and the post."""
     answers = Answers(context())
     asked = taken(answers, peer)
-    peer.meet()
+    peer.accept_both()
     with answers.writing(asked):
         peer.withdraw("t")
         until(lambda: asked.withdrawn)
@@ -386,7 +386,7 @@ def test_what_is_about_to_be_written_is_not_given_up(peer: Decode) -> None:
 def test_a_handshake_is_waited_for_unless_it_is_withdrawn(peer: Decode) -> None:
     answers = Answers(context())
     waits, withdrawn = taken(answers, peer), taken(answers, peer, "u")
-    peer.meet()
+    peer.accept_both()
     assert peer.heard() == {"taken": "u"}
     future: Future[None] = Future()
     with answers.writing(waits):
@@ -406,7 +406,7 @@ def test_a_patch_that_stands_aside_says_nothing(peer: Decode) -> None:
     livepatch = context()
     answers = Answers(livepatch)
     asked = taken(answers, peer)
-    peer.meet()
+    peer.accept_both()
     livepatch.withdraw()
     peer.withdraw("t")
     peer.withdraw("unknown")

@@ -114,8 +114,11 @@ def _deployment(described: Topology, role: Role, placement: Placement, toggles: 
     }
     if role.kind == "engine":
         container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
-    apart = {"labelSelector": {"matchLabels": {"topology": described.name}}, "topologyKey": "kubernetes.io/hostname"}
-    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    others = {
+        "labelSelector": {"matchLabels": {"topology": described.name}},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [others]}}
     claimed = [{"name": name, "persistentVolumeClaim": {"claimName": name, "readOnly": True}} for name in volumes]
     return {
         "apiVersion": "apps/v1",
