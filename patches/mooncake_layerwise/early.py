@@ -48,6 +48,10 @@ back after its time-out, as those of a transfer that it could not send."""
 PIECE_BYTES = 1 << 24
 """How much one early write brings, about: whoever waits for its end waits for no more than that."""
 
+BACK_SECONDS = 10.0
+"""How long a step waits for early writes that read what it is about to compute on. One to a decode engine that is
+stopped, or cut off, may never end."""
+
 LAYERS_BYTES = 1 << 20
 """What layers bring at least while their step is computed: many small writes take longer than a few large ones."""
 
@@ -67,6 +71,7 @@ class Part:
     entry: Any = None  # of the release's, what it keeps of the transfer, as the first write found it
     blocks: int = 0  # of the whole prompt, as the first write found it
     closed: bool = False  # nothing more is begun
+    void: bool = False  # what was sent, or is under way, counts for nothing
     failed: str | None = None  # what was said of a write that failed, of which a rest may be under way
     under_way: asyncio.Task[None] | None = None
 
@@ -81,7 +86,7 @@ class Part:
 
         And the next ones, where some of their layers need not be.
         """
-        if entry is not self.entry or len(entry.local_block_ids) != 1 or len(entry.local_block_ids[0]) != self.blocks:
+        if self.void or entry is not self.entry or [*map(len, entry.local_block_ids)] != [self.blocks]:
             return 0, None
         behind = entry.local_block_ids[0][self.blocks - len(self.remote) :]
         if behind[: len(self.local)] != self.local:
@@ -168,11 +173,17 @@ class Writes:
 
     async def back(self, transfers: Iterable[str]) -> None:
         """Blocks of these are about to be given to others: what is still sent of them counts for nothing."""
-        self.over(transfers)
-        for part in await self.drained(transfers):
-            part.local, part.begun = [], None
+        gone = set(transfers)
+        self.over(gone)
+        for part in self._parts():
+            part.void |= part.transfer in gone
+        await self.drained(gone)
 
-    async def drained(self, transfers: Iterable[str]) -> list[Part]:
+    async def asleep(self) -> None:
+        """The memory is about to be taken away, with what is in it."""
+        await self.back({*self._whole, *self._coming, *(part.transfer for part in self._parts())})
+
+    async def drained(self, transfers: Iterable[str]) -> None:
         """Nothing of these is under way, nor will be, whoever asked for them."""
         gone = set(transfers)
         parts = [part for part in self._parts() if part.transfer in gone]
@@ -180,7 +191,6 @@ class Writes:
             part.closed = True
         for part in parts:
             await part.drained()
-        return parts
 
     async def given_up(self, worker: Any, name: str, transfer: str, metadata: Any) -> None:
         """A prefill was given up, and its blocks come back when nothing reads them: then the release is told.
@@ -190,7 +200,7 @@ class Writes:
         self.over([transfer])
         await self.drained([transfer])
         entry = worker.reqs_need_send.get(transfer)
-        if getattr(entry, FAILED, False):
+        if getattr(entry, FAILED, False) and not entry.ready.is_set():
             # They come back when the release gives up those of a transfer that it could not send.
             timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
             entry.p_req_id, entry.expire_time = name, time.perf_counter() + timeout
@@ -198,13 +208,17 @@ class Writes:
         else:
             await let_go(worker, name, transfer, metadata)
 
-    async def apart(self, transfers: Iterable[str]) -> None:
-        """Others begin under these: the release keeps those that are held beside them, until their time is over."""
+    async def apart(self, transfers: Iterable[str], given_up: Iterable[str]) -> set[str]:
+        """Others begin under these: the release keeps those that are held beside them, until their time is over.
+
+        Of those given up that had not begun: which the release is not to hear of, since what it keeps is held.
+        """
         kept = self._worker.reqs_need_send
         for transfer in transfers:
             self.held.discard(transfer)
             if getattr(kept.get(transfer), FAILED, False):
                 kept[f"livepatch-held-{next(_numbers)}"] = kept.pop(transfer)
+        return {one for one in given_up if one in self.held and getattr(kept.get(one), FAILED, False)}
 
     # Asks
 
@@ -373,9 +387,11 @@ class Writes:
 
 async def let_go(worker: Any, name: str, transfer: str, metadata: Any) -> None:
     """The release hears of a prefill that was given up, and that its blocks are free."""
-    metadata.reqs_not_processed = {transfer}
-    with contextlib.suppress(KeyError):  # the release's, which does not know the transfer
-        await worker.record_send_reqs(metadata)
+    entry = worker.reqs_need_send.get(transfer)
+    if entry is None or not entry.ready.is_set():  # else it is another's, that has ended, and waits to be fetched
+        metadata.reqs_not_processed = {transfer}
+        with contextlib.suppress(KeyError):  # the release's, which does not know the transfer
+            await worker.record_send_reqs(metadata)
     worker.finished_sending_reqs.add(name)
 
 

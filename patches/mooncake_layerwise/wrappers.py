@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
+from . import early
 from .computed import TOLD, Prefills
 from .early import Ask, Part, Writes, let_go, module_of, response_of
 from .layers import Layers
@@ -79,10 +80,13 @@ class _Answers:
         return self._without(response, ask.withheld) if kept else None
 
     def _without(self, response: Any, withheld: set[str]) -> bytes | None:
-        """An answer that leaves requests out, and is not the last one: that would speak of them too."""
+        """An answer that leaves requests out, and is not the last one: that would speak of them too.
+
+        It may speak of none, where others wait: decode's wait begins anew with each answer, as prefill's does.
+        """
         response.ok_reqs = [name for name in response.ok_reqs or () if name not in withheld] or None
         response.err_reqs = [name for name in response.err_reqs or () if name not in withheld] or None
-        if response.ok_reqs is None and response.err_reqs is None:
+        if response.ok_reqs is None and response.err_reqs is None and not self._ask.unanswered:
             return None
         response.status = module_of(self._worker)["MooncakeXferResponseStatus"].CONTINUE
         encoded: bytes = self._worker._encoder.encode(response)
@@ -133,11 +137,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         connector.bind_connector_metadata = livepatch.around(
             connector.bind_connector_metadata, livepatch.lasting(bind_connector_metadata)
         )
+        if hasattr(connector, "unregister_kv_caches"):  # from 0.33.0 on
+            connector.unregister_kv_caches = livepatch.around(
+                connector.unregister_kv_caches, livepatch.lasting(unregister_kv_caches)
+            )
         if layers is not None:
             connector.save_kv_layer = livepatch.around(connector.save_kv_layer, livepatch.after(save_kv_layer))
 
     def bind_connector_metadata(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
-        """Before a step writes into blocks that were given away, what still reads them is awaited."""
+        """Before a step writes into blocks that were given away, what still reads them is awaited, for some time.
+
+        What that brings then is written where nobody else writes, and once more at the end.
+        """
         told = getattr(args[0] if args else kwargs["connector_metadata"], TOLD, None)
         if told is None:
             return wrapped(*args, **kwargs)
@@ -146,9 +157,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if told["back"] or told["over"]:
             worker.sender_loop.call_soon_threadsafe(writes.over, told["over"])
             if told["back"]:
-                asyncio.run_coroutine_threadsafe(writes.back(told["back"]), worker.sender_loop).result()
+                back = asyncio.run_coroutine_threadsafe(writes.back(told["back"]), worker.sender_loop)
+                try:
+                    back.result(early.BACK_SECONDS)
+                except futures.TimeoutError:
+                    livepatch.say("stuck", "an early write does not end: steps no longer wait for it")
         if told["whole"] and writes.layers is not None:
             worker.sender_loop.call_soon_threadsafe(writes.beginning, told)
+        return wrapped(*args, **kwargs)
+
+    def unregister_kv_caches(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """The engine goes to sleep: nothing reads the memory that is taken from it, and what has left is sent again."""
+        worker = connector.connector_worker
+        writes: Writes = getattr(worker, WRITES)
+        asyncio.run_coroutine_threadsafe(writes.asleep(), worker.sender_loop).result()
         return wrapped(*args, **kwargs)
 
     def save_kv_layer(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
@@ -175,7 +197,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             futures.wait([ending.pop(transfer)])
         if writes is not None and writes.held:
             coming = writes.held.intersection(transfer for transfer, _ in metadata.reqs_to_send.values())
-            asyncio.run_coroutine_threadsafe(writes.apart(coming), worker.sender_loop).result()
+            parting = writes.apart(coming, metadata.reqs_not_processed)
+            metadata.reqs_not_processed -= asyncio.run_coroutine_threadsafe(parting, worker.sender_loop).result()
         wrapped(*args, **kwargs)
 
     def wait_for_save(connector: Any, args: Any, kwargs: Any) -> None:

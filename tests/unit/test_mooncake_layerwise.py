@@ -424,6 +424,28 @@ def test_a_step_begins_when_nothing_reads_what_was_given_back(monkeypatch: pytes
     run(case)
 
 
+def test_a_step_does_not_wait_for_ever_and_what_ends_later_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(worker: Worker) -> None:
+        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        monkeypatch.setattr(early, "BACK_SECONDS", 0.01)
+        bound: list[Any] = []
+        worker.register(bound)
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        await worker.step(back=["t"])
+        assert len(bound) == 1
+        worker.end("t", [1, 2])  # the same block, computed anew
+        await turns()
+        assert worker.answers == []
+        worker.open.set()
+        await asked
+        assert worker.written == [[(1, 10)], [(1, 10), (2, 11)]]
+
+    run(case)
+
+
 def test_what_was_told_of_a_prefill_is_forgotten_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(worker: Worker) -> None:
         monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)

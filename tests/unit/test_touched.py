@@ -110,7 +110,7 @@ ALLOWED = {
     },
     "mooncake-layerwise": {
         **dict.fromkeys(("_ask", "_settled", "_socket", "_write", "_written"), "the patch's own"),
-        **dict.fromkeys(("apart", "drained", "end", "given_up"), "the patch's own"),
+        **dict.fromkeys(("apart", "asleep", "drained", "end", "given_up"), "the patch's own"),
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "the release's record_send_reqs, which is in the facts, asks for it",
         **dict.fromkeys(("call_soon", "call_soon_threadsafe", "run_in_executor"), "of an asyncio event loop"),
         **dict.fromkeys(("Event", "cuda", "device", "record", "synchronize"), "torch's"),

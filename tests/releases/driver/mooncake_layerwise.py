@@ -251,7 +251,14 @@ class Pair:
 
     def ask(self, name: str, blocks: int = 8, arrives: bool = True, transfer: str | None = None) -> list[int]:
         """Decode asks for the last blocks of a prompt; which of its own they go to."""
-        transfer = transfer or name
+        places = self.places(name, blocks, transfer)
+        self.decode.step()
+        if arrives:
+            assert wait(lambda: (transfer or name) in self.prefill.worker.reqs_need_send)
+        return places
+
+    def places(self, name: str, blocks: int = 8, transfer: str | None = None) -> list[int]:
+        """The same, with decode's next step."""
         if self._next + blocks > BLOCKS:
             self._next = 1
         places = list(range(self._next, self._next + blocks))[::-1]  # no run of neighbours
@@ -260,10 +267,7 @@ class Pair:
             for number in places:
                 cache.select(self.decode.dimension, number).fill_(OLD)
         self.decode.invalid.difference_update(places)
-        self.decode.admit(decoding(f"d-{name}", transfer, blocks, self.prefill.side), places)
-        self.decode.step()
-        if arrives:
-            assert wait(lambda: transfer in self.prefill.worker.reqs_need_send)
+        self.decode.admit(decoding(f"d-{name}", transfer or name, blocks, self.prefill.side), places)
         return places
 
     def lets_go(self, name: str) -> None:
@@ -582,6 +586,9 @@ def failed_and_again(pair: Pair) -> Any:
     assert pair.settled()
     prefill.abort("p-twice")
     prefill.step()
+    prefill.compute("twice-1", content=18, transfer="twice")
+    prefill.abort("p-twice-1")  # which has not begun
+    prefill.step()
     prefill.compute("twice-2", content=18, transfer="twice")
     prefill.step()
     places = pair.ask("twice-2", transfer="twice")
@@ -594,6 +601,124 @@ def failed_and_again(pair: Pair) -> Any:
             prefill.worker.reqs_need_send[name].expire_time = 0.0
         prefill.fill(1)
     return told, came, pair.left()
+
+
+def stuck(pair: Pair) -> Any:
+    """The prefill is preempted while an early write is under way that does not end: decode's engine is stopped, say."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("stuck")
+    prefill.compute("stuck", content=15)
+    begun = link.begun
+    link.open.clear()
+    prefill.step()
+    under_way = wait(lambda: link.begun > begun, PATIENCE)
+    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for name, module in list(sys.modules.items()):
+        if name.endswith("mooncake_layerwise.early"):
+            module.BACK_SECONDS = PATIENCE  # type: ignore[attr-defined]
+    prefill.again = 50.0
+    stepping = threading.Thread(target=prefill.step)
+    stepping.start()
+    stepping.join(PATIENCE * 10)
+    goes_on = not stepping.is_alive()
+    link.open.set()
+    stepping.join()
+    assert pair.settled()
+    del link.writes[:]
+    result = pair.end("stuck", places, content=15, again=50.0)
+    prefill.again = 0.0
+    return under_way, goes_on, result, link.writes[:], pair.left()
+
+
+def asleep(pair: Pair) -> Any:
+    """The engine goes to sleep amid two prefills, and its memory is taken; one of them is asked for only then."""
+    prefill, link, connector = pair.prefill, pair.prefill.link, pair.prefill.side.connector
+    if not hasattr(connector, "restore_kv_caches"):  # before 0.33.0 Mooncake's connector knows nothing of it
+        return None
+    one = pair.ask("asleep")
+    prefill.compute("asleep", content=16)
+    prefill.compute("asked", content=19)
+    begun = link.begun
+    link.open.clear()
+    prefill.step()
+    under_way = wait(lambda: link.begun > begun, PATIENCE)
+    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)  # as the engine core does
+    sleeping = threading.Thread(target=connector.unregister_kv_caches)
+    sleeping.start()
+    sleeping.join(PATIENCE if under_way else sides.SECONDS)
+    waits = sleeping.is_alive()
+    link.open.set()
+    sleeping.join()
+    assert pair.settled()
+    begun = link.begun
+    prefill.side.cache.fill_(-7.0)
+    other = pair.ask("asked")
+    written = wait(lambda: link.begun > begun, PATIENCE)
+    assert pair.settled()
+    connector.restore_kv_caches()
+    result = pair.end("asleep", one, content=16), pair.end("asked", other, content=19)
+    return under_way, waits, written, result, pair.left()
+
+
+class Counting:
+    """In the place of decode's decoder of answers: how many there were."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.heard = 0
+
+    def decode(self, data: Any) -> Any:
+        self.heard += 1
+        return self._own.decode(data)
+
+
+def silent(pair: Pair) -> Any:
+    """An early write for one of two in an ask fails, and its prefill ends: decode's wait for the other begins anew.
+
+    Prefill's does. Else decode would take its blocks back, from 0.30.0 on, when prefill may still write there.
+    """
+    prefill, worker = pair.prefill, pair.decode.worker
+    places = {name: pair.places(name) for name in ("fails", "waits")}
+    pair.decode.step()
+    assert wait(lambda: {*places} <= {*prefill.worker.reqs_need_send})
+    holder, name = worker, "_xfer_resp_decoder"
+    if hasattr(worker._xfer_resp_decoder, "own"):  # `mooncake-failed-loads`
+        holder, name = worker._xfer_resp_decoder, "own"
+    answers = Counting(getattr(holder, name))
+    setattr(holder, name, answers)
+    prefill.compute("fails", content=27)
+    prefill.link.refuse = 1
+    for _ in range(5):
+        prefill.step()
+    assert wait(lambda: not prefill.link.refuse)
+    heard = wait(lambda: answers.heard > 0, PATIENCE * 4)
+    setattr(holder, name, answers._own)
+    prefill.compute("waits", content=28)
+    result = pair.end("waits", places["waits"], content=28)
+    prefill.link.later()
+    return heard, result, expired(pair, "fails"), pair.left()
+
+
+def beside(pair: Pair) -> Any:
+    """A prefill waits to be fetched, and one that came again under its transfer is given up: whose blocks come back."""
+    prefill = pair.prefill
+    prefill.compute("beside", content=29)
+    for _ in range(5):
+        prefill.step()
+    prefill.compute("beside-2", content=36, transfer="beside")
+    prefill.step()
+    prefill.abort("p-beside-2")
+
+    def back() -> bool:
+        prefill.step()
+        return prefill.taken() <= 8
+
+    came_back = wait(back, PATIENCE * 4)
+    places = pair.ask("beside", arrives=False)
+    told = pair.told("beside", places, PATIENCE * 4)
+    for name in prefill.scheduler.requests:  # of which nothing is told any more
+        prefill.worker.finished_sending_reqs.add(name)
+    return came_back, told, pair.left()
 
 
 def expired(pair: Pair, name: str) -> bool:
@@ -693,6 +818,10 @@ CASES = (
     failed_and_let_go,
     failed_and_again,
     decode_aborted,
+    stuck,
+    asleep,
+    silent,
+    beside,
     forgotten,
 )
 
