@@ -26,7 +26,7 @@ NONE = [0, 0, 0, 0]
 A_LAYER, THE_REST = 0.67, 7.33
 """Blocks that a write brings: one layer of two of a prompt's eight, and all but that."""
 
-BY_CHUNK = ("order", "chunks", "amid", "computed_anew")
+BY_CHUNK = ("order", "chunks", "amid", "computed_anew", "silent", "beside")
 """Cases of the other driver alone."""
 
 STOCK: dict[str, Any] = {

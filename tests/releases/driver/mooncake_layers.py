@@ -266,6 +266,8 @@ CASES = (
     two_asks,
     failed_later,
     anew,
+    chunk.stuck,
+    chunk.asleep,
     chunk.forgotten,
     twice,
 )
