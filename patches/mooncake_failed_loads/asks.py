@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -32,7 +33,7 @@ class Asked(dict[str, Any]):
         self.held: dict[str, str] = {}  # whose load may still be written; from 0.30.0 on the key of what is held
         self.named: set[str] = set()  # in an answer, from 0.30.0 on
         self.broken: set[str] = set()  # of these, whose write has failed: no answer says when its rest has ended
-        self.missed: str | None = None  # what prefill's worker said when it had not the layout, and so began nothing
+        self.sent = False  # prefill's worker may have it, and has not answered that it began nothing
         self.over = False  # prefill's worker has said its last word, and does no more for this ask
 
     def copy(self) -> Asked:
@@ -71,3 +72,10 @@ def blocks_of(pull: Any) -> set[int]:
     for entry in pull.local_block_ids:
         blocks.update(entry if isinstance(entry, (list, tuple)) else (entry,))
     return blocks
+
+
+def emptied(pull: Any) -> Any:
+    """For a load that was reported as failed: it only tells prefill to let go, and nothing is reported of it again."""
+    own = copy.copy(pull)
+    own.local_block_ids, own.failed = [], True
+    return own

@@ -1,4 +1,5 @@
-"""An answer that did not come in the release's time is listened for beyond it: it ends what may be written."""
+"""Of each ask it is known whether it was sent; and an answer that did not come in the release's time is listened for
+beyond it: it ends what may be written."""
 
 from __future__ import annotations
 
@@ -8,17 +9,24 @@ from typing import Any
 
 
 class Patience:
-    """In the place of a worker's ZMQ context. `overdue` says, when the time of an ask is over, whether to listen on."""
+    """In the place of a worker's ZMQ context. `overdue` says, when the time of an ask is over, whether to listen on.
 
-    def __init__(self, own: Any, overdue: Callable[[], bool]) -> None:
-        self._own, self._overdue = own, overdue
+    `sending` is called before anything of an ask is sent.
+    """
+
+    def __init__(self, own: Any, overdue: Callable[[], bool], sending: Callable[[], None]) -> None:
+        self._own, self._overdue, self._sending = own, overdue, sending
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
     def socket(self, *args: Any, **kwargs: Any) -> Any:
         made = self._own.socket(*args, **kwargs)
-        receive = made.recv
+        receive, send = made.recv, made.send
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            self._sending()
+            return send(*args, **kwargs)
 
         async def answer(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -29,5 +37,5 @@ class Patience:
             made.rcvtimeo = -1
             return await receive(*args, **kwargs)
 
-        made.recv = answer
+        made.recv, made.send = answer, ask
         return made

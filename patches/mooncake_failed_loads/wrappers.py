@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .asks import ASKED, LOAD, Asked, Decoder, Load, blocks_of, writes_no_more
+from .asks import ASKED, LOAD, Asked, Decoder, Load, blocks_of, emptied, writes_no_more
 from .held import CARRIER, Holds, Keeper
 from .patience import Patience
 from .peers import Peers
@@ -122,6 +122,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return False
         return True
 
+    def sending() -> None:
+        asked = ASKED.get()
+        if asked is not None:
+            asked.sent = True
+
     # Answers
 
     def answered(worker: Any, asked: Asked, response: Any) -> None:
@@ -149,7 +154,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def seen(worker: Any, asked: Asked, response: Any) -> None:
         """From 0.30.0 the release reports what has failed."""
         asked.over = response.status.name in ("ERROR", "FINISH")
-        asked.missed = response.err_msg if response.status.name == "LAYOUT_MISS" else None
+        asked.sent = response.status.name != "LAYOUT_MISS"
         if UNCERTAIN in (response.err_msg or ""):
             asked.broken |= {*(response.err_reqs or ())}
             hold(worker, asked, asked.broken)
@@ -170,7 +175,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         0.30.0 to 0.32.0 report a load with the first of prefill's workers that fails, whoever else still writes.
         """
         asked, names, reason = args
-        if isinstance(asked, Asked) and not asked.over and reason != asked.missed:
+        if isinstance(asked, Asked) and asked.sent and not asked.over:
             hold(worker, asked, asked.open.intersection(names) - asked.named)
         if isinstance(asked, Asked) and together:  # else nobody was asked
             failed = asked.open.intersection(names)
@@ -188,7 +193,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if reports:
             vars(worker)[RELEASES_REPORT] = worker._handle_failed_recv
             worker._handle_failed_recv = livepatch.around(worker._handle_failed_recv, reporting)
-        worker.async_zmq_ctx = Patience(worker.async_zmq_ctx, lambda: overdue(worker))
+        worker.async_zmq_ctx = Patience(worker.async_zmq_ctx, lambda: overdue(worker), sending)
         own = worker._xfer_resp_decoder
 
         def guarded(asked: Asked, response: Any) -> None:
@@ -221,7 +226,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 return
         if asked.over:
             lost(worker, asked, "the prefill engine has answered, without it")
-        elif asked.open and not hasattr(worker, "_handle_failed_recv"):
+        elif asked.open and asked.sent and not hasattr(worker, "_handle_failed_recv"):
             hold(worker, asked, asked.open)
         if not asked.held:
             lost(worker, asked, "the prefill engine did not answer")
@@ -263,9 +268,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             livepatch.count("not_asked", len(full))
             livepatch.say("not_asked", "so many blocks are held that no load is begun")
             refuse(worker, full, "too many blocks are held for loads that failed")
-            pulls = {name: pull for name, pull in pulls.items() if name not in full}
-            if not pulls:
-                return
+            # As the release asks for a request that was aborted: prefill gives its blocks back.
+            pulls = {name: emptied(pull) if name in full else pull for name, pull in pulls.items()}
             args, kwargs = (args[0] if args else kwargs["remote_engine_id"], pulls), {}
         try:
             wrapped(*args, **kwargs)

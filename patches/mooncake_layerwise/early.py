@@ -18,21 +18,18 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .layers import Begun
+from .parts import Answer, Ask, Part
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
     from .computed import Told
     from .layers import Layers
-
-Send = Callable[[bytes, Any, Any], Awaitable[None]]
-"""The release's `send_kv_to_decode`: identity, socket, ask."""
 
 UNCERTAIN = "Mooncake transfer engine returned"
 """What the release answers after a write that failed, of which a rest may still be under way (Mooncake's
@@ -56,65 +53,6 @@ LAYERS_BYTES = 1 << 20
 """What layers bring at least while their step is computed: many small writes take longer than a few large ones."""
 
 _numbers = itertools.count()
-
-
-@dataclass(eq=False)
-class Part:
-    """One request of one ask: `remote` are decode's blocks, in order, for the last ones of the prompt."""
-
-    ask: Ask
-    name: str
-    transfer: str
-    remote: list[int]
-    local: list[int] = field(default_factory=list)  # prefill's blocks that were sent, as many of `remote`
-    begun: Begun | None = None  # the next ones, of which some layers were sent
-    entry: Any = None  # of the release's, what it keeps of the transfer, as the first write found it
-    blocks: int = 0  # of the whole prompt, as the first write found it
-    closed: bool = False  # nothing more is begun
-    void: bool = False  # what was sent, or is under way, counts for nothing
-    failed: str | None = None  # what was said of a write that failed, of which a rest may be under way
-    under_way: asyncio.Task[None] | None = None
-
-    async def drained(self) -> None:
-        """Nothing of it is under way, nor will be."""
-        self.closed = True
-        if self.under_way is not None:
-            await asyncio.wait([self.under_way])
-
-    def sent_of(self, entry: Any) -> tuple[int, Begun | None]:
-        """How many of its blocks need not be sent any more, where the release is about to send what it keeps.
-
-        And the next ones, where some of their layers need not be.
-        """
-        if self.void or entry is not self.entry or [*map(len, entry.local_block_ids)] != [self.blocks]:
-            return 0, None
-        behind = entry.local_block_ids[0][self.blocks - len(self.remote) :]
-        if behind[: len(self.local)] != self.local:
-            return 0, None
-        begun, number = self.begun, len(self.local)
-        same = begun is not None and behind[number : number + len(begun.local)] == begun.local
-        return number, begun if same else None
-
-
-@dataclass(eq=False)
-class Ask:
-    """What a decode worker asks for, and the release's code that answers it."""
-
-    identity: bytes
-    meta: Any
-    send: Send
-    parts: dict[str, Part] = field(default_factory=dict)
-    unanswered: set[str] = field(default_factory=set)
-    withheld: set[str] = field(default_factory=set)  # requests that are not answered: a write for them failed
-
-
-class _Answer:
-    """In the place of the socket, for an ask of our own."""
-
-    data: bytes = b""
-
-    async def send_multipart(self, parts: Any) -> None:
-        _, self.data = parts
 
 
 class Writes:
@@ -183,10 +121,13 @@ class Writes:
         """The memory is about to be taken away, with what is in it."""
         await self.back({*self._whole, *self._coming, *(part.transfer for part in self._parts())})
 
-    async def drained(self, transfers: Iterable[str]) -> None:
-        """Nothing of these is under way, nor will be, whoever asked for them."""
+    async def drained(self, transfers: Iterable[str], entries: Sequence[Any] | None = None) -> None:
+        """Nothing of these is under way, nor will be, whoever asked for them.
+
+        `entries`: only what reads the blocks of these, which the release keeps of the transfers.
+        """
         gone = set(transfers)
-        parts = [part for part in self._parts() if part.transfer in gone]
+        parts = [part for part in self._parts() if part.transfer in gone and part.may_read(entries)]
         for part in parts:
             part.closed = True
         for part in parts:
@@ -197,16 +138,27 @@ class Writes:
 
         `metadata` is an empty one of the release's.
         """
+        kept = worker.reqs_need_send
         self.over([transfer])
+        entry = kept.get(transfer)
         await self.drained([transfer])
-        entry = worker.reqs_need_send.get(transfer)
+        another = entry is not None and kept.get(transfer) is not entry  # has begun under it
         if getattr(entry, FAILED, False) and not entry.ready.is_set():
             # They come back when the release gives up those of a transfer that it could not send.
             timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
             entry.p_req_id, entry.expire_time = name, time.perf_counter() + timeout
-            self.held.add(transfer)
+            if another:
+                kept[beside()] = entry
+            else:
+                self.held.add(transfer)
+        elif another:
+            worker.finished_sending_reqs.add(name)
         else:
             await let_go(worker, name, transfer, metadata)
+
+    async def set_aside(self, transfer: str) -> None:
+        """Another begins under it, while a write for one that was given up does not end: `given_up` awaits that."""
+        self._worker.reqs_need_send.pop(transfer, None)
 
     async def apart(self, transfers: Iterable[str], given_up: Iterable[str]) -> set[str]:
         """Others begin under these: the release keeps those that are held beside them, until their time is over.
@@ -217,7 +169,7 @@ class Writes:
         for transfer in transfers:
             self.held.discard(transfer)
             if getattr(kept.get(transfer), FAILED, False):
-                kept[f"livepatch-held-{next(_numbers)}"] = kept.pop(transfer)
+                kept[beside()] = kept.pop(transfer)
         return {one for one in given_up if one in self.held and getattr(kept.get(one), FAILED, False)}
 
     # Asks
@@ -352,7 +304,7 @@ class Writes:
         transfer = f"livepatch-early-{next(_numbers)}"
         meta = copy.copy(part.ask.meta)
         meta.req_blocks = {part.name: (transfer, [part.remote[done : done + len(local)]])}
-        answer = _Answer()
+        answer = Answer()
         # Of two to be sent, so that the release reports no end of it.
         own = type(part.entry)("", transfer, [local], asyncio.Event(), need_send=2)
         own.ready.set()
@@ -383,6 +335,11 @@ class Writes:
             part.entry.need_send = NEVER
             self._livepatch.count("failed")
             self._livepatch.say("failed", f"an early write failed, and its request is not answered: {said}")
+
+
+def beside() -> str:
+    """Under what the release keeps a transfer whose own name is another's now, until its time is over."""
+    return f"livepatch-held-{next(_numbers)}"
 
 
 async def let_go(worker: Any, name: str, transfer: str, metadata: Any) -> None:

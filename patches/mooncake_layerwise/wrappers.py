@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import early
 from .computed import TOLD, Prefills
-from .early import Ask, Part, Writes, let_go, module_of, response_of
+from .early import Writes, let_go, module_of, response_of
 from .layers import Layers
+from .parts import Ask, Part
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -194,7 +195,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         # One that comes again under the same transfer begins when the release has heard of the end of the first.
         again = {transfer for transfer, _ in metadata.reqs_to_send.values()} if ending else set()
         for transfer in [one for one, end in ending.items() if end.done() or one in again]:
-            futures.wait([ending.pop(transfer)])
+            _, waits = futures.wait([ending.pop(transfer)], early.BACK_SECONDS)
+            if waits and writes is not None:
+                asyncio.run_coroutine_threadsafe(writes.set_aside(transfer), worker.sender_loop).result()
         if writes is not None and writes.held:
             coming = writes.held.intersection(transfer for transfer, _ in metadata.reqs_to_send.values())
             parting = writes.apart(coming, metadata.reqs_not_processed)
@@ -288,7 +291,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             )
             return built
         # With the last of those who ask for a transfer its blocks are given away: nobody's write is under way then.
-        await writes.drained({entry.transfer_id for _, entry in ready})
+        entries = [entry for _, entry in ready]
+        await writes.drained({entry.transfer_id for entry in entries}, entries)
         ask = writes.of(meta)
         parts: dict[str, Part] = {} if ask is None else ask.parts
         failed = {name: part.failed for name, _ in ready if (part := parts.get(name)) and part.failed is not None}

@@ -37,6 +37,7 @@ RIGHT = {
     "no_leg": [FAILED, False],
     "unreachable": FAILED,
     "unknown": FAILED,
+    "never_sent": [FAILED, False, OWN],
     "killed": [FAILED, FAILED, OWN],
     "waiting": [OWN, [OWN, OWN]],
     "let_go_first": [FAILED, True],
@@ -69,6 +70,7 @@ def stock(release: str) -> dict[str, Any]:
         "no_leg": [told, True],
         "unreachable": told,
         "unknown": told,
+        "never_sent": [told, False, OWN],
         "broken": [told, told],
         "killed": [NOTHING] * 3,
         "waiting": [NOTHING, [OWN, OWN]],
@@ -106,9 +108,10 @@ def test_patched(
     assert run["cases"] == patched(release)
     (report,) = (file for file in (tmp_path / "state").glob("*.json") if pid_of(file) == run["pid"])
     # Who had too few blocks beside a write that failed is held too, where the answer does not say which is which.
-    refused, held = (1 if reports_failures(release) else 12), {"held": 3}
+    # An ask that was never sent is refused, and holds nothing.
+    refused, held = (2 if reports_failures(release) else 13), {"held": 3}
     if Version(release) < Version("0.19"):
-        refused, held = 13, {"held": 2}
+        refused, held = 14, {"held": 2}
     elif Version("0.30") <= Version(release) < Version("0.33"):
         held = {"held": 4}  # one by the first of two workers
     for name, counters in (

@@ -21,16 +21,16 @@ STOCK: dict[str, Any] = {
     "failed_behind_a_hit": [5.0, True, True, False],
     "given_away": [True, True, True, False],
     "overdue": [True, True, False, 0, True],
-    "gone": [True, 0, True, False, True],
+    "gone": [True, 0, True, False, True, True],
 }
-"""The third of each, and the last of two: what runs on these blocks is written over."""
+"""The third of each, the last of two, and the fourth of the last: what runs on these blocks is written over."""
 
 PATCHED = {
     "failed": [True, True, True, 8],
     "failed_behind_a_hit": [5.0, True, True, True],
     "given_away": [True, True, True, True],
     "overdue": [True, True, True, 8, True],
-    "gone": [True, 29, False, True, True],
+    "gone": [True, 29, False, True, True, True],
 }
 
 

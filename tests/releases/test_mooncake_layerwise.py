@@ -53,6 +53,7 @@ STOCK: dict[str, Any] = {
     "failed_and_again": ["loaded", 8, 0],
     "decode_aborted": [False, 8, True, True, 6, 0, 0],
     "stuck": [False, True, ALL, [8.0], 0],
+    "stuck_again": [False, True, ALL, 0, 0],
     "asleep": [False, False, False, [ALL, ALL], 0],
     "silent": [True, ALL, True, 0],
     "beside": [True, NOTHING, 0],
@@ -77,6 +78,7 @@ PATCHED = {
     "failed_and_let_go": [False, True, True, 0],
     "decode_aborted": [True, 8, True, True, 6, 0, 0],
     "stuck": [True, True, ALL, [8.0], 0],
+    "stuck_again": [True, True, ALL, 2, 0],
     "asleep": [True, True, False, [ALL, ALL], 0],
     "beside": [True, "loaded", 0],
 }

@@ -85,6 +85,14 @@ def test_who_does_not_answer_at_all_is_not_gone(monkeypatch: pytest.MonkeyPatch)
     assert asyncio.run(looked()) == [False] * 3
 
 
+async def send(data: bytes) -> None:
+    """As a socket's."""
+
+
+def socket_of(receive: Callable[[], Awaitable[str]] | None = None) -> Any:
+    return SimpleNamespace(recv=receive, send=send, rcvtimeo=1)
+
+
 class Connector:
     """As the base class of connectors has it."""
 
@@ -109,7 +117,7 @@ class Decode:
         )
         self.told: list[Any] = []
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda response: response)
-        self.async_zmq_ctx: Any = SimpleNamespace()
+        self.async_zmq_ctx: Any = SimpleNamespace(socket=lambda kind: socket_of())
         self._remote_agents: dict[str, Any] = {"p": {0: {0: "tcp://one"}, 1: {0: "tcp://two"}}}
         self.finished_recving_reqs: set[str] = set()
         if reports:
@@ -125,6 +133,7 @@ class Decode:
         """Ask one worker, which answers so: `answers` gets what takes an answer."""
 
         async def release(address: str, pulls: Any) -> None:
+            await self.async_zmq_ctx.socket("dealer").send(b"an ask")
             await answers(lambda **said: self._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said})))
 
         asked: Awaitable[Any] = self.call("receive_kv_from_single_worker", release, address, {"d": self.pull})
@@ -251,6 +260,25 @@ def test_to_0_29_what_is_not_answered_is_held_until_the_writer_is_gone() -> None
             assert decode.reported() == (set(), set())
         await asyncio.wait_for(ask, 60)
         assert decode.reported() == ({"d"}, {3, 4})
+
+    asyncio.run(play())
+
+
+def test_to_0_29_what_was_never_sent_is_reported_at_once_though_prefill_is_well() -> None:
+    async def play() -> None:
+        decode = Decode()
+        decode.pull.pull_tasks_count = 1
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+
+        async def release(address: str, pulls: Any) -> None:
+            pass  # it had no socket, and has logged that
+
+        with listening() as address:
+            await asyncio.wait_for(
+                decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull}), 60
+            )
+        assert decode.reported() == ({"d"}, {3, 4})
+        assert decode.context.counters == {"failed": 1}
 
     asyncio.run(play())
 
@@ -484,6 +512,32 @@ def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("settles", [False, True])
+@pytest.mark.parametrize("sent", [[], ["a layout that is missed"]])
+def test_what_was_never_sent_is_not_held(sent: list[str], settles: bool) -> None:
+    """Nor what was sent to a worker of prefill's that had not the layout, and could not be sent again."""
+
+    async def play() -> None:
+        decode = Held(settles)
+
+        async def release(address: str, pulls: Any) -> None:
+            for _ in sent:
+                await decode.async_zmq_ctx.socket("dealer").send(b"an ask")
+                missed = {"status": SimpleNamespace(name="LAYOUT_MISS"), "err_msg": "not cached"}
+                decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **missed}))
+            decode.report(pulls, "transfer failed: too many open files")
+
+        with listening() as address:
+            await asyncio.wait_for(
+                decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull}), 60
+            )
+        assert decode.word() is None
+        assert decode.told[0] == ["d"]
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
 class Again(Exception):
     """As ZMQ's."""
 
@@ -505,11 +559,12 @@ def test_an_answer_that_is_overdue_is_listened_for(
             await comes.wait()
             return "answer"
 
-        made = SimpleNamespace(recv=receive, rcvtimeo=1)
+        made = socket_of(receive)
         decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: made)
 
         async def release(address: str, pulls: Any) -> None:
             heard = decode.async_zmq_ctx.socket("dealer")
+            await heard.send(b"an ask")
             with contextlib.suppress(Again):
                 assert await heard.recv() == "answer"
                 decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, "ok_reqs": ["d"]}))
@@ -545,11 +600,13 @@ def test_after_an_error_of_its_own_an_answer_that_is_overdue_is_the_release_s(mo
         async def receive() -> str:
             raise Again
 
-        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: SimpleNamespace(recv=receive, rcvtimeo=1))
+        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: socket_of(receive))
 
         async def release(address: str, pulls: Any) -> None:
+            asking = decode.async_zmq_ctx.socket("dealer")
+            await asking.send(b"an ask")
             with pytest.raises(Again):
-                await decode.async_zmq_ctx.socket("dealer").recv()
+                await asking.recv()
             decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, "ok_reqs": ["d"]}))
 
         wrapper = decode.wrap[f"{patch.WORKER}.receive_kv_from_single_worker"]
@@ -575,11 +632,13 @@ def test_to_0_29_an_answer_that_comes_late_is_taken(said: dict[str, Any], monkey
                 raise Again
             return "answer"
 
-        made = SimpleNamespace(recv=receive, rcvtimeo=1)
+        made = socket_of(receive)
         decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: made)
 
         async def release(address: str, pulls: Any) -> None:
-            await decode.async_zmq_ctx.socket("dealer").recv()
+            asking = decode.async_zmq_ctx.socket("dealer")
+            await asking.send(b"an ask")
+            await asking.recv()
             assert decode.reported() == (set(), set())
             decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said}))
 
@@ -599,10 +658,12 @@ def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(blocks: int, 
     decode = Held()
     vars(decode)[patch.HOLDS].hold("before", range(blocks))
     empty = SimpleNamespace(**{**vars(decode.pull), "local_block_ids": [[]], "d_req_id": "empty"})
-    released: list[Any] = []
-    pulls = {"d": decode.pull, "e": empty}
-    decode.call("receive_kv", lambda engine, pulls: released.append((engine, sorted(pulls))), "p", pulls)
-    assert released == [("p", ["d", "e"] if asked else ["e"])]
+    released: dict[str, Any] = {}
+    decode.call("receive_kv", lambda engine, pulls: released.update(pulls), "p", {"d": decode.pull, "e": empty})
+    assert sorted(released) == ["d", "e"]
+    assert released["d"].local_block_ids == ([[3, 4]] if asked else []), "asked for nothing, prefill lets go"
+    assert released["d"].failed != asked, "and the release reports no end of it"
+    assert decode.pull.local_block_ids == [[3, 4]]
     assert decode.told == ([] if asked else [["d"]])
     assert not decode.aside
 

@@ -7,6 +7,7 @@ tests/releases/test_mooncake_layerwise.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -649,6 +650,76 @@ def test_an_error_while_a_write_is_under_way_awaits_it() -> None:
         worker.open.set()
         await asked
         assert worker.answers == [["CONTINUE", None, ["e"], None]]
+
+    run(case)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_prefill_that_comes_again_does_not_wait_for_a_write_that_does_not_end(
+    failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's blocks come back when nothing reads them; who fetches the second waits for its own writes."""
+
+    async def case(worker: Worker) -> None:
+        monkeypatch.setattr(early, "BACK_SECONDS", 0.05)
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.held("p", "t")
+        first = worker.reqs_need_send["t"]
+        await worker.begun("q", "t", lambda metadata: None)
+        assert "t" not in worker.reqs_need_send, "the second begins with an entry of its own"
+        assert worker.livepatch_writes.ending == {}
+
+        shut, worker.open = worker.open, asyncio.Event()
+        worker.open.set()
+        other = worker.ask("e", "t", [20, 21])
+        await turns()
+        second = worker.reqs_need_send["t"]
+        worker.end("t", [5, 6])
+        await other
+        assert worker.written == [[(1, 10)], [(5, 20), (6, 21)]]
+        assert worker.finished_sending_reqs == set()
+
+        worker.answer = -1 if failed else 0
+        shut.set()
+        await turns()
+        assert worker.given_up == [], "the release would take the second for what was given up"
+        assert worker.reqs_need_send["t"] is second
+        if failed:
+            ((name, entry),) = ((name, one) for name, one in worker.reqs_need_send.items() if name != "t")
+            assert entry is first
+            assert (entry.p_req_id, name.startswith("livepatch-held-")) == ("p", True)
+            assert entry.expire_time > time.perf_counter()
+            assert worker.finished_sending_reqs == set()
+        else:
+            assert worker.finished_sending_reqs == {"p"}
+        assert worker.livepatch_writes.held == set()
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+
+    run(case)
+
+
+def test_who_ends_awaits_what_reads_its_own_blocks_for_another_ask() -> None:
+    async def case(worker: Worker) -> None:
+        shut = worker.open
+        shut.clear()
+        asked = [worker.ask("d", "t", [10, 11])]
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.open = asyncio.Event()
+        worker.open.set()
+        asked.append(worker.ask("e", "t", [20, 21]))
+        await turns()
+        worker.end("t", [1, 2])
+        await turns()
+        assert worker.finished == []
+        shut.set()
+        await asyncio.gather(*asked)
+        assert worker.finished == ["t", "t"]
 
     run(case)
 

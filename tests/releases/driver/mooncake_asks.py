@@ -25,7 +25,9 @@ calm.keep()
 
 import asyncio
 import atexit
+import contextlib
 import ctypes
+import resource
 import signal
 import threading
 from types import SimpleNamespace
@@ -325,6 +327,35 @@ def unknown(pair: Pair) -> Any:
     return pair.loaded("unknown", [1, 2], failure(pair))
 
 
+def never_sent(pair: Pair) -> Any:
+    """Decode has no socket left to ask by, and then has some again. Prefill is well."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))  # each socket takes a file
+    context = zmq.Context.shadow(pair.decode.worker.async_zmq_ctx.underlying)
+    sockets = []
+    with contextlib.suppress(zmq.ZMQError):
+        while True:
+            sockets.append(context.socket(zmq.PAIR))
+    pair.leg("never-sent", [1, 2])
+    pair.ask("never-sent", [1, 2])
+    told = pair.loaded("never-sent", [1, 2], failure(pair))
+    arrived = ("never-sent", True) in pair.taken.asks
+    for one in sockets:
+        one.close(linger=0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    pair.leg("sent", [1, 2])
+
+    def sent() -> bool:  # sockets are closed by a thread of ZMQ's
+        with contextlib.suppress(zmq.ZMQError):
+            context.socket(zmq.PAIR).close(linger=0)
+            return True
+        return False
+
+    assert wait(sent)
+    pair.ask("sent", [1, 2])
+    return told, arrived, pair.loaded("sent", [1, 2], 60)
+
+
 def broken(pair: Pair) -> Any:
     """A write fails, in part, and the other part comes later: Mooncake says so before all of a batch has ended.
 
@@ -476,7 +507,20 @@ class seconds:
 
 
 ABORT = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
-CASES = (in_turn, at_once, fewer, stopped, aborted, aborted_in_queue, begun_again, no_leg, unreachable, unknown, broken)
+CASES = (
+    in_turn,
+    at_once,
+    fewer,
+    stopped,
+    aborted,
+    aborted_in_queue,
+    begun_again,
+    no_leg,
+    unreachable,
+    unknown,
+    never_sent,
+    broken,
+)
 LET_GO = (let_go_first, let_go_before, let_go_last, let_go_amid)
 LAST = (waiting, slots, stray)
 

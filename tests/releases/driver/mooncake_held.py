@@ -280,7 +280,7 @@ def overdue(world: World) -> Any:
 
 
 def gone(world: World) -> Any:
-    """So many blocks are held that a load is not begun; then prefill's process ends."""
+    """So many blocks are held that a load is not begun, and prefill lets go of it; then prefill's process ends."""
     world.link.refuse = 1
     request = world.load("gone", 5)
     runs = world.runs(request)
@@ -288,9 +288,10 @@ def gone(world: World) -> Any:
     another = world.load("another", 6)
     computed = world.runs(another) and world.right(another, 6)
     asked = world.link.begun > begun
+    let_go = wait(lambda: (world.prefill.step(), "p-another" not in world.prefill.scheduler.requests)[1], PATIENCE)
     world.over(request, another)
     world.door.close()
-    return runs, held, asked, computed, world.come_back()
+    return runs, held, asked, computed, let_go, world.come_back()
 
 
 class hurry:

@@ -267,6 +267,7 @@ CASES = (
     failed_later,
     anew,
     chunk.stuck,
+    chunk.stuck_again,
     chunk.asleep,
     chunk.forgotten,
     twice,

@@ -613,9 +613,7 @@ def stuck(pair: Pair) -> Any:
     prefill.step()
     under_way = wait(lambda: link.begun > begun, PATIENCE)
     assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
-    for name, module in list(sys.modules.items()):
-        if name.endswith("mooncake_layerwise.early"):
-            module.BACK_SECONDS = PATIENCE  # type: ignore[attr-defined]
+    wait_at_most(PATIENCE)
     prefill.again = 50.0
     stepping = threading.Thread(target=prefill.step)
     stepping.start()
@@ -628,6 +626,52 @@ def stuck(pair: Pair) -> Any:
     result = pair.end("stuck", places, content=15, again=50.0)
     prefill.again = 0.0
     return under_way, goes_on, result, link.writes[:], pair.left()
+
+
+def stuck_again(pair: Pair) -> Any:
+    """A prefill is given up amid an early write that does not end, and comes again under its transfer for another."""
+    prefill, link = pair.prefill, pair.prefill.link
+    pair.ask("stuck-again")
+    prefill.compute("stuck-again", content=37)
+    begun, shut = link.begun, link.open
+    shut.clear()
+    prefill.step()
+    under_way = wait(lambda: link.begun > begun, PATIENCE)
+    link.open = threading.Event()  # for those that come now
+    link.open.set()
+    wait_at_most(PATIENCE)
+    prefill.abort("p-stuck-again")
+    prefill.step()
+    prefill.compute("stuck-again-2", content=38, transfer="stuck-again")
+    stepping = threading.Thread(target=prefill.step)
+    stepping.start()
+    stepping.join(PATIENCE * 10)
+    goes_on = not stepping.is_alive()
+    if not goes_on:
+        shut.set()
+    stepping.join()
+    places = pair.ask("stuck-again-2", transfer="stuck-again")
+    for _ in range(5):
+        prefill.step()
+    told = pair.told("stuck-again-2", places, PATIENCE * 10), pair.came(places, content=38)
+
+    def only_the_first_s() -> bool:
+        if prefill.scheduler.requests:
+            prefill.step()
+        return prefill.taken() <= 2
+
+    wait(only_the_first_s, PATIENCE * 10)
+    held = prefill.taken()
+    shut.set()
+    assert pair.settled()
+    return under_way, goes_on, told, held, pair.left()
+
+
+def wait_at_most(seconds: float) -> None:
+    """How long a step waits for an early write."""
+    for name, module in list(sys.modules.items()):
+        if name.endswith("mooncake_layerwise.early"):
+            module.BACK_SECONDS = seconds  # type: ignore[attr-defined]
 
 
 def asleep(pair: Pair) -> Any:
@@ -819,6 +863,7 @@ CASES = (
     failed_and_again,
     decode_aborted,
     stuck,
+    stuck_again,
     asleep,
     silent,
     beside,
