@@ -342,21 +342,25 @@ def two_reads(story: Story) -> dict[str, Any]:
 CASES = (in_time, late, stopped, again, same_id, aborted, passed, hybrid, two_reads)
 
 
-def main() -> None:
+def look_at_the_release(model_config: Any) -> None:
+    """In which form its workers are given what to read, and say what has ended."""
     global BASE, BY_REQUEST, GROUPS, RECEIVE
+    probe = nixl_agents.make_worker(model_config)
+    BASE = type(probe)
+    metadata = sys.modules[BASE.__module__].NixlConnectorMetadata
+    RECEIVE = inspect.signature(metadata.add_new_req_to_recv).parameters
+    GROUPS = "BlockIds" in str(RECEIVE["local_block_ids"].annotation) or "tuple" in str(
+        RECEIVE["local_block_ids"].annotation
+    )
+    BY_REQUEST = hasattr(BASE, "get_transfer_results")
+
+
+def main() -> None:
     real.quiet()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
         nixl_agents.begin_distributed(model_config, Path(directory) / "rendezvous")
-        probe = nixl_agents.make_worker(model_config)
-        BASE = type(probe)
-        metadata = sys.modules[BASE.__module__].NixlConnectorMetadata
-        RECEIVE = inspect.signature(metadata.add_new_req_to_recv).parameters
-        GROUPS = "BlockIds" in str(RECEIVE["local_block_ids"].annotation) or "tuple" in str(
-            RECEIVE["local_block_ids"].annotation
-        )
-        BY_REQUEST = hasattr(BASE, "get_transfer_results")
-        del probe
+        look_at_the_release(model_config)
         prefill = Side(model_config)
         prefill.listen()
         decode = Side(model_config)
