@@ -215,10 +215,7 @@ async def play(work: Path, python: Path, mooncake: Path) -> Seen:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     python = environments.engine(VLLM)
-    try:
-        mooncake = environments.mooncake(python)
-    except environments.InstallationError as error:
-        pytest.skip(f"Mooncake's engine cannot be had here: {error}")
+    mooncake = environments.mooncake(python)
     found = asyncio.run(play(tmp_path_factory.mktemp("mooncake"), python, mooncake))
     print(found)
     return found

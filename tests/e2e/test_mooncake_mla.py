@@ -98,10 +98,7 @@ async def play(place: Path, python: Path) -> Seen:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     python = environments.engine(VLLM)
     proxy.fetch()
-    try:
-        environments.mooncake(python)
-    except environments.InstallationError as error:
-        pytest.skip(f"Mooncake's engine cannot be had here: {error}")
+    environments.mooncake(python)
     found = asyncio.run(play(tmp_path_factory.mktemp("mla"), python))
     print(found)
     return found
