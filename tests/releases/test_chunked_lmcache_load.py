@@ -12,24 +12,13 @@ from typing import Any
 
 import interpreter
 import pytest
+from chunked_load_drive import LMCACHE, PART_TOKENS, TOGGLE, USABLE_BLOCKS, check, drive, lmcache_of
 from packaging.version import Version
 from vllm_livepatch.tools.bundles import catalogue
-from vllm_livepatch.tools.releases import registry, sources
+from vllm_livepatch.tools.releases import sources
 
 PATCH = "chunked-lmcache-load"
-DRIVER = PATCH.replace("-", "_")
-TOGGLE = "LIVEPATCH_CHUNKED_LMCACHE_LOAD"
-PART_TOKENS = 256
-USABLE_BLOCKS = 99
-"""Of the pool's 100 one is never given out."""
-MIXES = "4"
 RELEASES = [release for variant in catalogue.load()[PATCH].patch.variants for release in variant.releases]
-LMCACHE = registry.pins("lmcache")[-1].version
-COMPANIONS = catalogue.load()[PATCH].patch.companions["lmcache"]
-OWN = "lmcache.integration.vllm.lmcache_mp_connector:LMCacheMPConnector.request_trackers"
-OWN_CLASS = [release for form in COMPANIONS if OWN in form.code for release in form.releases]
-BEFORE_OWN_CLASS = [release for form in COMPANIONS if OWN not in form.code for release in form.releases]
-
 # The first release in which a shape does not stall any more.
 ENDS = {"equal_prompts": "0.19.1", "small_first_turn": "0.23.0", "head_of_line": "0.31.0"}
 FIXED_FROM = "0.31.0"
@@ -47,46 +36,6 @@ blocks, beside 55 of full attention, are more than the pool has. See `test_too_l
 STORED = 32
 STORED_TOKENS = STORED * 20 * 16
 """Prompts of the case `stored`, and what of them is loaded."""
-BY_HASH_TO = "0.16.0"
-"""To here the built-in connector names blocks by hash, which LMCache from 0.5.1 cannot be told any more."""
-
-
-def lmcache_of(release: str) -> str:
-    """The newest LMCache that a vLLM release's built-in connector can be imported and driven with."""
-    return "0.4.6" if Version(release) <= Version(BY_HASH_TO) else LMCACHE
-
-
-def drive(
-    warm: interpreter.Interpreter,
-    work: Path,
-    vllm: str,
-    which: str,
-    *,
-    bundle: Path | None = None,
-    lmcache: str | None = None,
-    mixes: str = MIXES,
-    environ: dict[str, str] | None = None,
-) -> dict[str, Any]:
-    """Play everything; by scheduler class, what each world came to."""
-    releases = {"vllm": vllm, "lmcache": lmcache or lmcache_of(vllm)}
-    environ = environ or {TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": str(PART_TOKENS)}
-    result = warm.run(DRIVER, releases, work, bundle=bundle, environ=environ, arguments=[mixes, *which.split()])
-    worlds: dict[str, Any] = result["worlds"]
-    return worlds
-
-
-def check(worlds: dict[str, Any]) -> None:
-    """All requests finish, on KV of their own, loaded and not recomputed, in parts, within the pool; locks are even."""
-    for which, played in worlds.items():
-        said = {name: world["outcome"] for name, world in played.items()}
-        assert said == dict.fromkeys(said, "finishes"), which
-        for name, world in played.items():
-            # What was aborted or failed to load is rightly computed, or not wanted any more.
-            if not name.startswith("faults"):
-                assert world["loaded"] >= 0.95 * (world["loaded"] + world["recomputed"]), (which, name)
-            assert world["largest_load"] <= PART_TOKENS, (which, name)
-            assert world["most_committed"] <= USABLE_BLOCKS, (which, name)
-        assert sum(world["loaded"] for world in played.values()) > 10_000, which
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -112,21 +61,6 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert (patch["state"], patch["verdict"]) == ("applied", "fixed-upstream" if fixed else "needed"), patch
     assert patch["counters"]["further_parts"] > 50
     assert patch["counters"]["held_back"] > 5
-
-
-@pytest.mark.parametrize("lmcache", OWN_CLASS)
-def test_lmcaches_own_class(lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
-    """The class that LMCache ships counts in blocks to 0.4.6 and in tokens after."""
-    check(drive(warm, tmp_path, "0.29.0", "lmcache", bundle=bundle, lmcache=lmcache, mixes="1"))
-
-
-@pytest.mark.parametrize("lmcache", BEFORE_OWN_CLASS)
-def test_the_built_in_class_beside_an_lmcache_without_one(
-    lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
-) -> None:
-    check(drive(warm, tmp_path, "0.16.0", "builtin", bundle=bundle, lmcache=lmcache, mixes="1"))
-    patch = interpreter.reported(tmp_path, PATCH)
-    assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
 
 
 def renamed(tmp_path: Path, field: str, name: str) -> Path:
@@ -167,11 +101,6 @@ def stock_outcomes(warm: interpreter.Interpreter, work: Path, vllm: str, which: 
     work.mkdir()
     worlds = drive(warm, work, vllm, which, mixes="0")
     return {name: world["outcome"] for played in worlds.values() for name, world in played.items()}
-
-
-def test_lmcaches_own_class_stalls_too(warm: interpreter.Interpreter, tmp_path: Path) -> None:
-    for which, played in drive(warm, tmp_path, "0.29.0", "lmcache", mixes="0").items():
-        assert played["head_of_line"]["outcome"].startswith("stalls"), which
 
 
 def test_unbounded_parts(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def print_page(console: Console, patch: Patch) -> None:
     for heading, entry in (("What one sees", "symptom"), ("Why", "why"), ("What changes", "change")):
         if entry in about:
             console.print(Text(f"\n{heading}", style="bold"))
-            console.print(Text(str(about[entry]).strip()))
+            console.print(Text(str(about[entry]).strip().replace("\n", "\n\n")))
     if patch.auto in BY_DEFAULT:
         console.print(Text("\nTurn it on", style="bold"))
         console.print(Text(BY_DEFAULT[patch.auto].format(name=variable(patch.name))))
