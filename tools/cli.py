@@ -160,7 +160,8 @@ def check(
 ) -> None:
     """Every patch's verdict for what is installed, or was published, without importing it.
 
-    Exit 1: a needed one could not apply, a required one would not, or vLLM and LMCache do not fit. Exit 2: neither is.
+    Exit 1: a needed one could not apply, a required one would not, or vLLM and LMCache do not fit. Exit 2: neither is
+    there, or a LIVEPATCH variable of this environment means nothing.
     """
     if index_url is not None:
         os.environ["PIP_INDEX_URL"] = index_url
@@ -170,8 +171,8 @@ def check(
     with waiting.deadline(timeout), waiting.progress():
         answer = checking.find(question)
     checking.show(answer, as_json)
-    if answer.failed:
-        raise typer.Exit(1)
+    if answer.code:
+        raise typer.Exit(answer.code)
 
 
 @app.command()

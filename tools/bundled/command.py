@@ -172,7 +172,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    packages, judged = verdicts.here(verdicts.catalogue())
+    found = verdicts.catalogue()
+    packages, judged = verdicts.here(found)
+    unusable = verdicts.unusable(found.patches)
     if options.json:
         _print_json({"packages": packages, "patches": [answer.described() for answer in judged]})
     else:
@@ -188,9 +190,11 @@ def _check(options: argparse.Namespace) -> int:
             for answer in judged
         ]
         say("\n".join(summary.columns([("patch", "verdict", "applies", "why"), *rows])))
+    for message in unusable:
+        print(f"vllm-livepatch: {message}", file=sys.stderr)
     if not packages:
         return 2
-    return 1 if any(answer.blocked for answer in judged) else 0
+    return 1 if any(answer.blocked for answer in judged) else 2 if unusable else 0
 
 
 def _print_json(value: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
+from vllm_livepatch.tools.bundled import verdicts
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import rendering
 from vllm_livepatch.tools.compatibility import check, pairs
@@ -39,11 +40,17 @@ class Answer:
     pair: dict[str, Any] | None
     unmet: tuple[str, ...]  # of the patches that are required: what they lack, a sentence each
     unserved: str | None = None  # said of an interpreter in which nothing would be patched
+    unusable: Sequence[str] = ()  # variables of this environment that mean nothing, a line each
 
     @property
     def failed(self) -> bool:
         blocked = any(patch.blocked for patch in self.patches)
         return blocked or bool(self.unmet) or bool(self.unserved) or bool(self.pair and self.pair["broken"])
+
+    @property
+    def code(self) -> int:
+        """The exit code: a variable that means nothing is bad input, 2, where nothing is worse."""
+        return 1 if self.failed else 2 if self.unusable else 0
 
 
 @contextmanager
@@ -91,7 +98,8 @@ def find(question: Question) -> Answer:
         answers = check.explained(answers, tree, others)
     pair = pairs.of_tree(tree)
     described = pair.described(None if question.diff else lambda problem: "") if pair else None
-    return Answer(packages, answers, described, _unmet(required, answers), unserved)
+    unusable = verdicts.unusable(entry.patch for entry in entries.values())
+    return Answer(packages, answers, described, _unmet(required, answers), unserved, unusable)
 
 
 def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[str, ...]:
@@ -114,5 +122,5 @@ def show(answer: Answer, as_json: bool) -> None:
         rendering.print_check(Console(), answer.packages, answer.patches)
         if answer.pair:
             pairs.print_pair(Console(soft_wrap=True), answer.pair)
-    for message in (*filter(None, [answer.unserved]), *answer.unmet):
+    for message in (*answer.unusable, *filter(None, [answer.unserved]), *answer.unmet):
         print(f"vllm-livepatch: {message}", file=sys.stderr)
