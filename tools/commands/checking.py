@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.tools.bundled import verdicts
+from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import rendering
 from vllm_livepatch.tools.compatibility import check, pairs
@@ -72,7 +73,7 @@ def find(question: Question) -> Answer:
     if question.python is not None and question.site_packages is not None:
         raise UserError("--python and --site-packages exclude each other")
     entries = catalogue.load(question.patch_dirs)
-    required = [catalogue.known(entries, name) for name in question.required]
+    required = [known(entries, name) for name in question.required]
     patches = [entry.patch for entry in entries.values()]
     packages_of_all = sorted({package for patch in patches for package in patch.packages})
     others = check.released(question.releases, question.wheels, patches)
