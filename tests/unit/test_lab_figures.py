@@ -91,7 +91,7 @@ def test_a_curve_is_thinned_to_its_ends() -> None:
         [],
         ["--fault", "disconnects", "--compare", "--seconds", "600"],
         ["--load", "conversations:share=0.5,turns=3", "--fault", "kill-lmcache@8+4", "--rounds", "2"],
-        ["--load", "bench:rate=0.5,num=9", "--patches", "kv-block-reaper", "--set", "LIVEPATCH_X=a b", "--seed", "3"],
+        ["--load", "bench:rate=0.5,num=9", "--patches", "kv-block-reaper", "--set", "VLLM_X=a b", "--seed", "3"],
         ["--fault", "kill-engine@5", "--fault", "lost-completions=0.5", "--fault", "slow-transfer"],
         ["--fault", "stop-engine@2.5+1", "--fault", "kill-engine@5", "--clients", "4"],
         ["--fault", "late-reads=3", "--compare", "--alone", "--arm", "0.1.0=26663bb"],

@@ -184,7 +184,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     found = verdicts.catalogue()
     packages, judged = verdicts.here(found)
-    unusable = verdicts.unusable(found.patches)
+    unusable = verdicts.unusable(found.patches, os.environ)
     if options.json:
         _print_json({"packages": packages, "patches": [answer.described() for answer in judged]})
     else:

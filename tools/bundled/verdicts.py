@@ -62,9 +62,9 @@ def catalogue() -> Catalogue:
     )
 
 
-def unusable(patches: Iterable[Patch]) -> list[str]:
-    """What stands in this environment's variables and means nothing, as a process has it on stderr: a line each."""
-    environment = settings.read(list(patches), os.environ)
+def unusable(patches: Iterable[Patch], environ: Mapping[str, str]) -> list[str]:
+    """What stands in an environment's variables and means nothing, as a process has it on stderr: a line each."""
+    environment = settings.read(list(patches), environ)
     return [sentence(trouble) for trouble in (*environment.errors, *environment.notes)]
 
 

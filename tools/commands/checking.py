@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ def find(question: Question) -> Answer:
         answers = check.explained(answers, tree, others)
     pair = pairs.of_tree(tree)
     described = pair.described(None if question.diff else lambda problem: "") if pair else None
-    unusable = verdicts.unusable(entry.patch for entry in entries.values())
+    unusable = verdicts.unusable([entry.patch for entry in entries.values()], os.environ)
     return Answer(packages, answers, described, _unmet(required, answers), unserved, unusable)
 
 
