@@ -31,6 +31,15 @@ def test_the_documents_tables_are_made_of_what_is_kept() -> None:
         assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "docs" / name)
 
 
+def test_what_is_said_beside_a_run_stands_under_its_command(tmp_path: Path) -> None:
+    kept = KEPT[0].read_text("utf-8")
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.json").write_text(kept, "utf-8")
+    (tmp_path / "two.txt").write_text("It is older than the other.\n", "utf-8")
+    one, two = (part.strip() for part in figures.markdown(tmp_path).replace("two.json", "one.json").split("### ")[1:])
+    assert two.replace("```\n\nIt is older than the other.\n", "```\n") == one != two
+
+
 def test_the_readme_begins_with_what_is_kept() -> None:
     arms = json.loads((ROOT / "docs/lab/lmcache-disconnects-0.32.0.json").read_text("utf-8"))["arms"]
     begin = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
