@@ -90,7 +90,15 @@ def test_list_and_show(known: Sandbox, cli: Cli) -> None:
         "LIVEPATCH_AROUND_LIMIT",
         "FIELD_LIMIT",
     )
-    for word in (*said, "FIELD_SWITCH", "How many.", "1.0", STEP, "Scheduler.free", known.fingerprints(STEP)[STEP]):
+    for word in (
+        *said,
+        "FIELD_SWITCH",
+        "How many. (a whole number of at least 1)",
+        "1.0",
+        STEP,
+        "Scheduler.free",
+        known.fingerprints(STEP)[STEP],
+    ):
         assert word in done.out
     shown = json.loads(cli("show", "around", "--json", *own(known)).out)
     assert (shown["name"], shown["targets"], shown["option"][0]["default"]) == ("around", [STEP], 5)
