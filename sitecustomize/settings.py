@@ -97,7 +97,7 @@ def _option(patch: Patch, option: Option, environ: Mapping[str, str], errors: li
             value = _parsed(option, environ[name].strip())
             if value is not None:
                 return value, True
-            errors.append(f"{name}={environ[name]!r} is not {_wanted(option)}; it counts as {option.default}")
+            errors.append(f"{name}={environ[name]!r} is not {wanted(option)}; it counts as {option.default}")
     return option.default, False
 
 
@@ -127,11 +127,14 @@ def _within(option: Option, value: float) -> bool:
     return least <= value <= most
 
 
-def _wanted(option: Option) -> str:
+def wanted(option: Option) -> str:
+    """What a value of it has to be; of one that is any text, nothing is said."""
     if isinstance(option.default, bool):
         return "1 or 0"
     if option.choices:
         return f"one of {', '.join(option.choices)}"
+    if isinstance(option.default, str):
+        return ""
     number = "a whole number" if isinstance(option.default, int) else "a number"
     bounds = (("at least", option.minimum), ("at most", option.maximum))
     limits = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)

@@ -14,6 +14,7 @@ from rich.console import Console
 from vllm_livepatch.tools import deploy as deploying
 from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled import verifying
+from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, placing
 from vllm_livepatch.tools.bundles import guard as guards
 from vllm_livepatch.tools.commands import checking, ending, monitor, rendering, waiting
@@ -127,7 +128,7 @@ def show(
 ) -> None:
     """One patch: why, origin, upstream state, releases, options."""
     entries = catalogue.load(patch_dir or ())
-    entry = entries[catalogue.known(entries, name)]
+    entry = entries[known(entries, name)]
     if as_json:
         _print_json({"name": entry.patch.name, **entry.facts})
     else:
@@ -160,7 +161,8 @@ def check(
 ) -> None:
     """Every patch's verdict for what is installed, or was published, without importing it.
 
-    Exit 1: a needed one could not apply, a required one would not, or vLLM and LMCache do not fit. Exit 2: neither is.
+    Exit 1: a needed one could not apply, a required one would not, or vLLM and LMCache do not fit. Exit 2: neither is
+    there, or a LIVEPATCH variable of this environment means nothing.
     """
     if index_url is not None:
         os.environ["PIP_INDEX_URL"] = index_url
@@ -170,8 +172,8 @@ def check(
     with waiting.deadline(timeout), waiting.progress():
         answer = checking.find(question)
     checking.show(answer, as_json)
-    if answer.failed:
-        raise typer.Exit(1)
+    if answer.code:
+        raise typer.Exit(answer.code)
 
 
 @app.command()
@@ -210,7 +212,9 @@ def status(
     summary: Annotated[bool, typer.Option("--summary", help="All processes together, in one screen.")] = False,
     require: Annotated[
         list[str] | None,
-        typer.Option("--require", metavar="PATCH", help="Exit 1 unless all processes have it; repeatable."),
+        typer.Option(
+            "--require", metavar="PATCH", help="Exit 1 unless all processes have it, or no use for it; repeatable."
+        ),
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove the reports of processes that have ended.")] = False,
     prometheus: Annotated[
@@ -218,6 +222,7 @@ def status(
     ] = None,
     serve: Annotated[int | None, typer.Option("--serve", metavar="PORT", help="Answer Prometheus' scrapes.")] = None,
     address: Annotated[str, typer.Option("--address", help="Where --serve listens.")] = "127.0.0.1",
+    patch_dir: PatchDirs = None,
 ) -> None:
     """Every live patched process: releases, patches, state, reason, targets, counters."""
     code = monitor.run(
@@ -230,6 +235,7 @@ def status(
         prometheus=prometheus,
         serve=serve,
         address=address,
+        patches=[entry.patch for entry in catalogue.load(patch_dir or ()).values()] if require else (),
     )
     raise typer.Exit(code)
 

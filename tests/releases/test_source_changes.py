@@ -7,6 +7,7 @@ what is lacking. They are made of the published sources when the test runs.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ STEPS = [
 def command_line(*arguments: str | Path, ends: tuple[int, ...] = (0,)) -> str:
     """What the project's command prints, run as a user runs it."""
     command = [sys.executable, "-m", "vllm_livepatch.tools.cli", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("LIVEPATCH_TEST_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, env=environ)
     assert done.returncode in ends, done.stderr
     return done.stdout
 

@@ -90,7 +90,15 @@ def test_list_and_show(known: Sandbox, cli: Cli) -> None:
         "LIVEPATCH_AROUND_LIMIT",
         "FIELD_LIMIT",
     )
-    for word in (*said, "FIELD_SWITCH", "How many.", "1.0", STEP, "Scheduler.free", known.fingerprints(STEP)[STEP]):
+    for word in (
+        *said,
+        "FIELD_SWITCH",
+        "How many. (a whole number of at least 1)",
+        "1.0",
+        STEP,
+        "Scheduler.free",
+        known.fingerprints(STEP)[STEP],
+    ):
         assert word in done.out
     shown = json.loads(cli("show", "around", "--json", *own(known)).out)
     assert (shown["name"], shown["targets"], shown["option"][0]["default"]) == ("around", [STEP], 5)
@@ -190,6 +198,38 @@ def test_check_exits_with_1_only_where_what_is_wanted_could_not_apply(
         assert cli(*arguments).code == code
     monkeypatch.setenv("LIVEPATCH", "off")
     assert cli(*arguments).code == 0
+
+
+WRONG = {
+    "LIVEPATCH": "nonsense",
+    "LIVEPATCH_AROUND": "yess",
+    "LIVEPATCH_AROUND_LIMIT": "0",
+    "LIVEPATCH_AROUND_NOPE": "1",
+    "LIVEPATCH_LOG": "xml",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_check_says_of_a_variable_that_means_nothing_what_the_process_says(
+    known: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    known.generate()
+    wrong = {name: WRONG[name]}
+    said = [line for line in known.python(USE_STEP, **wrong).lines if name in line and "bundle=" not in line]
+    monkeypatch.setenv(name, WRONG[name])
+    place = ["check", "--site-packages", str(known.site), *own(known)]
+    done = cli(*place)
+    assert (done.code, done.lines) == (2, said)
+    assert len(said) == 1
+    assert cli(*place, "--json").out.startswith("{")
+    command = [PYTHON, str(known.bundle), "check"]
+    bundled = subprocess.run(command, env=known.environ(**wrong), capture_output=True, text=True, check=False)
+    assert (bundled.returncode, bundled.stderr.splitlines()) == (2, said)
+    if name != "LIVEPATCH":  # which turns it all off
+        # What could not apply is worse.
+        known.write({"fakeengine/scheduler.py": "class Scheduler:\n    def step(self): return 1\n"})
+        done = cli(*place)
+        assert (done.code, done.lines) == (1, said)
 
 
 def test_check_asks_an_interpreter(known: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -284,6 +285,44 @@ def test_the_lab_s_help_without_its_extra(cli: Cli) -> None:
     done = lab("pd-nixl", "--dry-run")
     assert done.returncode == 2
     assert done.stderr.startswith("vllm-livepatch: the lab needs more packages (pip install 'vllm-livepatch[lab]')")
+
+
+def test_a_dry_run_shows_what_the_patches_are_told(cli: Cli, tmp_path: Path) -> None:
+    told = ["LIVEPATCH_MOONCAKE_LAYERWISE=on", "VLLM_OTHER=a b"]
+    words = ["lab", "pd-mooncake", "--dry-run", "--compare", "--fault", "link=2", "--fault", "stop-prefill@5"]
+    done = cli(*words, *(word for setting in told for word in ("--set", setting)))
+    assert (done.code, done.err) == (0, "")
+    parts = {lines[0].split()[1]: lines[1] for part in done.out.split("\n\n")[1:] if (lines := part.splitlines())}
+    for setting in (*told, "LIVEPATCH_LINK=on", "LIVEPATCH_LINK_MB=2", "LIVEPATCH_MOONCAKE_ON_CPU=on"):
+        given = [setting in shlex.split(parts[name]) for name in ("prefill:", "decode:", "router:")]
+        assert given == [True, True, False], setting
+    assert "storm, link=2, stop-prefill@5\n" in done.out
+    assert "the stock arm has only LIVEPATCH_MOONCAKE_ON_CPU, LIVEPATCH_LINK, LIVEPATCH_LINK_MB" in done.out
+    out = tmp_path / "out"
+    assert "the stock arm has no bundle\n" in cli("lab", "lmcache", "--dry-run", "--compare", "--out", str(out)).out
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words", "said"),
+    [
+        ("LIVEPATCH_NOPE=1", [], "LIVEPATCH_NOPE names nothing in this bundle"),
+        ("LIVEPATCH_FAILED_LOADS=yess", [], "'yess' is none of auto, on, force, off"),
+        ("LIVEPATCH_FAILED_LOADS_ON_LOSS=x", [], "'x' is not one of recompute, engine"),
+        ("LIVEPATCH_LINK_MB=0", ["--fault", "link"], "'0' is not a number of at least 0.1"),
+        ("LIVEPATCH_LINK_MB=2", [], "LIVEPATCH_LINK_MB names nothing in this bundle"),
+        ("LIVEPATCH_IDLE_STEPPING=off", ["--patches", "failed-loads"], "names nothing in this bundle"),
+    ],
+)
+def test_the_lab_sets_nothing_that_means_nothing(cli: Cli, setting: str, words: list[str], said: str) -> None:
+    for form in (["--dry-run"], ["--print", "shell"]):
+        done = cli("lab", "pd-mooncake", "--set", setting, *words, *form)
+        assert (done.code, done.out, len(done.lines)) == (2, "", 1)
+        assert done.err.startswith(f"vllm-livepatch: --set: {setting.partition('=')[0]}")
+        assert said in done.err
+    assert cli("lab", "pd-mooncake-lmcache", "--set", "LIVEPATCH_FAILED_LOADS=off", "--dry-run").code == 0
+    ride = ["--set", "LIVEPATCH_MULTI_CONNECTOR_METRICS=on", "--patches", "failed-loads"]
+    assert cli("lab", "pd-mooncake-lmcache", *ride, "--dry-run").code == 0
 
 
 def test_the_lab_s_options_name_what_there_is() -> None:

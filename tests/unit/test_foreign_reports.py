@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from prometheus_client import generate_latest
 from rich.console import Console
-from vllm_livepatch.tools.bundled import command, reading, status, summary
+from vllm_livepatch.tools.bundled import command, reading, status, summary, verdicts
 from vllm_livepatch.tools.commands import metrics, rendering
 
 from tests.unit import fleet
@@ -142,7 +143,8 @@ class Unprivileged:
 
 def ask(capfd: pytest.CaptureFixture[str], *arguments: str) -> Done:
     """The bundle's own `status`, in this process: another user may not read what the tests' own would import."""
-    with Unprivileged(), pytest.raises(SystemExit) as ended:
+    none = verdicts.Catalogue("0", (), {})  # these modules are in no bundle
+    with Unprivileged(), patch.object(verdicts, "catalogue", lambda: none), pytest.raises(SystemExit) as ended:
         command.main("/livepatch", ["status", *arguments])
     said = capfd.readouterr()
     return Done(int(str(ended.value.code)), said.out, said.err)

@@ -31,6 +31,15 @@ def test_the_documents_tables_are_made_of_what_is_kept() -> None:
         assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "docs" / name)
 
 
+def test_what_is_said_beside_a_run_stands_under_its_command(tmp_path: Path) -> None:
+    kept = KEPT[0].read_text("utf-8")
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.json").write_text(kept, "utf-8")
+    (tmp_path / "two.txt").write_text("It is older than the other.\n", "utf-8")
+    one, two = (part.strip() for part in figures.markdown(tmp_path).replace("two.json", "one.json").split("### ")[1:])
+    assert two.replace("```\n\nIt is older than the other.\n", "```\n") == one != two
+
+
 def test_the_readme_begins_with_what_is_kept() -> None:
     arms = json.loads((ROOT / "docs/lab/lmcache-disconnects-0.32.0.json").read_text("utf-8"))["arms"]
     begin = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
@@ -91,7 +100,7 @@ def test_a_curve_is_thinned_to_its_ends() -> None:
         [],
         ["--fault", "disconnects", "--compare", "--seconds", "600"],
         ["--load", "conversations:share=0.5,turns=3", "--fault", "kill-lmcache@8+4", "--rounds", "2"],
-        ["--load", "bench:rate=0.5,num=9", "--patches", "kv-block-reaper", "--set", "LIVEPATCH_X=a b", "--seed", "3"],
+        ["--load", "bench:rate=0.5,num=9", "--patches", "kv-block-reaper", "--set", "VLLM_X=a b", "--seed", "3"],
         ["--fault", "kill-engine@5", "--fault", "lost-completions=0.5", "--fault", "slow-transfer"],
         ["--fault", "stop-engine@2.5+1", "--fault", "kill-engine@5", "--clients", "4"],
         ["--fault", "late-reads=3", "--compare", "--alone", "--arm", "0.1.0=26663bb"],

@@ -214,3 +214,24 @@ def test_a_program_that_fails_is_named_and_one_that_is_called_off_is_ended(tmp_p
 def test_what_is_asked_for_at_length_fits_the_model() -> None:
     for kind in loads.KINDS.values():
         assert kind().longest() <= model.CONTEXT
+
+
+def test_the_page_has_each_option_of_a_load_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs/lab.md").read_text("utf-8")
+    table = page.partition("| of | option | default | is |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    found: dict[str, dict[str, str]] = {name: {} for name in loads.KINDS}
+    of: list[str] = []
+    for row in table:
+        kinds, options, defaults, _ = row.strip("|").split("|")
+        of = kinds.replace("`", "").replace(",", " ").split() or of
+        named = options.replace("`", "").replace(",", " ").split()
+        for kind in of:
+            found[kind] |= dict(zip(named, defaults.replace(",", " ").split(), strict=True))
+    usual = {name: loads.described(loads.parse(name)) for name in loads.KINDS}
+    shown = {
+        name: {option: f"{value:g}" if isinstance(value, float) else str(value) for option, value in options.items()}
+        for name, options in usual.items()
+    }
+    assert found == {
+        name: {key: value for key, value in options.items() if key != "name"} for name, options in shown.items()
+    }

@@ -63,6 +63,15 @@ def test_status_explains_a_reason_that_is_there(reason: str) -> None:
     assert rendering.MEANINGS[reason] not in printed(entry())
 
 
+def test_status_says_of_each_patch_what_comes_back_without_it() -> None:
+    page = (PATCHES.parent / "docs/status.md").read_text("utf-8")
+    section = page.partition("## What may be turned off")[2].partition("\n## ")[0]
+    named = [
+        name for row in re.findall(r"^\|([^|]+)\|", section, re.MULTILINE) for name in re.findall("`([^`]+)`", row)
+    ]
+    assert sorted(named) == sorted(["LIVEPATCH=off", *catalogue.load()])
+
+
 def test_status_says_where_counters_are_explained() -> None:
     assert "vllm-livepatch show PATCH" in printed(entry(parked=1))
     assert "vllm-livepatch show PATCH" not in printed(entry())

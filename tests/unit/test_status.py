@@ -73,8 +73,13 @@ def test_nobody_is_there(ask: Ask) -> None:
     assert ask("--summary").out == "0 processes on 0 hosts\n"
     assert ask("--json").out == "[]\n"
     assert "no live patched process has a report" in ask().out
-    done = ask("--require", "around")
-    assert (done.code, done.err) == (1, "vllm-livepatch: no live patched process is there\n")
+
+
+@pytest.mark.parametrize("ask", ["the bundle"], indirect=True)
+def test_require_where_nobody_is_there(ask: Ask, cli: Cli, state: Path, patched: Sandbox) -> None:
+    own = ["--patch-dir", str(patched.patches), "--require", "around"]
+    for done in (ask("--require", "around"), cli("status", "--state-dir", str(state), *own)):
+        assert (done.code, done.err) == (1, "vllm-livepatch: no live patched process is there\n")
 
 
 ENOUGH = {
@@ -108,8 +113,36 @@ def test_require_of_several_and_in_either_spelling(ask: Ask, state: Path) -> Non
     assert len(done.lines) == 1
     assert "three is failed in pid " in done.err
     assert done.err.endswith("(raised: why it is raised)\n")
-    assert ask("--require", "tree").err.endswith("has no patch called tree in its bundle; did you mean three?\n")
-    assert ask("--require", "elephant").err.endswith("has no patch called elephant in its bundle\n")
+    done = ask("--require", "tree")
+    assert (done.code, done.out, done.err) == (2, "", "vllm-livepatch: no patch is called tree; did you mean three?\n")
+    assert ask("--require", "elephant").err.startswith("vllm-livepatch: no patch is called elephant; there are ")
+
+
+def test_a_required_name_that_nothing_here_has_where_not_all_can_be_read(cli: Cli, state: Path) -> None:
+    """The report that cannot be read may have it."""
+    file = fleet.leave(state, fleet.patch("around"))
+    file.write_text('{"pid": "of a later version"}')
+    done = cli("status", "--state-dir", str(state), "--require", "elephant")
+    assert (done.code, "cannot be read here" in done.err) == (1, True)
+
+
+NOWHERE = "vllm-livepatch: mooncake-layerwise is applied nowhere: no process has imported what it patches"
+ASK = ", and it is off unless LIVEPATCH_MOONCAKE_LAYERWISE=on asks for it"
+
+
+@pytest.mark.parametrize(("toggle", "rest"), [("auto", ASK), ("off", ASK), ("on", "")])
+def test_a_required_patch_whose_target_nobody_has_imported(cli: Cli, state: Path, toggle: str, rest: str) -> None:
+    toggles = {} if toggle == "auto" else {"mooncake-layerwise": toggle}
+    settings = {"mode": "auto", "toggles": toggles, "options": {}}
+    for other in ("applied", "armed"):
+        fleet.leave(
+            state, fleet.patch("mooncake-layerwise", "armed"), fleet.patch("failed-loads", other), settings=settings
+        )
+    words = ["status", "--state-dir", str(state), "--require", "failed-loads"]
+    done = cli(*words)
+    assert (done.code, done.err) == (0, "")  # one has imported what it patches
+    done = cli(*words, "--require", "mooncake_layerwise")
+    assert (done.code, done.err) == (0, f"{NOWHERE}{rest}\n")
 
 
 def test_one_that_fell_silent_is_no_witness(ask: Ask, state: Path) -> None:

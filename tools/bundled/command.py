@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...sitecustomize.decision import Patch
 from ...sitecustomize.redaction import sentence
 from ..errors import UserError
 from . import doctor, status, summary, verdicts
@@ -124,13 +125,21 @@ def _status(options: argparse.Namespace) -> int:
         as_summary=options.summary,
         require=options.require,
         prune=options.prune,
+        patches=verdicts.catalogue().patches if options.require else (),
     )
 
 
 def show_status(
-    directory: Path, *, as_json: bool, watch: bool, as_summary: bool, require: Sequence[str], prune: bool
+    directory: Path,
+    *,
+    as_json: bool,
+    watch: bool,
+    as_summary: bool,
+    require: Sequence[str],
+    prune: bool,
+    patches: Sequence[Patch],
 ) -> int:
-    """Print what the state directory holds, in plain text or as JSON: the exit code."""
+    """Print what the state directory holds, in plain text or as JSON: the exit code. Raises UserError."""
     while True:
         reports = status.read(directory)
         if as_json:
@@ -141,21 +150,22 @@ def show_status(
         else:
             text = summary.processes_text(reports)
         if not watch:
+            required = status.required_names(reports, require, patches)
             say(text)
-            return settled(reports, require, prune)
+            return settled(reports, required, prune, patches)
         print(text, flush=True)
         time.sleep(1)
 
 
-def settled(reports: status.Reports, require: Sequence[str], prune: bool) -> int:
-    """Prune and require, as asked: the exit code."""
+def settled(reports: status.Reports, required: Sequence[str], prune: bool, patches: Sequence[Patch]) -> int:
+    """Prune and require, as asked: the exit code. `patches` are those that are known here."""
     if prune:
         gone = status.prune(reports)
         print(
             f"removed the reports of {len(gone)} ended processes: {', '.join(map(str, gone)) or '-'}", file=sys.stderr
         )
-    lacking = status.unmet(reports, require) if require else []
-    for message in lacking or filter(None, [status.unread(reports)]):
+    lacking = status.unmet(reports, required) if required else []
+    for message in lacking or [*filter(None, [status.unread(reports)]), *status.idle(reports, required, patches)]:
         print(f"vllm-livepatch: {message}", file=sys.stderr)
     return 1 if lacking else 0
 
@@ -172,7 +182,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    packages, judged = verdicts.here(verdicts.catalogue())
+    found = verdicts.catalogue()
+    packages, judged = verdicts.here(found)
+    unusable = verdicts.unusable(found.patches, os.environ)
     if options.json:
         _print_json({"packages": packages, "patches": [answer.described() for answer in judged]})
     else:
@@ -188,9 +200,11 @@ def _check(options: argparse.Namespace) -> int:
             for answer in judged
         ]
         say("\n".join(summary.columns([("patch", "verdict", "applies", "why"), *rows])))
+    for message in unusable:
+        print(f"vllm-livepatch: {message}", file=sys.stderr)
     if not packages:
         return 2
-    return 1 if any(answer.blocked for answer in judged) else 0
+    return 1 if any(answer.blocked for answer in judged) else 2 if unusable else 0
 
 
 def _print_json(value: Any) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...sitecustomize import report
+from ...sitecustomize.decision import Patch, variable
 from ...sitecustomize.report_thread import HEARTBEAT_SECONDS
 from ..errors import UserError
+from .naming import known
 from .reading import process_of
 
 _LARGEST = 16 << 20  # bytes
@@ -150,18 +151,49 @@ def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
     if not witnesses:
         return [*found, "no live patched process is there" if not reports.live else "no process was heard of lately"]
     for name in required:
-        asked = name.replace("_", "-")
         for process in witnesses:
             who = f"pid {process['pid']} on {process['host']}"
-            patch = next((patch for patch in process["patches"] if patch["name"] == asked), None)
+            patch = _patch(process, name)
             if patch is None:
-                near = difflib.get_close_matches(asked.lower(), [patch["name"] for patch in process["patches"]], 1)
-                meant = f"; did you mean {near[0]}?" if near else ""
-                found.append(f"{who} has no patch called {asked} in its bundle{meant}")
+                found.append(f"{who} has no patch called {name} in its bundle")
             elif patch["state"] not in ("applied", "armed"):
                 why = ": ".join(filter(None, (patch["reason"], patch["detail"])))
-                found.append(f"{asked} is {patch['state']} in {who} ({why})")
+                found.append(f"{name} is {patch['state']} in {who} ({why})")
     return found
+
+
+def required_names(reports: Reports, required: Sequence[str], patches: Iterable[Patch]) -> list[str]:
+    """The names that are required, as the patches that are known here, or a process, have them.
+
+    Raises UserError for one that neither has; a report that cannot be read may have any.
+    """
+    names = {patch.name for patch in patches}
+    names |= {str(patch["name"]) for process in reports.live for patch in process["patches"]}
+    if reports.unreadable:
+        names |= {name.replace("_", "-") for name in required}
+    return [known(names, name) for name in required]
+
+
+def idle(reports: Reports, required: Sequence[str], patches: Iterable[Patch]) -> list[str]:
+    """Of patches that are required: which of them no process uses, since none has imported its target; a sentence each.
+
+    That is no fault, and says nothing of whether one that does import it would have the patch.
+    """
+    off = {patch.name for patch in patches if patch.auto == "off"}
+    found = []
+    for name in required:
+        of_all = [(_patch(process, name), process["settings"] or {}) for process in reports.live]
+        if any(patch is None or patch["state"] != "armed" for patch, _ in of_all):
+            continue
+        toggles = [(settings.get("toggles") or {}).get(name, "auto") for _, settings in of_all]
+        turned_off = "off" in toggles or (name in off and "auto" in toggles)
+        rest = f", and it is off unless {variable(name)}=on asks for it" if turned_off else ""
+        found.append(f"{name} is applied nowhere: no process has imported what it patches{rest}")
+    return found
+
+
+def _patch(process: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((patch for patch in process["patches"] if patch["name"] == name), None)
 
 
 def _read(file: Path) -> str:

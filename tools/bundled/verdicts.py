@@ -14,6 +14,7 @@ from ...sitecustomize import cache, installed, settings
 from ...sitecustomize.changes import Change, HunkError
 from ...sitecustomize.decision import Decision, Installed, Patch, decide, module_of
 from ...sitecustomize.facts import to_patch
+from ...sitecustomize.redaction import sentence
 from ...sitecustomize.source_changes import no_place, placed
 
 
@@ -59,6 +60,12 @@ def catalogue() -> Catalogue:
         tuple(to_patch(name, facts) for name, facts in sorted(content["patches"].items())),
         {name: tuple(Change.from_json(change) for change in each) for name, each in changes},
     )
+
+
+def unusable(patches: Iterable[Patch], environ: Mapping[str, str]) -> list[str]:
+    """What stands in an environment's variables and means nothing, as a process has it on stderr: a line each."""
+    environment = settings.read(list(patches), environ)
+    return [sentence(trouble) for trouble in (*environment.errors, *environment.notes)]
 
 
 def judge(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from vllm_livepatch import patches as own_patches
 from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.diffs import reading
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.toml import tomllib
@@ -72,15 +72,6 @@ def read(folder: Path) -> Entry:
     if not (folder / code).is_file():
         raise UserError(f"{folder} has no {code}, which is the patch's code")
     return Entry(folder, facts, patch)
-
-
-def known(entries: Collection[str], name: str) -> str:
-    """A patch's name as somebody typed it, with `_` or `-`, as the catalogue has it. Raises UserError."""
-    if name.replace("_", "-") in entries:
-        return name.replace("_", "-")
-    near = difflib.get_close_matches(name.replace("_", "-").lower(), entries, 1)
-    rest = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(entries))}"
-    raise UserError(f"no patch is called {name}; {rest}")
 
 
 def choose(entries: dict[str, Entry], names: Sequence[str]) -> dict[str, Entry]:

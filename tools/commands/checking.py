@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
+from vllm_livepatch.tools.bundled import verdicts
+from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import rendering
 from vllm_livepatch.tools.compatibility import check, pairs
@@ -39,11 +42,17 @@ class Answer:
     pair: dict[str, Any] | None
     unmet: tuple[str, ...]  # of the patches that are required: what they lack, a sentence each
     unserved: str | None = None  # said of an interpreter in which nothing would be patched
+    unusable: Sequence[str] = ()  # variables of this environment that mean nothing, a line each
 
     @property
     def failed(self) -> bool:
         blocked = any(patch.blocked for patch in self.patches)
         return blocked or bool(self.unmet) or bool(self.unserved) or bool(self.pair and self.pair["broken"])
+
+    @property
+    def code(self) -> int:
+        """The exit code: a variable that means nothing is bad input, 2, where nothing is worse."""
+        return 1 if self.failed else 2 if self.unusable else 0
 
 
 @contextmanager
@@ -65,7 +74,7 @@ def find(question: Question) -> Answer:
     if question.python is not None and question.site_packages is not None:
         raise UserError("--python and --site-packages exclude each other")
     entries = catalogue.load(question.patch_dirs)
-    required = [catalogue.known(entries, name) for name in question.required]
+    required = [known(entries, name) for name in question.required]
     patches = [entry.patch for entry in entries.values()]
     packages_of_all = sorted({package for patch in patches for package in patch.packages})
     others = check.released(question.releases, question.wheels, patches)
@@ -91,7 +100,8 @@ def find(question: Question) -> Answer:
         answers = check.explained(answers, tree, others)
     pair = pairs.of_tree(tree)
     described = pair.described(None if question.diff else lambda problem: "") if pair else None
-    return Answer(packages, answers, described, _unmet(required, answers), unserved)
+    unusable = verdicts.unusable([entry.patch for entry in entries.values()], os.environ)
+    return Answer(packages, answers, described, _unmet(required, answers), unserved, unusable)
 
 
 def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[str, ...]:
@@ -114,5 +124,5 @@ def show(answer: Answer, as_json: bool) -> None:
         rendering.print_check(Console(), answer.packages, answer.patches)
         if answer.pair:
             pairs.print_pair(Console(soft_wrap=True), answer.pair)
-    for message in (*filter(None, [answer.unserved]), *answer.unmet):
+    for message in (*answer.unusable, *filter(None, [answer.unserved]), *answer.unmet):
         print(f"vllm-livepatch: {message}", file=sys.stderr)

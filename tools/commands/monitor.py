@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
+from vllm_livepatch.sitecustomize.decision import Patch
 from vllm_livepatch.tools.bundled import command, status
 from vllm_livepatch.tools.commands import rendering
 from vllm_livepatch.tools.errors import UserError
@@ -24,8 +25,11 @@ def run(
     prometheus: Path | None,
     serve: int | None,
     address: str,
+    patches: Sequence[Patch],
 ) -> int:
-    """The exit code. Raises UserError."""
+    """The exit code. `patches` are those that are known here. Raises UserError."""
+    reports = status.read(directory)
+    required = status.required_names(reports, require, patches)
     if prometheus is not None or serve is not None:
         if watch or as_json or summary:
             raise UserError("--prometheus and --serve go without --watch, --json and --summary")
@@ -35,16 +39,21 @@ def run(
             metrics.write(directory, prometheus)
         if serve is not None:
             metrics.serve(directory, serve, address)
-        return command.settled(status.read(directory), require, prune)
+        return command.settled(status.read(directory), required, prune, patches)
     if as_json or summary:
         return command.show_status(
-            directory, as_json=as_json, watch=watch, as_summary=summary, require=require, prune=prune
+            directory,
+            as_json=as_json,
+            watch=watch,
+            as_summary=summary,
+            require=required,
+            prune=prune,
+            patches=patches,
         )
     if watch:
         with Live(console=Console(), refresh_per_second=2) as live:
             while True:
                 live.update(rendering.status_view(status.processes(directory), directory))
                 time.sleep(1)
-    reports = status.read(directory)
     Console().print(rendering.status_view(reports.live, directory))
-    return command.settled(reports, require, prune)
+    return command.settled(reports, required, prune, patches)

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from vllm_livepatch.sitecustomize.decision import Patch, variable
+from vllm_livepatch.sitecustomize import settings
+from vllm_livepatch.sitecustomize.decision import Option, Patch, variable
 from vllm_livepatch.tools.bundled import summary as plain
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.compatibility.check import Checked
@@ -96,6 +97,12 @@ def catalogue_table(patches: Iterable[Patch]) -> Table:
     return table
 
 
+def explained(option: Option) -> str:
+    """What an option is, and which values it takes."""
+    allowed = settings.wanted(option)
+    return f"{option.help} ({allowed})" if allowed else option.help
+
+
 def print_page(console: Console, patch: Patch) -> None:
     """The page for somebody who has the symptom."""
     about = patch.about
@@ -116,7 +123,7 @@ def print_page(console: Console, patch: Patch) -> None:
         table = _table("variable", "default", "meaning")
         for option in patch.options:
             names = "\n".join((variable(patch.name, option.name), *option.aliases))
-            table.add_row(names, str(option.default), option.help)
+            table.add_row(names, str(option.default), explained(option))
         console.print(table)
     if "counters" in about:
         console.print(Text("\nWhat `status` counts", style="bold"))

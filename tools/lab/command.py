@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import typer
 from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import user_cache
+from vllm_livepatch.tools.bundled import verdicts
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import environments, faults, lab, loads, printing, report, summary, topology
@@ -49,8 +52,13 @@ def command(
     described = topology.set_up(topology.load(name), settings or ())
     asked = loads.parse(load)
     chosen = [word for word in patches.split(",") if word]
-    catalogue.choose(catalogue.load(patch_dir or ()), chosen)
+    entries = catalogue.load(patch_dir or ())
+    ride = [change for change in described.changes if change in entries]
+    bundled = catalogue.choose(entries, [*chosen, *ride] if chosen else [])
     toggles = {variable(patch): "on" for patch in chosen} | _settings(setting or ())
+    wrong = verdicts.unusable([entry.patch for entry in (*bundled.values(), *_own(described, fault or ()))], toggles)
+    if wrong:
+        raise UserError(f"--set: {'; '.join(wrong)}")
     hang_up, planned = faults.parse(fault or (), [role.name for role in described.roles])
     inside = faults.injected(fault or ())
     revisions = _revisions(arm or ())
@@ -63,12 +71,9 @@ def command(
             raise UserError(f"--print {form}: there are {', '.join(printing.FORMS)}")
         print(printing.FORMS[form](described, toggles), end="")
         return
-    if dry_run:
-        print(_commands(described, vllm, lmcache))
-        return
     options = lab.Options(
         topology=described,
-        out=directory(out, "lab"),
+        out=out or Path("OUT"),
         load=asked,
         faults=tuple(planned),
         disconnects=hang_up,
@@ -86,6 +91,10 @@ def command(
         vllm=vllm,
         lmcache=lmcache,
     )
+    if dry_run:
+        print(_commands(options, [load, *(fault or ())]))
+        return
+    options = replace(options, out=directory(out, "lab"))
     conclude(conduct("lab", options), options.out)
 
 
@@ -158,11 +167,25 @@ def _revisions(texts: Any) -> dict[str, str]:
     return found
 
 
-def _commands(described: topology.Topology, vllm: str, lmcache: str) -> str:
+def _own(described: topology.Topology, texts: Sequence[str]) -> list[catalogue.Entry]:
+    """The lab's patches that ride in the bundle."""
+    names = {*described.changes, *faults.injected(texts)}
+    entries = (catalogue.read(file.parent) for file in sorted(faults.PATCHES.glob("*/patch.toml")))
+    return [entry for entry in entries if entry.patch.name in names]
+
+
+def _commands(options: lab.Options, asked: Sequence[str]) -> str:
     """The commands of a run on this machine, with the variables that differ from an ordinary environment."""
-    deployed = topology.local(described, Path("PYTHON"), Path("MODEL"), {"PYTHONPATH": "BUNDLE"}, Path("ROUTER/python"))
+    described, told = options.topology, lab.variables(options, "patched")
+    deployed = topology.local(
+        described, Path("PYTHON"), Path("MODEL"), {"PYTHONPATH": "BUNDLE", **told}, Path("ROUTER/python")
+    )
     usual = topology.environment(Path("PYTHON"), {})
-    lines = [f"# {described.title}: vLLM {vllm}, LMCache {lmcache}", f"# clients ask {deployed.url}"]
+    lines = [f"# {described.title}: vLLM {options.vllm}, LMCache {options.lmcache}", f"# clients ask {deployed.url}"]
+    lines.append(f"# load and faults: {', '.join(asked)}")
+    if "stock" in options.arms:
+        names = ", ".join(lab.variables(options, "stock"))
+        lines.append(f"# the stock arm has {f'only {names}, and a bundle of these' if names else 'no bundle'}")
     for part in deployed.parts:
         own = [f"{key}={value}" for key, value in part.environment.items() if usual.get(key) != value and key != "PATH"]
         lines += ["", f"# {part.name}: serves when {part.health} answers", shlex.join([*own, *part.command])]

@@ -86,11 +86,16 @@ def command(result: dict[str, Any]) -> str:
 
 
 def markdown(place: Path) -> str:
-    """Every result that is kept there, in the order of their names: what was called, and what it came to."""
+    """Every result that is kept there, in the order of their names: what was called, and what it came to.
+
+    What is to be said of a run beside that is in a file of its name that ends in `.txt`.
+    """
     parts = []
     for file in sorted(place.glob("*.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
         lines = [f"### {summary.title(result)}", "", "```bash", command(result), "```", ""]
+        note = file.with_suffix(".txt")
+        lines += [note.read_text(encoding="utf-8").strip(), ""] if note.is_file() else []
         lines += [f"| {result['cores']} cores | {' | '.join(result['arms'])} |", "|---|" + "---|" * len(result["arms"])]
         for row in summary.rows(result):
             if any(cell != "-" for cell in row[1:]):

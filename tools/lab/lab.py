@@ -190,17 +190,23 @@ def _tell(begun: float, arm: str, line: str) -> None:
     print(f"[{time.monotonic() - begun:4.0f} s] {arm}: {line}", file=sys.stderr, flush=True)
 
 
-def _injected(options: Options, arm: str) -> dict[str, str]:
-    """What puts an arm's bundle into a process. The lab's own patches ride in it; of stock they are all of it."""
+def variables(options: Options, arm: str) -> dict[str, str]:
+    """What the patches in an arm's bundle are told. The lab's own ride in it; of stock they are all of it."""
     own = _own_patches(options)
-    variables = {key: value for entry in own.values() for key, value in entry.items()}
+    found = {} if arm == "stock" else dict(options.toggles or {})
+    found |= {key: value for entry in own.values() for key, value in entry.items()}
     if faults.LOST_PREFILLS in own:
-        variables[variable(faults.LOST_PREFILLS, "AFTER")] = str(options.out / arm / LOADING)
-    if arm != "stock":
-        return {**_bundle(options, arm), **(options.toggles or {}), **variables}
-    if not own:
+        found[variable(faults.LOST_PREFILLS, "AFTER")] = str(options.out / arm / LOADING)
+    return found
+
+
+def _injected(options: Options, arm: str) -> dict[str, str]:
+    """What puts an arm's bundle into a process."""
+    own = _own_patches(options)
+    if arm == "stock" and not own:
         return {}
-    return {**_bundle(replace(options, patches=tuple(own)), arm), **variables}
+    filled = replace(options, patches=tuple(own)) if arm == "stock" else options
+    return {**_bundle(filled, arm), **variables(options, arm)}
 
 
 def _own_patches(options: Options) -> dict[str, Mapping[str, str]]:

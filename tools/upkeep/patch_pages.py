@@ -62,7 +62,7 @@ def page(patch: Patch) -> str:
         lines += ["| option | default | meaning |", "|---|---|---|"]
         for option in patch.options:
             names = "<br>".join(f"`{name}`" for name in (variable(patch.name, option.name), *option.aliases))
-            lines.append(f"| {names} | `{option.default}` | {_cell(option.help)} |")
+            lines.append(f"| {names} | `{option.default}` | {_cell(rendering.explained(option))} |")
         lines.append("")
     if "counters" in about:
         lines += ["## What `status` counts", "", "| counter | meaning |", "|---|---|"]
