@@ -268,8 +268,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             livepatch.count("not_asked", len(full))
             livepatch.say("not_asked", "so many blocks are held that no load is begun")
             refuse(worker, full, "too many blocks are held for loads that failed")
-            # As the release asks for a request that was aborted: prefill gives its blocks back.
-            pulls = {name: emptied(pull) if name in full else pull for name, pull in pulls.items()}
+            # As the release asks for a request that was aborted: prefill gives its blocks back. Who lets go speaks for
+            # all of decode's workers, of which others may load.
+            let_go = {name: emptied(pull) for name, pull in full.items()} if works_alone(worker) else {}
+            pulls = {**{name: pull for name, pull in pulls.items() if name not in full}, **let_go}
+            if not pulls:
+                return
             args, kwargs = (args[0] if args else kwargs["remote_engine_id"], pulls), {}
         try:
             wrapped(*args, **kwargs)
@@ -278,6 +282,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return
         for pull in pulls.values():
             setattr(pull, LOAD, Load(pull.pull_tasks_count))
+
+    def works_alone(worker: Any) -> bool:
+        return bool(worker.tp_size == 1 == getattr(worker, "pp_size", 1))
 
     def too_many(worker: Any) -> bool:
         """Whether a prefill engine that lives, and whose writes fail, keeps more blocks than it may."""

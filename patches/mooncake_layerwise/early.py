@@ -19,7 +19,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from .layers import Begun
@@ -68,8 +67,6 @@ class Writes:
         self._step = 0
         self._only: dict[int, Sequence[str]] = {}  # by the identity of an early ask's metadata: which layers
         self._last: Any = None  # the event on the device behind what was told last
-        self.ending: dict[str, Future[None]] = {}  # by transfer, of prefills given up; for the worker's own thread
-        self.held: set[str] = set()  # transfers of prefills that were given up after a write that failed
         self._asks: dict[int, Ask] = {}  # by the identity of the ask's metadata
         self._waiting: deque[Part] = deque()  # for a place
         self._places = max(1, worker.num_sender_workers // 2)
@@ -134,43 +131,20 @@ class Writes:
             await part.drained()
 
     async def given_up(self, worker: Any, name: str, transfer: str, metadata: Any) -> None:
-        """A prefill was given up, and its blocks come back when nothing reads them: then the release is told.
+        """A prefill was given up. The release hears of it now, and of its blocks when nothing reads them.
 
         `metadata` is an empty one of the release's.
         """
-        kept = worker.reqs_need_send
         self.over([transfer])
-        entry = kept.get(transfer)
-        await self.drained([transfer])
-        another = entry is not None and kept.get(transfer) is not entry  # has begun under it
-        if getattr(entry, FAILED, False) and not entry.ready.is_set():
+        entry = await told(worker, transfer, metadata)
+        await self.drained([transfer], None if entry is None else [entry])
+        if getattr(entry, FAILED, False):
             # They come back when the release gives up those of a transfer that it could not send.
             timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
             entry.p_req_id, entry.expire_time = name, time.perf_counter() + timeout
-            if another:
-                kept[beside()] = entry
-            else:
-                self.held.add(transfer)
-        elif another:
-            worker.finished_sending_reqs.add(name)
+            worker.reqs_need_send[f"livepatch-held-{next(_numbers)}"] = entry
         else:
-            await let_go(worker, name, transfer, metadata)
-
-    async def set_aside(self, transfer: str) -> None:
-        """Another begins under it, while a write for one that was given up does not end: `given_up` awaits that."""
-        self._worker.reqs_need_send.pop(transfer, None)
-
-    async def apart(self, transfers: Iterable[str], given_up: Iterable[str]) -> set[str]:
-        """Others begin under these: the release keeps those that are held beside them, until their time is over.
-
-        Of those given up that had not begun: which the release is not to hear of, since what it keeps is held.
-        """
-        kept = self._worker.reqs_need_send
-        for transfer in transfers:
-            self.held.discard(transfer)
-            if getattr(kept.get(transfer), FAILED, False):
-                kept[beside()] = kept.pop(transfer)
-        return {one for one in given_up if one in self.held and getattr(kept.get(one), FAILED, False)}
+            worker.finished_sending_reqs.add(name)
 
     # Asks
 
@@ -337,18 +311,20 @@ class Writes:
             self._livepatch.say("failed", f"an early write failed, and its request is not answered: {said}")
 
 
-def beside() -> str:
-    """Under what the release keeps a transfer whose own name is another's now, until its time is over."""
-    return f"livepatch-held-{next(_numbers)}"
+async def told(worker: Any, transfer: str, metadata: Any) -> Any:
+    """The release hears of a prefill that was given up. What it kept of its transfer until now, if anything."""
+    entry = worker.reqs_need_send.get(transfer)
+    if entry is not None and entry.ready.is_set():
+        return None  # it is another's, that has ended, and waits to be fetched
+    metadata.reqs_not_processed = {transfer}
+    with contextlib.suppress(KeyError):  # the release's, which does not know the transfer
+        await worker.record_send_reqs(metadata)
+    return entry
 
 
 async def let_go(worker: Any, name: str, transfer: str, metadata: Any) -> None:
-    """The release hears of a prefill that was given up, and that its blocks are free."""
-    entry = worker.reqs_need_send.get(transfer)
-    if entry is None or not entry.ready.is_set():  # else it is another's, that has ended, and waits to be fetched
-        metadata.reqs_not_processed = {transfer}
-        with contextlib.suppress(KeyError):  # the release's, which does not know the transfer
-            await worker.record_send_reqs(metadata)
+    """`Writes.given_up`, of a worker that sends nothing early: nothing reads the blocks."""
+    await told(worker, transfer, metadata)
     worker.finished_sending_reqs.add(name)
 
 

@@ -76,9 +76,11 @@ class _Answers:
         ask.withheld.update(part.name for part in spoken if part.failed is not None)
         if not ask.withheld:
             return data
-        # Of what the release keeps no more `mooncake-lost-asks` speaks beside each answer: there is none any more.
-        kept = all(ask.parts[name].transfer in worker.reqs_need_send for name in ask.withheld)
-        return self._without(response, ask.withheld) if kept else None
+        # `mooncake-lost-asks`, whose socket this is, answers for what it has not answered and nobody keeps any more.
+        left: dict[str, str] = getattr(self._socket, "left", {})
+        for name in ask.withheld:
+            left.pop(name, None)
+        return self._without(response, ask.withheld)
 
     def _without(self, response: Any, withheld: set[str]) -> bytes | None:
         """An answer that leaves requests out, and is not the last one: that would speak of them too.
@@ -183,25 +185,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             worker.sender_loop.call_soon_threadsafe(writes.saved, name, behind(worker))
 
     def start_load_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> None:
-        """Prefills that were given up are told to the release when nothing reads their blocks."""
+        """The release hears of prefills that were given up before those begin that come again under their transfers."""
         metadata = args[0] if args else kwargs["metadata"]
         told = getattr(metadata, TOLD, None)
         writes: Writes | None = getattr(worker, WRITES, None)
-        ending = {} if writes is None else writes.ending
         for name, transfer in told["held"].items() if told else ():
             what = (worker, name, transfer, type(metadata)())
             telling = let_go(*what) if writes is None else writes.given_up(*what)
-            ending[transfer] = asyncio.run_coroutine_threadsafe(telling, worker.sender_loop)
-        # One that comes again under the same transfer begins when the release has heard of the end of the first.
-        again = {transfer for transfer, _ in metadata.reqs_to_send.values()} if ending else set()
-        for transfer in [one for one, end in ending.items() if end.done() or one in again]:
-            _, waits = futures.wait([ending.pop(transfer)], early.BACK_SECONDS)
-            if waits and writes is not None:
-                asyncio.run_coroutine_threadsafe(writes.set_aside(transfer), worker.sender_loop).result()
-        if writes is not None and writes.held:
-            coming = writes.held.intersection(transfer for transfer, _ in metadata.reqs_to_send.values())
-            parting = writes.apart(coming, metadata.reqs_not_processed)
-            metadata.reqs_not_processed -= asyncio.run_coroutine_threadsafe(parting, worker.sender_loop).result()
+            asyncio.run_coroutine_threadsafe(telling, worker.sender_loop)
         wrapped(*args, **kwargs)
 
     def wait_for_save(connector: Any, args: Any, kwargs: Any) -> None:

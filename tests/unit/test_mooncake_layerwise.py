@@ -82,6 +82,7 @@ class Worker:
     def __init__(self, context: PatchContext) -> None:
         self.num_sender_workers, self.block_len_per_layer, self._sender_executor = 4, [1], None
         self.reqs_need_send: dict[str, Entry] = {}
+        self.left: dict[str, str] = {}  # of `mooncake-lost-asks`, in whose place this is, too
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda data: Response(*json.loads(data)))
         self._encoder = SimpleNamespace(encode=encoded)
         self.written: list[list[tuple[Any, ...]]] = []
@@ -147,18 +148,13 @@ class Worker:
         for transfer in metadata.reqs_not_processed:
             self.reqs_need_send.pop(transfer).ready.set()  # `mooncake-lost-asks` does the latter
 
-    def held(self, name: str, transfer: str) -> None:
+    def held(self, name: str, transfer: str, wrapped: Callable[[Any], None] = lambda metadata: None) -> Metadata:
         """A step tells that a prefill was given up."""
         self.sender_loop = asyncio.get_running_loop()
         metadata = Metadata()
         setattr(metadata, TOLD, {"held": {name: transfer}})
-        self._start(lambda metadata: None, self, (metadata,), {})
-
-    def begun(self, name: str, transfer: str, wrapped: Callable[[Any], None]) -> asyncio.Task[None]:
-        """A step tells that a prefill has begun, in the worker's own thread."""
-        metadata = Metadata()
-        metadata.reqs_to_send[name] = (transfer, [])
-        return asyncio.ensure_future(asyncio.to_thread(self._start, wrapped, self, (metadata,), {}))
+        self._start(wrapped, self, (metadata,), {})
+        return metadata
 
     def register(self, bound: list[Any]) -> None:
         """The connector is given its caches. `bound` gets the metadata of each step that begins."""
@@ -373,30 +369,23 @@ async def first(waiting: asyncio.Event, done: asyncio.Task[None]) -> None:
     waiter.cancel()
 
 
-def test_a_prefill_that_comes_again_begins_when_the_release_has_heard_of_the_end_of_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_a_prefill_that_was_given_up_the_release_hears_before_another_begins_under_its_transfer() -> None:
     async def case(worker: Worker) -> None:
-        waiting = waits(monkeypatch, futures, "wait")
         heard: list[Any] = []
-        worker.open.clear()
         asked = worker.ask("d", "t", [10, 11])
-        worker.whole("t", [1], 2)
         await turns()
-        worker.held("p", "t")
-        begun = worker.begun("q", "t", lambda metadata: heard.append(list(worker.given_up)))
-        await first(waiting, begun)
-        assert heard == []
-        worker.open.set()
-        await begun
-        assert heard == [[{"t"}]]
+        metadata = worker.held("p", "t", lambda metadata: heard.append("begins"))
+        assert heard == ["begins"], "no step waits"
+        assert metadata.reqs_not_processed == set()
+
+        async def begins() -> None:
+            heard.append(list(worker.given_up))
+
+        # As the release has the loop do what a step tells.
+        asyncio.run_coroutine_threadsafe(begins(), worker.sender_loop)
+        await turns()
+        assert heard[1:] == [[{"t"}]]
         await asked
-        worker.held("s", "v")
-        await turns()
-        assert list(worker.livepatch_writes.ending) == ["v"]
-        await worker.begun("r", "u", lambda metadata: heard.append("another"))
-        assert heard[1:] == ["another"]
-        assert worker.livepatch_writes.ending == {}  # what is over is forgotten
 
     run(case)
 
@@ -591,15 +580,17 @@ def test_prefill_s_blocks_of_a_write_that_failed_are_given_away_by_no_other_ask(
     run(case)
 
 
-def test_nothing_is_said_beside_a_write_that_failed_when_its_transfer_is_kept_no_more() -> None:
+def test_when_the_transfer_of_a_write_that_failed_is_kept_no_more_others_are_answered_alone() -> None:
     async def case(worker: Worker) -> None:
+        worker.left = {"d": "t", "e": "u"}
         asked = await failed_early(worker, e=("u", [[20]]))
         worker.reqs_need_send.pop("t").ready.set()
         await turns()
         worker.end("u", [5])
         await asked
         assert worker.written[1:] == [[(5, 20)]]
-        assert worker.answers == []  # to one for "e" `mooncake-lost-asks` would add an error for "d"
+        assert worker.answers == [["CONTINUE", ["e"], None, None]]
+        assert worker.left == {"e": "u"}, "`mooncake-lost-asks` would add an error for the other"
 
     run(case)
 
@@ -655,50 +646,64 @@ def test_an_error_while_a_write_is_under_way_awaits_it() -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_prefill_that_comes_again_does_not_wait_for_a_write_that_does_not_end(
-    failed: bool, monkeypatch: pytest.MonkeyPatch
+def test_blocks_of_a_prefill_that_was_given_up_come_back_when_nothing_reads_them_and_another_begins_at_once(
+    failed: bool,
 ) -> None:
-    """The first one's blocks come back when nothing reads them; who fetches the second waits for its own writes."""
+    """Who fetches the other waits for its own writes alone; so does one more that is given up."""
 
     async def case(worker: Worker) -> None:
-        monkeypatch.setattr(early, "BACK_SECONDS", 0.05)
         worker.open.clear()
         asked = worker.ask("d", "t", [10, 11])
         worker.whole("t", [1], 2)
         await turns()
         worker.held("p", "t")
-        first = worker.reqs_need_send["t"]
-        await worker.begun("q", "t", lambda metadata: None)
-        assert "t" not in worker.reqs_need_send, "the second begins with an entry of its own"
-        assert worker.livepatch_writes.ending == {}
+        await turns()
+        assert worker.given_up == [{"t"}]
+        assert worker.finished_sending_reqs == set()
 
         shut, worker.open = worker.open, asyncio.Event()
         worker.open.set()
-        other = worker.ask("e", "t", [20, 21])
+        worker.ask("e", "t", [20, 21]).cancel()
+        worker.reqs_need_send["t"] = Entry("", "t", [], asyncio.Event())
+        worker.held("q", "t")
+        await turns()
+        assert worker.finished_sending_reqs == {"q"}
+
+        other = worker.ask("f", "t", [30, 31])
         await turns()
         second = worker.reqs_need_send["t"]
         worker.end("t", [5, 6])
         await other
-        assert worker.written == [[(1, 10)], [(5, 20), (6, 21)]]
-        assert worker.finished_sending_reqs == set()
+        assert worker.written == [[(1, 10)], [(5, 30), (6, 31)]]
 
         worker.answer = -1 if failed else 0
         shut.set()
         await turns()
-        assert worker.given_up == [], "the release would take the second for what was given up"
         assert worker.reqs_need_send["t"] is second
+        kept = {name: entry for name, entry in worker.reqs_need_send.items() if name != "t"}
         if failed:
-            ((name, entry),) = ((name, one) for name, one in worker.reqs_need_send.items() if name != "t")
-            assert entry is first
+            ((name, entry),) = kept.items()
             assert (entry.p_req_id, name.startswith("livepatch-held-")) == ("p", True)
-            assert entry.expire_time > time.perf_counter()
-            assert worker.finished_sending_reqs == set()
+            assert 0 < entry.expire_time - time.perf_counter() <= 480
         else:
-            assert worker.finished_sending_reqs == {"p"}
-        assert worker.livepatch_writes.held == set()
+            assert kept == {}
+        assert worker.finished_sending_reqs == ({"q"} if failed else {"p", "q"})
         asked.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asked
+
+    run(case)
+
+
+def test_two_that_were_given_up_after_failed_writes_are_both_held() -> None:
+    async def case(worker: Worker) -> None:
+        for name in ("p", "q"):
+            asked = await failed_early(worker)
+            worker.held(name, "t")
+            await asked
+            worker.written.clear()
+        assert sorted(entry.p_req_id for entry in worker.reqs_need_send.values()) == ["p", "q"]
+        assert worker.finished_sending_reqs == set()
 
     run(case)
 
@@ -724,7 +729,7 @@ def test_who_ends_awaits_what_reads_its_own_blocks_for_another_ask() -> None:
     run(case)
 
 
-def test_the_release_hears_of_a_prefill_that_was_given_up_when_nothing_reads_its_blocks() -> None:
+def test_blocks_of_a_prefill_that_was_given_up_come_back_and_who_asked_is_answered_when_nothing_reads_them() -> None:
     async def case(worker: Worker) -> None:
         worker.open.clear()
         asked = worker.ask("d", "t", [10, 11, 12])
@@ -733,13 +738,13 @@ def test_the_release_hears_of_a_prefill_that_was_given_up_when_nothing_reads_its
         worker.whole("t", [1, 2], 3)
         worker.held("p", "t")
         await turns()
-        assert worker.given_up == worker.answers == []
+        assert worker.given_up == [{"t"}]
+        assert worker.answers == []
         assert worker.finished_sending_reqs == set()
         worker.open.set()
         await asked
         await turns()
         assert worker.written == [[(1, 10)]]
-        assert worker.given_up == [{"t"}]
         assert worker.finished_sending_reqs == {"p"}
         assert worker.answers == [["FINISH", None, ["d"], "given up"]]
 
@@ -757,8 +762,10 @@ def test_nothing_is_begun_for_a_prefill_that_was_given_up() -> None:
         asked.append(worker.ask("e", "t", [20, 21]))
         await turns()
         worker.open.set()
-        await asyncio.gather(*asked)
+        await turns()
         assert worker.written == [[(1, 10)]]
+        assert asked[0].done()
+        asked[1].cancel()
 
     run(case)
 
@@ -817,14 +824,12 @@ def test_blocks_of_a_prefill_that_was_given_up_after_a_failed_write_are_held_as_
     async def case(worker: Worker) -> None:
         asked = await failed_early(worker)
         worker.held("p", "t")
-        await turns()
-        entry = worker.reqs_need_send["t"]
-        assert entry.p_req_id == "p"
-        assert 0 < entry.expire_time - time.perf_counter() <= 480
-        assert worker.given_up == []
-        assert worker.finished_sending_reqs == set()
-        entry.ready.set()  # as the time-out ends the ask
         await asked
+        ((name, entry),) = worker.reqs_need_send.items()
+        assert (entry.p_req_id, name.startswith("livepatch-held-")) == ("p", True)
+        assert 0 < entry.expire_time - time.perf_counter() <= 480
+        assert worker.given_up == [{"t"}]
+        assert worker.finished_sending_reqs == set()
         assert worker.answers == []
 
     run(case)

@@ -110,12 +110,12 @@ ALLOWED = {
     },
     "mooncake-layerwise": {
         **dict.fromkeys(("_ask", "_settled", "_socket", "_write", "_written"), "the patch's own"),
-        **dict.fromkeys(("apart", "asleep", "drained", "end", "given_up", "set_aside"), "the patch's own"),
+        **dict.fromkeys(("asleep", "drained", "end", "given_up"), "the patch's own"),
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "the release's record_send_reqs, which is in the facts, asks for it",
         **dict.fromkeys(("call_soon", "call_soon_threadsafe", "run_in_executor"), "of an asyncio event loop"),
         **dict.fromkeys(("Event", "cuda", "device", "record", "synchronize"), "torch's"),
         **dict.fromkeys(("data_ptr", "element_size", "shape", "stride"), "of a torch.Tensor"),
-        **dict.fromkeys(("done", "result"), "of a concurrent.futures.Future"),
+        **dict.fromkeys(("result",), "of a concurrent.futures.Future"),
         "send_multipart": "of a zmq.asyncio.Socket, for which the patch's own stands in",
         **dict.fromkeys(
             ("compress_ratio", "tokens_per_state"), "of a cache's spec; a release has one of them, or none"

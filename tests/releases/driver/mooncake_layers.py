@@ -268,6 +268,8 @@ CASES = (
     anew,
     chunk.stuck,
     chunk.stuck_again,
+    chunk.asked_first,
+    chunk.again_and_again,
     chunk.asleep,
     chunk.forgotten,
     twice,

@@ -427,7 +427,7 @@ def aborted(pair: Pair) -> Any:
 
 
 def begun_again(pair: Pair) -> Any:
-    """The same, and the prefill comes once more, under the same transfer: it begins when that has ended."""
+    """The same, and the prefill comes once more, under the same transfer: it begins at once, on other blocks."""
     prefill, link = pair.prefill, pair.prefill.link
     places = pair.ask("again")
     prefill.compute("again", content=8)
@@ -437,16 +437,17 @@ def begun_again(pair: Pair) -> Any:
     under_way = wait(lambda: link.begun > begun, PATIENCE)
     prefill.abort("p-again")
     prefill.step()
-    prefill.compute("again-2", content=8, transfer="again")
+    prefill.compute("again-2", content=39, transfer="again")
     stepping = threading.Thread(target=prefill.step)
     stepping.start()
     stepping.join(PATIENCE if under_way else sides.SECONDS)
-    held = stepping.is_alive()
+    waits = stepping.is_alive()
+    held = prefill.taken() - len(prefill.blocks("p-again-2"))
     link.open.set()
     stepping.join()
     told = pair.told("again", places, PATIENCE * 10 if under_way else PATIENCE)
     places = pair.ask("again-2", transfer="again")
-    return under_way, held, told, pair.end("again-2", places, content=8), pair.left()
+    return under_way, waits, held, told, pair.end("again-2", places, content=39), pair.left()
 
 
 def preempted(pair: Pair) -> Any:
@@ -628,20 +629,38 @@ def stuck(pair: Pair) -> Any:
     return under_way, goes_on, result, link.writes[:], pair.left()
 
 
-def stuck_again(pair: Pair) -> Any:
-    """A prefill is given up amid an early write that does not end, and comes again under its transfer for another."""
+def given_up_amid(pair: Pair, name: str, content: int) -> tuple[list[int], bool, threading.Event]:
+    """A prefill is given up amid an early write that does not end; other writes do. What ends that one."""
     prefill, link = pair.prefill, pair.prefill.link
-    pair.ask("stuck-again")
-    prefill.compute("stuck-again", content=37)
+    places = pair.ask(name)
+    prefill.compute(name, content=content)
     begun, shut = link.begun, link.open
     shut.clear()
     prefill.step()
     under_way = wait(lambda: link.begun > begun, PATIENCE)
     link.open = threading.Event()  # for those that come now
     link.open.set()
-    wait_at_most(PATIENCE)
-    prefill.abort("p-stuck-again")
+    prefill.abort(f"p-{name}")
     prefill.step()
+    return places, under_way, shut
+
+
+def taken_in_the_end(pair: Pair, most: int = 2) -> int:
+    """How many blocks of prefill's do not come back while a write that reads some of them is under way."""
+
+    def only_those() -> bool:
+        if pair.prefill.scheduler.requests:
+            pair.prefill.step()
+        return pair.prefill.taken() <= most
+
+    wait(only_those, PATIENCE * 10)
+    return pair.prefill.taken()
+
+
+def stuck_again(pair: Pair) -> Any:
+    """A prefill is given up amid an early write that does not end, and comes again under its transfer for another."""
+    prefill = pair.prefill
+    _, under_way, shut = given_up_amid(pair, "stuck-again", 37)
     prefill.compute("stuck-again-2", content=38, transfer="stuck-again")
     stepping = threading.Thread(target=prefill.step)
     stepping.start()
@@ -654,17 +673,45 @@ def stuck_again(pair: Pair) -> Any:
     for _ in range(5):
         prefill.step()
     told = pair.told("stuck-again-2", places, PATIENCE * 10), pair.came(places, content=38)
-
-    def only_the_first_s() -> bool:
-        if prefill.scheduler.requests:
-            prefill.step()
-        return prefill.taken() <= 2
-
-    wait(only_the_first_s, PATIENCE * 10)
-    held = prefill.taken()
+    held = taken_in_the_end(pair)
     shut.set()
     assert pair.settled()
     return under_way, goes_on, told, held, pair.left()
+
+
+def asked_first(pair: Pair) -> Any:
+    """The same, and who asks for the one that comes again asks before it begins."""
+    prefill = pair.prefill
+    first, under_way, shut = given_up_amid(pair, "asked-first", 44)
+    places = pair.ask("asked-first-2", transfer="asked-first", arrives=False)
+    told = pair.told("asked-first-2", places, PATIENCE * 4)
+    prefill.compute("asked-first-2", content=40, transfer="asked-first")
+    for _ in range(6):
+        prefill.step()
+    if told == "nothing is told":
+        told = pair.told("asked-first-2", places, PATIENCE * 10)
+    held = [pair.told("asked-first", first, PATIENCE)]
+    shut.set()
+    assert pair.settled()
+    held.append(pair.told("asked-first", first, PATIENCE * 10))
+    places = pair.ask("asked-first-3", transfer="asked-first")
+    return under_way, told, held, pair.told("asked-first-3", places, PATIENCE * 10), pair.left()
+
+
+def again_and_again(pair: Pair) -> Any:
+    """The same, and each that comes again is given up: only the first one's blocks are held."""
+    prefill = pair.prefill
+    _, under_way, shut = given_up_amid(pair, "often", 45)
+    taken = []
+    for number in (2, 3):
+        prefill.compute(f"often-{number}", content=40 + number, transfer="often")
+        prefill.step()
+        prefill.abort(f"p-often-{number}")
+        prefill.step()
+        taken.append(taken_in_the_end(pair))
+    shut.set()
+    assert pair.settled()
+    return under_way, taken, pair.left()
 
 
 def wait_at_most(seconds: float) -> None:
@@ -767,12 +814,13 @@ def beside(pair: Pair) -> Any:
 
 def expired(pair: Pair, name: str) -> bool:
     """As if the time had passed after which the release gives up what it could not send; whether it had to."""
-    entry = pair.prefill.worker.reqs_need_send.get(name)
+    kept = pair.prefill.worker.reqs_need_send
+    entry = next((entry for entry in kept.values() if entry.p_req_id == f"p-{name}"), None)
     if entry is None or entry.expire_time == float("inf"):
         return False
     entry.expire_time = 0.0
     pair.prefill.fill(1)  # steps
-    return name not in pair.prefill.worker.reqs_need_send
+    return all(one is not entry for one in kept.values())
 
 
 def decode_aborted(pair: Pair) -> Any:
@@ -864,6 +912,8 @@ CASES = (
     decode_aborted,
     stuck,
     stuck_again,
+    asked_first,
+    again_and_again,
     asleep,
     silent,
     beside,
