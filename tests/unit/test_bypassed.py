@@ -14,6 +14,7 @@ CALLS = {
     "super": "def step(self, number): return super().step(number)",
     "super with arguments": "def step(self, number): return super(Own, self).step(number)",
     "the class by name": "def step(self, number): return Scheduler.step(self, number)",
+    "the class between": "def step(self, number): return Between.step(self, number)",
     "the module's class": "def step(self, number): return module.Scheduler.step(self, number)",
     "from a function inside": "def step(self, number): return [*(super(Own, self).step(n)[0] for n in [number])]",
     "decorated": "@functools.lru_cache\n    def step(self, number): return super().step(number)",

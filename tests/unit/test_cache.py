@@ -56,6 +56,25 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(file: Path) -> Non
     assert not cache.replace(str(file / "below a file"), b"data")
 
 
+def test_the_directory_that_is_made_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the process's umask: what is read from there is executed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "home").mkdir(0o755)
+    before = os.umask(0)
+    try:
+        environs = [{"XDG_CACHE_HOME": str(tmp_path / "home")}, {"XDG_CACHE_HOME": "/proc"}]
+        places = [cache.directory(environ) for environ in environs]
+        again = [cache.directory(environ) for environ in environs]
+    finally:
+        os.umask(before)
+    assert places == [
+        str(tmp_path / "home" / "vllm-livepatch"),
+        str(tmp_path / f"vllm-livepatch-{os.getuid()}-cache"),
+    ]
+    assert again == places
+    assert [Path(str(place)).stat().st_mode & 0o777 for place in places] == [0o700, 0o700]
+
+
 @pytest.mark.parametrize(("mode", "safe"), [(0o755, True), (0o1777, True), (0o775, False), (0o757, False)])
 def test_a_place_below_one_that_others_may_write_to_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, safe: bool

@@ -385,3 +385,14 @@ def test_the_bases_of_a_class_of_one_statement() -> None:
     assert whole == bases("class C(\n    A,  # a\n    B,\n):\n    y = 2\n")
     assert whole != bases("class C(\n    A,  # a\n    D,\n):\n    x = 1\n")
     assert bases("class C(A): x = 1\n") == bases("class C(A): y = 2\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [("class C(\n    A,\n):\n    x = 1\n    y = 2\n    z = 3\n", (1, 3)), ("class C(A): x = 1; y = 2\n", (1, 1))],
+)
+def test_the_bases_of_a_class_end_where_its_body_begins(text: str, lines: tuple[int, int]) -> None:
+    """`newrelease` shows these lines where they have drifted."""
+    found = fingerprint.find(ast.parse(text), "C.__bases__")
+    assert isinstance(found, ast.ClassDef)
+    assert (found.lineno, found.end_lineno) == lines

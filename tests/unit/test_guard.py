@@ -176,7 +176,9 @@ def test_why_there_is_none(patched: Sandbox, guard: Path) -> None:
     beside = patched.write({"sitecustomize.py": ""}, patched.root / f"{patched.bundle.name}2")
     assert f"{beside}/sitecustomize.py ran as sitecustomize in the place of" in why(path=[beside, patched.bundle])
     emptied = patched.write({"sitecustomize.py": "", "manifest.json": "{}"}, patched.root / "emptied")
-    assert why(path=[emptied]) == f"{emptied} is a bundle, and its sitecustomize did not run"
+    places: list[list[Path | str]] = [[emptied], [emptied, patched.bundle]]
+    for path in places:
+        assert why(path=path) == f"{emptied} is a bundle, and its sitecustomize did not run"
     archive = patched.root / "bundle.zip"
     placing.write_zip(bundle.contents(patched.entries()), archive)
     assert why(path=[other, archive]).endswith(f"in the place of {archive}'s")

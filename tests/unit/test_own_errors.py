@@ -522,6 +522,23 @@ def test_a_lasting_wrapper_goes_on_and_is_guarded_still() -> None:
     assert len(patched.said) == 1
 
 
+@pytest.mark.parametrize(("lasting", "then"), [(True, ["lasting", 8]), (False, 8)])
+def test_a_functions_wrapper_goes_on_only_if_it_is_lasting(lasting: bool, then: Any) -> None:
+    """Of a module's function, and of a static method."""
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return ["lasting", wrapped(*args, **kwargs)]
+
+    context = PatchContext("around", {}, {}, lambda: None)
+    if lasting:
+        context.lasting(wrapper)
+    function = guard.in_place_of(lambda number: number, wrapper, context, "engine:function")
+    static = guard.in_place_of(staticmethod(lambda number: number), wrapper, context, "engine:Release.it")
+    assert (function(7), static.__func__(7)) == (["lasting", 7], ["lasting", 7])
+    context.withdraw()
+    assert (function(8), static.__func__(8)) == (then, then)
+
+
 def test_a_call_leaves_nothing_behind_for_the_garbage_collector() -> None:
     """A wrapper that swallows the release's error: the error, its frames and the call do not keep each other."""
     raised: list[weakref.ref[Refused]] = []

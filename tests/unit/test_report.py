@@ -345,6 +345,20 @@ def test_a_report_that_cannot_be_written_to_its_end_leaves_the_last_one(
     assert "No space left on device" in mine.error
 
 
+def test_what_is_no_directory_is_refused_as_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is named may be a link; one that nobody named may not."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        report.opened({"LIVEPATCH_STATE_DIR": str(tmp_path / "file")})
+    (tmp_path / "place").mkdir()
+    default = Path(report.directory({}))
+    default.symlink_to(tmp_path / "place")
+    os.close(report.opened({"LIVEPATCH_STATE_DIR": str(default)}))
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        report.opened({})
+
+
 @pytest.mark.parametrize("mode", [0o720, 0o702])
 def test_an_unnamed_directory_that_others_may_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
