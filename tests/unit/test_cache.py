@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import marshal
 import os
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from vllm_livepatch.sitecustomize import cache, fingerprint
+from vllm_livepatch.sitecustomize import cache, changed_module, fingerprint
 
 
 @pytest.fixture
@@ -88,6 +92,29 @@ def test_a_place_below_one_that_others_may_write_to_is_not_used(
     ours = str(above / "home" / "vllm-livepatch")
     temporary = str(tmp_path / "temporary" / f"vllm-livepatch-{os.getuid()}-cache")
     assert cache.directory(environ) == (ours if safe else temporary)
+
+
+@pytest.mark.parametrize(
+    ("kept", "taken"),
+    [
+        (compile("value = 2", "FILE", "exec"), True),
+        (compile("value = 2", "another.py", "exec"), False),
+        ("value = 2", False),
+    ],
+    ids=["its own", "of another file", "no code"],
+)
+def test_compiled_code_is_taken_only_if_it_names_its_file(tmp_path: Path, kept: Any, taken: bool) -> None:
+    """Else tracebacks and debuggers would show other lines than those that run."""
+    tmp_path.chmod(0o700)
+    module = changed_module.ChangedModule("engine.part", "value = 1\n", None, str(tmp_path))
+    if getattr(kept, "co_filename", None) == "FILE":
+        kept = kept.replace(co_filename=module.filename)
+    data = marshal.dumps(kept)
+    magic = importlib.util.MAGIC_NUMBER
+    assert cache.replace(module._bytecode(), magic + hashlib.sha256(data).digest() + data)
+    found: dict[str, int] = {}
+    exec(module.code(), found)
+    assert (found["value"], module.code().co_filename) == (2 if taken else 1, module.filename)
 
 
 @pytest.fixture
