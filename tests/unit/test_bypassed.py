@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from textwrap import dedent
+from typing import Any
 
 import pytest
+from vllm_livepatch.sitecustomize import overrides
+from vllm_livepatch.sitecustomize.application import Applied
 
 from tests.unit.support import STEP, Sandbox
 
@@ -71,6 +75,37 @@ def test_an_override_that_does_not_is_said_once(sandbox: Sandbox, body: str, mod
     reported = sandbox.reported()
     assert (reported["state"], reported["reason"], reported["detail"]) == ("applied", "bypassed", SAID)
     assert sandbox.reported("other")["reason"] is None
+
+
+def test_every_class_below_is_looked_at_once() -> None:
+    """However they derive from each other."""
+
+    class Owner:
+        def step(self) -> Any: ...
+
+    class One(Owner):
+        def step(self) -> Any:
+            return "its own"
+
+    class Other(Owner):
+        def step(self) -> Any:
+            return super().step()
+
+    class Below(One): ...
+
+    class Both(Below, Other):
+        def step(self) -> Any:
+            return "its own"
+
+    class Last(Both):
+        def step(self) -> Any:
+            return Both.step(self)
+
+    step = Applied("engine:Owner.step", Owner, "step", None, vars(Owner)["step"])
+    of_module = Applied("engine:step", sys, "step", None, None)
+    assert sorted(overrides.bypassing([of_module, step])) == [
+        f"{__name__}.{cls.__qualname__} overrides engine:Owner.step without calling it" for cls in (Both, One)
+    ]
 
 
 def test_a_class_that_is_there_when_the_patch_is_applied(sandbox: Sandbox) -> None:

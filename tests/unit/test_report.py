@@ -345,6 +345,20 @@ def test_a_report_that_cannot_be_written_to_its_end_leaves_the_last_one(
     assert "No space left on device" in mine.error
 
 
+def test_a_directory_that_is_made_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the process's umask."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.umask(0)
+    try:
+        for environ in ({}, {"LIVEPATCH_STATE_DIR": str(tmp_path / "named")}):
+            report.ProcessReport(environ, {}).write({}, [])
+            place = Path(report.directory(environ))
+            assert place.stat().st_mode & 0o777 == 0o700
+            assert [file.stat().st_mode & 0o777 for file in place.iterdir()] == [0o600]
+    finally:
+        os.umask(before)
+
+
 def test_what_is_no_directory_is_refused_as_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is named may be a link; one that nobody named may not."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

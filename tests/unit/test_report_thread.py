@@ -135,6 +135,21 @@ def test_a_write_that_hangs_is_waited_for_once(thread: Thread) -> None:
     assert thread.done == ["write content"]
 
 
+def test_only_the_first_fork_waits_for_a_write_that_hangs(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_thread, "FORK_SECONDS", 0.01)
+    thread.hang = threading.Event()
+    thread.reporter.soon(0.0)
+    until(lambda: thread.done)
+    stuck = thread.reporter._thread
+    thread.reporter.about_to_fork()
+    joins: list[Any] = []
+    monkeypatch.setattr(stuck, "join", joins.append)
+    thread.reporter.about_to_fork()
+    assert not thread.reporter.flush(20.0)
+    thread.reporter.close()
+    assert joins == []
+
+
 def test_a_fork_ends_the_thread_once_it_has_done_what_it_was_asked_to(thread: Thread) -> None:
     thread.reporter.soon(50.0)
     until(lambda: thread.waits)

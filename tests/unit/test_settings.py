@@ -171,6 +171,13 @@ def test_the_load_cap_and_its_zero(name: str) -> None:
     assert both.toggles["chunked-lmcache-load"] == "on"
 
 
+@pytest.mark.parametrize(("environ", "toggle"), [({}, "auto"), ({"LIVEPATCH_SPARE_N": "0"}, "off")])
+def test_a_value_that_turns_a_patch_off_does_so_only_where_it_is_given(environ: dict[str, str], toggle: str) -> None:
+    spare = a_patch("spare", {"name": "n", "default": 0, "off": 0})
+    environment = settings.read([spare], environ)
+    assert (environment.toggles, environment.options) == ({"spare": toggle}, {"spare": {"n": 0}})
+
+
 @pytest.mark.parametrize("value", ["-1", "4k", "", "1.5", "nan", "0x10", "8192 tokens"])
 def test_what_is_no_load_cap(value: str) -> None:
     environment = read({"CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD": value})

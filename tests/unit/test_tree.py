@@ -67,6 +67,16 @@ def test_torch_for_rocm_is_told_by_its_own_word(site: Path, hip: str, expected: 
     assert installed._is_rocm(Tree([str(site)])) is expected
 
 
+@pytest.mark.parametrize("auto", ["needed", "rocm", "traced", "off"])
+@pytest.mark.parametrize("hip", ["None", "'7.1'"])
+def test_only_for_patches_that_rocm_needs_torch_is_looked_at(site: Path, auto: Any, hip: str) -> None:
+    (site / "torch/version.py").write_text(f"hip = {hip}\n")
+    patch = to_patch("one", {**FACTS, "targets": ["engine.part:text"], "variant": [], "auto": auto})
+    found = installed.look(patch, Tree([str(site)]))
+    assert found.rocm is (auto == "rocm" and hip != "None")
+    assert (found.release, found.companions, list(found.code)) == ("2.5", {}, ["engine.part:text"])
+
+
 def test_a_tree_reads_sources_and_imports_nothing(site: Path) -> None:
     tree = Tree([str(site)])
     assert (tree.source("engine.part"), tree.source("engine.none")) == ("text = 1\n", None)
@@ -153,6 +163,13 @@ def test_facts_that_cannot_be(changed: dict[str, Any], says: str) -> None:
     to_patch("one", FACTS)
     with pytest.raises(PatchError, match=says):
         to_patch("one", {**FACTS, **changed})
+
+
+def test_code_that_all_variants_have_is_a_part_of_each() -> None:
+    facts = {**FACTS, "targets": ["engine.a:f", "engine.a:g"], "code": {"engine.a:g": "1"}}
+    assert dict(to_patch("one", facts).variants[0].code) == {"engine.a:f": "0", "engine.a:g": "1"}
+    whole = {"engine.a:f": "1", "engine.a:g": "1"}
+    assert dict(to_patch("one", {**facts, "code": whole}).variants[0].code) == {"engine.a:f": "0", "engine.a:g": "1"}
 
 
 COMPANION = {"package": "other", "releases": ["2"], "code": {"other.b:g": "1"}}
