@@ -364,6 +364,26 @@ def test_an_error_while_giving_back_keeps_nothing_else_from_it() -> None:
     assert "not all that the patch held could be given back: Unsayable: its text cannot be made" in said
 
 
+def test_of_two_errors_at_once_the_second_waits_for_nothing() -> None:
+    """Threads whose wrappers raise together, and a patch that is taken back meanwhile: the first one says it."""
+    context, said = PatchContext("around", {}, {}, lambda: None), list[str]()
+    given_back: list[int] = []
+    context.on_stand_aside(lambda: given_back.append(1))
+    context._failed = said.append
+
+    def errors() -> None:
+        context.stand_aside("engine:f", Broken("first"))
+        context.stand_aside("engine:g", Broken("second"))
+        context.withdraw()
+
+    thread = threading.Thread(target=errors, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert said == ["engine:f: Broken: first; the release's own code answers from now on"]
+    assert given_back == [1]
+
+
 def test_a_report_that_cannot_be_made_is_no_error_either() -> None:
     patched = Patched(before)
     patched.context._failed = lambda detail: 1 / 0  # type: ignore[assignment]

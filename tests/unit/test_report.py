@@ -335,14 +335,22 @@ def test_a_report_that_cannot_be_written_to_its_end_leaves_the_last_one(
             raise OSError(28, "No space left on device")
         return write(file, data[: len(data) // 2])
 
+    def unusual(*given: Any, **named: Any) -> None:
+        raise OSError("of an unusual kind")
+
     monkeypatch.setattr(os, "write", half)
     mine.write({"vllm": "1.0"}, [])
     monkeypatch.undo()
     assert [file.name for file in tmp_path.iterdir()] == [file.name]
     assert file.read_bytes() == before
     assert json.loads(before)["note"] == "first"
-    assert mine.error is not None
-    assert "No space left on device" in mine.error
+    assert mine.error == f"no report in {tmp_path}: No space left on device"
+    monkeypatch.setattr(os, "replace", unusual)
+    mine.write({}, [])
+    assert mine.error == f"no report in {tmp_path}: of an unusual kind"
+    monkeypatch.undo()
+    mine.write({}, [])
+    assert mine.error is None
 
 
 def test_a_directory_that_is_made_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

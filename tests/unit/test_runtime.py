@@ -104,6 +104,23 @@ def test_a_diff_that_did_not_take_is_not_in_the_patch_set_that_a_wrapper_gets(en
     assert done.out == "''\n"
 
 
+def test_a_module_that_only_a_diff_has_runs_as_a_program_and_shows_its_source(engine: Sandbox) -> None:
+    """`python -m` and readers of sources ask its loader, and import nothing."""
+    diff_patch(engine, STEP, added={"fakeengine/tool.py": "print('runs as', __name__)\n"})
+    engine.generate()
+    done = engine.python(
+        """
+        import importlib.util, runpy, sys
+        loader = importlib.util.find_spec("fakeengine.tool").loader
+        print(repr(loader.get_source("fakeengine.tool")), loader.get_code("fakeengine.tool").co_name)
+        print("fakeengine.tool" in sys.modules)
+        runpy.run_module("fakeengine.tool", run_name="__main__")
+        """
+    )
+    shown = "\"print('runs as', __name__)\\n\" <module>"
+    assert (done.code, done.out) == (0, f"{shown}\nFalse\nruns as __main__\n"), done.err
+
+
 def test_a_module_that_was_dropped_with_its_diff_is_not_found_in_its_package(engine: Sandbox) -> None:
     """`from package import module` takes the package's attribute before it looks in sys.modules."""
     diff_patch(
