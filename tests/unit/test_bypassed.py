@@ -31,6 +31,7 @@ CALLS = {
 BYPASSES = {
     "its own": "def step(self, number): return ['own', number]",
     "calls itself": "def step(self, number): return ['own'] if not number else self.step(number - 1)",
+    "calls itself by its class": "def step(self, number): return ['own'] if not number else Own.step(self, 0)",
     "calls another of the base": "def step(self, number): return [super().free()]",
     "decorated": "@functools.lru_cache\n    def step(self, number): return ['own', number]",
     "the stock one, taken before": "step = Scheduler.step.__wrapped__",

@@ -104,6 +104,22 @@ def test_a_diff_that_did_not_take_is_not_in_the_patch_set_that_a_wrapper_gets(en
     assert done.out == "''\n"
 
 
+@pytest.mark.parametrize(("toggle", "shown"), [("auto", "changed"), ("off", "stock")])
+def test_a_loader_shows_what_it_would_run_before_it_runs(engine: Sandbox, toggle: str, shown: str) -> None:
+    diff_patch(engine, {"fakeengine/third.py": ("'stock'", "'changed'")})
+    engine.generate()
+    done = engine.python(
+        """
+        import importlib.util, sys
+        loader, found = importlib.util.find_spec("fakeengine.third").loader, {}
+        exec(loader.get_code("fakeengine.third"), found)
+        print(loader.get_source("fakeengine.third").strip(), found["VALUE"], "fakeengine.third" in sys.modules)
+        """,
+        LIVEPATCH_DIFFED=toggle,
+    )
+    assert (done.code, done.out) == (0, f"VALUE = '{shown}' {shown} False\n"), done.err
+
+
 def test_a_module_that_only_a_diff_has_runs_as_a_program_and_shows_its_source(engine: Sandbox) -> None:
     """`python -m` and readers of sources ask its loader, and import nothing."""
     diff_patch(engine, STEP, added={"fakeengine/tool.py": "print('runs as', __name__)\n"})

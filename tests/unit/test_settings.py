@@ -81,7 +81,7 @@ def test_defaults() -> None:
     assert environment.options["chunked-lmcache-load"] == {"max_tokens": 8192}
     assert environment.options["moriio-timeouts"]["defer_seconds"] == 60.0
     assert environment.options["stale-finished-recving"] == {}
-    assert (environment.errors, environment.notes) == ((), ())
+    assert (environment.errors, environment.notes, environment.keep) == ((), (), False)
 
 
 ON = ["1", "true", "Yes", "on", "ENABLED", " on "]
