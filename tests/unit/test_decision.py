@@ -184,7 +184,7 @@ def test_the_release_that_is_named_is_the_newest_of_its_code() -> None:
     )
 
     def detail(code: dict[str, str | None], release: str = "2.9", companion: str = "2.0") -> str:
-        return judge(patch, Installed(release, code, False, {"other": companion}))[1]
+        return decided(Installed(release, code, False, {"other": companion}), patch=patch).detail
 
     assert "2.9 is not listed, but its code is that of 2.2" in detail({**OLD, call: "k"})
     assert "not that of 2.5: " in detail({**NEW, CALL: "h", call: "k"})
