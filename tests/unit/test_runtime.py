@@ -114,10 +114,11 @@ def test_a_loader_shows_what_it_would_run_before_it_runs(engine: Sandbox, toggle
         loader, found = importlib.util.find_spec("fakeengine.third").loader, {}
         exec(loader.get_code("fakeengine.third"), found)
         print(loader.get_source("fakeengine.third").strip(), found["VALUE"], "fakeengine.third" in sys.modules)
+        print(type(loader).__name__)
         """,
         LIVEPATCH_DIFFED=toggle,
     )
-    assert (done.code, done.out) == (0, f"VALUE = '{shown}' {shown} False\n"), done.err
+    assert (done.code, done.out) == (0, f"VALUE = '{shown}' {shown} False\nSourceFileLoader\n"), done.err
 
 
 def test_a_module_that_only_a_diff_has_runs_as_a_program_and_shows_its_source(engine: Sandbox) -> None:
@@ -135,6 +136,16 @@ def test_a_module_that_only_a_diff_has_runs_as_a_program_and_shows_its_source(en
     )
     shown = "\"print('runs as', __name__)\\n\" <module>"
     assert (done.code, done.out) == (0, f"{shown}\nFalse\nruns as __main__\n"), done.err
+
+
+def test_the_traceback_of_a_module_that_only_a_diff_has_shows_no_frame_of_ours(engine: Sandbox) -> None:
+    diff_patch(engine, STEP, added={"fakeengine/tool.py": "1 / 0\n"})
+    engine.generate()
+    done = engine.python("import fakeengine.tool")
+    assert (done.code, done.others[-1]) == (1, "ZeroDivisionError: division by zero")
+    files = [line.split('"')[1] for line in done.lines if line.startswith("  File ")]
+    assert files[0] == "<string>"
+    assert [file.endswith("fakeengine/tool.changed.py") for file in files[1:]] == [True], done.err
 
 
 def test_a_module_that_was_dropped_with_its_diff_is_not_found_in_its_package(engine: Sandbox) -> None:
