@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from textwrap import dedent
+from typing import Any
 
 import pytest
+from vllm_livepatch.sitecustomize import overrides
+from vllm_livepatch.sitecustomize.application import Applied
 
 from tests.unit.support import STEP, Sandbox
 
@@ -14,6 +18,7 @@ CALLS = {
     "super": "def step(self, number): return super().step(number)",
     "super with arguments": "def step(self, number): return super(Own, self).step(number)",
     "the class by name": "def step(self, number): return Scheduler.step(self, number)",
+    "the class between": "def step(self, number): return Between.step(self, number)",
     "the module's class": "def step(self, number): return module.Scheduler.step(self, number)",
     "from a function inside": "def step(self, number): return [*(super(Own, self).step(n)[0] for n in [number])]",
     "decorated": "@functools.lru_cache\n    def step(self, number): return super().step(number)",
@@ -26,6 +31,7 @@ CALLS = {
 BYPASSES = {
     "its own": "def step(self, number): return ['own', number]",
     "calls itself": "def step(self, number): return ['own'] if not number else self.step(number - 1)",
+    "calls itself by its class": "def step(self, number): return ['own'] if not number else Own.step(self, 0)",
     "calls another of the base": "def step(self, number): return [super().free()]",
     "decorated": "@functools.lru_cache\n    def step(self, number): return ['own', number]",
     "the stock one, taken before": "step = Scheduler.step.__wrapped__",
@@ -70,6 +76,37 @@ def test_an_override_that_does_not_is_said_once(sandbox: Sandbox, body: str, mod
     reported = sandbox.reported()
     assert (reported["state"], reported["reason"], reported["detail"]) == ("applied", "bypassed", SAID)
     assert sandbox.reported("other")["reason"] is None
+
+
+def test_every_class_below_is_looked_at_once() -> None:
+    """However they derive from each other."""
+
+    class Owner:
+        def step(self) -> Any: ...
+
+    class One(Owner):
+        def step(self) -> Any:
+            return "its own"
+
+    class Other(Owner):
+        def step(self) -> Any:
+            return super().step()
+
+    class Below(One): ...
+
+    class Both(Below, Other):
+        def step(self) -> Any:
+            return "its own"
+
+    class Last(Both):
+        def step(self) -> Any:
+            return Both.step(self)
+
+    step = Applied("engine:Owner.step", Owner, "step", None, vars(Owner)["step"])
+    of_module = Applied("engine:step", sys, "step", None, None)
+    assert sorted(overrides.bypassing([of_module, step])) == [
+        f"{__name__}.{cls.__qualname__} overrides engine:Owner.step without calling it" for cls in (Both, One)
+    ]
 
 
 def test_a_class_that_is_there_when_the_patch_is_applied(sandbox: Sandbox) -> None:

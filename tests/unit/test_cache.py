@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import marshal
 import os
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from vllm_livepatch.sitecustomize import cache, fingerprint
+from vllm_livepatch.sitecustomize import cache, changed_module, fingerprint
 
 
 @pytest.fixture
@@ -56,6 +60,25 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(file: Path) -> Non
     assert not cache.replace(str(file / "below a file"), b"data")
 
 
+def test_the_directory_that_is_made_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the process's umask: what is read from there is executed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "home").mkdir(0o755)
+    before = os.umask(0)
+    try:
+        environs = [{"XDG_CACHE_HOME": str(tmp_path / "home")}, {"XDG_CACHE_HOME": "/proc"}]
+        places = [cache.directory(environ) for environ in environs]
+        again = [cache.directory(environ) for environ in environs]
+    finally:
+        os.umask(before)
+    assert places == [
+        str(tmp_path / "home" / "vllm-livepatch"),
+        str(tmp_path / f"vllm-livepatch-{os.getuid()}-cache"),
+    ]
+    assert again == places
+    assert [Path(str(place)).stat().st_mode & 0o777 for place in places] == [0o700, 0o700]
+
+
 @pytest.mark.parametrize(("mode", "safe"), [(0o755, True), (0o1777, True), (0o775, False), (0o757, False)])
 def test_a_place_below_one_that_others_may_write_to_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, safe: bool
@@ -69,6 +92,29 @@ def test_a_place_below_one_that_others_may_write_to_is_not_used(
     ours = str(above / "home" / "vllm-livepatch")
     temporary = str(tmp_path / "temporary" / f"vllm-livepatch-{os.getuid()}-cache")
     assert cache.directory(environ) == (ours if safe else temporary)
+
+
+@pytest.mark.parametrize(
+    ("kept", "taken"),
+    [
+        (compile("value = 2", "FILE", "exec"), True),
+        (compile("value = 2", "another.py", "exec"), False),
+        ("value = 2", False),
+    ],
+    ids=["its own", "of another file", "no code"],
+)
+def test_compiled_code_is_taken_only_if_it_names_its_file(tmp_path: Path, kept: Any, taken: bool) -> None:
+    """Else tracebacks and debuggers would show other lines than those that run."""
+    tmp_path.chmod(0o700)
+    module = changed_module.ChangedModule("engine.part", "value = 1\n", None, str(tmp_path))
+    if getattr(kept, "co_filename", None) == "FILE":
+        kept = kept.replace(co_filename=module.filename)
+    data = marshal.dumps(kept)
+    magic = importlib.util.MAGIC_NUMBER
+    assert cache.replace(module._bytecode(), magic + hashlib.sha256(data).digest() + data)
+    found: dict[str, int] = {}
+    exec(module.code(), found)
+    assert (found["value"], module.code().co_filename) == (2 if taken else 1, module.filename)
 
 
 @pytest.fixture

@@ -171,6 +171,26 @@ def test_names_known_each_by_itself_but_not_together_are_drift() -> None:
     assert "combination" in detail
 
 
+def test_the_release_that_is_named_is_the_newest_of_its_code() -> None:
+    """Of the package's own code, and of a companion's."""
+    releases = ("2.0", "2.1", "2.2")
+    call = "other.d:k"
+    forms = (Variant({call: "k"}, releases), Variant({call: "k-new"}, ("2.3",)))
+    patch = dataclasses.replace(
+        PATCH,
+        calls=(CALL, call),
+        variants=(Variant(OLD, releases), Variant(NEW, ("2.3", "2.4", "2.5"))),
+        companions={"other": forms},
+    )
+
+    def detail(code: dict[str, str | None], release: str = "2.9", companion: str = "2.0") -> str:
+        return decided(Installed(release, code, False, {"other": companion}), patch=patch).detail
+
+    assert "2.9 is not listed, but its code is that of 2.2" in detail({**OLD, call: "k"})
+    assert "not that of 2.5: " in detail({**NEW, CALL: "h", call: "k"})
+    assert "other 2.9 is not listed, but its code is that of 2.2" in detail({**OLD, call: "k"}, "2.1", "2.9")
+
+
 def test_forced_drift_takes_the_newest_variant_and_says_it() -> None:
     decision = decided(BY_VERDICT["drifted"], "force")
     assert decision.variant is PATCH.variants[-1]

@@ -129,6 +129,15 @@ def test_two_bundles_on_the_path_patch_once(patched: Sandbox) -> None:
     assert patched.report()["bundle"] == str(patched.bundle)
 
 
+def test_a_second_bundle_leaves_no_trace(patched: Sandbox) -> None:
+    """It is not in use, and there is no other `sitecustomize`: to the process there is none."""
+    second = patched.root / "second"
+    shutil.copytree(patched.bundle, second)
+    code = "import sys\nprint('sitecustomize' in sys.modules, sys.meta_path[0].__name__, len(sys.meta_path))"
+    alone, both = (patched.python(code, path=[patched.bundle, *more, patched.site]) for more in ([], [second]))
+    assert (both.code, both.err, both.out) == (0, "", alone.out.replace("True", "False"))
+
+
 def test_the_same_bundle_twice_on_the_path(patched: Sandbox) -> None:
     link = patched.root / "link"
     link.symlink_to(patched.bundle)

@@ -201,9 +201,12 @@ def test_a_patch_gets_the_form_that_the_report_names(sandbox: Sandbox) -> None:
         if form.endswith("none"):
             sandbox.generate()
         state = sandbox.root / str(number)
-        done = sandbox.python(USE_STEP, LIVEPATCH_STATE_DIR=str(state), **environ)
+        loaded = "import sys; print('_vllm_livepatch.vendor.wrapt._wrappers' in sys.modules)"
+        done = sandbox.python(f"{USE_STEP}\n{loaded}", LIVEPATCH_STATE_DIR=str(state), **environ)
         (report,) = (json.loads(file.read_text("ascii")) for file in state.glob("*.json"))
-        assert (done.out, report["wrapt"]) == (f"['{form.split()[0]}', 7]\n", form.split()[0]), done.err
+        shown = form.split()[0]
+        expected = f"['{shown}', 7]\n{shown == 'compiled'}\n"  # one that is turned off is not even loaded
+        assert (done.out, report["wrapt"]) == (expected, shown), done.err
 
 
 def test_nobody_elses_wrapt_is_touched(sandbox: Sandbox) -> None:

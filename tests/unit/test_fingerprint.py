@@ -14,6 +14,7 @@ import tokenize
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from hypothesis import given
@@ -351,6 +352,45 @@ def test_a_field_by_itself_counts_as_its_class_reads_it() -> None:
     assert field("class A:\n  x: int = 1") != field("class A:\n  x: ClassVar[int] = 1")
 
 
+def attribute(body: str) -> str | None:
+    """The fingerprint of `C.x`, of a class whose `__init__` has this body."""
+    text = "class C:\n    def __init__(self, other):\n" + indent(body, " " * 8)
+    return fingerprint.of_names(text, {"it": "C.x"})["it"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "self.x = 1\nself.y = 2\nother.x = 3\nx = 4",
+        "self.x: int = 1",
+        "def inner():\n    self.x = 2\nself.x = 1",
+        "class Inner:\n    def __init__(self):\n        self.x = 2\nself.x = 1",
+        "if other:\n    self.x = 1",
+        "try:\n    pass\nexcept ValueError:\n    self.x = 1",
+        "for one in other:\n    with one:\n        self.x = 1",
+    ],
+)
+def test_an_attribute_is_what_init_itself_assigns(body: str) -> None:
+    assert attribute(body) == attribute("self.x = 1") != attribute("self.x = 2")
+
+
+def test_all_that_init_assigns_to_an_attribute_counts_in_its_order() -> None:
+    found = [
+        attribute(body)
+        for body in (
+            "self.x = 1",
+            "self.x = 1\nself.x = 2",
+            "self.x = 2\nself.x = 1",
+            "self.x = 1\nself.x += 2",
+            "self.x = self.y = 1",
+            "self.x, self.y = 1, 2",
+        )
+    ]
+    assert len(set(found)) == len(found)
+    assert None not in found
+    assert [attribute(body) for body in ("self.y = 1", "other.x = 1", "def inner():\n    self.x = 1")] == [None] * 3
+
+
 def test_the_same_words_in_a_function_do_not_count() -> None:
     assert of("def f(a: Annotated[int, 1]):\n  x: ClassVar = a") == of("def f(a):\n  x = a")
 
@@ -385,3 +425,14 @@ def test_the_bases_of_a_class_of_one_statement() -> None:
     assert whole == bases("class C(\n    A,  # a\n    B,\n):\n    y = 2\n")
     assert whole != bases("class C(\n    A,  # a\n    D,\n):\n    x = 1\n")
     assert bases("class C(A): x = 1\n") == bases("class C(A): y = 2\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [("class C(\n    A,\n):\n    x = 1\n    y = 2\n    z = 3\n", (1, 3)), ("class C(A): x = 1; y = 2\n", (1, 1))],
+)
+def test_the_bases_of_a_class_end_where_its_body_begins(text: str, lines: tuple[int, int]) -> None:
+    """`newrelease` shows these lines where they have drifted."""
+    found = fingerprint.find(ast.parse(text), "C.__bases__")
+    assert isinstance(found, ast.ClassDef)
+    assert (found.lineno, found.end_lineno) == lines

@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import settings, vllm_plugin
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 
@@ -176,7 +177,9 @@ def test_why_there_is_none(patched: Sandbox, guard: Path) -> None:
     beside = patched.write({"sitecustomize.py": ""}, patched.root / f"{patched.bundle.name}2")
     assert f"{beside}/sitecustomize.py ran as sitecustomize in the place of" in why(path=[beside, patched.bundle])
     emptied = patched.write({"sitecustomize.py": "", "manifest.json": "{}"}, patched.root / "emptied")
-    assert why(path=[emptied]) == f"{emptied} is a bundle, and its sitecustomize did not run"
+    places: list[list[Path | str]] = [[emptied], [emptied, patched.bundle]]
+    for path in places:
+        assert why(path=path) == f"{emptied} is a bundle, and its sitecustomize did not run"
     archive = patched.root / "bundle.zip"
     placing.write_zip(bundle.contents(patched.entries()), archive)
     assert why(path=[other, archive]).endswith(f"in the place of {archive}'s")
@@ -222,6 +225,16 @@ def test_it_replaces_itself_and_nothing_else(patched: Sandbox, guard: Path, cli:
     done = cli("generate", "--guard", str(patched.site))
     assert (done.code, done.out) == (2, "")
     assert "exists and is not a guard" in done.err
+
+
+@pytest.mark.parametrize("error", [None, OSError, ValueError])
+def test_a_process_without_stderr_goes_on(
+    monkeypatch: pytest.MonkeyPatch, mocker: MockerFixture, error: type[Exception] | None
+) -> None:
+    stream = None if error is None else mocker.Mock(**{"write.side_effect": error("closed")})
+    monkeypatch.setattr(sys, "stderr", stream)
+    vllm_plugin._say("nobody hears it")
+    assert stream is None or stream.write.called
 
 
 def test_it_takes_the_words_that_the_bundle_takes() -> None:

@@ -142,6 +142,20 @@ def test_versions_that_no_machine_here_has(patched: Sandbox, version: tuple[int,
     assert done.code == (0 if armed else 1), done
 
 
+@pytest.mark.parametrize(("major", "imp"), [(2, True), (3, False)])
+def test_the_next_sitecustomize_is_run_as_the_interpreter_does_it(patched: Sandbox, major: int, imp: bool) -> None:
+    """`imp` is Python 2's, and gone from later ones; the serial number of a release candidate says nothing."""
+    following = patched.write({"sitecustomize.py": "print('the next one')\n"}, patched.root / "next")
+    asked = "import sys, types\nasked = []\nimp = sys.modules['imp'] = types.SimpleNamespace()\n"
+    asked += "imp.find_module = lambda name, path: (name, path)\nimp.load_module = lambda *found: asked.append(found)\n"
+    entry = patched.bundle / "sitecustomize.py"
+    path = [str(patched.bundle), str(following)]
+    then = f"sys.path[:0] = {path!r}\nrunpy.run_path({str(entry)!r})\nprint(asked and asked[0][0])"
+    code = asked + OTHERWISE.format(version=(major, 9, 0, "candidate", 2 if major == 3 else 0), then=then)
+    done = finish([PYTHON, "-S", "-c", code], patched.environ(path=[]), cwd=patched.root)
+    assert (done.code, done.out) == (0, "sitecustomize\n" if imp else "the next one\n[]\n"), done.err
+
+
 def test_all_places_serve_the_same_versions() -> None:
     """They cannot import each other: the entry and the bundle's main module parse on Python 2.7."""
     oldest, newest = check.SERVED

@@ -10,6 +10,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.tools.toml import tomllib
 from vllm_livepatch.tools.upkeep import mutation, mutation_reach, mutation_report
 from vllm_livepatch.tools.upkeep.mutation_copy import WORKER
@@ -79,6 +80,12 @@ def test_a_line_is_given_the_tests_that_execute_it(line: int, seconds: float, ex
     assert mutation_reach.reaching(TESTS, TEXT, MODULE, line, seconds) == expected
 
 
+def test_the_quick_cases_of_a_test_all_have_their_turn() -> None:
+    tests = {f"a.py::quick[{number}]": kept(0.01, "Some.value") for number in range(5)}
+    found = mutation_reach.reaching({**tests, "a.py::slow": kept(1, "Some.value")}, TEXT, MODULE, 16, 1.01)
+    assert found == sorted(tests)
+
+
 def test_annotations_that_nothing_evaluates_are_left_out() -> None:
     lines = TEXT.splitlines()
     found = [lines[first[0] - 1][first[1] : last[1]] for first, last in mutation.unevaluated(TEXT)]
@@ -115,6 +122,43 @@ def test_a_test_that_was_written_for_a_survivor_does_not_change_its_outcome(tmp_
     page = mutation_report.page([{"module": MODULE, "date": "", "possible": 2, "mutants": [found]}], [])
     assert "| 2 | 1 | 0 | 0 | 0 | 1 | 0.0 % (0 to 79) |" in page
     assert "| `if 1:` | `test_room.py::test_it` |" in page
+
+
+def test_a_draw_is_kept_with_its_mutants(tmp_path: Path) -> None:
+    kept = mutation.Kept(tmp_path, MODULE, TEXT, 3)
+    kept.add(mutant(1), "killed", None)
+    kept.add(mutant(2), "survived", None, draw=2)
+    kept.add(mutant(2), "survived", None, since=True)
+    again = mutation.Kept(tmp_path, MODULE, TEXT, 3)
+    assert [again.draw(mutant(number).key) for number in (1, 2, 3)] == [1, 2, None]
+
+
+def test_a_draw_takes_nothing_of_another_and_is_gone_on_with(
+    tmp_path: Path, mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run` is ended and begun again: it goes on with the mutants that it drew."""
+    asked: list[int] = []
+
+    def run(self: Any, copies: Any, work: Any) -> None:
+        for _ in range(2):
+            module, one = work.get_nowait()
+            asked.append(one.occurrence)
+            self.kept[module].add(one, "survived", None, draw=self.config["draw"])
+
+    monkeypatch.setattr(mutation, "mutants", lambda text, operators: [mutant(number) for number in range(12)])
+    mocker.patch.object(mutation, "Copy")
+    mocker.patch.object(mutation.Run, "record")
+    mocker.patch.object(mutation.Run, "run", autospec=True, side_effect=run)
+
+    def drawn(draw: int, **more: Any) -> list[int]:
+        asked.clear()
+        given: dict[str, Any] = {"again": False, "since": False, "seconds": None, "tests": None, "jobs": 1, **more}
+        mutation.run(["sitecustomize/settings.py"], sample=4, seed=draw, draw=draw, place=tmp_path, **given)
+        return list(asked)
+
+    first, second = drawn(1) + drawn(1), drawn(2) + drawn(2)
+    assert (len(first), len(second), len({*first, *second})) == (4, 4, 8)
+    assert set(drawn(2, again=True)) < set(second), "of what survived, only this draw's"
 
 
 class Tree:
@@ -223,6 +267,39 @@ def test_the_page_has_figures_survivors_and_reasons() -> None:
     assert "a & 3" not in equivalent
     whole = mutation_report.page([{**measured, "possible": 5}], reasons)
     assert f"| `{MODULE}` | 5 | all | 2 | 1 | 1 | 1 | 75.0 % |" in whole
+
+
+def test_the_page_has_each_draw_of_its_own() -> None:
+    drawn = [(1, "killed"), (1, "survived"), (2, "killed"), (2, "timeout"), (2, "survived"), (2, "survived")]
+    mutants = [
+        {"operator": "X", "occurrence": number, "line": 3, "was": "a", "now": f"b{number}", "outcome": outcome}
+        | ({"draw": draw} if draw > 1 else {})
+        for number, (draw, outcome) in enumerate(drawn)
+    ]
+    measured = {"module": MODULE, "date": "2026-11-24", "possible": 6, "mutants": mutants}
+    whole = {**measured, "module": "room/whole.py", "possible": 1, "mutants": mutants[:1]}
+    draws = [{"folder": "room", "number": number, "what": f"seed {number}"} for number in (1, 2)]
+    reasons = [{"module": MODULE, "was": "a", "now": ["b4"], "because": "It is."}]
+    page = mutation_report.page([measured, whole], reasons, draws)
+    # What was run whole is no draw's.
+    assert "| `room/` | 1 | seed 1 | 2 | 1 | 0 | 0 | 1 | 50.0 % (9 to 91) |" in page
+    assert "| `room/` | 2 | seed 2 | 4 | 1 | 1 | 1 | 1 | 66.7 % (21 to 94) |" in page
+    assert f"| `{MODULE}:3`, draw 2 | `a` | `b5` |" in page
+    assert "## Draws" not in mutation_report.page([measured], reasons)
+
+
+def test_each_draw_of_a_page_is_said_and_kept() -> None:
+    draws = tomllib.loads(mutation.CONFIG.read_text("utf-8"))["draw"]
+    kept = [json.loads(file.read_text("utf-8")) for file in mutation.KEPT.glob("*.json")]
+    numbers = {
+        (one["module"].partition("/")[0], mutant["draw"])
+        for one in kept
+        for mutant in one["mutants"]
+        if "draw" in mutant
+    }
+    said = {(one["folder"], one["number"]) for one in draws}
+    assert {folder for folder, _ in said} == {folder for folder, _ in numbers}
+    assert numbers == {(folder, number) for folder, number in said if number > 1}
 
 
 def test_the_kept_page_is_what_the_kept_results_say(tmp_path: Path) -> None:

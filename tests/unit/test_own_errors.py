@@ -364,6 +364,26 @@ def test_an_error_while_giving_back_keeps_nothing_else_from_it() -> None:
     assert "not all that the patch held could be given back: Unsayable: its text cannot be made" in said
 
 
+def test_of_two_errors_at_once_the_second_waits_for_nothing() -> None:
+    """Threads whose wrappers raise together, and a patch that is taken back meanwhile: the first one says it."""
+    context, said = PatchContext("around", {}, {}, lambda: None), list[str]()
+    given_back: list[int] = []
+    context.on_stand_aside(lambda: given_back.append(1))
+    context._failed = said.append
+
+    def errors() -> None:
+        context.stand_aside("engine:f", Broken("first"))
+        context.stand_aside("engine:g", Broken("second"))
+        context.withdraw()
+
+    thread = threading.Thread(target=errors, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert said == ["engine:f: Broken: first; the release's own code answers from now on"]
+    assert given_back == [1]
+
+
 def test_a_report_that_cannot_be_made_is_no_error_either() -> None:
     patched = Patched(before)
     patched.context._failed = lambda detail: 1 / 0  # type: ignore[assignment]
@@ -520,6 +540,23 @@ def test_a_lasting_wrapper_goes_on_and_is_guarded_still() -> None:
     assert seen == [False, True, True]
     assert release.calls == [(1, 0), (2, 0), (3, 0)]
     assert len(patched.said) == 1
+
+
+@pytest.mark.parametrize(("lasting", "then"), [(True, ["lasting", 8]), (False, 8)])
+def test_a_functions_wrapper_goes_on_only_if_it_is_lasting(lasting: bool, then: Any) -> None:
+    """Of a module's function, and of a static method."""
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return ["lasting", wrapped(*args, **kwargs)]
+
+    context = PatchContext("around", {}, {}, lambda: None)
+    if lasting:
+        context.lasting(wrapper)
+    function = guard.in_place_of(lambda number: number, wrapper, context, "engine:function")
+    static = guard.in_place_of(staticmethod(lambda number: number), wrapper, context, "engine:Release.it")
+    assert (function(7), static.__func__(7)) == (["lasting", 7], ["lasting", 7])
+    context.withdraw()
+    assert (function(8), static.__func__(8)) == (then, then)
 
 
 def test_a_call_leaves_nothing_behind_for_the_garbage_collector() -> None:

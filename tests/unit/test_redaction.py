@@ -172,6 +172,10 @@ SENTENCES = {
     f"vllm serve --quiet --api-key {SECRET}": f"vllm serve --quiet --api-key {HIDDEN}",
     f"vllm serve --api-key {SECRET} {SECRET}2 --api-key {SECRET}3 --port 80": f"vllm serve --api-key {HIDDEN} {HIDDEN} --api-key {HIDDEN} --port 80",
     f"Command '['vllm', '--api-key', '{SECRET}', '{SECRET}2', '--port', '80']' returned 1": f"Command '['vllm', '--api-key', {HIDDEN}, {HIDDEN}, '--port', '80']' returned 1",
+    # A list inside of a text that is quoted in its turn.
+    f"{{'argv': '[\\'vllm\\', \\'--api-key\\', \\'{SECRET}\\', \\'{SECRET}2\\', \\'--port\\']'}}": (
+        f"{{'argv': '[\\'vllm\\', \\'--api-key\\', {HIDDEN}, {HIDDEN}, \\'--port\\']'}}"
+    ),
     f"['curl', '-u', 'me:{SECRET}', 'http://h']: 401": f"['curl', '-u', 'me:{HIDDEN}', 'http://h']: 401",
     f"curl --user me:{SECRET}: 401": f"curl --user me:{HIDDEN} 401",
     f"docker run -e HF_TOKEN={SECRET} -e A=b": f"docker run -e HF_TOKEN={HIDDEN} -e A=b",

@@ -335,14 +335,50 @@ def test_a_report_that_cannot_be_written_to_its_end_leaves_the_last_one(
             raise OSError(28, "No space left on device")
         return write(file, data[: len(data) // 2])
 
+    def unusual(*given: Any, **named: Any) -> None:
+        raise OSError("of an unusual kind")
+
     monkeypatch.setattr(os, "write", half)
     mine.write({"vllm": "1.0"}, [])
     monkeypatch.undo()
     assert [file.name for file in tmp_path.iterdir()] == [file.name]
     assert file.read_bytes() == before
     assert json.loads(before)["note"] == "first"
-    assert mine.error is not None
-    assert "No space left on device" in mine.error
+    assert mine.error == f"no report in {tmp_path}: No space left on device"
+    monkeypatch.setattr(os, "replace", unusual)
+    mine.write({}, [])
+    assert mine.error == f"no report in {tmp_path}: of an unusual kind"
+    monkeypatch.undo()
+    mine.write({}, [])
+    assert mine.error is None
+
+
+def test_a_directory_that_is_made_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the process's umask."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.umask(0)
+    try:
+        for environ in ({}, {"LIVEPATCH_STATE_DIR": str(tmp_path / "named")}):
+            report.ProcessReport(environ, {}).write({}, [])
+            place = Path(report.directory(environ))
+            assert place.stat().st_mode & 0o777 == 0o700
+            assert [file.stat().st_mode & 0o777 for file in place.iterdir()] == [0o600]
+    finally:
+        os.umask(before)
+
+
+def test_what_is_no_directory_is_refused_as_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is named may be a link; one that nobody named may not."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        report.opened({"LIVEPATCH_STATE_DIR": str(tmp_path / "file")})
+    (tmp_path / "place").mkdir()
+    default = Path(report.directory({}))
+    default.symlink_to(tmp_path / "place")
+    os.close(report.opened({"LIVEPATCH_STATE_DIR": str(default)}))
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        report.opened({})
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])

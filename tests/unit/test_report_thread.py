@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import report_thread
 from vllm_livepatch.sitecustomize.report_thread import ReportThread
 
@@ -134,6 +135,21 @@ def test_a_write_that_hangs_is_waited_for_once(thread: Thread) -> None:
     assert thread.done == ["write content"]
 
 
+def test_only_the_first_fork_waits_for_a_write_that_hangs(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_thread, "FORK_SECONDS", 0.01)
+    thread.hang = threading.Event()
+    thread.reporter.soon(0.0)
+    until(lambda: thread.done)
+    stuck = thread.reporter._thread
+    thread.reporter.about_to_fork()
+    joins: list[Any] = []
+    monkeypatch.setattr(stuck, "join", joins.append)
+    thread.reporter.about_to_fork()
+    assert not thread.reporter.flush(20.0)
+    thread.reporter.close()
+    assert joins == []
+
+
 def test_a_fork_ends_the_thread_once_it_has_done_what_it_was_asked_to(thread: Thread) -> None:
     thread.reporter.soon(50.0)
     until(lambda: thread.waits)
@@ -158,6 +174,27 @@ def test_a_fork_waits_until_the_system_has_let_go_of_the_thread(
     thread.reporter.about_to_fork()
     monkeypatch.undo()
     assert (still, len(yields)) == ([], 2)
+
+
+def test_each_who_asks_waits_for_a_write_of_its_own(thread: Thread) -> None:
+    """One that was under way before may not have what is asked for."""
+    assert [thread.reporter.flush(20.0) for _ in range(3)] == [True] * 3
+    assert thread.done == ["write content"] * 3
+
+
+def test_in_a_child_of_multiprocessing_the_last_report_comes_after_what_others_do(
+    thread: Thread, mocker: MockerFixture
+) -> None:
+    """The child ends by `os._exit`; finalizers, down to its queues' at -5, may still call what is patched."""
+    finalize = mocker.patch("multiprocessing.util.Finalize")
+    assert thread.reporter.flush(20.0)
+    assert thread.reporter.flush(20.0)
+    (call,) = finalize.call_args_list  # registered once
+    assert call.kwargs["exitpriority"] < -5
+    obj, callback = call.args
+    assert obj is None  # it lives as long as the process
+    callback()
+    assert thread.done == ["write content", "write content", "end content"]
 
 
 def test_a_forked_child_begins_anew(thread: Thread) -> None:

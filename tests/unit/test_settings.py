@@ -81,7 +81,7 @@ def test_defaults() -> None:
     assert environment.options["chunked-lmcache-load"] == {"max_tokens": 8192}
     assert environment.options["moriio-timeouts"]["defer_seconds"] == 60.0
     assert environment.options["stale-finished-recving"] == {}
-    assert (environment.errors, environment.notes) == ((), ())
+    assert (environment.errors, environment.notes, environment.keep) == ((), (), False)
 
 
 ON = ["1", "true", "Yes", "on", "ENABLED", " on "]
@@ -169,6 +169,13 @@ def test_the_load_cap_and_its_zero(name: str) -> None:
     assert (on.errors, off.errors) == ((), ())
     both = read({name: "0", "LIVEPATCH_CHUNKED_LMCACHE_LOAD": "on"})
     assert both.toggles["chunked-lmcache-load"] == "on"
+
+
+@pytest.mark.parametrize(("environ", "toggle"), [({}, "auto"), ({"LIVEPATCH_SPARE_N": "0"}, "off")])
+def test_a_value_that_turns_a_patch_off_does_so_only_where_it_is_given(environ: dict[str, str], toggle: str) -> None:
+    spare = a_patch("spare", {"name": "n", "default": 0, "off": 0})
+    environment = settings.read([spare], environ)
+    assert (environment.toggles, environment.options) == ({"spare": toggle}, {"spare": {"n": 0}})
 
 
 @pytest.mark.parametrize("value", ["-1", "4k", "", "1.5", "nan", "0x10", "8192 tokens"])

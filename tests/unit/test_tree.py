@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import application, installed, patch_code
 from vllm_livepatch.sitecustomize.application import Applied, ApplyError
 from vllm_livepatch.sitecustomize.decision import PatchError
@@ -64,6 +65,16 @@ def test_torch_for_rocm_is_told_by_its_own_word(site: Path, hip: str, expected: 
         f"__version__ = '2.9'\nhip: str | None = {hip}\n" if hip else "cuda = '13'\n"
     )
     assert installed._is_rocm(Tree([str(site)])) is expected
+
+
+@pytest.mark.parametrize("auto", ["needed", "rocm", "traced", "off"])
+@pytest.mark.parametrize("hip", ["None", "'7.1'"])
+def test_only_for_patches_that_rocm_needs_torch_is_looked_at(site: Path, auto: Any, hip: str) -> None:
+    (site / "torch/version.py").write_text(f"hip = {hip}\n")
+    patch = to_patch("one", {**FACTS, "targets": ["engine.part:text"], "variant": [], "auto": auto})
+    found = installed.look(patch, Tree([str(site)]))
+    assert found.rocm is (auto == "rocm" and hip != "None")
+    assert (found.release, found.companions, list(found.code)) == ("2.5", {}, ["engine.part:text"])
 
 
 def test_a_tree_reads_sources_and_imports_nothing(site: Path) -> None:
@@ -122,12 +133,74 @@ FACTS: dict[str, Any] = {
         ({"targets": "engine.a:f"}, "targets"),
         ({"variant": {}}, "variant must be an array of tables"),
         ({"variant": ["1"]}, "variant must be an array of tables"),
+        ({"variant": [{"releases": ["1"]}]}, "a variant needs releases and code"),
+        ({"variant": [{"releases": ["1"], "code": ["engine.a:f"]}]}, "a variant needs releases and code"),
+        ({"variant": [{"code": {"engine.a:f": "0"}}]}, "a variant needs releases and code"),
+        ({"variant": [{"releases": [], "code": {"engine.a:f": "0"}}]}, "a variant needs releases and code"),
+        ({"variant": [{"releases": "1", "code": {}}]}, "releases must be a list of texts"),
+        (
+            {"variant": [{"releases": ["1"], "code": {}, "verdict": "no"}]},
+            "verdict is needed, fixed-upstream or not-pres",
+        ),
+        (
+            {"variant": [{"releases": ["1"], "code": {"engine.a:g": "0"}}]},
+            "names engine.a:g, which is neither a target",
+        ),
+        ({"variant": [{"releases": ["1"], "code": {}}]}, "the variant of 1 has no target"),
+        ({"targets": [], "variant": []}, "targets is empty"),
+        ({"auto": "on"}, "auto is needed, rocm, traced or off, not 'on'"),
+        ({"code": {"engine.a:g": "0"}}, "code has a name that is neither a target nor a call"),
+        ({"option": [{"name": "SECONDS"}]}, "an option needs a name and a default"),
+        ({"option": [{"default": 1}]}, "name must be a text"),
+        ({"version": 0}, "version is a whole number from 1 on, not 0"),
+        ({"version": -1}, "version is a whole number from 1 on, not -1"),
+        ({"version": "2"}, "version is a whole number from 1 on, not '2'"),
+        ({"version": 1.0}, "version is a whole number from 1 on, not 1.0"),
+        ({"version": True}, "version is a whole number from 1 on, not True"),
     ],
 )
 def test_facts_that_cannot_be(changed: dict[str, Any], says: str) -> None:
     to_patch("one", FACTS)
     with pytest.raises(PatchError, match=says):
         to_patch("one", {**FACTS, **changed})
+
+
+def test_code_that_all_variants_have_is_a_part_of_each() -> None:
+    facts = {**FACTS, "targets": ["engine.a:f", "engine.a:g"], "code": {"engine.a:g": "1"}}
+    assert dict(to_patch("one", facts).variants[0].code) == {"engine.a:f": "0", "engine.a:g": "1"}
+    whole = {"engine.a:f": "1", "engine.a:g": "1"}
+    assert dict(to_patch("one", {**facts, "code": whole}).variants[0].code) == {"engine.a:f": "0", "engine.a:g": "1"}
+
+
+COMPANION = {"package": "other", "releases": ["2"], "code": {"other.b:g": "1"}}
+
+
+@pytest.mark.parametrize(
+    ("companion", "calls", "says"),
+    [
+        ({**COMPANION, "package": "engine"}, ["other.b:g"], "a companion is of another package than engine"),
+        (COMPANION, [], "what a patch relies on of other stands in calls, and it wraps none of it"),
+        ({**COMPANION, "package": "more"}, ["other.b:g"], "what a patch relies on of more stands in calls"),
+        (
+            {**COMPANION, "code": {"other.b:h": "1"}},
+            ["other.b:g"],
+            "other 2 names other.b:h, which is no call of other",
+        ),
+        ({**COMPANION, "code": {}}, ["other.b:g"], "has code, or the verdict not-present, and not both"),
+        ({**COMPANION, "verdict": "not-present"}, ["other.b:g"], "has code, or the verdict not-present, and not both"),
+    ],
+)
+def test_companions_that_cannot_be(companion: dict[str, Any], calls: list[str], says: str) -> None:
+    to_patch("one", {**FACTS, "calls": ["other.b:g"], "companion": [COMPANION]})
+    to_patch(
+        "one", {**FACTS, "calls": ["other.b:g"], "companion": [{**COMPANION, "code": {}, "verdict": "not-present"}]}
+    )
+    with pytest.raises(PatchError, match=says):
+        to_patch("one", {**FACTS, "calls": calls, "companion": [companion]})
+
+
+def test_a_version_is_a_whole_number_from_one_on() -> None:
+    assert [to_patch("one", {**FACTS, "version": version}).version for version in (None, 1, 2)] == [None, 1, 2]
 
 
 def test_who_imported_a_function_by_name_is_found_among_all_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +215,22 @@ def test_who_imported_a_function_by_name_is_found_among_all_that_is_loaded(monke
     sys.modules["holder"] = holder
     assert application._bound_in(step) == "holder"
     assert application._bound_in(Applied("owner:C.name", object, "name", original, None)) is None
+
+
+@pytest.mark.parametrize(("archive", "anew"), [("/place/bundle.zip", ["/place/bundle.zip/patches"]), (None, [])])
+def test_of_a_bundle_in_a_zip_file_python_forgets_where_its_parts_lay(
+    monkeypatch: pytest.MonkeyPatch, mocker: MockerFixture, archive: str | None, anew: list[str]
+) -> None:
+    """Another zip file may have taken its place since; what other importers remember stays."""
+    importers: dict[str, Any] = {name: mocker.Mock() for name in ("/place/bundle.zip/patches", "/place", "/other.zip")}
+    monkeypatch.setattr(sys, "path_importer_cache", {**importers, "/place/bundle.zip/none": None})
+    root, module = ModuleType("livepatch"), ModuleType("livepatch.patches.a_patch.wrappers")
+    root.__loader__ = SimpleNamespace(archive=archive) if archive else SimpleNamespace()
+    packages = {name: ModuleType(name) for name in ("livepatch.patches", "livepatch.patches.a_patch")}
+    for name, found in {root.__name__: root, **packages, module.__name__: module}.items():
+        monkeypatch.setitem(sys.modules, name, found)
+    assert patch_code.load("livepatch", "a-patch") is module
+    assert [place for place, importer in importers.items() if importer.invalidate_caches.called] == anew
 
 
 def test_what_a_patchs_code_lacks_of_others_is_no_replaced_bundle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,10 +131,16 @@ class Kept:
             self.found = {(one["operator"], one["occurrence"]): one for one in old["mutants"]}
         self.head = {"module": module, "sha256": digest, "possible": possible}
 
-    def add(self, mutant: Mutant, outcome: str, by: str | None, since: bool = False) -> None:
+    def draw(self, key: tuple[str, int]) -> int | None:
+        """Which draw this mutant is of, None where it was not run yet."""
+        return int(self.found[key].get("draw", 1)) if key in self.found else None
+
+    def add(self, mutant: Mutant, outcome: str, by: str | None, since: bool = False, draw: int = 1) -> None:
         """`since`: one that survived, of which only what tests written for it come to is added; its outcome stays."""
         names = ("operator", "occurrence", "line", "was", "now")
         found = {**{name: getattr(mutant, name) for name in names}, "outcome": outcome, "by": by}
+        if draw != 1:
+            found["draw"] = draw
         self.found[mutant.key] = {**self.found[mutant.key], "since": by or outcome} if since else found
         ordered = sorted(self.found.values(), key=lambda one: (one["line"], one["operator"], one["occurrence"]))
         content = {**self.head, "date": datetime.date.today().isoformat(), "mutants": ordered}
@@ -225,7 +231,9 @@ class Run:
                     return
                 outcome, by = self.outcome(copy, module, mutant)
                 with self.lock:
-                    self.kept[module].add(mutant, outcome, by, self.config.get("since", False))
+                    self.kept[module].add(
+                        mutant, outcome, by, self.config.get("since", False), self.config.get("draw", 1)
+                    )
                 if outcome == "survived":
                     typer.echo(f"survived {module}:{mutant.line}: {mutant.was}  ->  {mutant.now}")
 
@@ -268,10 +276,13 @@ def run(
     wanted: Annotated[list[str], typer.Argument(metavar="MODULE", help="paths, or patterns of them")],
     sample: Annotated[int | None, typer.Option(help="As many mutants of each module, not all.")] = None,
     seed: Annotated[int, typer.Option(help="What the sample is drawn by.")] = 1,
+    draw: Annotated[
+        int, typer.Option(help="The number of the draw that these are of. What is of another is not drawn again.")
+    ] = 1,
     jobs: Annotated[int, typer.Option("--jobs", "-n", help="Copies at a time.")] = 2,
     again: Annotated[bool, typer.Option(help="Those that survived, once more.")] = False,
     since: Annotated[
-        bool, typer.Option(help="The same, with tests written for them: their outcome, and so the share, stays.")
+        bool, typer.Option(help="Those that no test is known to notice since: their outcome, and so the share, stays.")
     ] = False,
     seconds: Annotated[
         float | None, typer.Option(help="The tests of one mutant, added up; else as configured.")
@@ -282,7 +293,7 @@ def run(
     """Run mutants of these modules, but for those whose outcome is kept."""
     config = tomllib.loads(CONFIG.read_text("utf-8"))
     config["seconds"] = seconds or config["seconds"]
-    config["since"], again = since, again or since
+    config["since"], config["draw"], again = since, draw, again or since
     found = list(modules(wanted, config))
     if not found:
         raise UserError(f"no module of tools/upkeep/mutation.toml is {' or '.join(wanted)}")
@@ -296,7 +307,11 @@ def run(
         if since:
             reasons = config.get("equivalent", [])
             survived = {key for key in survived if not mutation_report.reason(module, known.found[key], reasons)}
-        for mutant in drawn(possible, sample, seed) if not again else possible:
+            survived = {key for key in survived if known.found[key].get("since", "survived") == "survived"}
+        else:
+            survived = {key for key in survived if known.draw(key) == draw}
+        free = [mutant for mutant in possible if known.draw(mutant.key) in (None, draw)]
+        for mutant in drawn(free, sample, seed) if not again else possible:
             if mutant.key in survived if again else mutant.key not in known.found:
                 wanting.append((module, mutant))
     # By the seed, so that a run that is ended early has a sample, and not the first lines.
@@ -328,8 +343,9 @@ def report(
 ) -> None:
     """Write the page from what is kept."""
     kept = [json.loads(file.read_text("utf-8")) for file in sorted(place.glob("*.json"))]
-    reasons = tomllib.loads(CONFIG.read_text("utf-8")).get("equivalent", [])
-    write.write_text(mutation_report.page(kept, reasons), "utf-8")
+    config = tomllib.loads(CONFIG.read_text("utf-8"))
+    page = mutation_report.page(kept, config.get("equivalent", []), config.get("draw", []))
+    write.write_text(page, "utf-8")
 
 
 if __name__ == "__main__":

@@ -62,8 +62,13 @@ def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
+QUICK = 0.05
+"""A test of so many seconds has its turn, whatever others of its kind there are."""
+
+
 def reaching(tests: Mapping[str, Mapping[str, Any]], text: str, module: str, line: int, seconds: float) -> list[str]:
-    """The tests to run for a change of this line: those that execute its function, one of each kind first.
+    """The tests to run for a change of this line: those that execute its function, one of each kind first, and
+    all the quick ones.
 
     What is outside of functions was executed by all. There, the tests are those of the functions that name what the
     line's statement assigns, if there are any, or of all functions.
@@ -78,7 +83,7 @@ def reaching(tests: Mapping[str, Mapping[str, Any]], text: str, module: str, lin
     seen: dict[str, Iterator[int]] = {}
     for one in found:
         count = seen.setdefault(one.partition("[")[0], itertools.count())
-        ranked.append((next(count), one))
+        ranked.append((0 if tests[one]["seconds"] <= QUICK else next(count), one))
     chosen: list[str] = []
     spent = 0.0
     for _, one in sorted(ranked, key=lambda pair: pair[0]):

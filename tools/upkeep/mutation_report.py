@@ -16,21 +16,33 @@ exception not caught, a loop that does not run. The unit tests must notice it. T
 
     pip install '.[lab,test,mutation]'
     python -m vllm_livepatch.tools.upkeep.mutation run sitecustomize/settings.py
+    python -m vllm_livepatch.tools.upkeep.mutation run --draw 5 --seed 5 --sample 5 'sitecustomize/*.py'
     python -m vllm_livepatch.tools.upkeep.mutation report
 
 `run` changes a copy of the checkout. For each mutant it runs the unit tests that execute the function, the quick ones
-first, at most 10 s of them (25 s for about half of what was drawn of `sitecustomize/`), and stops at the first that
+first, at most 10 s of them (25 s for about half of the first draw of `sitecustomize/`), and stops at the first that
 fails. A patch's mutant that they do not notice gets the patch's release tests, those that `mutation.toml` lists. What
-survives may be run once more with `--again --seconds 40`: of what was drawn, three were, by hand. (Which test executes
-what is seen in a run in which each function writes its name, also in the processes that tests start.) Not made: mutants
-of annotations, which nothing evaluates, and those that do not compile. "Timeout" counts as killed: four times what the
-same tests take unchanged, and 10 s. A survivor that does what the original does, or differs in what nobody is promised,
-is listed with its reason and left out of the share.
+survives may be run once more with `--again --seconds 40`, more of the same tests: three of the first draw were, and
+most of what survived of the later ones. (Which test executes what is seen in a run in which each function writes its
+name, also in the processes that tests start.) Not made: mutants of annotations, which nothing evaluates, and those that
+do not compile. "Timeout" counts as killed: four times what the same tests take unchanged, and 10 s. A survivor that
+does what the original does, or differs in what nobody is promised, is listed with its reason and left out of the share.
+A change outside of functions, as in most of `entry.py`, is executed by every test: the quick ones that have their turn
+may not be those that notice it.
 
 "All" means that each mutant was run. Where a part was drawn (with a seed), the share has its 95 % interval (Wilson).
 The draws are about as large for a small module as for a large one: the share of a folder is that of its draws.
 A survivor for which a test was written afterwards still counts as one, since it was that test's model; `run --since`
-says which test notices it now. Modules that are not listed were not measured.
+says which test notices it now; 15 were run by hand, with the test that is about them. Modules that are not listed were
+not measured.
+"""
+
+DRAWS = """## Draws
+
+A draw after the first takes none of what was run before. Its share is an independent measure of the tests as they were
+when it was run: none of them was written for its mutants. The rows of the table above count all draws together. Some
+of the survivors are noticed by tests of before, which had no turn in so many seconds: they count as survivors all the
+same.
 """
 
 
@@ -53,23 +65,37 @@ def reason(module: str, mutant: Mapping[str, Any], reasons: Iterable[Mapping[str
     return None
 
 
-def page(kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]]) -> str:
-    """The page; `kept` has an object for each module."""
+def page(
+    kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]], draws: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The page; `kept` has an object for each module, `draws` what is to be said of each draw of a folder."""
     rows = [
         "| module | mutants | run | killed | timeout | equivalent | survived | share killed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     drawn: dict[str, Counter[str]] = {}
+    by_draw: dict[tuple[str, int], Counter[str]] = {}
     equivalent: list[list[str]] = []
     survivors: list[list[str]] = []
     for one in sorted(kept, key=lambda one: str(one["module"])):
         module, mutants = one["module"], one["mutants"]
+        room = module.partition("/")[0]
         count = Counter(mutant["outcome"] for mutant in mutants)
+        of = Counter(mutant.get("draw", 1) for mutant in mutants)
+        for number, run in of.items():
+            if run < one["possible"]:  # else nothing was drawn: all were run
+                whole = by_draw.setdefault((room, number), Counter())
+                whole.update(mutant["outcome"] for mutant in mutants if mutant.get("draw", 1) == number)
+                whole["run"] += run
         for mutant in sorted(mutants, key=lambda mutant: (mutant["line"], mutant["operator"], mutant["occurrence"])):
             if mutant["outcome"] == "survived":
                 because = reason(module, mutant, reasons)
                 count["equivalent"] += because is not None
-                cells = [f"`{module}:{mutant['line']}`", _code(mutant["was"]), _code(mutant["now"])]
+                number = mutant.get("draw", 1)
+                if because is not None and (room, number) in by_draw and of[number] < one["possible"]:
+                    by_draw[room, number].update(equivalent=1, survived=-1)
+                where = f"`{module}:{mutant['line']}`" + (f", draw {number}" if number > 1 else "")
+                cells = [where, _code(mutant["was"]), _code(mutant["now"])]
                 if because is None:
                     since = mutant.get("since", "survived")
                     survivors.append([*cells, "" if since == "survived" else f"`{since.rpartition('/')[2]}`"])
@@ -78,11 +104,20 @@ def page(kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]]
         count["survived"] -= count["equivalent"]
         count["mutants"], count["run"] = one["possible"], len(mutants)
         if count["run"] < count["mutants"]:
-            drawn.setdefault(module.partition("/")[0], Counter()).update(count)
+            drawn.setdefault(room, Counter()).update(count)
         rows.append(_row(f"`{module}`", count))
     rows += [_row(f"**`{room}/`, where a part was drawn**", count) for room, count in sorted(drawn.items())]
     dates = ", ".join(sorted({one["date"] for one in kept})) or "no day yet"
     lines = [HEAD, f"Measured on {dates}.", "", *rows, ""]
+    said = {(one["folder"], one["number"]): one for one in draws}
+    shown = [
+        [f"`{room}/`", str(number), said[room, number]["what"], *_figures(count)]
+        for (room, number), count in sorted(by_draw.items())
+        if (room, number) in said
+    ]
+    if shown:
+        heads = ("folder", "draw", "when", "run", "killed", "timeout", "equivalent", "survived", "share killed")
+        lines += [DRAWS, *_table(heads, shown), ""]
     lines += ["## Survivors", ""]
     lines += _table(("where", "was", "mutant", "noticed since by"), survivors) or ["None."]
     lines += ["", "## Survivors that do what the original does", ""]
@@ -91,17 +126,22 @@ def page(kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]]
 
 
 def _row(name: str, count: Mapping[str, int]) -> str:
+    run, *figures, share = _figures(count)
+    whole = count["run"] == count["mutants"]
+    shown = "all" if whole else run
+    cells = [name, str(count["mutants"]), shown, *figures, share.partition(" (")[0] if whole else share]
+    return f"| {' | '.join(cells)} |"
+
+
+def _figures(count: Mapping[str, int]) -> list[str]:
+    """How many were run, killed, timed out, are equivalent and survived, and the share of the killed."""
     killed = count["killed"] + count["timeout"]
     counted = killed + count["survived"]
-    share = f"{100 * killed / counted:.1f} %" if counted else ""
-    if counted and count["run"] < count["mutants"]:
+    share = ""
+    if counted:
         low, high = interval(killed, counted)
-        share += f" ({100 * low:.0f} to {100 * high:.0f})"
-    run = "all" if count["run"] == count["mutants"] else str(count["run"])
-    return (
-        f"| {name} | {count['mutants']} | {run} | {count['killed']} | {count['timeout']} | {count['equivalent']} "
-        f"| {count['survived']} | {share} |"
-    )
+        share = f"{100 * killed / counted:.1f} % ({100 * low:.0f} to {100 * high:.0f})"
+    return [*(str(count[name]) for name in ("run", "killed", "timeout", "equivalent", "survived")), share]
 
 
 def _code(text: str) -> str:
