@@ -113,7 +113,7 @@ def is_loaded(name: str) -> bool:
     longer than it is: of two threads that end their imports together, each would leave a patch to the other. Of a
     LazyLoader's module the spec says nothing, and to ask the module itself would load it.
     """
-    module = _module(name)
+    module = imported(name)
     if module is None:
         return False
     spec = _spec(module)
@@ -121,7 +121,7 @@ def is_loaded(name: str) -> bool:
     return module is _run.get(name) or not (lazy or getattr(spec, "_initializing", False))
 
 
-def _module(name: str) -> types.ModuleType | None:
+def imported(name: str) -> types.ModuleType | None:
     """The module as importers find it, also at the moment for which the import of one that has run takes it away."""
     found, run = sys.modules.get(name), _run.get(name)
     if found is None and run is not None:
@@ -171,7 +171,7 @@ def _resolve(target: str) -> tuple[Any, str, Any]:
     module_name, _, qualname = target.partition(":")
     *path, attribute = qualname.split(".")
     try:
-        owner: Any = _module(module_name)
+        owner: Any = imported(module_name)
         for part in path:
             owner = getattr(owner, part)
         return owner, attribute, vars(owner)[attribute]
@@ -192,7 +192,7 @@ def _replacement(target: str, found: Any, files: Mapping[str, str]) -> str | Non
     A function of another file may still be the module's doing, by a decorator: then its source has one.
     """
     module_name, _, qualname = target.partition(":")
-    module = _module(module_name)
+    module = imported(module_name)
     assert module is not None
     function = function_of(found)
     file = files.get(module_name) or getattr(module, "__file__", None)

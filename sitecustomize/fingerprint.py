@@ -134,7 +134,7 @@ def _assigning(node: ast.AST, own: str, attribute: str) -> Iterator[ast.stmt]:
                 isinstance(part.value, ast.Name) and (part.value.id, part.attr) == (own, attribute) for part in stored
             ):
                 yield child
-        elif isinstance(child, (ast.stmt, ast.ExceptHandler)) and not isinstance(child, _Definition):
+        elif isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)) and not isinstance(child, _Definition):
             yield from _assigning(child, own, attribute)
 
 

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .application import is_loaded
+from .application import imported, is_loaded
 from .changed_module import ChangedModule, part_of_import
 from .changes import Change, HunkError, changed
 from .decision import Decision
@@ -126,7 +126,7 @@ class SourceChanges:
         names = [change.module for change in self._patches.get(patch, ())]
         lazy = {name for name in names if type(sys.modules.get(name)) is _LAZY}
         there = [name for name in names if name not in lazy and is_loaded(name)]
-        wrong = (name for name in there if not self._modules[name].in_place(sys.modules[name]))
+        wrong = (name for name in there if not self._modules[name].in_place(imported(name)))
         return len(there), len(names), next(wrong, None)
 
     @part_of_import

@@ -368,6 +368,7 @@ def attribute(body: str) -> str | None:
         "if other:\n    self.x = 1",
         "try:\n    pass\nexcept ValueError:\n    self.x = 1",
         "for one in other:\n    with one:\n        self.x = 1",
+        "match other:\n    case 1:\n        self.x = 1",
     ],
 )
 def test_an_attribute_is_what_init_itself_assigns(body: str) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import application, runtime
+from vllm_livepatch.sitecustomize.changed_module import ChangedModule
+from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Decision
 from vllm_livepatch.sitecustomize.patch_state import PatchState
+from vllm_livepatch.sitecustomize.source_changes import Made, SourceChanges
 
 from tests.unit.support import Sandbox
 from tests.unit.test_changed_module import RAISES, SCHEDULER, STEP, STOCK, USE, diff_patch, engine, state
@@ -53,7 +56,7 @@ loader = Loader()
 FOUND_BY_IT = """
 import sys, warnings
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 warnings.simplefilter("ignore")
 CODE = compile(open(FILE).read(), FILE, "exec")
 {loader}
@@ -375,3 +378,20 @@ def test_an_error_of_our_own_breaks_no_import(mocker: MockerFixture) -> None:
     says = mocker.patch.object(runtime, "to_stderr")
     runtime.guarded(mocker.Mock(side_effect=KeyError("x")), 1)
     says.assert_called_once_with("an error of its own, please report it: KeyError: 'x'")
+
+
+def test_a_changed_module_is_loaded_also_at_the_moment_that_its_import_takes_it_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread asks for the diff's modules as the interpreter ends the import of one."""
+    name = "engine_part"
+    sources = SourceChanges(None)
+    changed = ChangedModule(name, "x = 1\n", None, None)
+    sources.put("one", Made((Change(name, (), added=True),), {name: changed}))
+    module = ModuleType(name)
+    spec = ModuleSpec(name, SimpleNamespace(get_source=lambda name: changed.text))  # type: ignore[arg-type]
+    spec._initializing = True  # type: ignore[attr-defined]
+    module.__spec__, module.__loader__ = spec, spec.loader
+    monkeypatch.setitem(application._run, name, module)
+    assert name not in sys.modules
+    assert sources.loaded("one") == (1, 1, None)
