@@ -694,7 +694,7 @@ def asked_first(pair: Pair) -> Any:
     shut.set()
     assert pair.settled()
     held.append(pair.told("asked-first", first, PATIENCE * 10))
-    places = pair.ask("asked-first-3", transfer="asked-first")
+    places = pair.ask("asked-first-3", transfer="asked-first", arrives=False)
     return under_way, told, held, pair.told("asked-first-3", places, PATIENCE * 10), pair.left()
 
 
