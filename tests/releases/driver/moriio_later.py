@@ -255,8 +255,9 @@ def transfer_fails_in_step(world: World) -> None:
 
 
 def _fails_in_step(world: World, ends: str) -> None:
-    orders.let(lambda number: ends if number == 0 else orders.AT_ONCE)
     peer = world.peer()
+    world.next_is_written(peer, HEALTHY)  # what meets a peer may write its first layer only when the step ends
+    orders.let(lambda number: ends if number == 0 else orders.AT_ONCE)
     pair = Pair(world.engine, peer, [1], [2])
     pair.allocate()
     world.heard(pair)
