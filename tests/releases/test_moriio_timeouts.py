@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from vllm_livepatch.sitecustomize import decision, installed
@@ -20,12 +21,16 @@ PATCH = "moriio-timeouts"
 RELEASES = [pin.version for pin in registry.pins("vllm")]
 NEEDED = RELEASES[: RELEASES.index("0.22.1") + 1]
 FIXED = RELEASES[len(NEEDED) :]
+LATER = executed.chosen([FIXED[-1]], FIXED[1:])
+"""Of those with another protocol between two engines."""
 
 SECONDS = {"HANDSHAKE": "1.0", "TRANSFER": "0.8", "DEFER": "0.8"}
 OPTIONS = {f"LIVEPATCH_MORIIO_TIMEOUTS_{name}_SECONDS": seconds for name, seconds in SECONDS.items()}
 STOCK_SECONDS = "0.2"
 """How long to wait for what stock never does, spinning: where nothing is in the way it takes some 10 ms."""
 PATCHED_SECONDS = "20"
+LATER_SECONDS = "2"
+"""How long to wait for what never comes, in driver/moriio_later.py; what it bounds takes a fifth of that."""
 
 # What each case of driver/moriio_timeouts.py comes to on stock: the same in all these releases.
 STOCK = {
@@ -82,6 +87,28 @@ FIXED_STOCK = {
     "transfer_ends_late": "request never done",
     "layer_raises_while_pending": "next not served; request never done",
 }
+
+# From 0.24.0 on, of the cases of driver/moriio_later.py. A step that raises ends the engine.
+LATER_STOCK = {
+    **dict.fromkeys(
+        ("healthy", "nothing_to_save", "refused_handshake", "transfer_fails", "never_allocated"), "survives"
+    ),
+    # A step saves each layer twice, and waits `transfer_timeout` for the handshake each time. One thread shakes hands with
+    # all peers, and its wait for the silent one never ends.
+    "silent_peer": "waits 4 times for 2 layers; next not served",
+    "transfer_never_ends": "freed while it is read",
+    # Where all transfers were begun before the step is over, it is the step that waits for them, not the writer's thread.
+    "transfer_never_ends_in_step": "raises TransferError",
+    "transfer_fails_in_step": "raises TransferError",
+    "read": "survives",
+    "read_refused": "raises KeyError",
+    "read_from_silent_peer": "next not served",
+}
+# A step that reads begins with its handshakes, and waits for them without a limit.
+WAITS_FIRST = {**LATER_STOCK, "read_refused": "raises HandshakeError", "read_from_silent_peer": "never returns"}
+# The scheduler leaves it to the worker to give a write up, and that knows of none before the handshake.
+LEFT_TO_WORKER = {**WAITS_FIRST, "silent_peer": "waits 4 times for 2 layers; next not served; never freed"}
+LATER_FROM = {"0.24.0": LATER_STOCK, "0.27.1": WAITS_FIRST, "0.33.0": LEFT_TO_WORKER}
 
 
 def drive(
@@ -148,6 +175,15 @@ def test_fixed_release(warm: interpreter.Interpreter, tmp_path: Path) -> None:
     options = {f"LIVEPATCH_MORIIO_TIMEOUTS_{name}_SECONDS": seconds for name, seconds in given.items()}
     result = drive(warm, FIXED[0], tmp_path, None, options, ["2"])
     assert result["cases"] == FIXED_STOCK
+
+
+@pytest.mark.parametrize("release", LATER)
+def test_later_release(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    """What a prefill engine waits for ends, but for the handshakes' thread; a decode engine's step waits from 0.27.1 on."""
+    arguments = [LATER_SECONDS]
+    result = warm.run("moriio_later", {"vllm": release}, tmp_path, arguments=arguments, path=[interpreter.STANDINS])
+    since = max((first for first in LATER_FROM if RELEASES.index(first) <= RELEASES.index(release)), key=RELEASES.index)
+    assert result["cases"] == LATER_FROM[since]
 
 
 @pytest.mark.parametrize("release", FIXED)
