@@ -596,7 +596,10 @@ def test_when_the_transfer_of_a_write_that_failed_is_kept_no_more_others_are_ans
 
 
 def test_others_of_the_same_ask_are_answered_and_it_does_not_end() -> None:
+    """Also without `mooncake-lost-asks`."""
+
     async def case(worker: Worker) -> None:
+        del worker.left
         asked = await failed_early(worker, e=("u", [[20]]))
         worker.end("t", [1, 2])
         await turns()
@@ -691,6 +694,42 @@ def test_blocks_of_a_prefill_that_was_given_up_come_back_when_nothing_reads_them
         asked.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asked
+
+    run(case)
+
+
+def test_an_ask_for_a_prefill_that_was_given_up_is_sent_nothing_of_the_one_that_comes_again() -> None:
+    """Nothing was written for it yet."""
+
+    async def case(worker: Worker) -> None:
+        async def stock(metadata: Metadata) -> None:  # without `mooncake-lost-asks` who waits is not woken
+            worker.reqs_need_send.pop("t")
+
+        worker.record_send_reqs = stock  # type: ignore[method-assign]
+        asked = worker.ask("d", "t", [10, 11])
+        await turns()
+        worker.held("p", "t")
+        await turns()
+        worker.reqs_need_send["t"] = Entry("", "t", [], asyncio.Event())
+        worker.whole("t", [5], 2)
+        await turns()
+        assert worker.written == []
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+
+    run(case)
+
+
+def test_where_another_waits_to_be_fetched_the_release_hears_of_none_that_was_given_up() -> None:
+    async def case(worker: Worker) -> None:
+        ready = worker.reqs_need_send["t"] = Entry("first", "t", [[1]], asyncio.Event())
+        ready.ready.set()
+        worker.held("p", "t")
+        await turns()
+        assert worker.given_up == []
+        assert worker.reqs_need_send == {"t": ready}
+        assert worker.finished_sending_reqs == {"p"}
 
     run(case)
 
