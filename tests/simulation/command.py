@@ -15,8 +15,8 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from vllm_livepatch.tools.bench.figures import measured_on
 from vllm_livepatch.tools.lab import environments
+from vllm_livepatch.tools.measured import measured_on
 from vllm_livepatch.tools.releases import registry
 
 from tests.simulation import answers, arms, losses, shrink

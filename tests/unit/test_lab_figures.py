@@ -18,6 +18,8 @@ from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 
 from tests.unit.test_lab_demo import result
 
+ROOT = Path(__file__).resolve().parents[2]
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("lab", "lab-alive-and-right", "lab-lease", "lab-lmcache-lost", "lab-mooncake", "lab-prefill-decode")
 KEPT = sorted(file for name in DOCUMENTS for file in (ROOT / "docs" / name).glob("*.json"))
@@ -143,7 +145,9 @@ def test_the_settings_of_a_topology_are_told_where_they_are_not_the_usual() -> N
 
 def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"load": {"name": "storm", "seconds": 60.0, "clients": 12}, "rounds": 1, "seed": 1, "cores": 2}
-    long = result() | shape
+    undated = result() | shape
+    (tmp_path / "undated.json").write_text(json.dumps(undated))
+    long = undated | {"date": "2026-11-24", "revision": "abc1234", "machine": "2 cores"}
     long["arms"]["stock"]["log_tail"] = ["File /place/of/x.py"]
     (tmp_path / "result.json").write_text(json.dumps(long))
     (tmp_path / "doc.md").write_text(f"a\n<!-- {figures.NAME} -->\n<!-- /{figures.NAME} -->\nb\n")
@@ -156,6 +160,7 @@ def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     assert run("--keep", str(tmp_path / "result.json")) == 2
     assert run("--keep", str(tmp_path / "doc.md"), "--name", "x") == 2
+    assert run("--keep", str(tmp_path / "undated.json"), "--name", "x") == 2
     assert run("--keep", str(tmp_path / "result.json"), "--name", "one", "--write", str(tmp_path / "doc.md")) == 0
     assert "/place/of" not in (tmp_path / "kept" / "one.json").read_text()
     assert run("--picture", str(tmp_path / "none.png")) == 2
@@ -165,4 +170,14 @@ def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "vllm-livepatch lab lmcache --vllm 1.0 --lmcache 2.0 --fault disconnects --compare\n" in text
     assert "| failures by kind | HTTP 500: 3<br>ClientOSError: 2 | - |" in text
     assert "parts brought back" not in text, "no arm has any"
+    assert "(kept/one.json: 2026-11-24, revision abc1234, 2 cores)" in text
     assert text.endswith("\nb\n")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs").glob("lab*/*.json")), ids=str)
+def test_a_kept_result_says_when_and_of_which_revision_it_is(file: Path) -> None:
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", kept["date"])
+    assert re.fullmatch(r"[0-9a-f]{7,}", kept.get("kept_by") or kept["revision"])
+    assert "kept_by" in kept or kept["machine"]
+    assert figures.made(kept) in file.parent.with_suffix(".md").read_text(encoding="utf-8")

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import statistics
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from vllm_livepatch.tools.measured import measured_on
 
 PLACE = Path("docs/figures")
 PAGES = ("README.md", "docs/*.md")
@@ -95,18 +93,6 @@ def kept(figures: Figures, checkout: Path) -> dict[str, Any]:
         "columns": list(figures.columns),
         "rows": [list(row) for row in figures.rows],
         **({"details": figures.details} if figures.details else {}),
-    }
-
-
-def measured_on(checkout: Path) -> dict[str, Any]:
-    """Today, the checkout's revision, and this machine."""
-    revision = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "revision": revision or None,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
     }
 
 

@@ -39,12 +39,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from vllm_livepatch.tools.bench.figures import measured_on
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.lab import environments, faults, model, proxy, topology
 from vllm_livepatch.tools.lab.client import Client, Messages
 from vllm_livepatch.tools.lab.supervisor import Supervisor
+from vllm_livepatch.tools.measured import measured_on
 
 PATCH = "mooncake-layerwise"
 TOPOLOGY = "pd-mooncake-both"

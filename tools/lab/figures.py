@@ -30,7 +30,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def kept(result: dict[str, Any]) -> dict[str, Any]:
-    """A result without what is of one machine, and with no more than 120 points of each curve."""
+    """A result without what is of one machine, and with no more than 120 points of each curve.
+
+    Raises KeyError where it does not say when, with which revision and where it was made.
+    """
+    made(result)
     arms = {}
     for name, arm in result["arms"].items():
         curves = {
@@ -100,8 +104,15 @@ def markdown(place: Path) -> str:
         for row in summary.rows(result):
             if any(cell != "-" for cell in row[1:]):
                 lines.append(f"| {' | '.join(cell.replace(chr(10), '<br>') for cell in row)} |")
-        parts.append("\n".join([*lines, "", f"({place.name}/{file.name})", ""]))
+        parts.append("\n".join([*lines, "", f"({place.name}/{file.name}: {made(result)})", ""]))
     return "\n".join(parts)
+
+
+def made(result: dict[str, Any]) -> str:
+    """When, with what and where a result was made. Of early ones only the commit that kept them is known."""
+    if "kept_by" in result:
+        return f"{result['date']}, kept by commit {result['kept_by']}; the machine was not recorded"
+    return f"{result['date']}, revision {result['revision']}, {result['machine']}"
 
 
 @app.command()

@@ -25,10 +25,11 @@ from vllm_livepatch.tools.lab.arm import LOADING, Arm, Work, falling_into, guard
 from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.faults import Fault
-from vllm_livepatch.tools.lab.revisions import checkout, command_line
+from vllm_livepatch.tools.lab.revisions import ROOT, checkout, command_line
 from vllm_livepatch.tools.lab.storm import Turn, Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, together
 from vllm_livepatch.tools.lab.topology import Topology
+from vllm_livepatch.tools.measured import measured_on
 
 _TRANSPORTS = {"nixl": environments.nixl, "mooncake": environments.mooncake}
 """What is not in the engines' environment, by the word in a topology's name."""
@@ -118,6 +119,7 @@ async def run(options: Options) -> dict[str, Any]:
                     await arm.parts.stop()
     return {
         **described(options),
+        **measured_on(ROOT),
         "cores": os.cpu_count(),
         "arms": {name: found[name] for name in options.arms},
         "seconds": round(time.monotonic() - begun, 1),

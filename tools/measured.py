@@ -1,0 +1,22 @@
+"""When, with which revision and on which machine something was measured: every figure that is kept says so."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+
+def measured_on(checkout: Path) -> dict[str, Any]:
+    """Today, the checkout's revision, and this machine."""
+    revision = subprocess.run(
+        ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "revision": revision or None,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+    }
