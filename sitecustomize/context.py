@@ -45,7 +45,7 @@ class PatchContext:
         self.counters: dict[str, int] = {}
         self.patch_set = patch_set  # a digest of what patches make of code that torch.compile traces
         self._changed = changed
-        self._said: dict[str, tuple[float, int]] = {}  # kind: when, and how often since
+        self._logged: dict[str, tuple[float, int]] = {}  # kind: when, and how often since
         self.aside = False  # whether the release's own code answers in this process
         self._failed = failed
         self._first = threading.Lock()  # taken by the first error, and kept
@@ -60,11 +60,11 @@ class PatchContext:
     def say(self, kind: str, message: str) -> None:
         """One line on stderr, at most one every 30 seconds for each kind; what was held back is counted."""
         now = time.monotonic()
-        when, held_back = self._said.get(kind, (float("-inf"), 0))
+        when, held_back = self._logged.get(kind, (float("-inf"), 0))
         if now - when < SAY_EVERY_SECONDS:
-            self._said[kind] = (when, held_back + 1)
+            self._logged[kind] = (when, held_back + 1)
             return
-        self._said[kind] = (now, 0)
+        self._logged[kind] = (now, 0)
         more = f" ({held_back} more like it since the last line)" if held_back else ""
         to_stderr(f"{self.name}: {message}{more}")
 
@@ -142,7 +142,7 @@ class PatchContext:
     def forget(self) -> None:
         """Begin anew, as a forked child does."""
         self.counters.clear()
-        self._said.clear()
+        self._logged.clear()
 
 
 def _described(error: BaseException) -> str:

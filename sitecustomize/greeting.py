@@ -40,7 +40,7 @@ class Greeting:
         self._packages: Mapping[str, str | None] = {}
         self._last: float | None = None  # time.monotonic() of the last import of a target
         self._lock = threading.Lock()
-        self._said = False
+        self._written = False
         self._behind: list[str] = []
 
     def begin(self, packages: Mapping[str, str | None]) -> None:
@@ -55,7 +55,7 @@ class Greeting:
 
     def due_in(self) -> float:
         """Seconds until it is due; infinite where it was, or where no target was imported."""
-        if self._last is None or self._said:
+        if self._last is None or self._written:
             return float("inf")
         anything = any(one.state in ("applied", "failed") for one in self._outcomes())
         return self._last + (QUIET_SECONDS if anything else LATEST_SECONDS) - time.monotonic()
@@ -63,7 +63,7 @@ class Greeting:
     def behind(self, message: str) -> None:
         """Say this, and the process's line first."""
         with self._lock:
-            if not self._said:
+            if not self._written:
                 self._behind.append(message)
                 return
         context.to_stderr(message)
@@ -71,9 +71,9 @@ class Greeting:
     def say(self) -> None:
         """Write it, unless it was written, or no target was imported."""
         with self._lock:
-            if self._last is None or self._said:
+            if self._last is None or self._written:
                 return
-            self._said = True
+            self._written = True
             behind, self._behind = self._behind, []
         releases = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in self._packages.items())
         head = f"{self._version}, pid {os.getpid()}, {releases}"

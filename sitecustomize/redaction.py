@@ -37,7 +37,7 @@ _WHOLE = re.compile(r"(-*[A-Za-z_][\w.-]*\s*[:=]\s*)(.+)", re.DOTALL)  # NAME=va
 _QUOTED = r"""(?P<quote>\\{0,3}["'])?(?<![\w.-])(?P<name>[\w.-]+)"""
 _PAIR = re.compile(_QUOTED + r"(?(quote)(?P=quote))\s*[:=]\s*")
 # In a sentence a colon may be one: only after a name in quotes it is what a dictionary shows.
-_SAID = re.compile(_QUOTED + r"(?(quote)(?P=quote)\s*[:=]|\s*=)\s*")
+_NAMED = re.compile(_QUOTED + r"(?(quote)(?P=quote)\s*[:=]|\s*=)\s*")
 _NO_FLAG = r"""(?!\\{0,3}["']?--?[a-z][a-z0-9_.-]*(?:[=\s"'\\]|$))"""
 # Between the words of a list, as `repr` or JSON shows it, are quotes and a comma.
 _FLAGGED = re.compile(r"""(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)(?:\\{0,3}["'],)?\s+""" + _NO_FLAG)
@@ -81,7 +81,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 def sentence(text: str) -> str:
     """A log line, or a report's sentence: errors in it may quote any text."""
-    return _without(_SAID, _without_flagged(_forms(text)), _SWITCHES)
+    return _without(_NAMED, _without_flagged(_forms(text)), _SWITCHES)
 
 
 def is_secret(name: str) -> bool:

@@ -797,6 +797,6 @@ def test_a_port_that_zmq_closes_late_is_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(time, "sleep", sleep)
     listener.keep(context, "127.0.0.1", port)
     assert len(slept) == 2
-    assert not context._said, "it is kept"
+    assert not context._logged, "it is kept"
     with socket.create_connection(("127.0.0.1", port), 60):
         pass
