@@ -42,7 +42,7 @@ DRAWS = """## Draws
 A draw after the first takes none of what was run before. Its share is an independent measure of the tests as they were
 when it was run: none of them was written for its mutants. The rows of the table above count all draws together. Some
 of the survivors are noticed by tests of before, which had no turn in so many seconds: they count as survivors all the
-same.
+same. A module that was changed since begins anew, in the last draw: its earlier mutants are counted nowhere.
 """
 
 
@@ -74,6 +74,7 @@ def page(
         "|---|---|---|---|---|---|---|---|",
     ]
     drawn: dict[str, Counter[str]] = {}
+    rooms: dict[str, Counter[str]] = {}
     by_draw: dict[tuple[str, int], Counter[str]] = {}
     equivalent: list[list[str]] = []
     survivors: list[list[str]] = []
@@ -103,17 +104,19 @@ def page(
                     equivalent.append([*cells, because])
         count["survived"] -= count["equivalent"]
         count["mutants"], count["run"] = one["possible"], len(mutants)
+        rooms.setdefault(room, Counter()).update(count)
         if count["run"] < count["mutants"]:
             drawn.setdefault(room, Counter()).update(count)
         rows.append(_row(f"`{module}`", count))
     rows += [_row(f"**`{room}/`, where a part was drawn**", count) for room, count in sorted(drawn.items())]
+    rows += [_row(f"**`{room}/`**", count) for room, count in sorted(rooms.items()) if room not in drawn]
     dates = ", ".join(sorted({one["date"] for one in kept})) or "no day yet"
     lines = [HEAD, f"Measured on {dates}.", "", *rows, ""]
-    said = {(one["folder"], one["number"]): one for one in draws}
+    described = {(one["folder"], one["number"]): one for one in draws}
     shown = [
-        [f"`{room}/`", str(number), said[room, number]["what"], *_figures(count)]
+        [f"`{room}/`", str(number), described[room, number]["what"], *_figures(count)]
         for (room, number), count in sorted(by_draw.items())
-        if (room, number) in said
+        if (room, number) in described
     ]
     if shown:
         heads = ("folder", "draw", "when", "run", "killed", "timeout", "equivalent", "survived", "share killed")
