@@ -12,12 +12,16 @@ LOAD = "_livepatch_load"
 
 
 class Load:
-    """Of one pull: how many of prefill's workers may still write for it, and whether one has failed."""
+    """Of one pull: how many of prefill's workers may still write for it, and whether one has failed.
 
-    __slots__ = ("failed", "left")
+    `counts_asks`: the workers that are asked are not known beforehand; each counts when its ask begins.
+    """
 
-    def __init__(self, left: int) -> None:
+    __slots__ = ("counts_asks", "failed", "left")
+
+    def __init__(self, left: int, *, counts_asks: bool = False) -> None:
         self.left = left
+        self.counts_asks = counts_asks
         self.failed = False
 
 

@@ -63,8 +63,7 @@ class Holds:
     """A worker's. Its event loop holds and lets go, and each of its steps takes what is to be said."""
 
     def __init__(self) -> None:
-        self.blocks = 0  # that are held now
-        self._sizes: dict[str, int] = {}
+        self._now: dict[str, frozenset[int]] = {}  # that are held now, by key: of two workers that write one, twice
         self._lock = threading.Lock()
         self._held: dict[str, tuple[str, frozenset[int]]] = {}
         self._over: set[str] = set()
@@ -75,15 +74,20 @@ class Holds:
         held = frozenset(blocks)
         with self._lock:
             self._held[key] = name, held
-            self._sizes[key] = len(held)
-            self.blocks += len(held)
+            self._now[key] = held
         return key
+
+    @property
+    def blocks(self) -> int:
+        """How many are held now."""
+        with self._lock:
+            return len(frozenset().union(*self._now.values()))
 
     def let_go(self, key: str) -> None:
         """Nobody can write into them any more."""
         with self._lock:
             self._over.add(key)
-            self.blocks -= self._sizes.pop(key)
+            del self._now[key]
 
     def word(self) -> Word | None:
         with self._lock:

@@ -208,6 +208,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     async def watched(asking: Call, worker: Any, address: str, asked: Asked) -> None:
         """Ask as the release does, and see to it that what is asked comes to an end."""
+        for pull in asked.values():
+            load: Load = getattr(pull, LOAD)
+            if load.counts_asks:
+                load.left += 1
         ASKED.set(asked)
         release = asyncio.ensure_future(asking(address, asked))
         try:
@@ -277,8 +281,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             args, kwargs = (args[0] if args else kwargs["remote_engine_id"], pulls), {}
         try:
             wrapped(*args, **kwargs)
-        except (KeyError, NotImplementedError) as error:  # before it asked anybody
-            refuse(worker, pulls, f"the prefill engine cannot be asked: {error}")
+        except (KeyError, NotImplementedError) as error:
+            refuse_rest(worker, pulls, f"the prefill engine cannot be asked: {error}")
             return
         for pull in pulls.values():
             setattr(pull, LOAD, Load(pull.pull_tasks_count))
@@ -301,6 +305,19 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         for pull in pulls.values():
             setattr(pull, LOAD, Load(1))
         lost(worker, Asked(pulls), reason)
+
+    def refuse_rest(worker: Any, pulls: Mapping[str, Any], reason: str) -> None:
+        """Somebody cannot be asked for these. To 0.23.0 others may be: their tasks were made before, and begin before
+        what is called soon. The loads have failed, and end with the last of these asks."""
+        for pull in pulls.values():
+            setattr(pull, LOAD, Load(1, counts_asks=True))
+        asyncio.get_running_loop().call_soon(rest_is_lost, worker, Asked(pulls), reason)
+
+    def rest_is_lost(worker: Any, asked: Asked, reason: str) -> None:
+        try:
+            lost(worker, asked, reason)
+        except Exception as error:
+            livepatch.stand_aside("a load of which not all could be asked for", error)
 
     def handle_new_engine_id(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         engine = args[0] if args else kwargs["remote_engine_id"]

@@ -37,6 +37,7 @@ RIGHT = {
     "no_leg": [FAILED, False],
     "unreachable": FAILED,
     "unknown": FAILED,
+    "some_unknown": [FAILED, False, FAILED, True],
     "never_sent": [FAILED, False, OWN],
     "killed": [FAILED, FAILED, OWN],
     "waiting": [OWN, [OWN, OWN]],
@@ -52,6 +53,11 @@ RIGHT = {
 def reports_failures(release: str) -> bool:
     """vLLM PR#50984: what prefill answers as failed is told to decode's scheduler."""
     return Version(release) >= Version("0.30")
+
+
+def asks_before(release: str) -> bool:
+    """Some of a prefill engine's workers are asked before it is seen that another one is not known."""
+    return Version("0.19") <= Version(release) < Version("0.24")
 
 
 def stock(release: str) -> dict[str, Any]:
@@ -70,6 +76,7 @@ def stock(release: str) -> dict[str, Any]:
         "no_leg": [told, True],
         "unreachable": told,
         "unknown": told,
+        "some_unknown": [NOTHING, asks_before(release), NOTHING, True],
         "never_sent": [told, False, OWN],
         "broken": [told, told],
         "killed": [NOTHING] * 3,
@@ -88,6 +95,8 @@ def patched(release: str) -> dict[str, Any]:
     # A write that failed may go on: to 0.29.0 nothing is told, and nobody gets the blocks.
     if reports_failures(release):
         return {**RIGHT, "broken": [FAILED] * 2, "one_of_two": [False, FAILED, True]}
+    if asks_before(release):  # the load has failed, and is told so when nobody writes for it any more
+        return {**RIGHT, "broken": [NOTHING] * 2, "some_unknown": [NOTHING, True, FAILED, True]}
     return {**RIGHT, "broken": [NOTHING] * 2}
 
 
@@ -109,9 +118,9 @@ def test_patched(
     (report,) = (file for file in (tmp_path / "state").glob("*.json") if pid_of(file) == run["pid"])
     # Who had too few blocks beside a write that failed is held too, where the answer does not say which is which.
     # An ask that was never sent holds nothing; from 0.30.0 on the release itself reports it.
-    refused, held = (1 if reports_failures(release) else 13), {"held": 3}
+    refused, held = (2 if reports_failures(release) else 14), {"held": 3}
     if Version(release) < Version("0.19"):
-        refused, held = 14, {"held": 2}
+        refused, held = 15, {"held": 2}
     elif Version("0.30") <= Version(release) < Version("0.33"):
         held = {"held": 4}  # one by the first of two workers
     for name, counters in (

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.patches.mooncake_failed_loads import wrappers as patch
-from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, Keeper, Word, unpacked
+from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, Holds, Keeper, Word, unpacked
 from vllm_livepatch.patches.mooncake_failed_loads.peers import Peers
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -294,8 +294,57 @@ def test_who_cannot_be_asked_has_nothing_to_answer(error: Exception, blocks: lis
 
     decode = Decode()
     decode.pull.local_block_ids = blocks
-    decode.call("receive_kv", release, "p", {"d": decode.pull})
-    assert decode.reported() == told
+
+    async def play() -> None:
+        decode.call("receive_kv", release, "p", {"d": decode.pull})
+        await asyncio.sleep(0)
+        assert decode.reported() == told
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("answers", [well, failed])
+def test_where_one_worker_is_not_known_those_asked_before_are_waited_for(answers: Any) -> None:
+    """vLLM to 0.23.0 asks prefill's workers one by one, and the second has not registered yet."""
+
+    async def play() -> None:
+        decode = Decode()
+        go_on = asyncio.Event()
+
+        async def asking(address: str, pulls: Any) -> None:
+            await decode.async_zmq_ctx.socket("dealer").send(b"an ask")
+            await go_on.wait()
+            await answers(lambda **fields: decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields})))
+
+        async def task() -> None:  # the wrapper of a coroutine is called when it is awaited
+            await decode.call("receive_kv_from_single_worker", asking, "tcp://one", {"d": decode.pull})
+
+        tasks = []
+
+        def release(engine: str, pulls: Any) -> None:
+            tasks.append(asyncio.ensure_future(task()))
+            raise KeyError("no such rank")
+
+        decode.call("receive_kv", release, "p", {"d": decode.pull})
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert decode.reported() == (set(), set())
+        go_on.set()
+        await asyncio.gather(*tasks)
+        assert decode.reported() == ({"d"}, {3, 4})
+        assert decode.context.counters == {"failed": 1}
+
+    asyncio.run(play())
+
+
+def test_a_block_that_two_workers_may_write_is_held_once() -> None:
+    holds = Holds()
+    keys = [holds.hold("r", [1, 2]), holds.hold("r", [2, 3])]
+    assert holds.blocks == 3
+    holds.let_go(keys[0])
+    assert holds.blocks == 2
+    holds.let_go(keys[1])
+    assert holds.blocks == 0
 
 
 def test_what_is_held_is_lost_too_when_its_writer_is_gone_before_its_last_word() -> None:

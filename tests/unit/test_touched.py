@@ -103,6 +103,7 @@ ALLOWED = {
     },
     "mooncake-failed-loads": {
         **dict.fromkeys(("cancel", "done"), "of an asyncio.Future"),
+        "call_soon": "of an asyncio event loop",
         **dict.fromkeys(("close", "hostname", "port", "wait_closed"), "of a parsed address and of asyncio's streams"),
         **dict.fromkeys(("empty", "put"), "of a queue.SimpleQueue"),
         **dict.fromkeys(("_overdue", "_own", "_sending"), "of what the patch itself has"),

@@ -327,6 +327,26 @@ def unknown(pair: Pair) -> Any:
     return pair.loaded("unknown", [1, 2], failure(pair))
 
 
+def some_unknown(pair: Pair) -> Any:
+    """The bootstrap server knows one of two workers of a prefill engine that decode is to ask, as while they start."""
+    worker, name = pair.decode.worker, "some"
+    worker._remote_agents[name] = {0: {0: at(pair.prefill)}}
+    worker._tp_size[name] = 2
+    sizes = getattr(getattr(worker, "kv_topo", None), "remote_tp_size", None)
+    if sizes is not None:
+        sizes[name] = 2
+    pair.ask(name, [1, 2], SimpleNamespace(engine_id=name, port=pair.prefill.port))
+    early = pair.loaded(name, [1, 2], 1)
+    untouched = pair.given_to_others([1, 2]) if early == "failed" else lambda: True
+    asked = wait(lambda: (name, True) in pair.taken.asks, 1)
+    told = early
+    if asked:
+        pair.leg(name, [1, 2])
+        told = pair.loaded(name, [1, 2]) if early != "failed" else early
+        pair.let_go(name)
+    return early, asked, told, untouched()
+
+
 def never_sent(pair: Pair) -> Any:
     """Decode has no socket left to ask by, and then has some again. Prefill is well."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -518,6 +538,7 @@ CASES = (
     no_leg,
     unreachable,
     unknown,
+    some_unknown,
     never_sent,
     broken,
 )
