@@ -117,6 +117,7 @@ def make_config(model_config: Any, role: str, engine_id: str, extra: dict[str, A
         **MODEL.options,
     )
     config.cache_config.block_size = 32  # 0.28.0's platform sets 16 for MLA
+    config.scheduler_config.enable_chunked_prefill = True  # 0.33.0's turns it off for MLA on a CPU without AMX
     if hasattr(config.cache_config, "kv_cache_layout"):
         config.cache_config.kv_cache_layout = "NHD"  # from 0.29 the engine core says it before workers begin
     return config
