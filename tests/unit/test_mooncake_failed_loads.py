@@ -347,6 +347,16 @@ def test_a_block_that_two_workers_may_write_is_held_once() -> None:
     assert holds.blocks == 0
 
 
+def test_what_is_held_and_over_is_reported_once() -> None:
+    holds = Holds()
+    key = holds.hold("r", [1])
+    holds.let_go(key)
+    word = holds.word()
+    assert word is not None
+    assert (word.held, word.over) == ({key: ("r", frozenset({1}))}, {key})
+    assert holds.word() is None
+
+
 def test_what_is_held_is_lost_too_when_its_writer_is_gone_before_its_last_word() -> None:
     async def broken_and_silent(answer: Any) -> None:
         answer(status=Status.CONTINUE, err_reqs=["d"], err_msg="Mooncake transfer engine returned -1")
