@@ -32,7 +32,9 @@ RUNNING = "vllm:num_requests_running"
 LEASE_SECONDS = 12
 """Short, for a short test; renewed every 2 s for 8 s, which two busy cores can keep up with."""
 PROMPT_TOKENS = 8 * BLOCK_SIZE
-BUSY_TOKENS = 1500
+BUSY, BUSY_TOKENS = 40, 1500
+"""Requests that the living engine works on one by one; more than a fast machine can within the time. What is left of them
+is cancelled."""
 REUSE_TOKENS = 50 * BLOCK_SIZE
 """In each of REUSES prompts, which together need every block of a prefill engine."""
 BLOCKS, REUSES = 200, 5
@@ -174,7 +176,7 @@ async def play(work: Path, python: Path, path: list[Path]) -> Seen:
                 assert await parts.guard(peers.acquaint(name, decoder, prompts[0])) == undisturbed
         for client in clients.values():
             assert await drained(client) == 0
-        busy = [asyncio.create_task(peers.decode("alive", prompts[1], None, BUSY_TOKENS)) for _ in range(6)]
+        busy = [asyncio.create_task(peers.decode("alive", prompts[1], None, BUSY_TOKENS)) for _ in range(BUSY)]
         while not await alive.metric(RUNNING):
             assert not any(task.done() for task in busy)
             await asyncio.sleep(0.1)
