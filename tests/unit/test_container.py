@@ -32,7 +32,7 @@ OWN = (
     "/proc",
 )
 """Not the host's name: with the host's network a container shares it, and only the PID namespace tells them apart."""
-SERVE = f"{USE_STEP}; import sys, time; sys.stdout.flush(); time.sleep(1000)"
+SERVE = f"{USE_STEP}; import signal, sys; sys.stdout.flush(); signal.pause()"
 ENDED = "end of what it said"
 
 

@@ -102,6 +102,9 @@ def test_what_is_imported_later_is_in_it(sandbox: Sandbox) -> None:
     sandbox.patch()
     sandbox.patch("later", [WORK])
     sandbox.generate()
-    done = sandbox.python(f"{USE_STEP}\nimport time; time.sleep(0.3)\nimport fakeengine.worker")
+    reported = "glob.glob(os.environ['LIVEPATCH_STATE_DIR'] + '/*.json')"
+    done = sandbox.python(
+        f"{USE_STEP}\nimport glob, os, time\nwhile not {reported}: time.sleep(0.01)\nimport fakeengine.worker"
+    )
     assert "; applied=around,later armed=0 skipped=0 failed=- " in done.greeting
     assert len(done.lines) == 1

@@ -13,7 +13,7 @@ import pytest
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.tools.bundled import status
 
-from tests.unit import interpreters
+from tests.unit import debian, interpreters
 from tests.unit.support import PATCHED, PYTHON, USE_STEP, Sandbox, finish
 
 # Stands in for os.open on a hung NFS mount: it never comes back for what is below the state directory.
@@ -38,11 +38,11 @@ def hung(tmp_path: Path) -> Iterator[Path]:
     try:
         device = os.open("/dev/fuse", os.O_RDWR)
     except OSError as error:
-        pytest.skip(f"no FUSE here: {error}")
+        debian.lack(f"FUSE ({error.strerror})")
     options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
     if library.mount(b"hung", os.fsencode(place), b"fuse", 0, options.encode()):
         os.close(device)
-        pytest.skip(f"no FUSE here: {os.strerror(ctypes.get_errno())}")
+        debian.lack(f"FUSE ({os.strerror(ctypes.get_errno())})")
     try:
         yield place
     finally:

@@ -18,8 +18,6 @@ from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 
 from tests.unit.test_lab_demo import result
 
-ROOT = Path(__file__).resolve().parents[2]
-
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("lab", "lab-alive-and-right", "lab-lease", "lab-lmcache-lost", "lab-mooncake", "lab-prefill-decode")
 KEPT = sorted(file for name in DOCUMENTS for file in (ROOT / "docs" / name).glob("*.json"))
@@ -174,7 +172,7 @@ def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert text.endswith("\nb\n")
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "docs").glob("lab*/*.json")), ids=str)
+@pytest.mark.parametrize("file", KEPT, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_a_kept_result_says_when_and_of_which_revision_it_is(file: Path) -> None:
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", kept["date"])

@@ -339,12 +339,12 @@ def some_unknown(pair: Pair) -> Any:
     early = pair.loaded(name, [1, 2], 1)
     untouched = pair.given_to_others([1, 2]) if early == "failed" else lambda: True
     asked = wait(lambda: (name, True) in pair.taken.asks, 1)
-    told = early
+    outcome = early
     if asked:
         pair.leg(name, [1, 2])
-        told = pair.loaded(name, [1, 2]) if early != "failed" else early
+        outcome = pair.loaded(name, [1, 2]) if early != "failed" else early
         pair.let_go(name)
-    return early, asked, told, untouched()
+    return early, asked, outcome, untouched()
 
 
 def never_sent(pair: Pair) -> Any:
