@@ -44,7 +44,7 @@ def of_names(source: str, names: Mapping[str, str]) -> dict[str, str | None]:
         found = {key: find(tree, name) for key, name in names.items()}
         return {key: None if node is None else of_node(node) for key, node in found.items()}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
-        raise SourceError(f"the source does not parse: {error or type(error).__name__}") from error
+        raise SourceError(f"the source does not parse: {str(error) or type(error).__name__}") from error
 
 
 def parsed(source: str) -> ast.Module:

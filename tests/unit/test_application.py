@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import linecache
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import pytest
+from vllm_livepatch.sitecustomize import application, guard
 
 from tests.unit.support import AROUND, PATCHED, STEP, STOCK, USE_STEP, WORK, Sandbox
 
@@ -336,3 +345,161 @@ def test_every_kind_of_function(sandbox: Sandbox) -> None:
         "['patched', 9] True",
         "(number) (self, number=0) def plain(number): return [number]",
     ], done.err
+
+
+# By itself, without a bundle: modules of this process.
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A module of a file, with a function, a class, and something that its module did not write."""
+    file = tmp_path / "fake_engine.py"
+    file.write_text(
+        "def work(item):\n    return [item]\n\n\nclass Scheduler:\n    def step(self, number):\n        return [number]\n",
+        "utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(application, "_run", {})
+    yield importlib.import_module("fake_engine")
+    sys.modules.pop("fake_engine", None)
+
+
+def wrapped(original: Any, wrapper: Any, target: str) -> Any:
+    return wrapper
+
+
+def step_for(engine: Any, target: str = "fake_engine:work", **more: Any) -> application.Applied:
+    (step,) = application.planned({target: lambda item: ["patched", item]}, wrapped, (), {}, force=False)
+    return step
+
+
+def test_what_no_wrapper_can_stand_for_is_not_wrapped(engine: Any) -> None:
+    def refuses(original: Any, wrapper: Any, target: str) -> Any:
+        raise guard.Unwrappable("an abstract method")
+
+    with pytest.raises(application.ApplyError) as caught:
+        application.planned({"fake_engine:work": print}, refuses, (), {}, force=False)
+    assert caught.value.reason == "unwrappable"
+    assert "fake_engine:work" in caught.value.detail
+
+
+def test_an_error_of_somebody_elses_while_it_is_set(engine: Any) -> None:
+    """A class that refuses the second of two: the first is as it was, and the error has a reason."""
+
+    class Refuses(type):
+        def __setattr__(cls, name: str, value: Any) -> None:
+            raise ValueError(name)
+
+    engine.Closed = Refuses("Closed", (), {"step": engine.Scheduler.step})
+    steps = [step_for(engine), application.Applied("fake_engine:Closed.step", engine.Closed, "step", None, print)]
+    original = engine.work
+    with pytest.raises(application.ApplyError, match=r"ValueError while applying: step") as caught:
+        application.put_in_place(steps)
+    assert caught.value.reason == "raised"
+    assert engine.work is original
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_process_is_nobodys_reason(engine: Any, error: type[BaseException]) -> None:
+    class Ends(type):
+        def __setattr__(cls, name: str, value: Any) -> None:
+            raise error
+
+    engine.Closed = Ends("Closed", (), {"step": engine.Scheduler.step})
+    with pytest.raises(error):
+        application.put_in_place([application.Applied("fake_engine:Closed.step", engine.Closed, "step", None, print)])
+
+
+def spec_of(module: Any, **more: Any) -> None:
+    module.__spec__ = SimpleNamespace(**more)
+
+
+def test_whether_a_module_is_loaded(engine: Any) -> None:
+    """Its spec says that it is being imported, a moment longer than it is: `executed` says when that is over."""
+    assert application.is_loaded("fake_engine")
+    assert not application.is_loaded("no.such.module")
+    spec_of(engine)  # one that says nothing of it: made by hand
+    assert application.is_loaded("fake_engine")
+    spec_of(engine, _initializing=True)
+    assert not application.is_loaded("fake_engine")
+    spec_of(engine, _initializing=False, loader_state={"__class__": type(engine)})  # a LazyLoader's
+    assert not application.is_loaded("fake_engine")
+    application.executed(engine)
+    spec_of(engine, _initializing=True)
+    assert application.is_loaded("fake_engine")
+
+
+def test_a_module_that_its_import_takes_away_for_a_moment(engine: Any) -> None:
+    application.executed(engine)
+    del sys.modules["fake_engine"]
+    spec_of(engine, _initializing=True)
+    assert application.imported("fake_engine") is engine
+    for said in ({"_initializing": False}, {}):  # its import is over: somebody dropped it
+        spec_of(engine, **said)
+        assert application.imported("fake_engine") is None
+
+
+def test_a_target_that_is_gone_is_not_in_place(engine: Any) -> None:
+    step = step_for(engine)
+    application.put_in_place([step])
+    assert application.in_place(step)
+    del engine.work
+    assert not application.in_place(step)
+    assert application.overtaken_by(step) == "nothing"
+
+
+def test_a_wrapper_is_reached_as_what_its_class_gives_of_it(engine: Any) -> None:
+    """Somebody's wrapper holds the function of our class method, not the class method."""
+    ours = classmethod(lambda cls: None)
+    step = application.Applied("fake_engine:Scheduler.step", engine.Scheduler, "step", None, ours)
+
+    def theirs() -> None: ...
+
+    theirs.__wrapped__ = ours.__func__  # type: ignore[attr-defined]
+    assert application.reaches(ours, step)
+    assert application.reaches(theirs, step)
+    assert not application.reaches(lambda: None, step)
+
+
+@pytest.mark.parametrize("source", [None, "def work(:\n", ""], ids=["gone", "does not parse", "names nothing"])
+def test_where_the_source_says_nothing_a_strange_function_is_somebody_elses(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, source: str | None
+) -> None:
+    file = Path(engine.__file__)
+    file.unlink()
+    if source is not None:
+        file.write_text(source, "utf-8")
+    linecache.clearcache()
+    engine.work = textwrap.dedent
+    with pytest.raises(application.ApplyError) as caught:
+        step_for(engine)
+    assert caught.value.reason == "foreign"
+    assert f"textwrap.dedent in {textwrap.__file__}" in caught.value.detail
+
+
+def test_a_module_without_a_file_may_have_a_strange_function(engine: Any) -> None:
+    engine.__file__ = None
+    engine.work = len  # has no code, and so no file
+    with pytest.raises(application.ApplyError) as caught:
+        step_for(engine)
+    assert caught.value.detail == "fake_engine:work was already replaced by builtins.len"
+
+
+def test_who_took_a_function_by_name_is_found_but_for_modules_of_ours(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = step_for(engine)
+    own = ModuleType("vllm_livepatch.a_module")
+    own.work = engine.work  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    application.put_in_place([step])
+    application.undo([step])
+    other = ModuleType("elsewhere.a_module")
+    other.renamed = engine.work  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    with pytest.raises(
+        application.ApplyError, match=r"^elsewhere.a_module imported fake_engine:work by name"
+    ) as caught:
+        application.put_in_place([step])
+    assert caught.value.reason == "bound"
+    assert engine.work is other.renamed

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import cache, changed_module, fingerprint
 
 
@@ -166,3 +167,38 @@ def test_fingerprints_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert cache.Fingerprints(place).of_names(SOURCE, {"a": "f"}) == {"a": "found"}
     assert cache.Fingerprints(None).of_names(SOURCE, {"a": "f"}) == {"a": "found"}
     assert asked == ["f", "f", "f", "a"]
+
+
+def test_who_waits_for_a_cache_that_hangs_does_not_hold_up_the_exit(hanging: threading.Event) -> None:
+    cache.in_time(hanging.wait)
+    assert [thread.daemon for thread in cache._silent] == [True]
+
+
+def test_a_place_that_cannot_be_written_is_not_used(tmp_path: Path, mocker: MockerFixture) -> None:
+    """Root may write anywhere, but for a file system that is mounted to be read."""
+    tmp_path.chmod(0o700)
+    places = [tmp_path / "read only", tmp_path / "no way in", tmp_path / "good"]
+    denied = {str(places[0]): os.W_OK, str(places[1]): os.X_OK}
+    mocker.patch.object(cache, "_candidates", return_value=[(str(place), os.stat) for place in places])
+    mocker.patch.object(os, "access", side_effect=lambda place, mode: not mode & denied.get(place, 0))
+    mocker.patch.object(cache, "_above_is_safe", return_value=True)
+    assert cache.directory({}) == str(places[2])
+
+
+def test_what_lies_below_directories_of_root_is_safe_for_everybody(mocker: MockerFixture) -> None:
+    assert (os.stat("/").st_uid, os.stat("/usr").st_uid) == (0, 0)
+    mocker.patch.object(os, "getuid", return_value=12345)
+    assert cache._above_is_safe("/usr/lib")
+
+
+def test_what_lies_in_the_way_of_a_write_is_neither_followed_nor_changed(file: Path, mocker: MockerFixture) -> None:
+    mocker.patch.object(os, "urandom", return_value=b"known")
+    place = file.with_name("other")
+    in_the_way = place.with_name(f"other.{b'known'.hex()}.tmp")
+    in_the_way.symlink_to(file)
+    assert not cache.replace(str(place), b"more")
+    in_the_way.unlink(missing_ok=True)
+    in_the_way.symlink_to(file.with_name("nothing"))
+    assert not cache.replace(str(place), b"more")
+    assert file.read_bytes() == b"data"
+    assert not file.with_name("nothing").exists()

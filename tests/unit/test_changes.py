@@ -123,3 +123,26 @@ def test_what_one_hunk_does_is_undone_by_its_reverse(old: list[str], at: int, si
     there = Hunk(at + 1, taken, (new, *taken))
     back = Hunk(at + 1, (new, *taken), taken)
     assert changed(changed(text, [there]), [back]) == text
+
+
+def test_a_message_names_no_more_than_five_places() -> None:
+    with pytest.raises(HunkError, match=r"in 6 places: lines 1, 2, 3, 4, 5$"):
+        changed("x\n" * 6, [Hunk(9, ("x",), ("y",))])
+
+
+def test_what_is_there_already_is_looked_for_where_the_hunks_before_have_moved_it() -> None:
+    """The first hunk adds three lines; of the places that the second one's lines have, its number names one."""
+    before = [f"a{number}" for number in range(10)] + ["same", "old", "same"] * 3
+    hunks = [
+        Hunk(2, ("a1", "a2"), ("a1", "b", "b", "b", "a2")),
+        Hunk(14, ("same", "old", "same"), ("same", "new", "same")),
+    ]
+    text = "\n".join(before)
+    after = changed(text, hunks).replace("old", "new")  # the others stand there as changed
+    assert contained(after, hunks)
+    assert not contained(text, hunks)
+
+
+def test_a_change_is_of_a_module_that_is_there_and_no_package() -> None:
+    change = Change("engine.a", ())
+    assert (change.added, change.package) == (False, False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from functools import partialmethod
 from typing import Any
@@ -85,3 +87,27 @@ def test_what_is_wanted_and_not_applied_is_missing(state: str, wanted: bool, app
     patch.decision = Decision("needed", apply, wanted, "needed", "", None)
     patch.settle(state)
     assert patch.missing is missing
+
+
+def test_a_patch_that_nobody_asked_for_by_name() -> None:
+    assert not made().asked
+    assert not PatchContext("a", {}, {}, lambda: None).asked
+
+
+class Written(io.StringIO):
+    """A stderr of somebody's own, without a file."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def fileno(self) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError(), ValueError()])
+def test_a_stderr_without_a_file_gets_its_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    stderr = Written(error)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    context.line("a line")
+    assert stderr.getvalue() == "vllm-livepatch: a line\n"

@@ -240,3 +240,38 @@ def test_public_release() -> None:
     assert public_release("0.21.0+rocm700") == "0.21.0"
     assert public_release("0.23.1rc1.dev424+g3f5a1e173") == "0.23.1rc1.dev424"
     assert public_release("0.21.0.post1") == "0.21.0.post1"
+
+
+def test_what_nobody_says_is_not_so() -> None:
+    patch = Patch("some-patch", "engine", "", (TARGET,), (), ())
+    assert (patch.traced, patch.per_module) == (False, False)
+    assert not Installed("1", {}).rocm
+    environment = Environment("auto", {}, {})
+    assert (environment.traced, environment.keep) == (False, False)
+
+
+def test_a_patch_is_named_with_its_version_where_it_has_one() -> None:
+    assert PATCH.versioned == "some-patch"
+    assert dataclasses.replace(PATCH, version=3).versioned == "some-patch@3"
+
+
+def test_a_patch_that_is_a_diff_has_sentences_of_its_own() -> None:
+
+    def sentences(patch: Patch) -> list[str]:
+        return [judge(patch, installed)[1] for installed in (Installed("0.21.0", OLD), Installed("0.24.0", GOOD))]
+
+    assert sentences(PATCH) == ["engine 0.21.0 has the fault", "engine 0.24.0 no longer has the fault"]
+    assert sentences(dataclasses.replace(PATCH, diff="a.diff")) == [
+        "engine 0.21.0 is what the diff applies to exactly",
+        "engine 0.24.0 has the change already",
+    ]
+
+
+def test_of_targets_that_are_not_there_the_first_is_named() -> None:
+    assert judge(PATCH, Installed("0.1", NOTHING))[1] == f"engine 0.1 has no {TARGET}"
+
+
+def test_of_known_code_that_is_no_form_only_what_nobody_verified_is_named() -> None:
+    """The target's code is an old one's, the call's is that of none; what fits the nearest form is not named."""
+    installed = Installed("0.21.1", {**OLD, CALL: "edited"})
+    assert judge(PATCH, installed)[1].endswith(f"has code that was never verified: {CALL}")

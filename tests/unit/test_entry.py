@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm_livepatch import sitecustomize
@@ -229,3 +232,53 @@ def test_every_supported_interpreter_is_served(patched: Sandbox, version: str) -
     assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err
     done = patched.python(USE_STEP, "-OO", "-B", python=python)
     assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err
+
+
+def parts_of_the_entry(*functions: str, **names: Any) -> dict[str, Any]:
+    """Some of its functions by themselves: as a whole it would arm this process."""
+    tree = ast.parse(ENTRY.read_text("utf-8"))
+    wanted = [
+        node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in functions
+    ]
+    assert len(wanted) == len(functions)
+    module = ast.Module(body=list(wanted), type_ignores=[])
+    exec(compile(module, str(ENTRY), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("version", "served"),
+    [
+        ((2, 7), False),
+        ((3, 9), False),
+        ((3, 10), True),
+        ((3, 14), True),
+        ((3, 15), False),
+        ((4, 0), False),
+        ((4, 10), False),
+    ],
+)
+def test_the_interpreters_that_it_serves(version: tuple[int, int], served: bool) -> None:
+    process = SimpleNamespace(version_info=(*version, 0), meta_path=[], modules={})
+    names = parts_of_the_entry(
+        "arm", os=SimpleNamespace(environ={}), sys=process, OFF=("off",), TARGETS={}, LATE=False, LivepatchFinder="ours"
+    )
+    assert names["arm"]() is served
+    assert process.meta_path == (["ours"] if served else [])
+
+
+@pytest.mark.parametrize(("mode", "first"), [("auto", True), ("off", False)])
+def test_where_it_is_off_the_next_sitecustomize_has_the_path_to_itself(
+    patched: Sandbox, mode: str, first: bool
+) -> None:
+    """OpenTelemetry's puts itself in front, for what this process starts; ours comes before it only where it serves."""
+    other = patched.root / "other"
+    other.mkdir()
+    code = f"import os\nos.environ['PYTHONPATH'] = os.pathsep.join([{str(other)!r}, os.environ['PYTHONPATH']])\n"
+    (other / "sitecustomize.py").write_text(code, "utf-8")
+    done = patched.python(
+        "import os; print(os.environ['PYTHONPATH'])", path=[patched.bundle, other, patched.site], LIVEPATCH=mode
+    )
+    begin = done.out.strip().split(os.pathsep)[:2]
+    both = [str(patched.bundle), str(other)]
+    assert begin == (both if first else both[::-1])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
-from types import SimpleNamespace
+import traceback
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.unit.support import Sandbox
 
 # By its name: it is no module in a patched process, and checked for types as what it is there.
 finding: Any = importlib.import_module("vllm_livepatch.sitecustomize.finding")
@@ -123,3 +128,198 @@ def test_a_finder_behind_us_that_asks_all_finders_is_answered(hook: Hook, monkey
     monkeypatch.setattr(finding, "next_spec", lambda *search: asked.append(finding.find_spec(*search)))
     finding.find_spec("engine.a", None, None)
     assert asked == [None]
+
+
+def test_each_wait_is_a_millisecond_and_ends_as_soon_as_it_may(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FORK_WAITS counts milliseconds; a condition is looked at once where it holds at once."""
+    looks: list[str] = []
+    pauses: list[float] = []
+
+    class Looked(set[int]):
+        def __sub__(self, other: Any) -> Any:
+            looks.append("look")
+            return super().__sub__(other)
+
+    monkeypatch.setattr(finding, "sleep", pauses.append)
+    monkeypatch.setattr(finding, "forking", Looked())
+    finding.call_hook("after", 1)
+    assert looks == ["look"]
+    monkeypatch.setattr(finding, "inside", Looked())
+    finding.before_fork()
+    assert (looks, pauses) == (["look", "look"], [])
+    monkeypatch.setattr(finding, "FORK_WAITS", 2)
+    finding.inside.add(OTHER)
+    finding.before_fork()
+    finding.after_fork()
+    finding.forking.add(OTHER)
+    finding.call_hook("after", 1)
+    assert pauses == [0.001] * 4
+
+
+def test_in_the_child_what_another_thread_imported_is_imported_anew(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = {"theirs": OTHER, "mine": ME, "nobodys": None}
+    locks: dict[str, Any] = {
+        **{name: partial(SimpleNamespace, owner=owner) for name, owner in owners.items()},
+        "gone": lambda: None,  # a weak reference, whose lock is no more
+    }
+    monkeypatch.setattr(sys.modules["_frozen_importlib"], "_module_locks", locks)
+    for name in locks:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    finding.after_fork_in_child()
+    assert list(locks) == ["mine", "nobodys", "gone"]
+    assert [name for name in ("theirs", "mine", "nobodys", "gone") if name in sys.modules] == list(locks)
+
+
+class LivepatchFinder:
+    """As the entry's is called."""
+
+
+class Asked:
+    def __init__(self, name: str, found: list[str], answer: Any = None) -> None:
+        self.name, self.found, self.answer = name, found, answer
+
+    def find_spec(self, *search: Any) -> Any:
+        self.found.append(self.name)
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("finders", "asked"),
+    [
+        (["a", "ours", "b", "c"], ["b", "c"]),
+        (["ours", "b", "ours", "c"], ["b", "c"]),
+        (["a", "b"], ["a", "b"]),
+        (["ours", "b", "knows", "c"], ["b", "knows"]),
+    ],
+    ids=["behind ours", "behind the first of two", "somebody put something around ours", "to the first that knows it"],
+)
+def test_the_finders_that_are_asked(monkeypatch: pytest.MonkeyPatch, finders: list[str], asked: list[str]) -> None:
+    found: list[str] = []
+    made = [LivepatchFinder if one == "ours" else Asked(one, found, one if one == "knows" else None) for one in finders]
+    monkeypatch.setattr(sys, "meta_path", made)
+    assert finding.next_spec("engine.a", None, None) == ("knows" if "knows" in finders else None)
+    assert found == asked
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.path = "/there"
+
+    def exec_module(self, module: Any) -> None:
+        module.ran = self.path
+
+
+class Slotted:
+    __slots__ = ("path",)
+
+    def __init__(self) -> None:
+        self.path = "/there"
+
+    def exec_module(self, module: Any) -> None:
+        module.ran = self.path
+
+
+class Copies(Plain):
+    def __copy__(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("kind", "copied"), [(Plain, True), (Slotted, False), (Copies, False)])
+def test_a_loader_is_copied_where_its_attributes_make_a_copy(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Any], copied: bool
+) -> None:
+    monkeypatch.setattr(finding, "load_hook", lambda: None)
+    loader = kind()
+    made = finding.notifying("engine.a", loader)
+    assert made is not loader
+    assert type(made) is (kind if copied else finding.StandIn)
+    assert made.path == "/there"
+    module = ModuleType("engine.a")
+    made.exec_module(module)
+    assert module.ran == "/there"
+
+
+class Given:
+    """A loader of the kind that Python has given up."""
+
+    def load_module(self, fullname: str) -> Any:
+        raise LookupError(fullname)
+
+
+def cut_out(error: BaseException) -> set[tuple[str, str]]:
+    """The frames of finding.py in a traceback that the interpreter does not cut out of it."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [(code.co_name, code.co_filename) for code in frames if code.co_name != "call_hook"]
+    return {one for one in ours if one[1] == finding.__file__}
+
+
+def test_frames_of_ours_are_part_of_the_import_machinery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a module, or its loader, raises: the traceback shows no line of ours between the import and it."""
+
+    def raises(self: Any, module: Any) -> None:
+        raise LookupError(module)
+
+    monkeypatch.setattr(Plain, "exec_module", raises)
+    monkeypatch.setattr(finding, "load_hook", lambda: SimpleNamespace(added=lambda name: None, before=lambda *a: None))
+    added = finding.Added("engine.b")
+    spec = SimpleNamespace(loader=added)
+    module: Any = SimpleNamespace(__spec__=spec)
+    calls = [
+        (finding.notifying("engine.a", Plain()).exec_module, module, LookupError),
+        (finding.notifying("engine.a", Given()).load_module, "engine.a", LookupError),
+        (added.create_module, spec, ModuleNotFoundError),
+        (added.exec_module, module, ModuleNotFoundError),
+    ]
+    for call, argument, kind in calls:
+        with pytest.raises(kind) as caught:
+            call(argument)
+        assert cut_out(caught.value) == set(), call
+
+
+class Refusing:
+    """A stderr without a file."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def fileno(self) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "stderr", [None, Refusing(OSError()), Refusing(ValueError())], ids=["none", "no file", "closed"]
+)
+def test_a_damaged_bundle_in_a_process_without_a_stderr(monkeypatch: pytest.MonkeyPatch, stderr: Any) -> None:
+    """There is no bundle here: the runtime cannot be imported."""
+    monkeypatch.setattr(finding, "damages", [])
+    monkeypatch.setattr(finding, "TARGETS", {"engine.a": "watched"})
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert finding.load_hook() is None
+    assert (len(finding.damages), finding.TARGETS) == (1, {})
+
+
+def test_of_two_threads_that_find_it_damaged_one_writes_the_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Targets(dict[str, str]):
+        def clear(self) -> None:
+            finding.damages.append(ImportError("of the other thread"))
+
+    monkeypatch.setattr(finding, "damages", [])
+    monkeypatch.setattr(finding, "TARGETS", Targets())
+    assert finding.load_hook() is None
+    assert (len(finding.damages), capfd.readouterr().err) == (2, "")
+
+
+def test_to_look_for_a_target_imports_nothing(patched: Sandbox) -> None:
+    """Python holds its global import lock meanwhile."""
+    done = patched.python("""
+        import fakeengine, sys
+        sys.modules.pop("typing", None)  # some interpreters' site has it
+        before = set(sys.modules)
+        spec = sys.meta_path[0].find_spec("fakeengine.scheduler", fakeengine.__path__)
+        print(spec is not None, sorted(set(sys.modules) - before))
+        """)
+    assert done.out == "True []\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import hashlib
 import io
 import sysconfig
 import tokenize
@@ -19,6 +20,7 @@ from textwrap import indent
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import fingerprint
 
 MODULES = [
@@ -437,3 +439,79 @@ def test_the_bases_of_a_class_end_where_its_body_begins(text: str, lines: tuple[
     found = fingerprint.find(ast.parse(text), "C.__bases__")
     assert isinstance(found, ast.ClassDef)
     assert (found.lineno, found.end_lineno) == lines
+
+
+def written(text: str) -> str:
+    """The fingerprint of what has this canonical text."""
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+
+def fingerprint_of(source: str, name: str) -> str | None:
+    return fingerprint.of_names(source, {"it": name})["it"]
+
+
+def test_the_canonical_text_leaves_out_what_is_empty() -> None:
+    """A field that is None or an empty list is not written: what a later Python adds to a node is no change."""
+    name = "Name(id=str:'x';)"
+    assert fingerprint_of("x = 1", "x") == written(f"Assign(targets=[{name},];value=Constant(value=int:1;);)")
+    call = "Call(func=Name(id=str:'f';);)"
+    assert fingerprint_of("x = f()", "x") == written(f"Assign(targets=[{name},];value={call};)")
+    assert fingerprint_of("def x(): return", "x") == written(
+        "FunctionDef(args=arguments();body=[Return(),];name=str:'x';)"
+    )
+
+
+@pytest.mark.parametrize(("bits", "form"), [(1024, "int:{:d}"), (1025, "int:{:#x}")])
+def test_a_number_that_an_interpreter_may_refuse_to_write_is_written_in_another_form(bits: int, form: str) -> None:
+    number = 1 << (bits - 1)
+    value = f"Constant(value={form.format(number)};)"
+    assert fingerprint_of(f"x = {number:#x}", "x") == written(f"Assign(targets=[Name(id=str:'x';),];value={value};)")
+
+
+def test_bodies_that_are_no_lists_are_written_as_they_are() -> None:
+    assert fingerprint_of("x = lambda: 1", "x") != fingerprint_of("x = lambda: 2", "x")
+    assert fingerprint_of("x = 1 if y else 2", "x") != fingerprint_of("x = 1 if y else 3", "x")
+
+
+def test_neighbouring_texts_of_an_f_string_are_one() -> None:
+    """Python 3.12 gives one text where earlier ones give two; neither is joined to what is between."""
+    one, two, three, four = (ast.Constant(value=text) for text in ("a", "b", "c", "d"))
+    field, other = (ast.FormattedValue(value=ast.Name(id=name), conversion=-1) for name in ("x", "y"))
+    merged = fingerprint._merged([field, other, one, two, three, field, four, ast.Constant(value="")])
+    assert [ast.dump(part) for part in merged] == [
+        ast.dump(part) for part in (field, other, ast.Constant(value="abc"), field, four)
+    ]
+
+
+def test_what_an_import_binds_is_its_last_alias_of_that_name() -> None:
+    for statement, alone in (
+        ("import os.path, sys", "import os.path"),
+        ("import os.path, os.xyz, sys", "import os.xyz"),
+        ("from a import b as os, c as os, d", "from a import c as os"),
+    ):
+        assert fingerprint_of(statement, "os") == fingerprint_of(alone, "os")
+    assert fingerprint_of("import os.path", "os") != fingerprint_of("import os.xyz", "os")
+
+
+def test_only_names_that_one_statement_binds_alone_have_fingerprints() -> None:
+    source = "a = b = 1\nc.d: int = 2\ne, f = 3, 4\ng = 5\nh: int = 6\n"
+    names = ("a", "b", "c", "d", "e", "f", "g", "h")
+    found = fingerprint.of_names(source, {name: name for name in names})
+    assert [name for name in names if found[name] is not None] == ["g", "h"]
+    assert found["g"] == fingerprint_of("g = 5", "g")
+
+
+def test_why_a_source_does_not_parse_is_in_the_error(mocker: MockerFixture) -> None:
+    with pytest.raises(fingerprint.SourceError, match=r"the source does not parse: '\(' was never closed"):
+        fingerprint_of("f(", "f")
+    mocker.patch.object(fingerprint, "parsed", side_effect=MemoryError())  # it has no text
+    with pytest.raises(fingerprint.SourceError, match=r"the source does not parse: MemoryError$"):
+        fingerprint_of("", "f")
+
+
+def test_the_filter_of_warnings_is_put_in_place_once(mocker: MockerFixture) -> None:
+    added = mocker.spy(warnings, "filterwarnings")
+    fingerprint.parsed("x = 1")
+    before = added.call_count
+    fingerprint.parsed("x = 1")
+    assert (added.call_count, before <= 1) == (before, True)

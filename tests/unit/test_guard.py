@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 from pytest_mock import MockerFixture
@@ -246,3 +249,23 @@ def test_it_takes_the_words_that_the_bundle_takes() -> None:
     for word in words:
         toggle = settings.read([patch], {"LIVEPATCH_KV_BLOCK_REAPER": word}).toggles[patch.name]
         assert (toggle in ("on", "force"), toggle == "off") == (word in vllm_plugin.ON, word in vllm_plugin.OFF), word
+
+
+def test_of_two_bundles_that_were_hidden_the_first_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [tmp_path / name for name in ("first", "second")]
+    for place in places:
+        place.mkdir()
+        for name in ("sitecustomize.py", "manifest.json"):
+            (place / name).touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, places)))
+    monkeypatch.setitem(sys.modules, "sitecustomize", SimpleNamespace(__file__="/elsewhere/sitecustomize.py"))
+    expected = f"/elsewhere/sitecustomize.py ran as sitecustomize in the place of {places[0]}'s"
+    assert vllm_plugin.why_not() == expected
+
+
+@pytest.mark.parametrize("error", [PermissionError(), zipfile.BadZipFile()])
+def test_a_file_that_cannot_be_read_is_no_bundle(tmp_path: Path, mocker: MockerFixture, error: Exception) -> None:
+    place = tmp_path / "bundle.zip"
+    place.touch()
+    mocker.patch.object(zipfile, "ZipFile", side_effect=error)
+    assert vllm_plugin._is_bundle(str(place)) is False

@@ -226,3 +226,48 @@ def test_no_secret_reaches_a_log_line_or_a_report(sandbox: Sandbox) -> None:
     (one, two) = (file.read_text("ascii") for file in sandbox.state.iterdir())
     assert "ValueError" in one
     assert SECRET not in one + two
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--api-key", SECRET, "-O3"], ["--api-key", HIDDEN, "-O3"]),
+        (["-u", f"me:{SECRET}"], ["-u", f"me:{HIDDEN}"]),
+        (["-u", "me:1234"], ["-u", f"me:{HIDDEN}"]),
+        (["-u", "1234:me"], ["-u", f"1234:{HIDDEN}"]),
+        (["-u", "http://host/path"], ["-u", "http://host/path"]),
+        (["-u", "me"], ["-u", "me"]),
+        ([f"a=b=c=d=TOKEN={SECRET} {SECRET}2"], [f"a=b=c=d=TOKEN={HIDDEN}"]),
+    ],
+    ids=[
+        "a flag behind a secret",
+        "a login",
+        "a password of digits",
+        "a user of digits",
+        "a URL is no login",
+        "a user alone",
+        "four names in front",
+    ],
+)
+def test_more_command_lines(arguments: list[str], shown: list[str]) -> None:
+    assert without_secrets(arguments) == shown
+
+
+def test_names_without_an_end_in_front_of_a_value() -> None:
+    """A command line can hold a megabyte: no stack is as deep as that."""
+    (shown,) = without_secrets(["a=" * 100_000 + f"TOKEN={SECRET}"])
+    assert SECRET not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"API_KEY={SECRET} is refused", f"API_KEY={HIDDEN} is refused"),
+        (f"token= ), key={SECRET}", f"token= ), key={HIDDEN}"),
+        ("(run it with --api-key )", "(run it with --api-key )"),
+        (f"--api-key ) --token {SECRET}", f"--api-key ) --token {HIDDEN}"),
+    ],
+    ids=["at the beginning", "behind a name without a value", "a flag without a value", "a flag behind such a one"],
+)
+def test_more_sentences(text: str, shown: str) -> None:
+    assert sentence(text) == shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import report, report_thread
 from vllm_livepatch.tools.bundled import status
 from vllm_livepatch.tools.bundles import bundle as tools_bundle
@@ -394,3 +396,71 @@ def test_an_unnamed_directory_that_others_may_write_to_is_refused(
     os.close(report.opened({"LIVEPATCH_STATE_DIR": str(place)}))
     place.chmod(0o700)
     os.close(report.opened({}))
+
+
+def test_start_ticks_are_when_it_started_and_a_zombie_has_none() -> None:
+    """/proc/uptime has the seconds since boot; a tick is 1/SC_CLK_TCK of one. A zombie's file is there to be read."""
+
+    def ticks() -> float:
+        return float(Path("/proc/uptime").read_text("ascii").split()[0]) * os.sysconf("SC_CLK_TCK")
+
+    before = ticks()
+    process = subprocess.Popen([PYTHON, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    after = ticks()
+    started = report.start_ticks(process.pid)
+    assert started is not None
+    assert before - 2 <= started <= after + 2
+    assert process.stdin is not None
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    assert Path(f"/proc/{process.pid}/stat").exists()
+    assert report.start_ticks(process.pid) is None
+    process.wait()
+
+
+def test_where_proc_cannot_be_read_a_pid_is_of_no_namespace(mocker: MockerFixture) -> None:
+    assert report.pid_namespace() is not None
+    mocker.patch.object(os, "readlink", side_effect=OSError)
+    assert report.pid_namespace() is None
+
+
+def test_an_unnamed_directory_of_somebody_else_is_refused(tmp_path: Path, mocker: MockerFixture) -> None:
+    mocker.patch.object(tempfile, "gettempdir", return_value=str(tmp_path))
+    mocker.patch.object(os, "getuid", return_value=os.getuid() + 1)
+    place = Path(report.directory({}))
+    place.mkdir(mode=0o700)
+    with pytest.raises(PermissionError, match="belongs to somebody else") as caught:
+        report.opened({})
+    assert (caught.value.errno, caught.value.filename) == (errno.EPERM, str(place))
+    os.close(report.opened({"LIVEPATCH_STATE_DIR": str(place)}))
+
+
+def test_a_directory_that_is_named_may_be_a_link_and_others_may_write_to_it(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "shared")
+    found = report.opened({"LIVEPATCH_STATE_DIR": str(tmp_path / "link")})
+    assert os.path.samestat(os.fstat(found), os.stat(tmp_path / "shared"))
+    os.close(found)
+
+
+def test_a_system_without_a_temporary_directory(mocker: MockerFixture) -> None:
+    mocker.patch.object(tempfile, "gettempdir", side_effect=FileNotFoundError(errno.ENOENT, "No usable one"))
+    left = report.ProcessReport({}, {})
+    left.write({}, [])
+    assert left.error == "no report in the state directory: No usable one"
+    left.error = None
+    left.late()
+    assert left.error == "no report yet in the state directory, which is slow to answer"
+
+
+def test_what_lies_in_the_way_of_a_report_is_neither_followed_nor_changed(
+    tmp_path: Path, mocker: MockerFixture
+) -> None:
+    left = report.ProcessReport({"LIVEPATCH_STATE_DIR": str(tmp_path)}, {})
+    mocker.patch.object(os, "urandom", return_value=b"known")
+    victim = tmp_path / "victim"
+    (tmp_path / f".{b'known'.hex()}.tmp").symlink_to(victim)
+    left.write({}, [])
+    assert left.error is not None
+    assert not victim.exists()

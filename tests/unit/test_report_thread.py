@@ -216,3 +216,10 @@ def test_where_no_thread_can_be_had_the_exit_writes_itself(thread: Thread, monke
     assert not thread.reporter.flush(20.0)
     thread.reporter.close()
     assert (thread.done, thread.by) == (["end content"], ["MainThread"])
+
+
+def test_what_is_due_within_a_second_is_not_slept_over(thread: Thread) -> None:
+    thread.due = 0.25
+    thread.reporter.soon(0.0)
+    until(lambda: thread.waits)
+    assert 0 < thread.waits[0] <= 0.25

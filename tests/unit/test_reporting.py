@@ -253,3 +253,35 @@ def test_a_forked_child_has_a_report_of_its_own(world: World) -> None:
     world.reporter.forked_child()
     world.report.begin.assert_called_once_with()
     world.thread.forked_child.assert_called_once_with()
+
+
+def test_behind_a_patch_that_is_not_applied_others_are_looked_at(world: World) -> None:
+    world.decided(world.one, OPTIONAL)
+    world.applied(world.other)
+    world.overtaken_by.return_value = "somebody's"
+    assert [one["state"] for one in world.look()] == ["skipped", "failed"]
+
+
+def test_behind_a_patch_that_changed_meanwhile_others_are_looked_at(world: World) -> None:
+    world.applied(world.one)
+    world.applied(world.other)
+    world.reporter.decided(world.one)
+
+    def looked_up(step: Any) -> str:
+        if step is world.one.applied[0]:
+            world.one.settle("failed", "missing", "taken back meanwhile")
+        return "somebody's"
+
+    world.overtaken_by.side_effect = looked_up
+    assert [one["reason"] for one in world.look()] == ["missing", "overwritten"]
+
+
+def test_a_line_that_is_due_is_written_with_the_next_look(world: World) -> None:
+    world.applied(world.one)
+    world.reporter.decided(world.one)
+    world.now += QUIET_SECONDS - 0.5
+    world.look()
+    assert world.lines == []
+    world.now += 1.0  # due half a second ago
+    world.look()
+    assert len(world.lines) == 1

@@ -298,3 +298,16 @@ def test_a_number_beyond_its_bounds(name: str, text: str, wanted: str) -> None:
 def test_a_number_at_its_bounds(name: str, value: float) -> None:
     environment = read({f"LIVEPATCH_BOUNDED_{name}": str(value)})
     assert (environment.options["bounded"][name.lower()], environment.errors) == (value, ())
+
+
+def test_what_differs_from_the_defaults_is_shown() -> None:
+    def shown(environ: Mapping[str, str]) -> dict[str, Any]:
+        return settings.changed_settings(ALL, read(environ))
+
+    assert shown({}) == {"mode": "auto", "toggles": {}, "options": {}}
+    assert shown({"LIVEPATCH_KV_BLOCK_REAPER_IDLE_SECONDS": "600"})["options"] == {}
+    assert shown({"LIVEPATCH_KV_BLOCK_REAPER_IDLE_SECONDS": "7", "LIVEPATCH_KV_BLOCK_REAPER": "on"}) == {
+        "mode": "auto",
+        "toggles": {"kv-block-reaper": "on"},
+        "options": {"kv-block-reaper": {"idle_seconds": 7.0}},
+    }
