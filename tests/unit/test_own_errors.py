@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -699,3 +700,11 @@ def test_a_property_keeps_what_is_not_patched_of_it() -> None:
     del engine.size
     assert engine.kept == {}
     assert made.__doc__ == "How large it is."
+
+
+def test_what_a_wrapper_calls_says_what_it_is() -> None:
+    """`inspect.unwrap` in a patch finds the release's own function."""
+
+    def release() -> None: ...
+
+    assert inspect.unwrap(guard.Wrapped(release)) is release
