@@ -261,12 +261,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def load_errors(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
         """To 0.17.1 LMCache's connector says that no load has failed, whatever its worker's adapter knows."""
         reported = wrapped(*args, **kwargs)
-        untold: set[int] | None = getattr(connector.worker_adapter, "error_block_ids", None)
-        if not untold:  # or the release's own answer has them, from 0.18.1 on
+        unreported: set[int] | None = getattr(connector.worker_adapter, "error_block_ids", None)
+        if not unreported:  # or the release's own answer has them, from 0.18.1 on
             return reported
-        told = set(untold)
-        untold.clear()
-        return told
+        failed = set(unreported)
+        unreported.clear()
+        return failed
 
     return {
         f"{SCHEDULER}._update_after_schedule": livepatch.shortcut(in_each_step, livepatch.before(scheduled)),

@@ -130,7 +130,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     # The connectors that lose completions in these releases; which one serves is only known now.
     needed_by: list[str] = livepatch.facts.get("needed_by", [])
     # To 0.15 `_free_request` is not told that a receive is pending.
-    told: bool = livepatch.facts.get("told_of_receives", True)
+    knows_receives: bool = livepatch.facts.get("knows_receives", True)
 
     def begun(connector: Any) -> Watch | None:
         """The watch of a scheduler with this connector; None where that needs none and nobody asked for one."""
@@ -170,7 +170,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def finish(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         state: Watch = getattr(scheduler, _STATE)
-        if told:
+        if knows_receives:
             return wrapped(*args, **kwargs)
         asked = args[0] if args else kwargs["request_ids"]
         ids = [asked] if isinstance(asked, str) else list(scheduler.requests if asked is None else asked)
@@ -258,9 +258,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 output.finished_recving = set(output.finished_recving or ()) - late
                 output.finished_sending = set(output.finished_sending or ()) - late
 
-        def see(told_of: Any) -> Any:
-            result = connector_sees(told_of)
-            if told_of is output:
+        def see(looked_at: Any) -> Any:
+            result = connector_sees(looked_at)
+            if looked_at is output:
                 try:
                     drop()
                 except Exception as error:  # the release's own code is what calls this

@@ -62,7 +62,7 @@ class Workers:
             self.waited = True
             words = [word(step, other) for other in self.others]
             store.wait(words, timedelta(seconds=WAIT_SECONDS))
-            return {block for said in words for block in json.loads(store.get(said))}
+            return {block for one in words for block in json.loads(store.get(one))}
         return None
 
 

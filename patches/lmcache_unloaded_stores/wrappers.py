@@ -136,10 +136,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     }
 
 
-def blocks_given(scheduled: Any, told: list[Any], size: int) -> list[int]:
+def blocks_given(scheduled: Any, metas: list[Any], size: int) -> list[int]:
     """The blocks that somebody begins to write in a step: all that it gets but what the prefix cache has for it."""
     # Where a request begins, or begins anew; vLLM's own number counts what is loaded, too.
-    begins = {one.req_id: one.load_spec.vllm_cached_tokens for one in told if one.load_spec is not None}
+    begins = {one.req_id: one.load_spec.vllm_cached_tokens for one in metas if one.load_spec is not None}
     given: list[int] = []
     for new in scheduled.scheduled_new_reqs:
         given += new.block_ids[0][-(-begins.get(new.req_id, new.num_computed_tokens) // size) :]
@@ -151,7 +151,7 @@ def blocks_given(scheduled: Any, told: list[Any], size: int) -> list[int]:
     return given
 
 
-def blocks_loaded(told: list[Any], size: int) -> set[int]:
+def blocks_loaded(metas: list[Any], size: int) -> set[int]:
     """All blocks that a step loads, and those that it computes behind them."""
-    of_loads = [(blocks_of(one, size), one.load_spec.vllm_cached_tokens // size) for one in told if loads(one)]
+    of_loads = [(blocks_of(one, size), one.load_spec.vllm_cached_tokens // size) for one in metas if loads(one)]
     return {block for blocks, first in of_loads for block in blocks[first:]}

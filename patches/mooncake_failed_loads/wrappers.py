@@ -361,8 +361,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         holds = vars(worker)[HOLDS] = Holds()
 
         def word(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
-            said = holds.word()
-            return wrapped(*args, **kwargs) if said is None else carrier(said.packed())
+            report = holds.word()
+            return wrapped(*args, **kwargs) if report is None else carrier(report.packed())
 
         connector.build_connector_worker_meta = livepatch.around(
             connector.build_connector_worker_meta, livepatch.lasting(word)

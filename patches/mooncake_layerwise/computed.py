@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-TOLD = "_livepatch_computed"
-"""Attribute of the connector's metadata: what `Prefills.told` returned."""
+PROGRESS = "_livepatch_computed"
+"""Attribute of the connector's metadata: what `Prefills.progress` returned."""
 
-Told = dict[str, Any]
+Progress = dict[str, Any]
 """`whole`: {transfer: (ids of its whole blocks after this step, in order; how many blocks the prompt takes)};
 `back`: transfers whose blocks are given back without having been sent; `over`: those that the release sends now;
 `held`: {request: transfer} of prefills that were given up, whose blocks come back when no worker reads them."""
@@ -26,7 +26,7 @@ class _Prefill:
     preemptions: int
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    told: bool = False  # workers know of whole blocks, and may read them
+    announced: bool = False  # workers know of whole blocks, and may read them
     back: bool = False  # it was preempted, or is computed anew: the release sends it, whole, at its end
 
     def preempted(self) -> bool:
@@ -41,7 +41,7 @@ class Prefills:
         self._kept: dict[str, _Prefill] = {}
         self._held: dict[str, str] = {}  # as it is told next
 
-    def told(self, connector: Any, step: Any) -> Told | None:
+    def progress(self, connector: Any, step: Any) -> Progress | None:
         """What to tell with a step, before the release makes its metadata of it. None: nothing."""
         ended = connector._reqs_need_send
         for name, (request, blocks) in ended.items():
@@ -50,38 +50,38 @@ class Prefills:
                 self._kept[name] = _Prefill(request, transfer, request.num_preemptions)
         if not self._kept:
             return None
-        told: Told = {"whole": {}, "back": [], "over": [], "held": {}}
+        progress: Progress = {"whole": {}, "back": [], "over": [], "held": {}}
         gone = []
         for name, prefill in self._kept.items():
             request = prefill.request
             if request.is_finished():
                 gone.append(name)
                 if name not in self._held:
-                    told["over" if ended.get(name, (None, None))[1] else "back"].append(prefill.transfer)
+                    progress["over" if ended.get(name, (None, None))[1] else "back"].append(prefill.transfer)
             elif not prefill.back and (prefill.preempted() or request.num_computed_tokens < prefill.computed):
                 prefill.back = True
-                told["back"].append(prefill.transfer)
+                progress["back"].append(prefill.transfer)
         self._allot(step)
         for name, tokens in step.num_scheduled_tokens.items():
             step_of = self._kept.get(name)
             if step_of is not None and not step_of.back:
-                told["whole"][step_of.transfer] = self._whole(step_of, tokens)
+                progress["whole"][step_of.transfer] = self._whole(step_of, tokens)
         for name in gone:  # after all that may raise: `leave` is to know of them
             del self._kept[name]
-        told["held"], self._held = self._held, {}
-        return told if any(told.values()) else None
+        progress["held"], self._held = self._held, {}
+        return progress if any(progress.values()) else None
 
     def hold(self, request: Any) -> str | None:
         """A prefill is given up. Its transfer, if workers may read blocks that it has: they say when they are free."""
         prefill = self._kept.get(request.request_id)
         if prefill is None or prefill.request is not request:
             return None
-        if not prefill.told or prefill.back or prefill.preempted():
+        if not prefill.announced or prefill.back or prefill.preempted():
             return None
         self._held[request.request_id] = prefill.transfer
         return prefill.transfer
 
-    def leave(self) -> Told | None:
+    def leave(self) -> Progress | None:
         """Follow none of them any more: no worker is to read what they have computed, nor to go on reading."""
         if not self._kept:
             return None
@@ -103,7 +103,7 @@ class Prefills:
     def _whole(self, prefill: _Prefill, tokens: int) -> tuple[list[int], int]:
         request = prefill.request
         prefill.computed = request.num_computed_tokens + tokens
-        prefill.told = True
+        prefill.announced = True
         prompt = request.num_prompt_tokens
         whole = min(prefill.computed, prompt) // self._block_size
         return prefill.blocks[:whole], -(-prompt // self._block_size)

@@ -27,7 +27,7 @@ from .parts import Answer, Ask, Part
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
-    from .computed import Told
+    from .computed import Progress
     from .layers import Layers
 
 UNCERTAIN = "Mooncake transfer engine returned"
@@ -75,10 +75,10 @@ class Writes:
 
     # What the steps tell
 
-    def beginning(self, told: Told) -> None:
+    def beginning(self, progress: Progress) -> None:
         """A step is about to be computed, layer by layer."""
         self._step += 1
-        self._coming, self._saved = dict(told["whole"]), []
+        self._coming, self._saved = dict(progress["whole"]), []
 
     def saved(self, layer: str, event: Any) -> None:
         """The step has computed a layer, or will have when `event` is."""
@@ -93,12 +93,12 @@ class Writes:
             self._last = event
             self._look(set(self._coming))
 
-    def computed(self, told: Told, event: Any) -> None:
+    def computed(self, progress: Progress, event: Any) -> None:
         """A step has been computed, or will have been when `event` is."""
         self._coming, self._saved = {}, []
-        self._whole.update(told["whole"])
+        self._whole.update(progress["whole"])
         self._last = event
-        self._look(set(told["whole"]))
+        self._look(set(progress["whole"]))
 
     def over(self, transfers: Iterable[str]) -> None:
         """The release sends these now: what it has not been told of early."""
@@ -136,7 +136,7 @@ class Writes:
         `metadata` is an empty one of the release's.
         """
         self.over([transfer])
-        entry = await told(worker, transfer, metadata)
+        entry = await report_given_up(worker, transfer, metadata)
         await self.drained([transfer], None if entry is None else [entry])
         if getattr(entry, FAILED, False):
             # They come back when the release gives up those of a transfer that it could not send.
@@ -288,9 +288,9 @@ class Writes:
         try:
             await part.ask.send(part.ask.identity, answer, meta)
             response = worker._xfer_resp_decoder.decode(answer.data)
-            said = response.err_msg or ""
+            message = response.err_msg or ""
         except Exception as error:  # what was begun is not known
-            response, said = None, f"{UNCERTAIN} {type(error).__name__}: {error}"
+            response, message = None, f"{UNCERTAIN} {type(error).__name__}: {error}"
         finally:
             worker.reqs_need_send.pop(transfer, None)
             self._only.pop(id(meta), None)
@@ -303,15 +303,15 @@ class Writes:
                 self._livepatch.count("layers", len(layers))
             return
         part.closed = True  # it was refused, and the release will say why; or worse
-        if UNCERTAIN in said:
-            part.failed = said
+        if UNCERTAIN in message:
+            part.failed = message
             setattr(part.entry, FAILED, True)
             part.entry.need_send = NEVER
             self._livepatch.count("failed")
-            self._livepatch.say("failed", f"an early write failed, and its request is not answered: {said}")
+            self._livepatch.say("failed", f"an early write failed, and its request is not answered: {message}")
 
 
-async def told(worker: Any, transfer: str, metadata: Any) -> Any:
+async def report_given_up(worker: Any, transfer: str, metadata: Any) -> Any:
     """The release hears of a prefill that was given up. What it kept of its transfer until now, if anything."""
     entry = worker.reqs_need_send.get(transfer)
     if entry is not None and entry.ready.is_set():
@@ -324,7 +324,7 @@ async def told(worker: Any, transfer: str, metadata: Any) -> Any:
 
 async def let_go(worker: Any, name: str, transfer: str, metadata: Any) -> None:
     """`Writes.given_up`, of a worker that sends nothing early: nothing reads the blocks."""
-    await told(worker, transfer, metadata)
+    await report_given_up(worker, transfer, metadata)
     worker.finished_sending_reqs.add(name)
 
 

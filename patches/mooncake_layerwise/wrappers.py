@@ -14,7 +14,7 @@ from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 from . import early
-from .computed import TOLD, Prefills
+from .computed import PROGRESS, Prefills
 from .early import Writes, let_go, module_of, response_of
 from .layers import Layers
 from .parts import Ask, Part
@@ -108,13 +108,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             prefills = Prefills(connector.block_size)
             setattr(connector, PREFILLS, prefills)
         try:
-            told = prefills.leave() if livepatch.aside else prefills.told(connector, step)
+            progress = prefills.leave() if livepatch.aside else prefills.progress(connector, step)
         except Exception as error:
             livepatch.stand_aside("following prefills", error)
-            told = prefills.leave()
+            progress = prefills.leave()
         metadata = wrapped(*args, **kwargs)
-        if told is not None:
-            setattr(metadata, TOLD, told)
+        if progress is not None:
+            setattr(metadata, PROGRESS, progress)
         return metadata
 
     def request_finished(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
@@ -152,21 +152,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
         What that brings then is written where nobody else writes, and once more at the end.
         """
-        told = getattr(args[0] if args else kwargs["connector_metadata"], TOLD, None)
-        if told is None:
+        progress = getattr(args[0] if args else kwargs["connector_metadata"], PROGRESS, None)
+        if progress is None:
             return wrapped(*args, **kwargs)
         worker = connector.connector_worker
         writes: Writes = getattr(worker, WRITES)
-        if told["back"] or told["over"]:
-            worker.sender_loop.call_soon_threadsafe(writes.over, told["over"])
-            if told["back"]:
-                back = asyncio.run_coroutine_threadsafe(writes.back(told["back"]), worker.sender_loop)
+        if progress["back"] or progress["over"]:
+            worker.sender_loop.call_soon_threadsafe(writes.over, progress["over"])
+            if progress["back"]:
+                back = asyncio.run_coroutine_threadsafe(writes.back(progress["back"]), worker.sender_loop)
                 try:
                     back.result(early.BACK_SECONDS)
                 except futures.TimeoutError:
                     livepatch.say("stuck", "an early write does not end: steps no longer wait for it")
-        if told["whole"] and writes.layers is not None:
-            worker.sender_loop.call_soon_threadsafe(writes.beginning, told)
+        if progress["whole"] and writes.layers is not None:
+            worker.sender_loop.call_soon_threadsafe(writes.beginning, progress)
         return wrapped(*args, **kwargs)
 
     def unregister_kv_caches(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
@@ -178,30 +178,30 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def save_kv_layer(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
         """A step has computed a layer, or has it queued on the device. What replays graphs whole does not call this."""
-        worker, told = connector.connector_worker, getattr(connector._connector_metadata, TOLD, None)
+        worker, progress = connector.connector_worker, getattr(connector._connector_metadata, PROGRESS, None)
         writes: Writes = getattr(worker, WRITES)
-        if told is not None and told["whole"] and writes.layers is not None:
+        if progress is not None and progress["whole"] and writes.layers is not None:
             name = args[0] if args else kwargs["layer_name"]
             worker.sender_loop.call_soon_threadsafe(writes.saved, name, behind(worker))
 
     def start_load_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> None:
         """The release hears of prefills that were given up before those begin that come again under their transfers."""
         metadata = args[0] if args else kwargs["metadata"]
-        told = getattr(metadata, TOLD, None)
+        progress = getattr(metadata, PROGRESS, None)
         writes: Writes | None = getattr(worker, WRITES, None)
-        for name, transfer in told["held"].items() if told else ():
+        for name, transfer in progress["held"].items() if progress else ():
             what = (worker, name, transfer, type(metadata)())
-            telling = let_go(*what) if writes is None else writes.given_up(*what)
-            asyncio.run_coroutine_threadsafe(telling, worker.sender_loop)
+            report = let_go(*what) if writes is None else writes.given_up(*what)
+            asyncio.run_coroutine_threadsafe(report, worker.sender_loop)
         wrapped(*args, **kwargs)
 
     def wait_for_save(connector: Any, args: Any, kwargs: Any) -> None:
         """A step has been computed, or is queued on the device."""
-        worker, told = connector.connector_worker, getattr(connector._connector_metadata, TOLD, None)
+        worker, progress = connector.connector_worker, getattr(connector._connector_metadata, PROGRESS, None)
         writes: Writes | None = getattr(worker, WRITES, None)
-        if writes is None or told is None or not told["whole"]:
+        if writes is None or progress is None or not progress["whole"]:
             return
-        worker.sender_loop.call_soon_threadsafe(writes.computed, told, behind(worker))
+        worker.sender_loop.call_soon_threadsafe(writes.computed, progress, behind(worker))
 
     def requires_piecewise_for_cudagraph(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> bool:
         """A graph of the whole step calls no connector for its layers."""

@@ -40,7 +40,7 @@ class Read:
         self.peer = peer
         self.since = time.monotonic()
         self.broken = ""  # why it can come to nothing any more, while what was begun of it may still be under way
-        self.overdue = False  # said
+        self.overdue = False  # logged
 
 
 class Reads:
@@ -187,10 +187,10 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
                 reads.under_way[request_id] = Read(meta.local_block_ids, peer_of(meta))
                 if kept_as_sends:
                     reads.finishing.add(request_id)
-        for request_id, (kind, _, said) in ({} if livepatch.aside else connect(worker, wanted)).items():
+        for request_id, (kind, _, why) in ({} if livepatch.aside else connect(worker, wanted)).items():
             del wanted[request_id]
             livepatch.count(kind)
-            fail(reads, kind, request_id, said)
+            fail(reads, kind, request_id, why)
         metadata.reqs_to_recv = wanted
         try:
             return wrapped(*args, **kwargs)
@@ -240,8 +240,8 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         if read is not None and not read.overdue and time.monotonic() - read.since > transfer_seconds:
             read.overdue = True
             livepatch.count("read_overdue")
-            said = f"{pending} of {number} transfers are pending after {time.monotonic() - read.since:.1f} s"
-            livepatch.say("read_overdue", f"request {request_id} waits on for its KV from {read.peer}: {said}")
+            why = f"{pending} of {number} transfers are pending after {time.monotonic() - read.since:.1f} s"
+            livepatch.say("read_overdue", f"request {request_id} waits on for its KV from {read.peer}: {why}")
 
     def give_up(worker: Any, reads: Reads, request_id: str, statuses: Sequence[Any]) -> None:
         """All that was begun has ended, and not all of it well. The peer may have its blocks back."""
@@ -249,21 +249,21 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         address = worker._recving_transfers_callback_addr.pop(request_id, None)
         read = reads.under_way.get(request_id)
         failed = next((status for status in statuses if status.Failed()), None)
-        said = read.broken if read is not None else ""
+        why = read.broken if read is not None else ""
         if failed is not None:
-            said = f"a transfer failed: {failed.Message()} (code {failed.Code()})"
+            why = f"a transfer failed: {failed.Message()} (code {failed.Code()})"
         livepatch.count("read_failed")
-        fail(reads, "read_failed", request_id, said)
+        fail(reads, "read_failed", request_id, why)
         if address is not None:
             worker.moriio_wrapper.send_notify(request_id, *address)
 
-    def fail(reads: Reads, kind: str, request_id: str, said: str) -> None:
+    def fail(reads: Reads, kind: str, request_id: str, why: str) -> None:
         """Report a read as ended, and its blocks as not loaded: the scheduler ends the request, or computes it here."""
         read = reads.under_way.pop(request_id, None)
         if read is not None:
             reads.failed.update(read.blocks)
             reads.ended.add(request_id)
-            livepatch.say(kind, f"the KV of request {request_id} is not read from {read.peer}: {said}")
+            livepatch.say(kind, f"the KV of request {request_id} is not read from {read.peer}: {why}")
 
     def get_finished(wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any) -> Any:
         """The ends of reads; the runner asks next for the blocks of those that failed, which the class never tells."""

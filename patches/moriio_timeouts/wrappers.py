@@ -134,7 +134,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                 engine.transfer_status += statuses
             writes.statuses.clear()
 
-    def give_up(engine: Any, kind: str, request: Any, request_id: str, peer: str, said: str) -> None:
+    def give_up(engine: Any, kind: str, request: Any, request_id: str, peer: str, why: str) -> None:
         """Mark a request done, once, and forget what was known of its transfer: its blocks come back.
 
         Where transfers are pending, that mark waits for their end: they still read the blocks.
@@ -149,8 +149,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             livepatch.count(kind)
             if pending:
                 livepatch.count("held")
-                said += f"; its blocks are held until {pending} pending transfers have ended"
-            livepatch.say(kind, f"the write of request {request_id} to {peer} is given up: {said}")
+                why += f"; its blocks are held until {pending} pending transfers have ended"
+            livepatch.say(kind, f"the write of request {request_id} to {peer} is given up: {why}")
 
     def execute(wrapped: Callable[..., Any], writer: Any, args: Any, kwargs: Any) -> Any:
         """A write that fails ends its request; the writer thread goes on with the next."""
@@ -172,8 +172,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             if kind == "write_failed":
                 sys.modules[ENGINE].logger.exception("MoRI-IO: a write failed")
             elapsed = time.perf_counter() - task.enqueue_time
-            said = f"{type(error).__name__}: {error}; queued {elapsed:.1f} s ago"
-            give_up(engine, kind, task, task.request_id, task.dst_engine_id, said)
+            why = f"{type(error).__name__}: {error}; queued {elapsed:.1f} s ago"
+            give_up(engine, kind, task, task.request_id, task.dst_engine_id, why)
             return None
         finally:
             writes.task = None
@@ -194,8 +194,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                 if writes.is_past(task):
                     continue
                 if now - task.enqueue_time > defer_seconds and not writer._is_remote_ready(task):
-                    said = f"no blocks were allocated for it there in {now - task.enqueue_time:.1f} s"
-                    give_up(engine, "deferred_expired", task, task.request_id, task.dst_engine_id, said)
+                    why = f"no blocks were allocated for it there in {now - task.enqueue_time:.1f} s"
+                    give_up(engine, "deferred_expired", task, task.request_id, task.dst_engine_id, why)
                 else:
                     waiting.append(task)
             writer._deferred_tasks = waiting
@@ -241,10 +241,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                 writes.statuses[task.request_id] = statuses  # for whoever gives the request up
         if not pending and failed is None:
             return
-        said = f"{pending} of {len(statuses)} transfers are pending after {time.monotonic() - begin:.1f} s"
+        why = f"{pending} of {len(statuses)} transfers are pending after {time.monotonic() - begin:.1f} s"
         if failed is not None:
-            said = f"a transfer failed: {failed.Message()} (code {failed.Code()}); {said}"
-        error = sys.modules[ENGINE].TransferError(said)
+            why = f"a transfer failed: {failed.Message()} (code {failed.Code()}); {why}"
+        error = sys.modules[ENGINE].TransferError(why)
         error.livepatch_kind = "transfer_timeout" if failed is None else "transfer_failed"
         raise livepatch.deliberate(error)
 
@@ -313,9 +313,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             handshakes.step, handshakes.given_up = metadata, set()
         every = metadata.reqs_to_save
         wanted = {name: meta for name, meta in every.items() if name not in handshakes.given_up}
-        for request_id, (kind, peer, said) in connect(worker, wanted).items():
+        for request_id, (kind, peer, why) in connect(worker, wanted).items():
             handshakes.given_up.add(request_id)
-            give_up(worker.moriio_wrapper, kind, wanted.pop(request_id), request_id, peer, said)
+            give_up(worker.moriio_wrapper, kind, wanted.pop(request_id), request_id, peer, why)
         if not wanted:
             return None
         metadata.reqs_to_save = wanted
@@ -369,8 +369,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         error = failed_to_listen.pop(worker._moriio_handshake_listener_t.ident, None)
         if error is not None:
             livepatch.count("listener_failed")
-            said = f"MoRI-IO cannot listen for handshakes on port {worker.side_channel_port}: {error}"
-            raise livepatch.deliberate(sys.modules[reads.MODULE].HandshakeError(said)) from error
+            why = f"MoRI-IO cannot listen for handshakes on port {worker.side_channel_port}: {error}"
+            raise livepatch.deliberate(sys.modules[reads.MODULE].HandshakeError(why)) from error
         return result
 
     return {

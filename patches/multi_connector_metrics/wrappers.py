@@ -15,11 +15,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
 
     def observe(wrapped: Callable[..., Any], metrics: Any, args: Any, kwargs: Any) -> Any:
-        told: Mapping[str, Any] = args[0] if args else kwargs["transfer_stats_data"]
-        known = {name: data for name, data in told.items() if name in metrics._prom_metrics}
-        if len(known) == len(told):
+        reported: Mapping[str, Any] = args[0] if args else kwargs["transfer_stats_data"]
+        known = {name: data for name, data in reported.items() if name in metrics._prom_metrics}
+        if len(known) == len(reported):
             return wrapped(*args, **kwargs)
-        livepatch.count("left_out", len(told) - len(known))
+        livepatch.count("left_out", len(reported) - len(known))
         if args:
             return wrapped(known, *args[1:], **kwargs)
         return wrapped(**{**kwargs, "transfer_stats_data": known})

@@ -192,7 +192,7 @@ class Guard:
                 agent.send_notif(read.agent_name, notif_msg=read.notification)
             except Exception as error:
                 self._livepatch.say(
-                    "not_told", f"prefill cannot be told, and keeps its blocks until the lease ends: {error}"
+                    "not_notified", f"prefill cannot be told, and keeps its blocks until the lease ends: {error}"
                 )
         return "DONE"
 

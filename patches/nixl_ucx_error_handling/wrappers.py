@@ -26,7 +26,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     def connector(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         """Every connector begins here, a MultiConnector's too, before its worker makes an agent."""
         nonlocal configured
-        configured = said_by(args[0] if args else kwargs["vllm_config"])
+        configured = configured_in(args[0] if args else kwargs["vllm_config"])
         for package in PACKAGES:
             take(getattr(sys.modules.get(f"{package}._api"), "nixl_agent", None))
         return wrapped(*args, **kwargs)
@@ -38,7 +38,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             take(found)
         return found
 
-    def said_by(config: Any) -> str | None:
+    def configured_in(config: Any) -> str | None:
         """The mode in `kv_connector_extra_config`, None where it says none."""
         transfer = config.kv_transfer_config
         mode = None if transfer is None else transfer.get_from_extra_config(PARAMETER, None)

@@ -100,15 +100,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         jobs: _Jobs | None = getattr(worker, JOBS, None)
         if jobs is None or not jobs.failed:
             return
-        told = worker._connector_worker_meta
+        metadata = worker._connector_worker_meta
         while jobs.failed:
             job = jobs.failed.pop()
             blocks = jobs.loads.pop(job, None)
             if blocks is None:
-                told.mark_completed(~job)
+                metadata.mark_completed(~job)
                 continue
             lose(connector, jobs, blocks)  # before its end is told
-            told.mark_completed(job)  # its source may be dropped, or read by others
+            metadata.mark_completed(job)  # its source may be dropped, or read by others
             answer[1].add(worker._load_jobs.pop(job))
             livepatch.count("failed_loads")
             livepatch.say("failed_loads", "a load failed: its blocks are reported, and are not used")
@@ -130,8 +130,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def update_connector_output(scheduler: Any, args: Any, kwargs: Any) -> None:
         """Of a job that is told under its complement, a store has failed, and has ended on that many workers."""
         output = args[0] if args else kwargs["connector_output"]
-        told = getattr(output.kv_connector_worker_meta, "completed_jobs", None) or {}
-        complements = [job for job in told if job < 0]
+        completed = getattr(output.kv_connector_worker_meta, "completed_jobs", None) or {}
+        complements = [job for job in completed if job < 0]
         if not complements:
             return
         failed: dict[int, Any] | None = getattr(scheduler, FAILED, None)
@@ -144,7 +144,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             del failed[job]  # the cache was reset while it was under way
         for complement in complements:
             job = ~complement
-            told[job] = told.get(job, 0) + told.pop(complement)
+            completed[job] = completed.get(job, 0) + completed.pop(complement)
             if job in scheduler._jobs:
                 failed[job] = scheduler._jobs[job].keys
 

@@ -66,11 +66,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     def refused(kind: str, name: str, what: str) -> Exception:
         livepatch.count(kind)
-        said = f"request id {name!r} is in use: {what}; ids are kept as they come, so each can be live only once"
-        livepatch.say(kind, said)
+        message = f"request id {name!r} is in use: {what}; ids are kept as they come, so each can be live only once"
+        livepatch.say(kind, message)
         # The class that the release's servers answer with "bad request"; whoever takes a request in has it loaded.
         kinds = sys.modules.get("vllm.exceptions")
-        error: Exception = getattr(kinds, "VLLMValidationError", ValueError)(said)
+        error: Exception = getattr(kinds, "VLLMValidationError", ValueError)(message)
         return livepatch.deliberate(error)
 
     # Ids that are kept stay in use when the patch has stood aside, here or in another process: refusing goes on.

@@ -78,8 +78,8 @@ class ChildSends:
     def report(self, early: set[str]) -> None:
         for request_id in early:
             self.livepatch.count("send_early")
-            said = f"request {request_id}: one of several connectors has sent it before its end was told; that waits"
-            self.livepatch.say("send_early", said)
+            message = f"request {request_id}: one of several connectors has sent it before its end was told; that waits"
+            self.livepatch.say("send_early", message)
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:

@@ -299,14 +299,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             own["update_from_output"] = made
 
     def heard(scheduler: Any, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-        told, ledger = (args[0] if args else kwargs["scheduler_output"]).finished_req_ids, ledger_of(scheduler)
+        finished, ledger = (args[0] if args else kwargs["scheduler_output"]).finished_req_ids, ledger_of(scheduler)
         for one in ledger.held.values():
-            if one.announced is told:
+            if one.announced is finished:
                 one.announced = None
         try:
             return wrapped(*args, **kwargs)
         finally:
-            ledger.empties = {name: others for name, others in ledger.empties.items() if others is not told}
+            ledger.empties = {name: others for name, others in ledger.empties.items() if others is not finished}
             if not ledger.empties and all(one.announced is None for one in ledger.held.values()):
                 hear_no_more(vars(scheduler))
 

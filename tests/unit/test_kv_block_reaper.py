@@ -188,7 +188,7 @@ def test_an_age_below_the_connectors_own_is_taken_and_said(clock: Clock, capfd: 
 
 
 def test_to_0_15_a_pending_receive_is_noticed_as_the_request_is_aborted(clock: Clock) -> None:
-    made = reaper.wrappers(context(facts={"told_of_receives": False}))
+    made = reaper.wrappers(context(facts={"knows_receives": False}))
     scheduler = scheduler_class(made)(Connector())
     scheduler.finished_recving_kv_req_ids = {"arrived"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.patches.mooncake_layerwise import early
 from vllm_livepatch.patches.mooncake_layerwise import wrappers as patch
-from vllm_livepatch.patches.mooncake_layerwise.computed import TOLD
+from vllm_livepatch.patches.mooncake_layerwise.computed import PROGRESS
 from vllm_livepatch.patches.mooncake_layerwise.layers import OTHERS, Layers
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -460,7 +460,7 @@ def test_the_connector_hears_of_layers_where_they_are_to_leave(by: str, monkeypa
         asked = worker.ask("d", "t", [10, 11])
         await base.turns()
         told = {"whole": {"t": ([1], 2)}, "back": [], "over": [], "held": {}}
-        connector._connector_metadata = SimpleNamespace(**{TOLD: told})
+        connector._connector_metadata = SimpleNamespace(**{PROGRESS: told})
         connector.bind_connector_metadata(connector._connector_metadata)
         connector.save_kv_layer("b", None, None)
         await base.turns()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.patches.mooncake_layerwise import early
 from vllm_livepatch.patches.mooncake_layerwise import wrappers as patch
-from vllm_livepatch.patches.mooncake_layerwise.computed import TOLD, Prefills
+from vllm_livepatch.patches.mooncake_layerwise.computed import PROGRESS, Prefills
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 
@@ -152,7 +152,7 @@ class Worker:
         """A step tells that a prefill was given up."""
         self.sender_loop = asyncio.get_running_loop()
         metadata = Metadata()
-        setattr(metadata, TOLD, {"held": {name: transfer}})
+        setattr(metadata, PROGRESS, {"held": {name: transfer}})
         self._start(wrapped, self, (metadata,), {})
         return metadata
 
@@ -165,7 +165,7 @@ class Worker:
 
     def step(self, **told: list[str]) -> asyncio.Task[None]:
         """A step begins, in the worker's own thread: the connector is given its metadata."""
-        metadata = SimpleNamespace(**{TOLD: {"whole": {}, "back": [], "over": [], "held": {}, **told}})
+        metadata = SimpleNamespace(**{PROGRESS: {"whole": {}, "back": [], "over": [], "held": {}, **told}})
         return asyncio.ensure_future(asyncio.to_thread(self.connector.bind_connector_metadata, metadata))
 
     def whole(self, transfer: str, blocks: list[int], total: int) -> None:
@@ -973,7 +973,7 @@ def begun(tokens: int) -> tuple[Prefills, Any, Any]:
     """A prefill of 23 tokens in blocks of 4, of which a step computes the first."""
     prefills, one = Prefills(4), request(23)
     connector = SimpleNamespace(_reqs_need_send={"p": (one, [])})
-    told = prefills.told(connector, step({"p": tokens}, new={"p": [1, 2, 3]}))
+    told = prefills.progress(connector, step({"p": tokens}, new={"p": [1, 2, 3]}))
     assert told == {"whole": {"t": ([1, 2, 3][: tokens // 4], 6)}, "back": [], "over": [], "held": {}}
     connector._reqs_need_send.clear()
     one.num_computed_tokens = tokens
@@ -982,18 +982,18 @@ def begun(tokens: int) -> tuple[Prefills, Any, Any]:
 
 def test_whole_blocks_after_each_step_are_told() -> None:
     prefills, connector, one = begun(10)
-    told = prefills.told(connector, step({"p": 13}, more={"p": [4, 5, 6]}))
+    told = prefills.progress(connector, step({"p": 13}, more={"p": [4, 5, 6]}))
     assert told is not None
     assert told["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
     one.is_finished = lambda: True
     connector._reqs_need_send["p"] = (one, [[1, 2, 3, 4, 5, 6]])
-    assert prefills.told(connector, step({})) == {"whole": {}, "back": [], "over": ["t"], "held": {}}
-    assert prefills.told(SimpleNamespace(_reqs_need_send={}), step({})) is None
+    assert prefills.progress(connector, step({})) == {"whole": {}, "back": [], "over": ["t"], "held": {}}
+    assert prefills.progress(SimpleNamespace(_reqs_need_send={}), step({})) is None
 
 
 def test_no_block_beyond_the_prompt_s_whole_ones_is_told() -> None:
     prefills, connector, _ = begun(10)
-    told = prefills.told(connector, step({"p": 20}, more={"p": [4, 5, 6, 7, 8]}))  # 7 tokens of the answer among them
+    told = prefills.progress(connector, step({"p": 20}, more={"p": [4, 5, 6, 7, 8]}))  # 7 tokens of the answer among them
     assert told is not None
     assert told["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
 
@@ -1001,20 +1001,20 @@ def test_no_block_beyond_the_prompt_s_whole_ones_is_told() -> None:
 def test_a_prefill_that_ends_without_being_sent_gives_its_blocks_back() -> None:
     prefills, connector, one = begun(10)
     one.is_finished = lambda: True
-    assert prefills.told(connector, step({})) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
+    assert prefills.progress(connector, step({})) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
 
 
 @pytest.mark.parametrize("what", [{"num_preemptions": 1}, {"num_computed_tokens": 9}], ids=["preempted", "goes back"])
 def test_what_is_computed_anew_is_told_once_and_not_followed(what: dict[str, int]) -> None:
     prefills, connector, one = begun(10)
     vars(one).update(what)
-    assert prefills.told(connector, step({"p": 4}, more={"p": [7]})) == {
+    assert prefills.progress(connector, step({"p": 4}, more={"p": [7]})) == {
         "whole": {},
         "back": ["t"],
         "over": [],
         "held": {},
     }
-    assert prefills.told(connector, step({"p": 4}, more={"p": [8]})) is None
+    assert prefills.progress(connector, step({"p": 4}, more={"p": [8]})) is None
 
 
 def finished(prefills: Prefills, answer: tuple[bool, Any], one: Any) -> tuple[Any, set[str]]:
@@ -1029,8 +1029,8 @@ def test_the_blocks_of_a_prefill_that_is_given_up_are_held_until_its_workers_say
     prefills, connector, one = begun(10)
     assert finished(prefills, (False, None), one) == ((True, None), {"u"})
     one.is_finished = lambda: True
-    assert prefills.told(connector, step({})) == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
-    assert prefills.told(connector, step({})) is None
+    assert prefills.progress(connector, step({})) == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.progress(connector, step({})) is None
 
 
 @pytest.mark.parametrize("what", ["sent", "another", "preempted", "told to go back", "not begun"])
@@ -1042,11 +1042,11 @@ def test_other_blocks_are_not_held(what: str) -> None:
     if what in ("preempted", "told to go back"):
         one.num_preemptions = 1
     if what == "told to go back":
-        assert prefills.told(connector, step({})) is not None
+        assert prefills.progress(connector, step({})) is not None
         one.num_preemptions = 0
     if what == "not begun":
         prefills, one = Prefills(4), request(23)
-        prefills.told(SimpleNamespace(_reqs_need_send={"p": (one, [])}), step({}))
+        prefills.progress(SimpleNamespace(_reqs_need_send={"p": (one, [])}), step({}))
     assert finished(prefills, answer, one) == (answer, {"t", "u"})
 
 
@@ -1056,7 +1056,7 @@ def test_when_nothing_is_followed_any_more_all_is_given_back_or_held() -> None:
     one.is_finished = lambda: True
     other = request(9)
     other.request_id, other.kv_transfer_params = "q", {"transfer_id": "v"}
-    prefills.told(SimpleNamespace(_reqs_need_send={"q": (other, [])}), step({"q": 9}, new={"q": [4, 5, 6]}))
+    prefills.progress(SimpleNamespace(_reqs_need_send={"q": (other, [])}), step({"q": 9}, new={"q": [4, 5, 6]}))
     assert prefills.leave() == {"whole": {}, "back": ["v"], "over": [], "held": {}}
     prefills, _, one = begun(10)
     finished(prefills, (False, None), one)
@@ -1072,7 +1072,7 @@ def test_after_an_error_of_its_own_the_scheduler_s_side_tells_workers_to_stop() 
     setattr(connector, patch.PREFILLS, prefills)
 
     def told(scheduler_output: Any) -> Any:
-        return getattr(build(lambda step: SimpleNamespace(), connector, (scheduler_output,), {}), TOLD, None)
+        return getattr(build(lambda step: SimpleNamespace(), connector, (scheduler_output,), {}), PROGRESS, None)
 
     assert told(None) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
     assert len(said) == 1

@@ -86,6 +86,15 @@ def test_the_quick_cases_of_a_test_all_have_their_turn() -> None:
     assert found == sorted(tests)
 
 
+def test_what_is_outside_of_functions_has_the_module_s_own_tests_too() -> None:
+    """A dataclass's default: who reads it need not execute a function of the module."""
+    own = "tests/unit/test_code.py::default"
+    tests = {**TESTS, own: kept(0.01), "tests/unit/test_codes.py::other": kept(0.01)}
+    assert own in mutation_reach.reaching(tests, TEXT, "folder/code.py", 1, 20)
+    assert own not in mutation_reach.reaching(tests, TEXT, "folder/code.py", 16, 20)
+    assert mutation_reach.reaching(tests, TEXT, "code/wrappers.py", 1, 20) == [own]
+
+
 def test_annotations_that_nothing_evaluates_are_left_out() -> None:
     lines = TEXT.splitlines()
     found = [lines[first[0] - 1][first[1] : last[1]] for first, last in mutation.unevaluated(TEXT)]

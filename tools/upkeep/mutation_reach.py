@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -71,13 +72,19 @@ def reaching(tests: Mapping[str, Mapping[str, Any]], text: str, module: str, lin
     all the quick ones.
 
     What is outside of functions was executed by all. There, the tests are those of the functions that name what the
-    line's statement assigns, if there are any, or of all functions.
+    line's statement assigns, if there are any, or of all functions; and those of the module's own test file.
     """
     tree = ast.parse(text)
     name = enclosing(tree, line)
     wanted = {name} if name else _users(tree, line)
     reached = {f"{module}:{one}" for one in wanted or functions(tree)}
-    found = [one for one, kept in tests.items() if kept["passed"] and reached.intersection(kept["reached"])]
+    path = PurePosixPath(module)
+    own = () if name else (f"tests/unit/test_{path.stem}.py::", f"tests/unit/test_{path.parent.name}.py::")
+    found = [
+        one
+        for one, kept in tests.items()
+        if kept["passed"] and (reached.intersection(kept["reached"]) or one.startswith(own))
+    ]
     found.sort(key=lambda one: (tests[one]["seconds"], one))
     ranked = []
     seen: dict[str, Iterator[int]] = {}
