@@ -38,9 +38,9 @@ def wrappers(livepatch):
         return wrapped(*args, **kwargs)
     return {{{TARGET!r}: counted}}
 """
-SAID = "left out a stale completion of request"
+LOGGED = "left out a stale completion of request"
 INDENT = " " * 12
-LEAVE_OUT = f"{INDENT}    logger.warning('{SAID} %s', req_id)\n{INDENT}    continue\n"
+LEAVE_OUT = f"{INDENT}    logger.warning('{LOGGED} %s', req_id)\n{INDENT}    continue\n"
 KNOWN = "assert req_id in self.requests\n"
 FINISHED = "RequestStatus.is_finished(self.requests[req_id].status)"
 CHANGES = [
@@ -113,8 +113,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     (work / "state").mkdir()
     source = sources.site_packages("vllm", VLLM)
     (work / "stale.diff").write_text(source_diffs.replacing(source, {SCHEDULER: CHANGES}, context=1), "utf-8")
-    said = command_line("from-diff", work / "stale.diff", "--name", "stale-by-diff", "--out", work / "mine")
-    assert ["vllm", VLLM, "needed"] in [line.split() for line in said.splitlines()], said
+    output = command_line("from-diff", work / "stale.diff", "--name", "stale-by-diff", "--out", work / "mine")
+    assert ["vllm", VLLM, "needed"] in [line.split() for line in output.splitlines()], output
     write_counter(work / "mine" / "counter", source_diffs.replaced((source / SCHEDULER).read_text("utf-8"), CHANGES))
     chosen: list[str | Path] = ["--patch", "stale-by-diff", "--patch", "counter", "--patch-dir", work / "mine"]
     command_line("generate", "--out", work / "bundle", *chosen)
@@ -133,7 +133,7 @@ def test_the_diffed_engine_lives(outcome: Outcome) -> None:
 
 
 def test_the_fault_was_met_and_the_changed_lines_ran(outcome: Outcome) -> None:
-    lines = [line for line in outcome.log if SAID in line]
+    lines = [line for line in outcome.log if LOGGED in line]
     assert lines
     assert all("scheduler.changed.py:" in line for line in lines), "what was logged names the lines that ran"
     assert not [line for line in outcome.log if "AssertionError" in line]
@@ -147,4 +147,4 @@ def test_the_engine_core_reports_both_kinds_and_no_patch_of_ours(outcome: Outcom
     assert set(patches) == {"stale-by-diff", "counter", "compile-cache-key"}
     assert set(patches.values()) == {("applied", None, "needed")}
     (counted,) = [patch["counters"] for patch in report["patches"] if patch["name"] == "counter"]
-    assert counted["calls"] >= len([line for line in outcome.log if SAID in line]), "the wrapper is around the change"
+    assert counted["calls"] >= len([line for line in outcome.log if LOGGED in line]), "the wrapper is around the change"

@@ -65,8 +65,8 @@ class Place:
         """What `deploy ray` says to export on every node."""
         (line,) = re.findall(r"^#   export (.*)$", deploy.text("ray", "image", "model"), re.MULTILINE)
         script = f'export {line}; echo "$PYTHONPATH"; echo "$LIVEPATCH"'.replace("/opt/livepatch", str(self.bundle))
-        said = subprocess.run(["sh", "-euc", script], env={}, capture_output=True, text=True, check=True).stdout
-        return dict(zip(("PYTHONPATH", "LIVEPATCH"), said.split(), strict=True))
+        output = subprocess.run(["sh", "-euc", script], env={}, capture_output=True, text=True, check=True).stdout
+        return dict(zip(("PYTHONPATH", "LIVEPATCH"), output.split(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def cluster(place: Place, nodes: int, **variables: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    said: list[str]
+    logged: list[str]
     """The lines of ours that the engine's log has, its workers' among them."""
     answered: bool
     processes: list[dict[str, Any]]
@@ -164,10 +164,10 @@ def run(place: Place, address: str, size: int, **variables: str) -> Outcome:
     for process in found.live if found is not None else ():
         with suppress(psutil.NoSuchProcess):
             psutil.Process(process["pid"]).wait(60)
-    said = [line.partition("vllm-livepatch: ")[2] for line in lines if "vllm-livepatch: " in line]
+    logged = [line.partition("vllm-livepatch: ")[2] for line in lines if "vllm-livepatch: " in line]
     if found is None:
-        return Outcome(said, False, [], [])
-    return Outcome(said, True, found.live, status.unmet(found, [PATCH]))
+        return Outcome(logged, False, [], [])
+    return Outcome(logged, True, found.live, status.unmet(found, [PATCH]))
 
 
 def state_of(process: dict[str, Any]) -> tuple[str, str | None]:
@@ -198,14 +198,14 @@ def test_what_deploy_ray_prints(place: Place) -> None:
 def test_started_without_it_strict_ends_the_worker(place: Place, unprepared: str) -> None:
     found = run(place, unprepared, 1, **place.patched)
     assert not found.answered
-    assert any(f"LIVEPATCH=strict: {PATCH} is not applied (late)" in line for line in found.said)
+    assert any(f"LIVEPATCH=strict: {PATCH} is not applied (late)" in line for line in found.logged)
 
 
 def test_started_without_it_the_guard_arms_late_and_says_so(place: Place, unprepared: str) -> None:
     """The executor of today gives its workers the engine's whole environment, once they run."""
     found = run(place, unprepared, 1, **place.patched | {"LIVEPATCH": "auto"})
     assert found.answered
-    assert any("the bundle was armed late, by the guard" in line for line in found.said)
+    assert any("the bundle was armed late, by the guard" in line for line in found.logged)
     assert [state_of(process) for process in found.workers] == [("skipped", "late")]
     assert len(found.unmet) == 1
     assert f"{PATCH} is skipped in pid {found.workers[0]['pid']}" in found.unmet[0]
@@ -214,13 +214,13 @@ def test_started_without_it_the_guard_arms_late_and_says_so(place: Place, unprep
 @by_hand
 def test_the_executor_before_hands_on_neither(place: Place, unprepared: str) -> None:
     found = run(place, unprepared, 1, **place.patched, **V1)
-    told = run(place, unprepared, 1, **place.patched, **V1, VLLM_RAY_EXTRA_ENV_VARS_TO_COPY="LIVEPATCH")
+    copied = run(place, unprepared, 1, **place.patched, **V1, VLLM_RAY_EXTRA_ENV_VARS_TO_COPY="LIVEPATCH")
     assert found.answered  # `strict` did not reach the worker
-    assert any("no bundle is armed in this process" in line for line in found.said)
+    assert any("no bundle is armed in this process" in line for line in found.logged)
     assert [state_of(process) for process in found.workers] == [("skipped", "late")]
     assert found.unmet
-    assert not told.answered
-    assert any("LIVEPATCH=strict: no bundle is armed in this process" in line for line in told.said)
+    assert not copied.answered
+    assert any("LIVEPATCH=strict: no bundle is armed in this process" in line for line in copied.logged)
 
 
 @by_hand

@@ -56,8 +56,8 @@ class Jobs:
         self._job.write_text(deploy.text("slurm", "image", str(tiny)))
 
     def log(self, part: Part) -> str:
-        said = self._root / f"{part.name}.out"
-        return said.read_text() if said.exists() else ""
+        output = self._root / f"{part.name}.out"
+        return output.read_text() if output.exists() else ""
 
     def submit(self, part: Part, *options: str) -> str:
         """Returns the job's id."""

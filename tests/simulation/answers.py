@@ -86,7 +86,7 @@ class Patched:
         transfer.fails, transfer.lost_from = transfer.kind == "load", 0
         self.world.say(f"{transfer.owner}'s {transfer.kind} is given up")
 
-    def never_told(self, transfer: Transfer) -> None:
+    def never_reported(self, transfer: Transfer) -> None:
         """It is over, and nobody will say so."""
         transfer.ended = transfer.silent = True
 
@@ -140,10 +140,10 @@ class Stock(Patched):
 
     def not_begun(self, transfer: Transfer) -> None:
         if transfer.fate == "unwritten":
-            self.never_told(transfer)
+            self.never_reported(transfer)
 
     def nothing_on_its_way(self, transfer: Transfer) -> None:
-        self.never_told(transfer)
+        self.never_reported(transfer)
 
     def server_gone(self, transfer: Transfer) -> None:
         transfer.ended = True

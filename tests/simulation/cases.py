@@ -143,7 +143,7 @@ CASES = (
 
 
 def _lost(requests: list[dict[str, Any]], connector: str = "moriio-read", **values: Any) -> dict[str, Any]:
-    return _plan(connector, requests, losses=True, blocks=48, **{"told_by": "blocks", **values})
+    return _plan(connector, requests, losses=True, blocks=48, **{"reported_by": "blocks", **values})
 
 
 _FAILS = {"name": "r0", "arrives": 1, "prompt": 24, "outputs": 4, "failing_loads": 1}

@@ -70,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What drivers say is printed as they end, for pytest; here stdout is the result's.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         if asked.seed is None and asked.plan is None:
-            status, said = many(given, asked)
+            status, output = many(given, asked)
         else:
             with arms.interpreters(1, environments.engine()) as (warm,):
-                status, said = tell(warm, given[0], asked)
-    print(said)
+                status, output = tell(warm, given[0], asked)
+    print(output)
     return status
 
 

@@ -70,11 +70,11 @@ def batch(jobs: list[tuple[plans.Plan, str]], directory: str, job: dict[str, Any
             os._exit(status)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(child, 0)
     if status:
         raise RuntimeError(f"a batch of worlds ended with {status}")
-    found: list[dict[str, Any]] = json.loads(said)
+    found: list[dict[str, Any]] = json.loads(output)
     return found
 
 

@@ -40,7 +40,7 @@ def _failing(rng: random.Random) -> dict[str, Any]:
     return {"failing_loads": rng.choice((1, 2, ALWAYS)), "fails_whole": rng.random() < 0.3}
 
 
-def _told_by(rng: random.Random) -> str:
+def _reported_by(rng: random.Random) -> str:
     return rng.choice(("blocks", "id", "both"))
 
 
@@ -56,12 +56,12 @@ def in_the_step(rng: random.Random, plan: Plan) -> Plan:
         return changes
 
     groups = "hybrid" if rng.random() < 0.35 else "full"
-    return _each(plan, change, connector="moriio-read", groups=groups, told_by="blocks")
+    return _each(plan, change, connector="moriio-read", groups=groups, reported_by="blocks")
 
 
 def several_groups(rng: random.Random, plan: Plan) -> Plan:
     """Loads beside the steps fail, with several KV groups."""
-    return _each(plan, lambda _: _failing(rng), groups="hybrid", told_by=_told_by(rng))
+    return _each(plan, lambda _: _failing(rng), groups="hybrid", reported_by=_reported_by(rng))
 
 
 def pushes(rng: random.Random, plan: Plan) -> Plan:
@@ -73,7 +73,7 @@ def pushes(rng: random.Random, plan: Plan) -> Plan:
         late = {"load_delay": rng.choice((0, 8, 14)), "load_steps": rng.choice((12, 20))} if fate == "late" else {}
         return {"hit": hit, "fate": fate, **late}
 
-    return _each(plan, change, connector="push", told_by=_told_by(rng))
+    return _each(plan, change, connector="push", reported_by=_reported_by(rng))
 
 
 def leases(rng: random.Random, plan: Plan) -> Plan:
@@ -83,7 +83,7 @@ def leases(rng: random.Random, plan: Plan) -> Plan:
         loads = {"hit": request.prompt, "fate": LEASE} if rng.random() < 0.3 else {}
         return {"sends": True, "lease": rng.choice((0, 1, 3, 6)), "send_delay": rng.choice((0, 2, 5)), **loads}
 
-    return _each(plan, change, connector="nixl", told_by=_told_by(rng))
+    return _each(plan, change, connector="nixl", reported_by=_reported_by(rng))
 
 
 def servers(rng: random.Random, plan: Plan) -> Plan:
@@ -98,7 +98,7 @@ def servers(rng: random.Random, plan: Plan) -> Plan:
         hit = request.prompt // BLOCK * BLOCK if rng.random() < 0.5 else request.hit
         return {"hit": hit, "stores": rng.choice((1, 2)), "empty_send_silent": False}
 
-    return _each(plan, change, connector="lmcache", outages=tuple(outages), told_by=_told_by(rng))
+    return _each(plan, change, connector="lmcache", outages=tuple(outages), reported_by=_reported_by(rng))
 
 
 def crowds(rng: random.Random, plan: Plan) -> Plan:

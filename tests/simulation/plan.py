@@ -83,7 +83,7 @@ class Plan:
     resets: tuple[Reset, ...] = ()
     lies: tuple[Lie, ...] = ()
     losses: bool = False  # of losses.py: loads fail also where the release has no way to go on
-    told_by: str = ""  # how it is told of that, with losses: see World.tell_failures
+    reported_by: str = ""  # how it is told of that, with losses: see World.tell_failures
     outages: tuple[Outage, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def draw(seed: int, tame: bool = False) -> Plan:
         for _ in range(0 if tame or rng.random() < 0.75 else rng.randint(1, 2))
     )
     names = [*(each.name for each in requests), "nobody"]
-    told = tuple(
+    reported = tuple(
         Lie(rng.randint(2, steps + 10), rng.choice(("recving", "recving", "sending")), rng.choice(names))
         for _ in range(rng.randint(4, 16) if lies else 0)
     )
@@ -136,7 +136,7 @@ def draw(seed: int, tame: bool = False) -> Plan:
         late=rng.random() < 0.4,
         requests=tuple(requests),
         resets=resets,
-        lies=told,
+        lies=reported,
     )
 
 
@@ -198,7 +198,7 @@ def smaller(plan: Plan) -> list[Plan]:
             for index in range(len(events)):
                 fewer: dict[str, Any] = {field: events[:index] + events[index + 1 :]}
                 found.append(replace(plan, **fewer))
-    plain: dict[str, Any] = {"groups": "full", "late": False, "budget": 256, "told_by": "", "losses": False}
+    plain: dict[str, Any] = {"groups": "full", "late": False, "budget": 256, "reported_by": "", "losses": False}
     for name, simple in plain.items():
         if getattr(plan, name) != simple:
             simpler_world: dict[str, Any] = {name: simple}

@@ -145,9 +145,9 @@ def test_a_seed_tells_the_same_story_in_two_interpreters(warm: arms.Interpreter,
     """Each seed goes the same way in a process that shares nothing with the first."""
     arm = arms.Arm(NEWEST, bundle, tell=True)
     with arms.interpreters(1, python_of_engine()) as (another,):
-        told = arms.run(another, arm, TAME, losses=TAME)
-    assert arms.run(warm, arm, TAME, losses=TAME) == told
-    assert all(world["story"] for world in told)
+        reported = arms.run(another, arm, TAME, losses=TAME)
+    assert arms.run(warm, arm, TAME, losses=TAME) == reported
+    assert all(world["story"] for world in reported)
 
 
 def test_a_failing_seed_is_shrunk(warm: arms.Interpreter) -> None:
@@ -165,5 +165,5 @@ def test_a_failing_seed_is_shrunk(warm: arms.Interpreter) -> None:
     assert fails([small]) == [True]
     assert len(small.requests) < len(plan.requests)
     arm.tell = True
-    (told,) = arms.run(warm, arm, plans=[small.to_json()])
-    assert any("WRONG: freed while being loaded" in line for line in told["story"])
+    (reported,) = arms.run(warm, arm, plans=[small.to_json()])
+    assert any("WRONG: freed while being loaded" in line for line in reported["story"])

@@ -21,7 +21,7 @@ Touch = tuple[int, int, int]
 class Loss:
     """KV that a load of the step that computes did not bring: what is in its slots, and in those computed on them."""
 
-    told: int | None = None
+    reported: int | None = None
     """How many steps had been scheduled when the scheduler had heard of it: none but these may run on it."""
 
 

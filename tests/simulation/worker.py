@@ -81,7 +81,7 @@ def tell_failures(world: World, output: Any, now: set[int], later: set[int], nam
     by_block, by_request = world.groups == 1, world.groups > 1
     if world.plan.losses:
         can = build.failures_by_request()
-        by_block, by_request = world.plan.told_by != "id" or not can, world.plan.told_by != "blocks" and can
+        by_block, by_request = world.plan.reported_by != "id" or not can, world.plan.reported_by != "blocks" and can
     blocks = now | later if by_block else now
     if blocks:
         output.invalid_block_ids = blocks
@@ -114,7 +114,7 @@ def compute(
         if place is None:
             continue
         losses = world.memory.losses(client, group, table, place, start)
-        if all(loss is not None and (loss.told is None or step.number <= loss.told) for loss in losses):
+        if all(loss is not None and (loss.reported is None or step.number <= loss.reported) for loss in losses):
             lost = losses[0]
         else:
             world.wrong("computed on wrong KV", f"{client} at token {place} of {start}, KV group {group}")

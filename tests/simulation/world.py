@@ -253,7 +253,7 @@ class World:
         """Whether a release has a way to go on where a load fails; without `losses`, none fails where it has not."""
         if self.behaviour.loads_in_step:  # what was scheduled ahead runs on it, and several groups have no word for it
             return self.groups == 1 and not self.ahead
-        return self.groups == 1 or (build.failures_by_request() and self.plan.told_by in ("", "id"))
+        return self.groups == 1 or (build.failures_by_request() and self.plan.reported_by in ("", "id"))
 
     def _foreseen(self, client: Client) -> bool:
         """Whether no load is to be asked for, since it fails, and the release does not go on, or does so for ever."""
@@ -367,15 +367,15 @@ class World:
             ids = set(getattr(output, f"finished_{lie.kind}") or ()) | {lie.about}
             setattr(output, f"finished_{lie.kind}", ids)
         if output.finished_recving or output.finished_sending or output.invalid_block_ids:
-            told = [
+            reported = [
                 f"{kind} {sorted(ids)}" for kind, ids in vars(output).items() if ids and kind != "kv_connector_stats"
             ]
-            self.say("told: " + ", ".join(told) + f"  (lies: {[lie.about for lie in lies]})" * bool(lies))
+            self.say("told: " + ", ".join(reported) + f"  (lies: {[lie.about for lie in lies]})" * bool(lies))
         for transfer in step.reported:
             transfer.reported = True
         answered = self.scheduler.update_from_output(step.scheduled, step.output)
         for loss in step.losses:
-            loss.told = self.scheduled
+            loss.reported = self.scheduled
         self.hear(answered)
 
     def hear(self, answered: dict[int, Any]) -> None:

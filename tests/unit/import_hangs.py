@@ -92,10 +92,10 @@ def main() -> None:
         for number in range(options.starts):
             version, way = versions[number % len(versions)], WAYS[number // len(versions) % len(WAYS)]
             count[f"{version} {way}"] += 1
-            said = start(place, version, way, number)
-            if said:
-                wrong.append(said)
-                print(said, flush=True)
+            message = start(place, version, way, number)
+            if message:
+                wrong.append(message)
+                print(message, flush=True)
     print(f"{options.starts} starts, {len(wrong)} went wrong; {dict(sorted(count.items()))}")
     print(f"interpreters that this machine lacks: {', '.join(interpreters.missing(interpreters.SERVED)) or 'none'}")
     sys.exit(bool(wrong))

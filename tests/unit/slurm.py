@@ -55,12 +55,13 @@ class Cluster:
         self._processes: list[subprocess.Popen[bytes]] = []
         for folder in ("state", "home", *NODES):
             (place / folder).mkdir(parents=True)
-        said = {"place": place, "plugins": plugins, "user": "root", "host": socket.gethostname()}
+        values = {"place": place, "plugins": plugins, "user": "root", "host": socket.gethostname()}
         ports = [free_port() for _ in ("controller", *NODES)]
         nodes = [
-            A_NODE.format(name=name, host=said["host"], port=port) for name, port in zip(NODES, ports[1:], strict=True)
+            A_NODE.format(name=name, host=values["host"], port=port)
+            for name, port in zip(NODES, ports[1:], strict=True)
         ]
-        (place / "slurm.conf").write_text(CONFIGURED.format(controller=ports[0], **said) + "".join(nodes))
+        (place / "slurm.conf").write_text(CONFIGURED.format(controller=ports[0], **values) + "".join(nodes))
         (place / "munge.key").write_bytes(os.urandom(1024))
         (place / "munge.key").chmod(0o600)
 

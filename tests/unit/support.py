@@ -223,8 +223,8 @@ class Cli:
         try:
             cli.main()
         except SystemExit as ended:
-            said = self._capfd.readouterr()
-            return Done(ended.code if isinstance(ended.code, int) else 1, said.out, said.err)
+            captured = self._capfd.readouterr()
+            return Done(ended.code if isinstance(ended.code, int) else 1, captured.out, captured.err)
 
     def process(self, *arguments: str, environ: Mapping[str, str] | None = None, stdout: int | None = None) -> Done:
         command = [sys.executable, "-m", "vllm_livepatch.tools.cli", *arguments]

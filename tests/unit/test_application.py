@@ -241,8 +241,8 @@ def test_a_target_that_somebody_else_replaces_after_us(sandbox: Sandbox) -> None
     assert done.out == PATCHED + "['theirs', 7]\n"
     reported = sandbox.reported()
     assert (reported["state"], reported["reason"]) == ("failed", "overwritten")
-    said = f"vllm-livepatch: around is no longer applied (overwritten): {reported['detail']}"
-    assert done.lines[1:] == [said, "after the look"]
+    message = f"vllm-livepatch: around is no longer applied (overwritten): {reported['detail']}"
+    assert done.lines[1:] == [message, "after the look"]
     assert "__main__.theirs" in reported["detail"]
     assert sandbox.reported("other")["state"] == "applied"
 
@@ -434,8 +434,8 @@ def test_a_module_that_its_import_takes_away_for_a_moment(engine: Any) -> None:
     del sys.modules["fake_engine"]
     spec_of(engine, _initializing=True)
     assert application.imported("fake_engine") is engine
-    for said in ({"_initializing": False}, {}):  # its import is over: somebody dropped it
-        spec_of(engine, **said)
+    for flags in ({"_initializing": False}, {}):  # its import is over: somebody dropped it
+        spec_of(engine, **flags)
         assert application.imported("fake_engine") is None
 
 

@@ -76,8 +76,8 @@ def test_the_manifest_has_the_versions_and_every_file(own: dict[str, bytes]) -> 
 
 
 def test_the_digest_is_what_sha256sum_says_of_the_manifest(patched: Sandbox) -> None:
-    said = finish(["sha256sum", str(patched.bundle / "manifest.json")], {"PATH": os.environ["PATH"]}).out
-    assert f"sha256:{said.split()[0]}" == bundle.digest(bundle.contents(patched.entries()))
+    output = finish(["sha256sum", str(patched.bundle / "manifest.json")], {"PATH": os.environ["PATH"]}).out
+    assert f"sha256:{output.split()[0]}" == bundle.digest(bundle.contents(patched.entries()))
     patched.python(USE_STEP)
     assert patched.report()["digest"] == bundle.digest(bundle.contents(patched.entries()))
 
@@ -268,8 +268,12 @@ def test_a_corrupt_manifest_is_said_to_be_one(patched: Sandbox, text: str) -> No
 def test_what_is_no_bundle(patched: Sandbox, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("no zip file")
-    for place, said in ((patched.site, "has no manifest"), (text, "is not a"), (tmp_path / "none", "does not exist")):
-        with pytest.raises(UserError, match=said):
+    for place, message in (
+        (patched.site, "has no manifest"),
+        (text, "is not a"),
+        (tmp_path / "none", "does not exist"),
+    ):
+        with pytest.raises(UserError, match=message):
             verified(place)
 
 

@@ -12,7 +12,7 @@ from vllm_livepatch.sitecustomize.application import Applied
 
 from tests.unit.support import STEP, Sandbox
 
-SAID = f"__main__.Own overrides {STEP} without calling it"
+DETAIL = f"__main__.Own overrides {STEP} without calling it"
 
 CALLS = {
     "super": "def step(self, number): return super().step(number)",
@@ -69,12 +69,12 @@ def test_an_override_that_calls_it_is_fine(sandbox: Sandbox, body: str) -> None:
 @pytest.mark.parametrize("mode", ["auto", "strict"])
 @pytest.mark.parametrize("body", list(BYPASSES.values()), ids=list(BYPASSES))
 def test_an_override_that_does_not_is_said_once(sandbox: Sandbox, body: str, mode: str) -> None:
-    said = f"vllm-livepatch: around is bypassed: {SAID}"
+    message = f"vllm-livepatch: around is bypassed: {DETAIL}"
     first, *rest = run(sandbox, body, LIVEPATCH=mode)
     assert first == "the class is there"
-    assert sorted(rest) == ["after the look", said], "said once, by the thread that looks"
+    assert sorted(rest) == ["after the look", message], "said once, by the thread that looks"
     reported = sandbox.reported()
-    assert (reported["state"], reported["reason"], reported["detail"]) == ("applied", "bypassed", SAID)
+    assert (reported["state"], reported["reason"], reported["detail"]) == ("applied", "bypassed", DETAIL)
     assert sandbox.reported("other")["reason"] is None
 
 
@@ -116,8 +116,8 @@ def test_a_class_that_is_there_when_the_patch_is_applied(sandbox: Sandbox) -> No
     sandbox.patch()
     sandbox.generate()
     done = sandbox.python("import fakeengine.scheduler, sys; print('imported', file=sys.stderr)")
-    said = f"vllm-livepatch: around is bypassed: fakeengine.scheduler.Own overrides {STEP} without calling it"
-    assert sorted(done.others) == ["imported", said]
+    message = f"vllm-livepatch: around is bypassed: fakeengine.scheduler.Own overrides {STEP} without calling it"
+    assert sorted(done.others) == ["imported", message]
 
 
 def test_an_override_that_is_a_target_itself(sandbox: Sandbox) -> None:
@@ -135,5 +135,5 @@ def test_a_property_and_what_is_below_what_bypasses(sandbox: Sandbox) -> None:
     sandbox.write({"fakeengine/scheduler.py": "class Scheduler:\n    @property\n    def step(self): return [7]\n"})
     body = "@property\n    def step(self): return ['own']\n"
     body += "class Below(Own):\n    @property\n    def step(self): return super().step"
-    said = f"vllm-livepatch: around is bypassed: {SAID}"
-    assert sorted(run(sandbox, body)) == ["after the look", "the class is there", said]
+    message = f"vllm-livepatch: around is bypassed: {DETAIL}"
+    assert sorted(run(sandbox, body)) == ["after the look", "the class is there", message]

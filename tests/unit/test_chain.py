@@ -98,9 +98,9 @@ def test_verbose_tracebacks_name_the_next_ones_lines(patched: Sandbox) -> None:
     patched.write(NEXT["one that raises"])
     done = patched.python("print('goes on')", "-v")
     assert done.out == "goes on\n"
-    said = done.err.replace("\n", " ")
-    assert f'File "{patched.site}/sitecustomize.py", line 2' in said
-    assert "RuntimeError: theirs is broken" in said
+    output = done.err.replace("\n", " ")
+    assert f'File "{patched.site}/sitecustomize.py", line 2' in output
+    assert "RuntimeError: theirs is broken" in output
 
 
 def test_the_next_one_that_imports_a_target_is_served(patched: Sandbox) -> None:
@@ -143,9 +143,9 @@ def test_children_are_served_though_the_next_one_puts_itself_first_for_them(patc
     patched.write({"sitecustomize.py": PUTS_ITSELF_FIRST}, other)
     # Where it was in front, or the bundle is off, it has what it asks for.
     for found, environ in (([other, *path], {}), (path, {"LIVEPATCH": "off"})):
-        said = patched.python(child, path=found, **environ).out
-        assert said.startswith(f"{other}:{path[0]}:")
-        assert said.endswith(STOCK)
+        output = patched.python(child, path=found, **environ).out
+        assert output.startswith(f"{other}:{path[0]}:")
+        assert output.endswith(STOCK)
 
 
 def test_children_that_get_their_path_from_ours_are_served(patched: Sandbox) -> None:

@@ -471,13 +471,13 @@ TOGETHER: dict[str, tuple[dict[str, tuple[str, str]], str]] = {
 
 @pytest.mark.parametrize("case", TOGETHER)
 def test_modules_that_are_changed_together_fall_back_together(engine: Sandbox, case: str) -> None:
-    changes, said = TOGETHER[case]
+    changes, message = TOGETHER[case]
     diff_patch(engine, changes)
     engine.generate()
     done = engine.python(f"from fakeengine.worker import work; print(work(7))\n{USE}")
     assert (done.code, done.out) == (0, "[7]\n" + STOCK), done.err
     assert state(engine) == ("failed", "raised")
-    assert said in engine.reported("diffed")["detail"]
+    assert message in engine.reported("diffed")["detail"]
     assert len(done.lines) == 2
 
 

@@ -175,7 +175,7 @@ def test_the_registry_is_not_told_of_somebodys_own_package(index: LocalIndex, sa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--release", "fakeengine>=1.0"], "--release takes PACKAGE==VERSION"),
         (["--release", "fakeengine==1.*"], "--release takes PACKAGE==VERSION"),
@@ -189,12 +189,12 @@ def test_the_registry_is_not_told_of_somebodys_own_package(index: LocalIndex, sa
     ],
 )
 def test_bad_input(
-    index: LocalIndex, sandbox: Sandbox, cli: Cli, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    index: LocalIndex, sandbox: Sandbox, cli: Cli, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.add("other", "other-1.0-py3-none-any.whl", make_wheel("other", "1.0", {"other/__init__.py": b""}))
     done = check(cli, sandbox, *arguments)
     assert (done.code, done.out, len(done.lines)) == (2, "", 1)
-    assert said in done.err
+    assert message in done.err
 
 
 @pytest.mark.parametrize("fault", ["damaged", "cut short", "refused", "no index"])
@@ -224,8 +224,8 @@ def test_what_is_said_and_does_not_stop_a_check(
     index.ignore_ranges = fault == "no ranges"
     done = check(cli, sandbox, "--release", "fakeengine==1.0", "--json")
     assert verdict(done) == ({"fakeengine": "1.0"}, "needed")
-    said = {"yanked": "was yanked: broken", "no ranges": "is read whole", "full disk": "nothing is kept there"}
-    assert said[fault] in done.err
+    messages = {"yanked": "was yanked: broken", "no ranges": "is read whole", "full disk": "nothing is kept there"}
+    assert messages[fault] in done.err
     assert done.code == 0
 
 

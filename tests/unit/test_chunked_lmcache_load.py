@@ -276,7 +276,7 @@ def test_only_chunks_that_are_not_loaded_are_unlocked(start: int, end: int, rele
 def test_a_further_part_is_counted_as_loaded_where_the_release_counts() -> None:
     """The release counts a load when it admits it, which is the first part alone."""
     loads = with_pool(100)
-    told: list[dict[str, int]] = []
+    reported: list[dict[str, int]] = []
 
     class Waits:
         WAITING_FOR_LOAD = "waits"
@@ -288,7 +288,7 @@ def test_a_further_part_is_counted_as_loaded_where_the_release_counts() -> None:
         num_prompt_tokens=200,
         num_tokens=200,
         num_preemptions=0,
-        prefill_stats=SimpleNamespace(set=lambda **known: told.append(known)),
+        prefill_stats=SimpleNamespace(set=lambda **known: reported.append(known)),
     )
     tracker = SimpleNamespace(
         state=Waits(), allocated_block_ids=[1], num_vllm_hit_tokens=0, num_lmcache_hit_tokens=64, num_stored_tokens=0
@@ -301,5 +301,5 @@ def test_a_further_part_is_counted_as_loaded_where_the_release_counts() -> None:
     load = patch._Load(request, tracker, 0, 64, 192, 192)
     assert loads.load_more(load)
     assert (request.num_external_computed_tokens, loads.scheduler.connector_prefix_cache_stats.hits) == (192, 192)
-    assert told == [{"num_prompt_tokens": 200, "num_local_cached_tokens": 0, "num_external_cached_tokens": 192}]
+    assert reported == [{"num_prompt_tokens": 200, "num_local_cached_tokens": 0, "num_external_cached_tokens": 192}]
     assert (request.num_computed_tokens, tracker.state) == (192, "waits")

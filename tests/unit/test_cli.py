@@ -81,7 +81,7 @@ def test_list_and_show(known: Sandbox, cli: Cli) -> None:
     }
     done = cli("show", "around", *own(known))
     assert (done.code, done.err) == (0, "")
-    said = (
+    options = (
         "One sees it.",
         "Because.",
         "Less of it.",
@@ -91,7 +91,7 @@ def test_list_and_show(known: Sandbox, cli: Cli) -> None:
         "FIELD_LIMIT",
     )
     for word in (
-        *said,
+        *options,
         "FIELD_SWITCH",
         "How many. (a whole number of at least 1)",
         "1.0",
@@ -215,21 +215,21 @@ def test_check_says_of_a_variable_that_means_nothing_what_the_process_says(
 ) -> None:
     known.generate()
     wrong = {name: WRONG[name]}
-    said = [line for line in known.python(USE_STEP, **wrong).lines if name in line and "bundle=" not in line]
+    logged = [line for line in known.python(USE_STEP, **wrong).lines if name in line and "bundle=" not in line]
     monkeypatch.setenv(name, WRONG[name])
     place = ["check", "--site-packages", str(known.site), *own(known)]
     done = cli(*place)
-    assert (done.code, done.lines) == (2, said)
-    assert len(said) == 1
+    assert (done.code, done.lines) == (2, logged)
+    assert len(logged) == 1
     assert cli(*place, "--json").out.startswith("{")
     command = [PYTHON, str(known.bundle), "check"]
     bundled = subprocess.run(command, env=known.environ(**wrong), capture_output=True, text=True, check=False)
-    assert (bundled.returncode, bundled.stderr.splitlines()) == (2, said)
+    assert (bundled.returncode, bundled.stderr.splitlines()) == (2, logged)
     if name != "LIVEPATCH":  # which turns it all off
         # What could not apply is worse.
         known.write({"fakeengine/scheduler.py": "class Scheduler:\n    def step(self): return 1\n"})
         done = cli(*place)
-        assert (done.code, done.lines) == (1, said)
+        assert (done.code, done.lines) == (1, logged)
 
 
 def test_check_asks_an_interpreter(known: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

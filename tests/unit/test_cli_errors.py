@@ -94,9 +94,9 @@ def test_bad_input(sandbox: Sandbox, cli: Cli, what: str) -> None:
     (sandbox.root / "empty").mkdir()
     (sandbox.root / "file").write_text("text")
     places = {name: sandbox.root / name for name in ("new", "empty", "file", "site", "patches")}
-    arguments, said = BAD[what]
+    arguments, message = BAD[what]
     line = complains(cli, sandbox, [argument.format(**places) for argument in arguments])
-    assert said in line
+    assert message in line
 
 
 def test_damaged_manifest(patched: Sandbox, cli: Cli) -> None:
@@ -139,11 +139,11 @@ DAMAGED: dict[str, tuple[Callable[[Sandbox], object], str]] = {
 @pytest.mark.parametrize("what", list(DAMAGED))
 def test_a_damaged_patch(sandbox: Sandbox, cli: Cli, what: str, command: list[str]) -> None:
     sandbox.patch()
-    damage, said = DAMAGED[what]
+    damage, message = DAMAGED[what]
     damage(sandbox)
     words = [word.format(new=sandbox.root / "new") for word in command]
     line = complains(cli, sandbox, [words[0], "--patch-dir", str(sandbox.patches), *words[1:]])
-    assert said in line
+    assert message in line
     assert "around" in line or "not-a-name" in line
 
 

@@ -89,9 +89,9 @@ def test_no_variable_is_folded_at_80_columns(cli: Cli, monkeypatch: pytest.Monke
     patch = catalogue.load()[name].patch
     variables = {decision.variable(name)} | {decision.variable(name, option.name) for option in patch.options}
     monkeypatch.setenv("COLUMNS", "80")
-    said = cli("show", name).out
-    assert variables <= set(re.findall(r"\bLIVEPATCH_[A-Z0-9_]+\b", said))
-    assert max(map(len, said.splitlines())) <= 80
+    output = cli("show", name).out
+    assert variables <= set(re.findall(r"\bLIVEPATCH_[A-Z0-9_]+\b", output))
+    assert max(map(len, output.splitlines())) <= 80
 
 
 def test_nor_in_what_check_says(sandbox: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,9 @@ def test_nor_in_what_check_says(sandbox: Sandbox, cli: Cli, monkeypatch: pytest.
     arguments = ["check", "--site-packages", str(sandbox.site), "--patch-dir", str(sandbox.patches)]
     for columns in ("80", "200"):
         monkeypatch.setenv("COLUMNS", columns)
-        said = cli(*arguments).out
-        assert f"{decision.variable(name)}=on" in said, columns
-    assert re.search(rf"{name} +needed +no +off by default, {decision.variable(name)}=on", said)
+        output = cli(*arguments).out
+        assert f"{decision.variable(name)}=on" in output, columns
+    assert re.search(rf"{name} +needed +no +off by default, {decision.variable(name)}=on", output)
 
 
 # check
@@ -127,8 +127,8 @@ def test_check_requires(sandbox: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPa
     assert (done.code, done.err) == (0, "")
     done = cli(*arguments, "--require", "around", "--require", "kv_block_reaper")
     assert done.code == 1
-    (said,) = done.lines
-    assert said.startswith("vllm-livepatch: kv-block-reaper is required, and would not be applied (not-present): ")
+    (line,) = done.lines
+    assert line.startswith("vllm-livepatch: kv-block-reaper is required, and would not be applied (not-present): ")
     monkeypatch.setenv("LIVEPATCH_AROUND", "off")
     done = cli(*arguments, "--require", "around", "--json")
     assert done.code == 1
@@ -201,11 +201,11 @@ def test_a_line_of_progress_in_a_terminal(silent: socket.socket) -> None:
     command = [sys.executable, "-m", "vllm_livepatch", "check", "--release", "vllm==9.9"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"})
     os.close(theirs)
-    said = b""
+    output = b""
     try:
         while part := os.read(ours, 4096):
-            said += part
-            if re.search(rb"asking 127\.0\.0\.1 \(0 answers, 0\.0 MB\), \d+ s", said):
+            output += part
+            if re.search(rb"asking 127\.0\.0\.1 \(0 answers, 0\.0 MB\), \d+ s", output):
                 silent.close()
     except OSError:  # how Linux tells that the other end is closed
         pass
@@ -213,7 +213,7 @@ def test_a_line_of_progress_in_a_terminal(silent: socket.socket) -> None:
         os.close(ours)
     assert process.communicate(timeout=DEADLINE)[0] == b""
     assert process.returncode == 2
-    text = said.decode()
+    text = output.decode()
     erased = text.rindex("\x1b[2K")
     assert (
         text.index("asking 127.0.0.1")
@@ -288,12 +288,12 @@ def test_the_lab_s_help_without_its_extra(cli: Cli) -> None:
 
 
 def test_a_dry_run_shows_what_the_patches_are_told(cli: Cli, tmp_path: Path) -> None:
-    told = ["LIVEPATCH_MOONCAKE_LAYERWISE=on", "VLLM_OTHER=a b"]
+    options = ["LIVEPATCH_MOONCAKE_LAYERWISE=on", "VLLM_OTHER=a b"]
     words = ["lab", "pd-mooncake", "--dry-run", "--compare", "--fault", "link=2", "--fault", "stop-prefill@5"]
-    done = cli(*words, *(word for setting in told for word in ("--set", setting)))
+    done = cli(*words, *(word for setting in options for word in ("--set", setting)))
     assert (done.code, done.err) == (0, "")
     parts = {lines[0].split()[1]: lines[1] for part in done.out.split("\n\n")[1:] if (lines := part.splitlines())}
-    for setting in (*told, "LIVEPATCH_LINK=on", "LIVEPATCH_LINK_MB=2", "LIVEPATCH_MOONCAKE_ON_CPU=on"):
+    for setting in (*options, "LIVEPATCH_LINK=on", "LIVEPATCH_LINK_MB=2", "LIVEPATCH_MOONCAKE_ON_CPU=on"):
         given = [setting in shlex.split(parts[name]) for name in ("prefill:", "decode:", "router:")]
         assert given == [True, True, False], setting
     assert "storm, link=2, stop-prefill@5\n" in done.out
@@ -304,7 +304,7 @@ def test_a_dry_run_shows_what_the_patches_are_told(cli: Cli, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("setting", "words", "said"),
+    ("setting", "words", "message"),
     [
         ("LIVEPATCH_NOPE=1", [], "LIVEPATCH_NOPE names nothing in this bundle"),
         ("LIVEPATCH_FAILED_LOADS=yess", [], "'yess' is none of auto, on, force, off"),
@@ -314,12 +314,12 @@ def test_a_dry_run_shows_what_the_patches_are_told(cli: Cli, tmp_path: Path) -> 
         ("LIVEPATCH_IDLE_STEPPING=off", ["--patches", "failed-loads"], "names nothing in this bundle"),
     ],
 )
-def test_the_lab_sets_nothing_that_means_nothing(cli: Cli, setting: str, words: list[str], said: str) -> None:
+def test_the_lab_sets_nothing_that_means_nothing(cli: Cli, setting: str, words: list[str], message: str) -> None:
     for form in (["--dry-run"], ["--print", "shell"]):
         done = cli("lab", "pd-mooncake", "--set", setting, *words, *form)
         assert (done.code, done.out, len(done.lines)) == (2, "", 1)
         assert done.err.startswith(f"vllm-livepatch: --set: {setting.partition('=')[0]}")
-        assert said in done.err
+        assert message in done.err
     assert cli("lab", "pd-mooncake-lmcache", "--set", "LIVEPATCH_FAILED_LOADS=off", "--dry-run").code == 0
     ride = ["--set", "LIVEPATCH_MULTI_CONNECTOR_METRICS=on", "--patches", "failed-loads"]
     assert cli("lab", "pd-mooncake-lmcache", *ride, "--dry-run").code == 0

@@ -151,7 +151,7 @@ def test_what_all_have_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"code": {"engine.z:z": "z"}}, "code has a name"),
         ({"companion": [{"package": "engine", "releases": ["1"], "code": {HIT: "b"}}]}, "another package"),
@@ -162,8 +162,8 @@ def test_what_all_have_is_said_once() -> None:
         ({"variant": [{"releases": ["1.0"], "code": {TARGET: "f", HIT: "b"}}]}, "neither a target nor a call"),
     ],
 )
-def test_facts_that_cannot_be(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(PatchError, match=said):
+def test_facts_that_cannot_be(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(PatchError, match=message):
         to_patch("p", {**FACTS, **changed})
 
 

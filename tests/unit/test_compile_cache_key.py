@@ -31,6 +31,6 @@ def test_the_key_is_nobody_elses() -> None:
         keys.append(first["LIVEPATCH_PATCH_SET"])
         named = guard.in_place_of(lambda: "model.json", made[wrappers.FILENAME], context, "vllm:filename")
         assert named() == f"model-{keys[-1][:16]}.json"
-        (said,) = failed
-        assert "RuntimeError: it broke" in said
+        (message,) = failed
+        assert "RuntimeError: it broke" in message
     assert len(set(keys)) == 2

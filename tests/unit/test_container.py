@@ -78,12 +78,12 @@ class Container:
         assert self._shell.stdout is not None
         self._shell.stdin.write(f"{line}\ncode=$?; echo; echo {ENDED} $code\n")
         self._shell.stdin.flush()
-        said: list[str] = []
+        lines: list[str] = []
         for found in self._shell.stdout:
             if found.startswith(ENDED):
-                return Done(int(found.split()[-1]), "".join(said)[:-1], "")
-            said.append(found)
-        raise AssertionError(f"the container ended: {said}")
+                return Done(int(found.split()[-1]), "".join(lines)[:-1], "")
+            lines.append(found)
+        raise AssertionError(f"the container ended: {lines}")
 
     def end(self) -> None:
         """As `docker kill` does: nothing in it gets to say goodbye."""
@@ -129,9 +129,9 @@ def test_nothing_there_can_be_written_to(patched: Sandbox) -> None:
     assert done.code == 1
     done = finish([*container, PYTHON, "/livepatch", "doctor", "--json"], environ(LIVEPATCH="strict"))
     assert done.code == 0, done.out
-    said = {check["name"]: check["result"] for check in json.loads(done.out)["checks"]}
-    assert {name for name, result in said.items() if result != "ok"} == {"cache", "state directory"}
-    assert said["cache"] == said["state directory"] == "warning"
+    results = {check["name"]: check["result"] for check in json.loads(done.out)["checks"]}
+    assert {name for name, result in results.items() if result != "ok"} == {"cache", "state directory"}
+    assert results["cache"] == results["state directory"] == "warning"
     done = finish([*container, PYTHON, "-c", USE_STEP], environ(LIVEPATCH="strict"))
     assert (done.code, done.out) == (0, PATCHED)
     assert "applied=around" in done.greeting

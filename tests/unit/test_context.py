@@ -39,12 +39,12 @@ def test_one_line_of_a_kind_in_thirty_seconds_and_the_rest_is_counted(monkeypatc
 
 
 def test_a_count_adds_up_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    livepatch = PatchContext("one", {}, {}, lambda: told.append(1))
+    changes: list[int] = []
+    livepatch = PatchContext("one", {}, {}, lambda: changes.append(1))
     livepatch.count("kind")
     livepatch.count("kind", 3)
     livepatch.count("other", 0)
-    assert (livepatch.counters, len(told)) == ({"kind": 4, "other": 0}, 3)
+    assert (livepatch.counters, len(changes)) == ({"kind": 4, "other": 0}, 3)
 
 
 class Engine:

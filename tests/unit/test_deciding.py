@@ -30,7 +30,7 @@ class World:
     def __init__(self, mocker: MockerFixture, *patches: Patch) -> None:
         self.states = [PatchState(one) for one in patches]
         self.decisions: dict[str, Decision] = {}
-        self.told: list[str] = []
+        self.notified: list[str] = []
         options: Any = {one.name: {} for one in patches}
         environment = Environment("auto", {}, options)
         everything = SimpleNamespace(all=self.states, packages={}, environment=environment, lock=threading.RLock())
@@ -44,7 +44,7 @@ class World:
         catalogue["changes"] = {one.name: [] for one in patches}
         patches_of_process: Any = everything
         self.decider = deciding.Decider(
-            patches_of_process, sources, catalogue, None, lambda state: self.told.append(state.patch.name)
+            patches_of_process, sources, catalogue, None, lambda state: self.notified.append(state.patch.name)
         )
 
 
@@ -93,7 +93,7 @@ def test_source_changes_of_the_package_are_first_and_no_others(mocker: MockerFix
     patches = [patch("wraps"), patch("changes", diff="a.diff"), patch("elsewhere", "elsewhere", diff="b.diff")]
     world = World(mocker, *patches, patch("wraps-too"))
     world.decider.decide(world.states[:1])
-    assert world.told == ["changes", "wraps"]
+    assert world.notified == ["changes", "wraps"]
     assert [one.decision for one in world.states[2:]] == [None, None]
     assert world.decider.decided_on == {"changes", "wraps"}
 
@@ -102,17 +102,17 @@ def test_each_is_decided_on_and_passed_on_once(mocker: MockerFixture) -> None:
     world = World(mocker, patch("one"), patch("two"))
     world.decider.decide(world.states)
     world.decider.decide(world.states)
-    assert (world.told, world.look.call_count) == (["one", "two"], 2)
+    assert (world.notified, world.look.call_count) == (["one", "two"], 2)
 
 
 def test_those_that_are_decided_on_meanwhile_are_passed_on_in_their_order(mocker: MockerFixture) -> None:
     world = World(mocker, patch("one"), patch("two"), patch("three"))
     for state in world.states:
         world.decider.decide_anew(state)
-    assert world.told == []
+    assert world.notified == []
     world.decider.decide([])
     world.decider.decide(world.states[:1])
-    assert world.told == ["one", "two", "three"]
+    assert world.notified == ["one", "two", "three"]
 
 
 def test_a_decision_on_sources_that_changed_meanwhile_is_worked_out_again(mocker: MockerFixture) -> None:

@@ -289,12 +289,12 @@ def test_a_name_stays_a_text(cli: Cli, name: str) -> None:
 )
 @pytest.mark.parametrize("form", ["docker", "slurm", "kubernetes", "systemd"])
 def test_a_name_reaches_the_engine_as_it_is(form: str, name: str, tmp_path: Path) -> None:
-    said = deploy.text(form, name, name, name)
+    script = deploy.text(form, name, name, name)
     if form == "kubernetes":
-        deployment, _ = yaml.safe_load_all(said)
+        deployment, _ = yaml.safe_load_all(script)
         (given,) = engine(deployment["spec"]["template"]["spec"])["args"]
     elif form == "systemd":  # as systemd.service(5) has it
-        (line,) = (line for line in said.splitlines() if line.startswith("ExecStart="))
+        (line,) = (line for line in script.splitlines() if line.startswith("ExecStart="))
         word = line.partition("vllm serve ")[2].replace("%%", "%").replace("$$", "$")
         given = json.loads(word) if word.startswith('"') else word
         assert re.fullmatch(r"[^\s'\"\\\\]+", word) or word.startswith('"')
@@ -302,7 +302,7 @@ def test_a_name_reaches_the_engine_as_it_is(form: str, name: str, tmp_path: Path
     else:
         for program in ("docker", "srun"):
             stand_in(tmp_path, program, "")
-        assert shell(said, tmp_path, SLURM_JOB_ID="7").code == 0
+        assert shell(script, tmp_path, SLURM_JOB_ID="7").code == 0
         given = calls(tmp_path)[-1].rpartition(" [")[2][:-1]
     assert given == name
 

@@ -248,9 +248,9 @@ def test_fifty_megabytes(tmp_path: Path) -> None:
     refused(tmp_path, "bad.diff", "more than 8 MiB")
 
 
-@pytest.mark.parametrize(("file", "said"), [("none.diff", "cannot be read: No such file"), (".", "Is a directory")])
-def test_a_file_that_cannot_be_read(file: str, said: str, tmp_path: Path) -> None:
-    refused(tmp_path, file, said)
+@pytest.mark.parametrize(("file", "message"), [("none.diff", "cannot be read: No such file"), (".", "Is a directory")])
+def test_a_file_that_cannot_be_read(file: str, message: str, tmp_path: Path) -> None:
+    refused(tmp_path, file, message)
 
 
 @pytest.mark.parametrize("name", ["", "Mine", "my__patch", "-mine", "mine-", "../mine", "a b", "1st", "ä"])
@@ -259,13 +259,13 @@ def test_names_that_a_patch_cannot_have(name: str, tmp_path: Path) -> None:
         from_diff.make(PLAIN.encode(), name, tmp_path)
 
 
-def refused(place: Path, file: str, said: str) -> None:
+def refused(place: Path, file: str, message: str) -> None:
     command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "from-diff", file, "--name", "mine", "--out", "out"]
     done = finish(command, {"HOME": str(place), "LC_ALL": "C.UTF-8"}, cwd=place)
     assert (done.code, done.out) == (2, "")
     assert len(done.lines) == 1
     assert done.err.startswith("vllm-livepatch: ")
-    assert said.partition(": byte")[0] in done.err
+    assert message.partition(": byte")[0] in done.err
     assert not (place / "out").exists()
 
 
@@ -455,13 +455,13 @@ def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 
 def test_a_diff_becomes_a_patch(tmp_path: Path, releases: Callable[..., None]) -> None:
     releases(v1_0="x = 1\n", v1_1=OLD, v1_2=f"# moved\n{OLD}", v1_3=f"{OLD}\n\ny = 1\n", v1_4=NEW, v1_5=None)
-    said: list[str] = []
+    logged: list[str] = []
     outcome = from_diff.make(
-        (TESTS + MAIL).encode(), "work-twice", tmp_path / "mine", origin="vllm#1", tell=said.append
+        (TESTS + MAIL).encode(), "work-twice", tmp_path / "mine", origin="vllm#1", tell=logged.append
     )
     assert [item.verdict for item in outcome.judged] == ["drifted", "needed", "needed", "needed", "fixed-upstream"]
     assert outcome.unread == (("1.5", "vllm 1.5 is not in the registry"),)
-    assert said[1:3] == ["vllm 1.0: drifted", "vllm 1.1: needed"]
+    assert logged[1:3] == ["vllm 1.0: drifted", "vllm 1.1: needed"]
     folder = tmp_path / "mine" / "work_twice"
     assert outcome.folder == folder
     assert sorted(path.name for path in folder.iterdir()) == ["change.diff", "patch.toml"]

@@ -40,10 +40,10 @@ def test_the_text_says_the_same(patched: Sandbox) -> None:
         ([patched.bundle, patched.site], "processes that are started like this one are patched"),
         ([patched.site], "not fit to be patched: path; loaded"),
     ):
-        said = json.loads(ask(patched, "doctor", "--json", path=path).out)["checks"]
+        checks = json.loads(ask(patched, "doctor", "--json", path=path).out)["checks"]
         done = ask(patched, "doctor", path=path)
         assert (done.code, done.err) == (0 if path[0] == patched.bundle else 1, "")
-        assert done.out.splitlines() == [*(f"{one['result']:8} {one['name']}: {one['said']}" for one in said), last]
+        assert done.out.splitlines() == [*(f"{one['result']:8} {one['name']}: {one['said']}" for one in checks), last]
 
 
 @pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
@@ -62,12 +62,12 @@ def test_what_it_says(patched: Sandbox) -> None:
     )
     assert (answer["python"], answer["packages"]) == (PYTHON, {"fakeengine": "1.0"})
     assert [(patch["name"], patch["verdict"]) for patch in answer["patches"]] == [("around", "needed")]
-    said = {check["name"]: check["said"] for check in answer["checks"]}
-    assert said["path"] == f"{patched.bundle}/sitecustomize.py is the first sitecustomize"
-    assert said["cache"] == str(patched.home / ".cache/vllm-livepatch")
-    assert said["state directory"] == str(patched.state)
-    assert said["patches"] == "fakeengine 1.0: would apply around"
-    assert "wrapt" in said
+    checks = {check["name"]: check["said"] for check in answer["checks"]}
+    assert checks["path"] == f"{patched.bundle}/sitecustomize.py is the first sitecustomize"
+    assert checks["cache"] == str(patched.home / ".cache/vllm-livepatch")
+    assert checks["state directory"] == str(patched.state)
+    assert checks["patches"] == "fakeengine 1.0: would apply around"
+    assert "wrapt" in checks
     assert not patched.state.exists()  # it looks, and makes nothing
 
 

@@ -78,7 +78,7 @@ def test_what_the_readme_says_applies_by_default_does() -> None:
     assert releases == {package: registry.pins(package)[-1].version for package in ("vllm", "lmcache")}
     table = README.partition("## What applies by default")[2].partition("\n## ")[0]
     assert f"vLLM {releases['vllm']} and LMCache {releases['lmcache']}" in table
-    said = re.findall(r"\[`([a-z-]+)`\]\(docs/patches/", table)
+    listed = re.findall(r"\[`([a-z-]+)`\]\(docs/patches/", table)
     applies = {
         entry.patch.name
         for entry in catalogue.load().values()
@@ -86,7 +86,7 @@ def test_what_the_readme_says_applies_by_default_does() -> None:
         for variant in entry.patch.variants
         if variant.verdict == "needed" and releases[entry.patch.package] in variant.releases
     }
-    assert sorted(said) == sorted(applies)
+    assert sorted(listed) == sorted(applies)
 
 
 def test_the_readme_is_short() -> None:

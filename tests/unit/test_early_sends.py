@@ -182,12 +182,12 @@ def test_an_error_of_the_report_changes_nothing_of_what_is_done() -> None:
 
 
 def test_children_that_cannot_be_seen_to_leave_the_release_as_it_is() -> None:
-    said: list[str] = []
-    world = World(PatchContext("stale-finished-recving", {}, {}, lambda: None, failed=said.append))
+    logged: list[str] = []
+    world = World(PatchContext("stale-finished-recving", {}, {}, lambda: None, failed=logged.append))
     world.multi._connectors = _Once([world.child, world.other])
     assert world.step(sent=["a"]) == {"a"}
     assert world.context.aside
-    assert "RuntimeError" in said[0]
+    assert "RuntimeError" in logged[0]
 
 
 class _Once(list[Any]):

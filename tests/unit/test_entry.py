@@ -187,7 +187,7 @@ def test_a_damaged_bundle(patched: Sandbox, damage: str) -> None:
     done = patched.python(code, LIVEPATCH="strict")
     assert (done.code, done.out) == (78, "")
     assert all(
-        said.startswith("vllm-livepatch: ") and re.search("bundle .* nothing is patched", said) for said in done.lines
+        line.startswith("vllm-livepatch: ") and re.search("bundle .* nothing is patched", line) for line in done.lines
     )
     assert len(done.lines) == 1
     assert patched.python("print('unwanted')", LIVEPATCH="strict").out == "unwanted\n"

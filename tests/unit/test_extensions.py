@@ -49,8 +49,11 @@ def test_what_is_asked_for() -> None:
     assert [one.what_for for one in extensions.chosen(["3.12"], ["arm64"])] == ["3.12 aarch64"]
     assert len(extensions.chosen(["3.12", "3.13"])) == 4
     assert len(extensions.chosen((), ["x86-64"])) == 5
-    for arguments, said in (((["3.9"], []), "--python 3.9: a bundle is for 3.10, "), (([], ["mips"]), "--arch mips: ")):
-        with pytest.raises(UserError, match=said):
+    for arguments, message in (
+        ((["3.9"], []), "--python 3.9: a bundle is for 3.10, "),
+        (([], ["mips"]), "--arch mips: "),
+    ):
+        with pytest.raises(UserError, match=message):
             extensions.chosen(*arguments)
 
 
@@ -81,14 +84,14 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalInde
 
 def test_they_are_fetched_once(index: LocalIndex) -> None:
     wanted = [offer(index, python, python.encode()) for python in ("3.11", "3.10")]
-    told: list[str] = []
-    found = extensions.gathered(wanted, told.append)
+    notices: list[str] = []
+    found = extensions.gathered(wanted, notices.append)
     assert found == {wanted[1].file: b"3.10", wanted[0].file: b"3.11"}
     assert list(found) == sorted(found)
-    assert told == ["fetching wrapt's compiled form, 2 files, once"]
+    assert notices == ["fetching wrapt's compiled form, 2 files, once"]
     asked = index.requests
-    assert extensions.gathered(wanted, told.append) == found
-    assert (index.requests, len(told)) == (asked, 1)
+    assert extensions.gathered(wanted, notices.append) == found
+    assert (index.requests, len(notices)) == (asked, 1)
 
 
 def test_a_damaged_file_of_the_cache_is_fetched_again(index: LocalIndex, tmp_path: Path) -> None:
@@ -105,33 +108,36 @@ def test_what_cannot_be_had_is_left_out_and_told(
     index: LocalIndex, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     good, bad = offer(index, "3.10", b"good"), offer(index, "3.11", b"bad")
-    said, lacking = "", "3.11 x86_64"
+    message, lacking = "", "3.11 x86_64"
     if fault == "another wheel":
         index.files["wrapt"][bad.wheel] = index.files["wrapt"][bad.wheel] + b" "
-        said = f"the registry's {bad.wheel} is damaged"
+        message = f"the registry's {bad.wheel} is damaged"
     elif fault == "another file in it":
         bad = Extension(bad.python, bad.arch, bad.wheel, bad.wheel_sha256, bad.file, "0" * 64)
-        said = f"{bad.file} in {bad.wheel} is not the pinned one"
+        message = f"{bad.file} in {bad.wheel} is not the pinned one"
     elif fault == "not there":
         del index.files["wrapt"][bad.wheel]
-        said = f"{bad.wheel} is not in the registry"
+        message = f"{bad.wheel} is not in the registry"
     elif fault == "no network":
         monkeypatch.setattr(registry, "Retry", lambda **_: 0)
         monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:9/simple/")
-        said, lacking = "the registry at 127.0.0.1 cannot be reached; is there a network?", "3.10 x86_64, 3.11 x86_64"
+        message, lacking = (
+            "the registry at 127.0.0.1 cannot be reached; is there a network?",
+            "3.10 x86_64, 3.11 x86_64",
+        )
     else:
         extensions.gathered([good, bad], lambda line: None)  # they are in the cache, and do not fit
         monkeypatch.setattr(metadata, "version", lambda name: "2.0.0")
-        said, lacking = (
+        message, lacking = (
             f"wrapt 2.0.0 is installed here, and {extensions.pinned()[0]} is pinned",
             "3.10 x86_64, 3.11 x86_64",
         )
-    told: list[str] = []
-    found = extensions.gathered([good, bad], told.append)
+    notices: list[str] = []
+    found = extensions.gathered([good, bad], notices.append)
     assert found == ({good.file: b"good"} if lacking == "3.11 x86_64" else {})
-    assert told[-1].startswith(f"wrapt's compiled form is missing for {lacking} ({said}")
-    assert "its digest is another" in told[-1]
-    assert "secret" not in "".join(told)
+    assert notices[-1].startswith(f"wrapt's compiled form is missing for {lacking} ({message}")
+    assert "its digest is another" in notices[-1]
+    assert "secret" not in "".join(notices)
 
 
 def test_the_installed_one_is_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

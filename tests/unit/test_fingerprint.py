@@ -106,8 +106,8 @@ class Passing(ast.NodeTransformer):
 
     def visit_body(self, body: list[ast.stmt]) -> list[ast.stmt]:
         bare = ast.AnnAssign(ast.Name("note", ast.Store()), ast.Constant("int"), None, 1)
-        told = [self.visit(statement) for statement in body]
-        return [ast.Expr(ast.Constant("A docstring.")), ast.Pass(), *told, ast.Expr(ast.Constant("said")), bare]
+        visited = [self.visit(statement) for statement in body]
+        return [ast.Expr(ast.Constant("A docstring.")), ast.Pass(), *visited, ast.Expr(ast.Constant("said")), bare]
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.ClassDef):

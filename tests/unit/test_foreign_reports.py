@@ -73,11 +73,11 @@ def everything(state: Path) -> tuple[status.Reports, list[str]]:
     screen = io.StringIO()
     console = Console(file=screen, width=200)
     console.print(rendering.status_view(found.live, state))
-    said = [summary.processes_text(found), summary.summary_text(of_all), *status.unmet(found, ["around", "b"])]
-    said += [screen.getvalue(), generate_latest(metrics._registry(state)).decode()]
+    output = [summary.processes_text(found), summary.summary_text(of_all), *status.unmet(found, ["around", "b"])]
+    output += [screen.getvalue(), generate_latest(metrics._registry(state)).decode()]
     for value in (found.live, of_all):
         json.dumps(value, allow_nan=False)
-    return found, said
+    return found, output
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -99,8 +99,8 @@ def test_any_value_in_any_place_of_a_report(state: Path, own: bool) -> None:
             counts[len(found.live)] += 1
             if len(found.live) == 1:
                 continue  # as without it
-            _, said = everything(state)
-            text = "\n".join(said)
+            _, output = everything(state)
+            text = "\n".join(output)
             assert reading._OBEYED.search(text) is None, (place, value)
             text.encode()
     assert beside.exists()
@@ -146,8 +146,8 @@ def ask(capfd: pytest.CaptureFixture[str], *arguments: str) -> Done:
     none = verdicts.Catalogue("0", (), {})  # these modules are in no bundle
     with Unprivileged(), patch.object(verdicts, "catalogue", lambda: none), pytest.raises(SystemExit) as ended:
         command.main("/livepatch", ["status", *arguments])
-    said = capfd.readouterr()
-    return Done(int(str(ended.value.code)), said.out, said.err)
+    captured = capfd.readouterr()
+    return Done(int(str(ended.value.code)), captured.out, captured.err)
 
 
 def test_the_report_of_another_user_is_not_passed_over(another: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -155,8 +155,8 @@ def test_the_report_of_another_user_is_not_passed_over(another: Path, capfd: pyt
     hidden = fleet.leave(another, fleet.patch("around", "failed", "raised"))
     hidden.chmod(0)
     found = [ask(capfd, "--state-dir", str(another), *more) for more in ([], ["--summary"], ["--require", "around"])]
-    said = f"vllm-livepatch: 1 report cannot be read here, such as {hidden}: another user's, or of another version; ask as the user of the engine, by its own bundle\n"
-    assert [(done.code, done.err) for done in found] == [(0, said), (0, said), (1, said)]
+    message = f"vllm-livepatch: 1 report cannot be read here, such as {hidden}: another user's, or of another version; ask as the user of the engine, by its own bundle\n"
+    assert [(done.code, done.err) for done in found] == [(0, message), (0, message), (1, message)]
     assert "1 processes on 1 hosts" in found[1].out
 
 

@@ -18,7 +18,7 @@ APPLIED = Outcome("a", "applied", False)
 REFUSED = Outcome("c", "skipped", True)
 
 
-class Said:
+class Greeted:
     """A greeting of a process with these outcomes, and the lines that were said."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome) -> None:
@@ -32,17 +32,17 @@ class Said:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Said:
-    return Said(monkeypatch, APPLIED, ARMED, REFUSED)
+def greeted(monkeypatch: pytest.MonkeyPatch) -> Greeted:
+    return Greeted(monkeypatch, APPLIED, ARMED, REFUSED)
 
 
-def test_what_it_says(said: Said) -> None:
-    said.greeting.say()
-    assert said.lines == []  # no target was imported
-    said.greeting.begin({"vllm": "0.29.0", "lmcache": None})
-    said.greeting.say()
-    said.greeting.say()
-    (line,) = said.lines
+def test_what_it_says(greeted: Greeted) -> None:
+    greeted.greeting.say()
+    assert greeted.lines == []  # no target was imported
+    greeted.greeting.begin({"vllm": "0.29.0", "lmcache": None})
+    greeted.greeting.say()
+    greeted.greeting.say()
+    (line,) = greeted.lines
     assert line.partition(", pid ")[0] == "1.2"
     assert line.endswith(
         ", vllm 0.29.0, lmcache of unknown release; applied=a armed=1 skipped=0 failed=c bundle=1.2+sha256:abc; "
@@ -50,28 +50,28 @@ def test_what_it_says(said: Said) -> None:
     )
 
 
-def test_when_it_is_due(said: Said) -> None:
-    assert said.greeting.due_in() == float("inf")
-    said.greeting.begin({})
-    assert said.greeting.due_in() == QUIET_SECONDS
-    said.now += QUIET_SECONDS - 1
-    said.greeting.wait()
-    assert said.greeting.due_in() == QUIET_SECONDS
-    said.outcomes = [ARMED, REFUSED]  # the first module that is a target is often not the last
-    assert said.greeting.due_in() == LATEST_SECONDS
-    said.now += LATEST_SECONDS
-    assert said.greeting.due_in() == 0
-    said.greeting.say()
-    assert said.greeting.due_in() == float("inf")
+def test_when_it_is_due(greeted: Greeted) -> None:
+    assert greeted.greeting.due_in() == float("inf")
+    greeted.greeting.begin({})
+    assert greeted.greeting.due_in() == QUIET_SECONDS
+    greeted.now += QUIET_SECONDS - 1
+    greeted.greeting.wait()
+    assert greeted.greeting.due_in() == QUIET_SECONDS
+    greeted.outcomes = [ARMED, REFUSED]  # the first module that is a target is often not the last
+    assert greeted.greeting.due_in() == LATEST_SECONDS
+    greeted.now += LATEST_SECONDS
+    assert greeted.greeting.due_in() == 0
+    greeted.greeting.say()
+    assert greeted.greeting.due_in() == float("inf")
 
 
-def test_it_comes_before_all_else_that_is_said(said: Said) -> None:
-    said.greeting.begin({})
-    said.greeting.behind("one")
-    assert said.lines == []
+def test_it_comes_before_all_else_that_is_said(greeted: Greeted) -> None:
+    greeted.greeting.begin({})
+    greeted.greeting.behind("one")
+    assert greeted.lines == []
     context.to_stderr("two")
-    said.greeting.behind("three")
-    assert [line.partition(",")[0] for line in said.lines] == ["1.2", "one", "two", "three"]
+    greeted.greeting.behind("three")
+    assert [line.partition(",")[0] for line in greeted.lines] == ["1.2", "one", "two", "three"]
 
 
 WAITING = "import sys\n{use}\nprint('ready', flush=True)\nsys.stdin.read()"
@@ -83,10 +83,10 @@ def test_a_process_that_lives_says_it(patched: Sandbox) -> None:
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=patched.environ(), text=True, stdin=pipe, stdout=pipe, stderr=pipe)
     assert process.stderr is not None
-    said = process.stderr.readline()
+    line = process.stderr.readline()
     assert process.poll() is None
     digest = bundle.digest(bundle.contents(patched.entries()))
-    assert f"; applied=around armed=0 skipped=0 failed=- bundle={bundle.version()}+{digest[:19]}; LIVEPATCH=off" in said
+    assert f"; applied=around armed=0 skipped=0 failed=- bundle={bundle.version()}+{digest[:19]}; LIVEPATCH=off" in line
     assert process.communicate("")[1] == ""
 
 

@@ -62,8 +62,8 @@ def test_without_a_bundle_it_says_so_and_leaves_a_report(patched: Sandbox, guard
     assert (done.code, done.out) == (0, "went on\n")
     first, second = done.lines  # vLLM itself asks once; who asks twice is told twice
     assert first == second
-    said = "vllm-livepatch: no bundle is armed in this process, nothing is patched: PYTHONPATH="
-    assert first.startswith(said)
+    message = "vllm-livepatch: no bundle is armed in this process, nothing is patched: PYTHONPATH="
+    assert first.startswith(message)
     assert "; 1 of its targets' modules are imported already (pid " in first
     around = patched.reports()[0]["patches"][0]
     assert (around["name"], around["state"], around["reason"]) == ("around", "skipped", "late")

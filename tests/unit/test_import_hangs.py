@@ -21,7 +21,7 @@ from tests.unit import import_hangs, interpreters
 def test_no_start_hangs(tmp_path: Path, version: str, way: str) -> None:
     place = import_hangs.sandbox(tmp_path / "sandbox")
     wrong = [import_hangs.start(place, version, way, number) for number in range(3)]
-    assert [said for said in wrong if said] == []
+    assert [message for message in wrong if message] == []
 
 
 def test_a_patchs_code_is_imported_while_half_of_importlib_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

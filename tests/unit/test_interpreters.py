@@ -129,13 +129,13 @@ def test_versions_that_no_machine_here_has(patched: Sandbox, version: tuple[int,
     """The entry puts no finder in place, and `doctor` says that nothing is patched."""
     entry = patched.bundle / "sitecustomize.py"
     finders = f"print('armed', any(name == 'LivepatchFinder' for name in {PATHS}))"
-    said = (*version, 0, "final", 0)
+    version_info = (*version, 0, "final", 0)
     code = OTHERWISE.format(
-        version=said, then=f"try:\n    runpy.run_path({str(entry)!r})\nexcept ImportError:\n    pass\n{finders}"
+        version=version_info, then=f"try:\n    runpy.run_path({str(entry)!r})\nexcept ImportError:\n    pass\n{finders}"
     )
     done = finish([PYTHON, "-c", code], patched.environ(path=[patched.site]), cwd=patched.root)
     assert (done.code, done.out, done.err) == (0, f"armed {armed}\n", "")
-    code = OTHERWISE.format(version=said, then=f"runpy.run_path({str(patched.bundle)!r}, run_name='__main__')")
+    code = OTHERWISE.format(version=version_info, then=f"runpy.run_path({str(patched.bundle)!r}, run_name='__main__')")
     done = finish([PYTHON, "-c", code], patched.environ(), cwd=patched.root)
     refused = f"vllm-livepatch: this bundle does not serve Python {version[0]}.{version[1]}: nothing is patched\n"
     assert (done.err == refused) == (not armed)

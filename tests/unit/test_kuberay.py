@@ -77,10 +77,10 @@ def test_the_schema_refuses_what_kuberay_does(cluster: Any) -> None:
 
 
 if __name__ == "__main__":
-    (said,) = (
+    (printed,) = (
         one["schema"]["openAPIV3Schema"]
         for one in yaml.safe_load(Path(sys.argv[2]).read_text("utf-8"))["spec"]["versions"]
         if one["name"] == VERSION
     )
-    text = json.dumps({"kuberay": sys.argv[1], "schema": kept(said, DEEP)}, indent=1)
+    text = json.dumps({"kuberay": sys.argv[1], "schema": kept(printed, DEEP)}, indent=1)
     KEPT.write_text(text + "\n", "utf-8")

@@ -54,10 +54,10 @@ class Request:
 
 class Connector:
     def __init__(self) -> None:
-        self.told: list[set[str]] = []
+        self.reported: list[set[str]] = []
 
     def update_connector_output(self, output: Any) -> None:
-        self.told.append(set(output.finished_sending or ()))
+        self.reported.append(set(output.finished_sending or ()))
 
 
 def scheduler_class(*patches: Mapping[str, Callable[..., Any]]) -> type[Any]:
@@ -244,10 +244,12 @@ def test_with_the_patch_of_the_same_method_in_both_orders(first: str, clock: Clo
     clock.now = 10
     scheduler._update_after_schedule()
     for step in range(2000):  # what each leaves on the connector must not pile up
-        told = output("a", f"stranger{step}")
-        scheduler._update_from_kv_xfer_finished(told)
-        assert told.finished_sending == {"a", f"stranger{step}"}, "the output has again what the connector left in it"
-    assert connector.told[1:] == [{"a", f"stranger{step}"} for step in range(2000)], "the connector sees all"
+        reported = output("a", f"stranger{step}")
+        scheduler._update_from_kv_xfer_finished(reported)
+        assert reported.finished_sending == {"a", f"stranger{step}"}, (
+            "the output has again what the connector left in it"
+        )
+    assert connector.reported[1:] == [{"a", f"stranger{step}"} for step in range(2000)], "the connector sees all"
     assert theirs.counters == {"send_late": 1, "send_unknown": 3999}
     assert "late" not in mine.counters, "one of the two keeps account of what was reaped"
     scheduler.hold("b")

@@ -71,8 +71,8 @@ def verdict(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
 def result() -> dict[str, Any]:
     checks = [{"check": "one", "passed": True}, {"check": "two", "passed": False}]
     both = copy.deepcopy({"stock": STOCK, "patched": PATCHED})
-    said = {"topology": "lmcache", "vllm": "1.0", "lmcache": "2.0", "faults": [], "disconnects": True, "seconds": 9.5}
-    return {**said, "checks": checks, "arms": both}
+    about = {"topology": "lmcache", "vllm": "1.0", "lmcache": "2.0", "faults": [], "disconnects": True, "seconds": 9.5}
+    return {**about, "checks": checks, "arms": both}
 
 
 def test_the_assertion_is_found_without_the_loggers_prefixes() -> None:

@@ -53,16 +53,16 @@ def worker(patch: Any, **options: Any) -> tuple[Step, PatchContext]:
 def test_a_share_of_sends_is_lost_and_the_same_ones_each_time() -> None:
     patch = module("lost_completions")
     ids = {f"{number:03}" for number in range(200)}
-    told = []
+    reported = []
     for _ in range(2):
         step, context = worker(patch, SHARE=0.5, SEED=1)
         sent, received = step(ids, {"received"})
-        told.append(sent)
+        reported.append(sent)
         assert received == {"received"}
         assert context.counters == {"lost": 200 - len(sent), "told": len(sent)}
         assert sent < ids
         assert 70 < len(sent) < 130
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.0, {"a", "b"}), (1.0, set())])

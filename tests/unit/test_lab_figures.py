@@ -56,11 +56,11 @@ def test_the_readmes_wrong_answers_are_what_is_kept() -> None:
     begin = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
     table = begin.partition("| wrong answers, with HTTP 200 | stock | this bundle |")[2].partition("\n\n")[0]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
-    for (said, *shown), name in zip(
+    for (written, *shown), name in zip(
         rows, ("late-0.29.0", "late-0.32.0", "stopped-0.29.0", "stopped-0.32.0"), strict=True
     ):
         kept = json.loads((ROOT / f"docs/lab-lease/{name}.json").read_text("utf-8"))
-        assert said.endswith(kept["vllm"])
+        assert written.endswith(kept["vllm"])
         assert shown == [
             f"{arm['mismatches']} of {arm['completed']}" for arm in (kept["arms"]["stock"], kept["arms"]["patched"])
         ]

@@ -41,14 +41,16 @@ def git(root: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize(("revision", "said"), [("old", "first 7.1"), ("HEAD", "second 7.2"), ("HEAD~1", "first 7.1")])
+@pytest.mark.parametrize(
+    ("revision", "message"), [("old", "first 7.1"), ("HEAD", "second 7.2"), ("HEAD~1", "first 7.1")]
+)
 @pytest.mark.parametrize("safe_path", ["", "1"])
 def test_a_revisions_command_line_is_that_of_all_its_packages(
-    repository: Path, revision: str, said: str, safe_path: str, monkeypatch: pytest.MonkeyPatch
+    repository: Path, revision: str, message: str, safe_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
-    word = said.partition(" ")[0]
-    assert revisions.command_line(path=revisions.checkout(revision)) == f"{said} {word} {word}\n"
+    word = message.partition(" ")[0]
+    assert revisions.command_line(path=revisions.checkout(revision)) == f"{message} {word} {word}\n"
 
 
 def test_it_is_kept_by_its_commit(repository: Path) -> None:

@@ -38,8 +38,8 @@ class Server:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         chat = request.path.endswith("chat/completions")
-        said = " ".join(message["content"] for message in body["messages"]) if chat else body["prompt"]
-        self.asked.append(said)
+        text = " ".join(message["content"] for message in body["messages"]) if chat else body["prompt"]
+        self.asked.append(text)
         self.bodies.append((request.path, body))
         if self.fails:
             return web.Response(status=500, text="engine is dead")
@@ -48,7 +48,7 @@ class Server:
         except asyncio.CancelledError:
             self.cut_short += 1
             raise
-        text = "wrong" if self.lies else self.answer or backwards(said)
+        text = "wrong" if self.lies else self.answer or backwards(text)
         if self.stops and "stop_token_ids" in body:
             text = text.split()[0]
         if not body.get("stream"):
@@ -71,9 +71,9 @@ class Server:
         return web.Response(text="\n".join(["# TYPE vllm:kv_cache_usage_perc gauge", *lines, ""]))
 
 
-def backwards(said: str) -> str:
+def backwards(text: str) -> str:
     """Short, since it is said again in the next turn."""
-    return said[::-1][:20].strip()
+    return text[::-1][:20].strip()
 
 
 def against(server: Server, work: Callable[[Client], Awaitable[T]]) -> T:

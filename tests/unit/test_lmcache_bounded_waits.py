@@ -89,11 +89,11 @@ def test_a_late_store_is_filled_once() -> None:
 def test_a_server_that_had_all_of_it_is_told_nothing() -> None:
     """It might take that for the end of another store by the same name."""
     adapter = Adapter()
-    said: list[str] = []
-    adapter.committed = lambda: said.append("filled")
+    logged: list[str] = []
+    adapter.committed = lambda: logged.append("filled")
     adapter.late.answer.result = lambda: SimpleNamespace(context={"slots": [], "chunk_indices": []})
     adapter.beat()
-    assert (adapter.late.over, said) == (True, [])
+    assert (adapter.late.over, logged) == (True, [])
 
 
 def test_a_late_store_is_not_waited_for_as_a_step_is() -> None:
@@ -143,15 +143,15 @@ def test_of_a_server_that_was_restarted_nothing_is_kept(answered: bool) -> None:
     """Its pool's memory would stay for as long as it is mapped. Nor is anything said to be filled: the room that an
     answer tells of, if the other server gave it, is in that one's pool."""
     adapter = Adapter()
-    said: list[str] = []
-    adapter.committed = lambda: said.append("filled")
+    logged: list[str] = []
+    adapter.committed = lambda: logged.append("filled")
     adapter.late.answer.query = lambda: False
     adapter.beat()
     assert adapter.late.chunks, "it waits"
     adapter.late.answer.query = lambda: answered
     adapter.transfer_ctx = EngineDrivenTransferContext(ANOTHER)
     adapter.beat()
-    assert (adapter.late.context, adapter.late.chunks, adapter.filled, said) == (None, [], [], [])
+    assert (adapter.late.context, adapter.late.chunks, adapter.filled, logged) == (None, [], [], [])
 
 
 def test_a_worker_that_shuts_down_fills_nothing() -> None:
@@ -176,7 +176,7 @@ class Stores:
         monkeypatch.setitem(sys.modules, patch.MODULE, SimpleNamespace(send_ping=lambda *_: False))
         self.context = PatchContext("lmcache-bounded-waits", {"SECONDS": 0.1, "PING_SECONDS": 1.0}, {}, lambda: None)
         self.targets = patch.wrappers(self.context)
-        self.said: list[Any] = []
+        self.logged: list[Any] = []
         adapter: Any = Adapter()
         adapter._mq_timeout, adapter.mq_client, adapter._health_event = 1.0, "a client", adapter.health
         self.adapter = adapter
@@ -195,7 +195,7 @@ class Stores:
         assert self.targets[f"{patch.SHARED}.prepare_store"](times_out, Shared(), ("key", 7), {}) is None
 
     def commit(self) -> Any:
-        release = lambda *asked: self.said.append(asked)  # noqa: E731
+        release = lambda *asked: self.logged.append(asked)  # noqa: E731
         commit = guard.around(release, self.targets[f"{patch.SHARED}.commit_store"], self.context, "")
         return commit("key", 7, ["a chunk"])
 
@@ -212,9 +212,9 @@ def test_a_patch_that_stands_aside_within_a_store_does_not_say_that_it_is_filled
         assert stores.commit() is False
 
     stores.store(step)
-    assert stores.said == []
+    assert stores.logged == []
     stores.commit()  # of another one, whose room was made late, and is filled now
-    assert stores.said == [("key", 7, ["a chunk"])]
+    assert stores.logged == [("key", 7, ["a chunk"])]
 
 
 def test_the_last_two_stores_that_were_given_up_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_a_store_that_ended_with_an_error_says_nothing_of_the_next(monkeypatch: 
     with pytest.raises(MemoryError):
         stores.store(fails)
     stores.store(lambda: stores.commit())
-    assert stores.said == [("key", 7, ["a chunk"])]
+    assert stores.logged == [("key", 7, ["a chunk"])]
 
 
 class Waking:

@@ -67,7 +67,7 @@ class Worker:
         return given
 
 
-def told(name: str, *blocks: int, cached: int | None = None) -> Any:
+def request_meta(name: str, *blocks: int, cached: int | None = None) -> Any:
     """What a worker is told of a request: its blocks, and where it begins `cached` tokens of its prefix."""
     slots = Slots(block * SIZE + place for block in blocks for place in range(SIZE))
     load = None if cached is None else SimpleNamespace(vllm_cached_tokens=cached, can_load=True)
@@ -99,39 +99,39 @@ def worker() -> Worker:
 
 
 def test_who_has_lost_blocks_stores_nothing_until_it_begins_anew(worker: Worker) -> None:
-    assert worker.step(told("a", 1, 2, 3), told("b", 9), failed=(2,), given=(2, 3, 9)) == ["b"]
+    assert worker.step(request_meta("a", 1, 2, 3), request_meta("b", 9), failed=(2,), given=(2, 3, 9)) == ["b"]
     assert worker.metadata.requests[0].save_spec.skip_leading_tokens == 12
-    assert worker.step(told("a", 1, 2, 3, 4), told("b", 9, 8), given=(4, 8)) == ["b"]
-    assert worker.step(told("c", 1, 2, 3, 4, 7), given=(7,)) == []  # shares them, and what was computed on them
-    assert worker.step(told("d", 4), told("e", 1, 6), given=(4, 6)) == ["d", "e"]
-    assert worker.step(told("c", 1, 2, 3, 4, 7, 10), given=(10,)) == []
-    assert worker.step(told("a", 3, 2, 5, 4), given=(3, 2, 5, 4)) == ["a"]
-    assert worker.step(told("f", 2, 10), given=(10,)) == ["f"]
+    assert worker.step(request_meta("a", 1, 2, 3, 4), request_meta("b", 9, 8), given=(4, 8)) == ["b"]
+    assert worker.step(request_meta("c", 1, 2, 3, 4, 7), given=(7,)) == []  # shares them, and what was computed on them
+    assert worker.step(request_meta("d", 4), request_meta("e", 1, 6), given=(4, 6)) == ["d", "e"]
+    assert worker.step(request_meta("c", 1, 2, 3, 4, 7, 10), given=(10,)) == []
+    assert worker.step(request_meta("a", 3, 2, 5, 4), given=(3, 2, 5, 4)) == ["a"]
+    assert worker.step(request_meta("f", 2, 10), given=(10,)) == ["f"]
     assert worker.context.counters == {"not_stored": 4}
 
 
 def test_what_is_shared_spreads_in_any_order(worker: Worker) -> None:
-    assert worker.step(told("y", 3, 5), told("x", 2, 3), failed=(2,)) == []
-    assert worker.step(told("z", 5)) == []
+    assert worker.step(request_meta("y", 3, 5), request_meta("x", 2, 3), failed=(2,)) == []
+    assert worker.step(request_meta("z", 5)) == []
 
 
 def test_a_block_is_lost_until_it_is_given_to_whomever(worker: Worker) -> None:
     """Also to a request that the worker is not told of, which has an answer or less than a chunk written to it."""
-    worker.step(told("a", 1, 2), failed=(2,), given=(1, 2))
-    assert worker.step(told("b", 3, 2)) == []
+    worker.step(request_meta("a", 1, 2), failed=(2,), given=(1, 2))
+    assert worker.step(request_meta("b", 3, 2)) == []
     assert worker.step(given=(2,)) == []
-    assert worker.step(told("b", 4, 2, 5)) == ["b"]
+    assert worker.step(request_meta("b", 4, 2, 5)) == ["b"]
     assert getattr(worker, patch.LOST).blocks == set()
 
 
 def test_what_a_producer_would_send_is_not_sent(worker: Worker) -> None:
     """LMCache goes by `disagg_spec` there, whatever is to be saved."""
-    worker.step(told("a", 1, 2), told("b", 3), failed=(2,))
+    worker.step(request_meta("a", 1, 2), request_meta("b", 3), failed=(2,))
     assert [request.disagg_spec is None for request in worker.metadata.requests] == [True, False]
 
 
 def test_nothing_to_store_is_left_alone(worker: Worker) -> None:
-    request = told("a", 1)
+    request = request_meta("a", 1)
     request.save_spec = None
     assert worker.step(request, failed=(1,)) == []
     assert worker.context.counters == {}
@@ -147,10 +147,14 @@ def test_what_is_lost_stays_so_when_the_patch_stands_aside(worker: Worker) -> No
 
 def test_what_is_given_in_a_step(worker: Worker) -> None:
     """What the prefix cache has is not given; where LMCache loads behind that, vLLM's own number counts the load, too."""
-    assert worker.give(scheduled(("a", 5, [1, 2, 3]), ("b", 8, [4, 5, 6])), told("b", 4, 5, cached=4)) == [3, 5, 6]
+    assert worker.give(scheduled(("a", 5, [1, 2, 3]), ("b", 8, [4, 5, 6])), request_meta("b", 4, 5, cached=4)) == [
+        3,
+        5,
+        6,
+    ]
     assert worker.give(scheduled(c=(9, [7]), d=(9, None))) == [7]
     resumed = scheduled(again=(9, [1, 2, 3, 8]), again_too=(8, [4, 5, 6]))
-    assert worker.give(resumed, told("again_too", cached=4)) == [8, 5, 6]
+    assert worker.give(resumed, request_meta("again_too", cached=4)) == [8, 5, 6]
 
 
 class Store:
@@ -189,7 +193,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 def step_of(*all_workers: Worker, number: int = 1, failed: dict[int, set[int]] | None = None) -> list[list[str]]:
     """A step that loads two requests behind a block of the prefix cache, and runs a third; who stores, by worker."""
     for worker in all_workers:
-        requests = [told("a", 1, 2, 3, cached=4), told("b", 4, 5, cached=4), told("c", 9, cached=0)]
+        requests = [
+            request_meta("a", 1, 2, 3, cached=4),
+            request_meta("b", 4, 5, cached=4),
+            request_meta("c", 9, cached=0),
+        ]
         requests[2].load_spec.can_load = False  # the prefix cache has it by now
         worker.metadata = SimpleNamespace(requests=requests, **{patch.LOADS: ("s", number), patch.GIVEN: [2, 3, 5, 9]})
     for rank, worker in enumerate(all_workers):
@@ -264,9 +272,9 @@ def test_a_step_that_loads_has_a_number_of_its_own(worker: Worker) -> None:
         worker.wrap[f"{patch.CONNECTOR}.build_connector_meta"].look(worker, (scheduled(),), {}, metadata)
         return getattr(metadata, patch.LOADS, None)
 
-    seen = told("b", 2, cached=0)
+    seen = request_meta("b", 2, cached=0)
     seen.load_spec.can_load = False
-    first, second = step(told("a", 1, cached=0)), step(told("a", 1, cached=0), told("b", 2))
+    first, second = step(request_meta("a", 1, cached=0)), step(request_meta("a", 1, cached=0), request_meta("b", 2))
     assert first[0] == second[0]
     assert (first[1], second[1]) == (0, 1)
-    assert step(told("a", 1), seen) is None
+    assert step(request_meta("a", 1), seen) is None

@@ -48,10 +48,10 @@ def test_markdown_has_spans_and_says_what_was_executed() -> None:
 
 
 def test_json_is_as_in_the_contract_and_says_how_it_is_known() -> None:
-    told = MADE.described()
-    assert told["releases"][:2] == ["vllm==1.0", "vllm==1.1"]
-    assert told["patches"]["one-patch"]["vllm==1.2"] == "unverified"
-    assert told["known"]["one-patch"] == {f"vllm=={release}": cell.known for (_, release), cell in CELLS.items()}
+    described = MADE.described()
+    assert described["releases"][:2] == ["vllm==1.0", "vllm==1.1"]
+    assert described["patches"]["one-patch"]["vllm==1.2"] == "unverified"
+    assert described["known"]["one-patch"] == {f"vllm=={release}": cell.known for (_, release), cell in CELLS.items()}
 
 
 def test_the_table_goes_between_the_markers(tmp_path: Path) -> None:

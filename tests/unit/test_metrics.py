@@ -157,9 +157,9 @@ def serving(state: Path, *options: str, address: str = "127.0.0.1") -> Iterator[
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
-        said = process.stderr.readline()
-        assert said.startswith(f"serving http://{address}:"), said
-        yield said.split()[1]
+        line = process.stderr.readline()
+        assert line.startswith(f"serving http://{address}:"), line
+        yield line.split()[1]
     finally:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)

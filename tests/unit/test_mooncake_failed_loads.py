@@ -115,7 +115,7 @@ class Decode:
         self.pull = SimpleNamespace(
             d_req_id="d", local_block_ids=[[3, 4]], remote_engine_id="p", pull_tasks_count=2, failed=False
         )
-        self.told: list[Any] = []
+        self.reports: list[Any] = []
         self.tp_size = 1
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda response: response)
         self.async_zmq_ctx: Any = SimpleNamespace(socket=lambda kind: socket_of())
@@ -125,7 +125,7 @@ class Decode:
             self._handle_failed_recv = self.tell
 
     def tell(self, pulls: Any, names: Any, reason: str) -> None:
-        self.told.append(sorted(names))
+        self.reports.append(sorted(names))
 
     def call(self, name: str, release: Callable[..., Any], *args: Any) -> Any:
         return self.wrap[f"{patch.WORKER}.{name}"](release, self, args, {})
@@ -135,7 +135,7 @@ class Decode:
 
         async def release(address: str, pulls: Any) -> None:
             await self.async_zmq_ctx.socket("dealer").send(b"an ask")
-            await answers(lambda **said: self._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said})))
+            await answers(lambda **fields: self._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields})))
 
         asked: Awaitable[Any] = self.call("receive_kv_from_single_worker", release, address, {"d": self.pull})
         return asyncio.ensure_future(asked)
@@ -212,7 +212,7 @@ def test_an_answer_that_names_a_request_as_failed_and_then_as_well_counts_as_fai
         decode.call("receive_kv", lambda engine, pulls: None, "p", pulls)
 
         async def release(address: str, pulls: Any) -> None:
-            await twice(lambda **said: decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said})))
+            await twice(lambda **fields: decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields})))
 
         await decode.call("receive_kv_from_single_worker", release, "tcp://one", pulls)
         assert decode.reported() == ({"d"}, {3, 4})
@@ -285,8 +285,8 @@ def test_to_0_29_what_was_never_sent_is_reported_at_once_though_prefill_is_well(
 
 
 @pytest.mark.parametrize("error", [KeyError("no such rank"), NotImplementedError("of another size")])
-@pytest.mark.parametrize(("blocks", "told"), [([[3, 4]], ({"d"}, {3, 4})), ([], (set(), set()))])
-def test_who_cannot_be_asked_has_nothing_to_answer(error: Exception, blocks: list[Any], told: Any) -> None:
+@pytest.mark.parametrize(("blocks", "expected"), [([[3, 4]], ({"d"}, {3, 4})), ([], (set(), set()))])
+def test_who_cannot_be_asked_has_nothing_to_answer(error: Exception, blocks: list[Any], expected: Any) -> None:
     """An ask for no blocks only lets go: no request waits for it."""
 
     def release(engine: str, pulls: Any) -> None:
@@ -298,7 +298,7 @@ def test_who_cannot_be_asked_has_nothing_to_answer(error: Exception, blocks: lis
     async def play() -> None:
         decode.call("receive_kv", release, "p", {"d": decode.pull})
         await asyncio.sleep(0)
-        assert decode.reported() == told
+        assert decode.reported() == expected
 
     asyncio.run(play())
 
@@ -383,7 +383,7 @@ def test_what_is_left_out_beside_what_is_held_is_reported_at_once() -> None:
         decode.call("receive_kv", lambda engine, pulls: None, "p", pulls)
 
         async def release(address: str, pulls: Any) -> None:
-            await broken(lambda **said: decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said})))
+            await broken(lambda **fields: decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields})))
 
         with listening() as address:
             ask = asyncio.ensure_future(decode.call("receive_kv_from_single_worker", release, address, pulls))
@@ -410,9 +410,9 @@ def test_from_0_30_the_release_is_told_of_who_is_gone_when_nobody_else_writes(se
         with listening() as address:
             pass
         await asyncio.wait_for(decode.ask(address, silent), 60)
-        assert decode.told == ([["d"]] if settles else [])
+        assert decode.reports == ([["d"]] if settles else [])
         await decode.ask("tcp://two", well)
-        assert decode.told == [["d"]]
+        assert decode.reports == [["d"]]
         assert decode.context.counters["peer_gone"] == 1
 
     asyncio.run(play())
@@ -434,16 +434,16 @@ def test_from_0_30_to_0_32_a_load_that_one_worker_refuses_is_reported_with_the_l
             async def ask(address: str, answers: Any) -> None:
                 async def release(address: str, pulls: Any) -> None:
                     asked[:] = [pulls]
-                    await answers(lambda **said: decode._xfer_resp_decoder.decode(SimpleNamespace(**ANSWER | said)))
+                    await answers(lambda **fields: decode._xfer_resp_decoder.decode(SimpleNamespace(**ANSWER | fields)))
 
                 await decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
 
             one, other = (refuses, well) if order == "refused first" else (well, refuses)
             await ask(first, one)
-            assert decode.told in ([], [[]])
+            assert decode.reports in ([], [[]])
             await ask(second, other)
-        assert decode.told[-1] == ["d"]
-        assert [names for names in decode.told if names] == [["d"]]
+        assert decode.reports[-1] == ["d"]
+        assert [names for names in decode.reports if names] == [["d"]]
         assert decode.context.counters == ({"held": 1} if order == "refused first" else {})
         assert not decode.aside
 
@@ -458,7 +458,7 @@ def test_what_was_never_asked_for_is_reported_at_once() -> None:
         decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
         await decode.ask("tcp://one", well)
         decode._handle_failed_recv({"d": decode.pull}, ["d"], "remote engine_id not found")
-        assert decode.told == [["d"]]
+        assert decode.reports == [["d"]]
 
     asyncio.run(play())
 
@@ -541,7 +541,7 @@ def test_of_a_write_that_failed_the_blocks_are_held_whatever_is_answered_later(s
 
 @pytest.mark.parametrize("settles", [False, True])
 @pytest.mark.parametrize(
-    ("said", "holds"),
+    ("fields", "holds"),
     [
         ({"status": Status.CONTINUE, "err_reqs": ["d"], "err_msg": "few"}, False),
         ({"status": Status.ERROR, "err_msg": "not paired"}, False),
@@ -550,20 +550,20 @@ def test_of_a_write_that_failed_the_blocks_are_held_whatever_is_answered_later(s
     ],
 )
 def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
-    said: dict[str, Any], holds: bool, settles: bool
+    fields: dict[str, Any], holds: bool, settles: bool
 ) -> None:
     async def play() -> None:
         decode = Held(settles)
 
         async def release(address: str, pulls: Any) -> None:
-            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said}))
-            decode.report(pulls, said["err_msg"] or "transfer failed")
+            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields}))
+            decode.report(pulls, fields["err_msg"] or "transfer failed")
 
         with listening() as address:
             ask = asyncio.ensure_future(
                 decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
             )
-            while not decode.told:
+            while not decode.reports:
                 await asyncio.sleep(0.01)
             assert (decode.word() is not None) == holds
         await asyncio.wait_for(ask, 60)
@@ -592,7 +592,7 @@ def test_what_was_never_sent_is_not_held(sent: list[str], settles: bool) -> None
                 decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull}), 60
             )
         assert decode.word() is None
-        assert decode.told[0] == ["d"]
+        assert decode.reports[0] == ["d"]
         assert not decode.aside
 
     asyncio.run(play())
@@ -634,9 +634,9 @@ def test_an_answer_that_is_overdue_is_listened_for(
                 decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
             )
             if waits:
-                while not decode.told:
+                while not decode.reports:
                     await asyncio.sleep(0.01)
-                assert decode.told == [["d"]]
+                assert decode.reports == [["d"]]
                 word = decode.word()
                 assert [name for name, _ in word.held.values()] == ["d"]
                 comes.set()
@@ -677,8 +677,8 @@ def test_after_an_error_of_its_own_an_answer_that_is_overdue_is_the_release_s(mo
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("said", [{"ok_reqs": ["d"]}, {"err_reqs": ["d"], "err_msg": "few"}, {}])
-def test_to_0_29_an_answer_that_comes_late_is_taken(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fields", [{"ok_reqs": ["d"]}, {"err_reqs": ["d"], "err_msg": "few"}, {}])
+def test_to_0_29_an_answer_that_comes_late_is_taken(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill engine lives on: it has said all that it will."""
     monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
 
@@ -700,13 +700,13 @@ def test_to_0_29_an_answer_that_comes_late_is_taken(said: dict[str, Any], monkey
             await asking.send(b"an ask")
             await asking.recv()
             assert decode.reported() == (set(), set())
-            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **said}))
+            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields}))
 
         with listening() as address:
             await asyncio.wait_for(
                 decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull}), 60
             )
-        assert decode.reported() == ((set(), set()) if "ok_reqs" in said else ({"d"}, {3, 4}))
+        assert decode.reported() == ((set(), set()) if "ok_reqs" in fields else ({"d"}, {3, 4}))
         assert decode.context.counters["held"] == 1
         assert not decode.aside
 
@@ -731,7 +731,7 @@ def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(
         assert released["d"].local_block_ids == ([[3, 4]] if asked else []), "asked for nothing, prefill lets go"
         assert released["d"].failed != asked, "and the release reports no end of it"
     assert decode.pull.local_block_ids == [[3, 4]]
-    assert decode.told == ([] if asked else [["d"]])
+    assert decode.reports == ([] if asked else [["d"]])
     assert not decode.aside
 
 
@@ -742,7 +742,7 @@ def test_where_nothing_is_left_to_ask_for_nobody_is_asked() -> None:
     released: list[Any] = []
     decode.call("receive_kv", lambda *asked: released.append(asked), "p", {"d": decode.pull})
     assert released == []
-    assert decode.told == [["d"]]
+    assert decode.reports == [["d"]]
 
 
 def test_what_is_held_no_more_does_not_count() -> None:
@@ -752,7 +752,7 @@ def test_what_is_held_no_more_does_not_count() -> None:
     released: list[list[str]] = []
     decode.call("receive_kv", lambda engine, pulls: released.append(sorted(pulls)), "p", {"d": decode.pull})
     assert released == [["d"]]
-    assert not decode.told
+    assert not decode.reports
 
 
 class Block:
@@ -781,22 +781,22 @@ def test_the_scheduler_keeps_the_blocks_and_the_request_begins_anew(status: str,
         lambda *args: None, None, (request, SimpleNamespace(blocks=(blocks[:2], blocks[2:])), 64), {}
     )
 
-    def told(*words: Word, ended: set[str] | None = None) -> None:
+    def reports(*words: Word, ended: set[str] | None = None) -> None:
         events = {key: value for word in words for key, value in word.packed().items()}
         carrier = SimpleNamespace(completed_store_events=events) if words else None
         output = SimpleNamespace(kv_connector_worker_meta=carrier, finished_recving=ended)
         keeper.update_connector_output(lambda output: None, None, (output,), {})
 
     # Two workers, one of which says it before the load is reported.
-    told(Word({"a": ("d", frozenset({3, 4, 0}))}, ()))
+    reports(Word({"a": ("d", frozenset({3, 4, 0}))}, ()))
     assert request.num_computed_tokens == 32, "the scheduler is to find it yet"
     assert [block.references for block in blocks] == [1, 2, 2, 1]
     both = Word({"b": ("d", frozenset({3, 4}))}, ()), Word({"c": ("d", frozenset({4}))}, {"a"})
-    told(*both, ended={"d", "another"})
+    reports(*both, ended={"d", "another"})
     assert request.num_computed_tokens == left
     assert [block.references for block in blocks] == [1, 2, 3, 1]
-    told()
-    told(Word({}, {"b"}), Word({}, {"c"}))
+    reports()
+    reports(Word({}, {"b"}), Word({}, {"c"}))
     assert [block.references for block in blocks] == [1, 1, 1, 1]
     assert not aside
 

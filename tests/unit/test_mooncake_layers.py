@@ -73,14 +73,14 @@ EVERY = "a b c other"
 
 
 def run(case: Callable[[Worker], Awaitable[None]], aside: int = 0) -> PatchContext:
-    said: list[str] = []
-    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None, failed=said.append)
+    logged: list[str] = []
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None, failed=logged.append)
 
     async def main() -> None:
         await asyncio.wait_for(case(Worker(context)), 20)
 
     asyncio.run(main())
-    assert len(said) == aside
+    assert len(logged) == aside
     return context
 
 
@@ -403,20 +403,20 @@ def test_several_layers_leave_in_one_write_of_a_useful_size_and_no_larger(monkey
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_layer_is_read_when_the_device_has_computed_it_and_the_release_would_still_write(kept: bool) -> None:
-    computed, said = asyncio.Event(), list[str]()
+    computed, logged = asyncio.Event(), list[str]()
 
     async def case(worker: Worker) -> None:
         loop = asyncio.get_running_loop()
 
         def synchronize() -> None:
-            said.append("asked")
+            logged.append("asked")
             asyncio.run_coroutine_threadsafe(computed.wait(), loop).result()
 
         asked = worker.ask("d", "t", [10, 11])
         worker.beginning("t", [1], 2)
         await base.turns()
         worker.livepatch_writes.saved("a", SimpleNamespace(synchronize=synchronize))
-        while not said:
+        while not logged:
             await asyncio.sleep(0.001)
         assert worker.written == []
         entry = worker.reqs_need_send["t"]
@@ -459,8 +459,8 @@ def test_the_connector_hears_of_layers_where_they_are_to_leave(by: str, monkeypa
         worker.livepatch_writes = getattr(worker, patch.WRITES)
         asked = worker.ask("d", "t", [10, 11])
         await base.turns()
-        told = {"whole": {"t": ([1], 2)}, "back": [], "over": [], "held": {}}
-        connector._connector_metadata = SimpleNamespace(**{PROGRESS: told})
+        progress = {"whole": {"t": ([1], 2)}, "back": [], "over": [], "held": {}}
+        connector._connector_metadata = SimpleNamespace(**{PROGRESS: progress})
         connector.bind_connector_metadata(connector._connector_metadata)
         connector.save_kv_layer("b", None, None)
         await base.turns()

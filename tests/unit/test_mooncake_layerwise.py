@@ -32,8 +32,8 @@ class Entry:
 
 
 class Response(SimpleNamespace):
-    def __init__(self, status: str, ok: Any = None, err: Any = None, said: str | None = None) -> None:
-        super().__init__(status=SimpleNamespace(name=status), ok_reqs=ok, err_reqs=err, err_msg=said)
+    def __init__(self, status: str, ok: Any = None, err: Any = None, message: str | None = None) -> None:
+        super().__init__(status=SimpleNamespace(name=status), ok_reqs=ok, err_reqs=err, err_msg=message)
 
 
 class MooncakeXferResponseStatus:
@@ -123,18 +123,20 @@ class Worker:
             entry = self.reqs_need_send[transfer]
             await entry.ready.wait()
             if transfer not in self.reqs_need_send:  # as `mooncake-lost-asks` has it answered
-                await socket.send_multipart((identity, encoded(Response("FINISH", err=[name], said="given up"))))
+                await socket.send_multipart((identity, encoded(Response("FINISH", err=[name], message="given up"))))
                 continue
             args = ([(name, entry)], meta, self.regions, self.regions)
-            pairs, _, _, errors, said = await self._build(self.build, self, args, {})
+            pairs, _, _, errors, message = await self._build(self.build, self, args, {})
             if pairs:
                 self.written.append(pairs)
                 await self.open.wait()
                 if self.answer:
-                    errors, said = [*errors, name], f"{early.UNCERTAIN} {self.answer}"
+                    errors, message = [*errors, name], f"{early.UNCERTAIN} {self.answer}"
             if not errors and (entry.need_send or 1) == 1:
                 self.finished.append(transfer)
-            await socket.send_multipart((identity, encoded(Response("FINISH", [] if errors else [name], errors, said))))
+            await socket.send_multipart(
+                (identity, encoded(Response("FINISH", [] if errors else [name], errors, message)))
+            )
 
     def ask(self, name: str, transfer: str, places: list[int], ranks: int = 1) -> Any:
         return self.asks({name: (transfer, [places])}, ranks)
@@ -163,9 +165,9 @@ class Worker:
         self._registered.look(self.connector, ({},), {}, None)
         self.livepatch_writes = getattr(self, patch.WRITES)
 
-    def step(self, **told: list[str]) -> asyncio.Task[None]:
+    def step(self, **progress: list[str]) -> asyncio.Task[None]:
         """A step begins, in the worker's own thread: the connector is given its metadata."""
-        metadata = SimpleNamespace(**{PROGRESS: {"whole": {}, "back": [], "over": [], "held": {}, **told}})
+        metadata = SimpleNamespace(**{PROGRESS: {"whole": {}, "back": [], "over": [], "held": {}, **progress}})
         return asyncio.ensure_future(asyncio.to_thread(self.connector.bind_connector_metadata, metadata))
 
     def whole(self, transfer: str, blocks: list[int], total: int) -> None:
@@ -973,8 +975,8 @@ def begun(tokens: int) -> tuple[Prefills, Any, Any]:
     """A prefill of 23 tokens in blocks of 4, of which a step computes the first."""
     prefills, one = Prefills(4), request(23)
     connector = SimpleNamespace(_reqs_need_send={"p": (one, [])})
-    told = prefills.progress(connector, step({"p": tokens}, new={"p": [1, 2, 3]}))
-    assert told == {"whole": {"t": ([1, 2, 3][: tokens // 4], 6)}, "back": [], "over": [], "held": {}}
+    progress = prefills.progress(connector, step({"p": tokens}, new={"p": [1, 2, 3]}))
+    assert progress == {"whole": {"t": ([1, 2, 3][: tokens // 4], 6)}, "back": [], "over": [], "held": {}}
     connector._reqs_need_send.clear()
     one.num_computed_tokens = tokens
     return prefills, connector, one
@@ -982,9 +984,9 @@ def begun(tokens: int) -> tuple[Prefills, Any, Any]:
 
 def test_whole_blocks_after_each_step_are_told() -> None:
     prefills, connector, one = begun(10)
-    told = prefills.progress(connector, step({"p": 13}, more={"p": [4, 5, 6]}))
-    assert told is not None
-    assert told["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
+    progress = prefills.progress(connector, step({"p": 13}, more={"p": [4, 5, 6]}))
+    assert progress is not None
+    assert progress["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
     one.is_finished = lambda: True
     connector._reqs_need_send["p"] = (one, [[1, 2, 3, 4, 5, 6]])
     assert prefills.progress(connector, step({})) == {"whole": {}, "back": [], "over": ["t"], "held": {}}
@@ -993,9 +995,11 @@ def test_whole_blocks_after_each_step_are_told() -> None:
 
 def test_no_block_beyond_the_prompt_s_whole_ones_is_told() -> None:
     prefills, connector, _ = begun(10)
-    told = prefills.progress(connector, step({"p": 20}, more={"p": [4, 5, 6, 7, 8]}))  # 7 tokens of the answer among them
-    assert told is not None
-    assert told["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
+    progress = prefills.progress(
+        connector, step({"p": 20}, more={"p": [4, 5, 6, 7, 8]})
+    )  # 7 tokens of the answer among them
+    assert progress is not None
+    assert progress["whole"] == {"t": ([1, 2, 3, 4, 5], 6)}
 
 
 def test_a_prefill_that_ends_without_being_sent_gives_its_blocks_back() -> None:
@@ -1066,15 +1070,15 @@ def test_when_nothing_is_followed_any_more_all_is_given_back_or_held() -> None:
 
 def test_after_an_error_of_its_own_the_scheduler_s_side_tells_workers_to_stop() -> None:
     prefills, connector, _ = begun(10)
-    said: list[str] = []
-    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None, failed=said.append)
+    message: list[str] = []
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None, failed=message.append)
     build: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.build_connector_meta"]
     setattr(connector, patch.PREFILLS, prefills)
 
-    def told(scheduler_output: Any) -> Any:
+    def progress(scheduler_output: Any) -> Any:
         return getattr(build(lambda step: SimpleNamespace(), connector, (scheduler_output,), {}), PROGRESS, None)
 
-    assert told(None) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
-    assert len(said) == 1
+    assert progress(None) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
+    assert len(message) == 1
     connector._reqs_need_send["q"] = (request(23), [])
-    assert told(step({"q": 10}, new={"q": [1, 2, 3]})) is None
+    assert progress(step({"q": 10}, new={"q": [1, 2, 3]})) is None

@@ -260,10 +260,10 @@ def test_whose_blocks_a_transfer_has_is_not_said_anew() -> None:
 
 def test_the_release_is_told_of_what_it_knows_alone() -> None:
     """It stops at the first that it does not know, and forgets those behind it."""
-    told: list[set[str]] = []
+    reported: list[set[str]] = []
 
     async def release(metadata: Any) -> None:
-        told.append(metadata.reqs_not_processed)
+        reported.append(metadata.reqs_not_processed)
 
     async def play() -> None:
         prefill = Prefill()
@@ -271,7 +271,7 @@ def test_the_release_is_told_of_what_it_knows_alone() -> None:
         to_send: dict[str, tuple[str, list[int]]] = {"p": ("begun", [])}
         metadata = SimpleNamespace(reqs_to_send=to_send, reqs_not_processed={"kept", "begun", "unknown"})
         await prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {})
-        assert told == [{"kept", "begun"}]
+        assert reported == [{"kept", "begun"}]
 
     asyncio.run(play())
 
@@ -327,15 +327,15 @@ def test_an_answer_that_cannot_be_completed_is_the_releases_own() -> None:
 
 
 def test_prefills_that_cannot_be_noted_are_the_releases_to_record() -> None:
-    told: list[Any] = []
+    reported: list[Any] = []
 
     async def release(metadata: Any) -> None:
-        told.append(metadata)
+        reported.append(metadata)
 
     prefill = Prefill()
     metadata = SimpleNamespace(reqs_to_send={}, reqs_not_processed=None)
     asyncio.run(prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {}))
-    assert told == [metadata]
+    assert reported == [metadata]
     assert prefill.context.aside
 
 
@@ -705,11 +705,11 @@ def test_an_error_while_who_let_go_is_counted_is_said_and_others_are_served() ->
         async def fails(identity: bytes, socket: Any, meta: Any) -> None:
             raise NotImplementedError
 
-        said: list[str] = []
-        prefill.context.say = lambda kind, message: said.append(kind)  # type: ignore[method-assign]
+        logged: list[str] = []
+        prefill.context.say = lambda kind, message: logged.append(kind)  # type: ignore[method-assign]
         await prefill.leg("t")
         await prefill.ask(fails, over=("t", LETS_GO))
-        assert (prefill.answers, said) == ([ANSWERED], ["error"])
+        assert (prefill.answers, logged) == ([ANSWERED], ["error"])
         assert not getattr(prefill, patch.STATE).counting
         await prefill.ask(prefill.serves, over=("t", LETS_GO))
         assert prefill.freed == ["t"]

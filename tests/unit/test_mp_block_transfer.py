@@ -13,7 +13,7 @@ from vllm_livepatch.sitecustomize.context import PatchContext
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "said"),
+    ("dtype", "size", "logged"),
     [
         ("auto", 4, False),
         ("float32", 4, False),
@@ -25,7 +25,7 @@ from vllm_livepatch.sitecustomize.context import PatchContext
     ],
 )
 def test_another_size_than_that_of_dtype_is_said_and_moved(
-    dtype: str, size: int, said: bool, mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
+    dtype: str, size: int, logged: bool, mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved, says = mocker.patch.object(transfer, "transfer"), mocker.patch.object(PatchContext, "say")
     context: Any = ModuleType(wrappers.CONTEXT)
@@ -38,5 +38,5 @@ def test_another_size_than_that_of_dtype_is_said_and_moved(
     shape, to = SimpleNamespace(element_size=size), SimpleNamespace(name="H2D")
     getattr(context.lmc_ops, transfer.NAME)([1], [2], [3], "cpu", to, shape, 16, 0, 0)
     moved.assert_called_once_with([1], [2], [3], "cpu", to, shape, 16, 0, 0)
-    assert [call.args[0] for call in says.call_args_list] == (["other_dtype"] if said else [])
+    assert [call.args[0] for call in says.call_args_list] == (["other_dtype"] if logged else [])
     assert livepatch.counters == {"contexts": 1, "to_cache": 1}

@@ -21,8 +21,8 @@ KNOWN = {"LMCacheMPConnector": {"data": 1}}
 def test_what_a_child_without_metrics_tells_is_left_out_of_them(by_name: bool, unknown: dict[str, Any]) -> None:
     context = PatchContext("multi-connector-metrics", {}, {}, lambda: None)
     (wrapper,) = patch.wrappers(context).values()
-    told = {**KNOWN, **unknown}
-    args, kwargs = ((), {"transfer_stats_data": told, "engine_idx": 3}) if by_name else ((told, 3), {})
+    reported = {**KNOWN, **unknown}
+    args, kwargs = ((), {"transfer_stats_data": reported, "engine_idx": 3}) if by_name else ((reported, 3), {})
     seen: list[Any] = []
 
     def observe(transfer_stats_data: Any, engine_idx: int) -> None:
@@ -31,4 +31,4 @@ def test_what_a_child_without_metrics_tells_is_left_out_of_them(by_name: bool, u
     wrapper(observe, METRICS, args, kwargs)
     assert seen == [(KNOWN, 3)]
     assert context.counters == ({"left_out": 1} if unknown else {})
-    assert told == {**KNOWN, **unknown}
+    assert reported == {**KNOWN, **unknown}

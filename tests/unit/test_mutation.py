@@ -306,9 +306,9 @@ def test_each_draw_of_a_page_is_said_and_kept() -> None:
         for mutant in one["mutants"]
         if "draw" in mutant
     }
-    said = {(one["folder"], one["number"]) for one in draws}
-    assert {folder for folder, _ in said} == {folder for folder, _ in numbers}
-    assert numbers == {(folder, number) for folder, number in said if number > 1}
+    described = {(one["folder"], one["number"]) for one in draws}
+    assert {folder for folder, _ in described} == {folder for folder, _ in numbers}
+    assert numbers == {(folder, number) for folder, number in described if number > 1}
 
 
 def test_the_kept_page_is_what_the_kept_results_say(tmp_path: Path) -> None:

@@ -470,12 +470,12 @@ def test_blocks_that_the_release_leaves_out_are_named(
 def test_reads_of_others_are_left_alone(world: World, why: str) -> None:
     name = world.prefill.nixl_wrapper.name
     world.agent.unreadable = why == "unreadable"
-    met = world.agent.add_remote_agent("prefill" if why == "no table" else name)
-    side = world.agent.prep_xfer_dlist(met, ())
+    added = world.agent.add_remote_agent("prefill" if why == "no table" else name)
+    side = world.agent.prep_xfer_dlist(added, ())
     if why == "gone":
         world.agent.release_dlist_handle(side)
-        world.agent.remove_remote_agent(met)
-        side = world.agent.prep_xfer_dlist(met, ())
+        world.agent.remove_remote_agent(added)
+        side = world.agent.prep_xfer_dlist(added, ())
     if why == "released":
         world.agent.release_dlist_handle(side)  # and its number goes to another
     handle = world.decode._read_blocks(request_id="d-a", remote_request_id="a", side=side)

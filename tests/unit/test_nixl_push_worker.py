@@ -40,8 +40,8 @@ class Worker:
         self.targets[f"{patch.WORKER}.__init__"](lambda: None, self, (), {})
         self.answers = vars(self)[patch._ANSWERS]
         self.desk = vars(self)[patch._DESK]
-        self.said: list[dict[str, Any]] = []
-        self.answers._say = lambda address, message: self.said.append(message)
+        self.messages: list[dict[str, Any]] = []
+        self.answers._say = lambda address, message: self.messages.append(message)
         self.written: list[str] = []
 
     def _handle_failed_transfer(self, request_id: str, handle: Any) -> None:
@@ -78,7 +78,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 def refused(worker: Worker) -> dict[str, Any]:
     registration = worker.registration()
     worker.answers.refuse(worker.answers.take(registration))
-    assert worker.said[-1] == {"refused": "t", "posted": False}
+    assert worker.messages[-1] == {"refused": "t", "posted": False}
     return registration
 
 
@@ -126,7 +126,7 @@ def test_who_registers_for_a_request_that_is_over_is_refused(worker: Worker) -> 
     assert list(worker._pending_d_registrations) == ["b-d"]
     worker.push("a-p", worker.registration("late"))
     assert worker.written == []
-    assert [message for message in worker.said if "refused" in message] == [
+    assert [message for message in worker.messages if "refused" in message] == [
         {"refused": "t", "posted": False},
         {"refused": "late", "posted": False},
     ]

@@ -18,14 +18,14 @@ COMMANDS = ("doctor", "status", "verify", "check")
 def test_a_stdout_that_is_full_or_closed(patched: Sandbox, command: str) -> None:
     patched.state.mkdir()
     line = f'"{PYTHON}" "{patched.bundle}" {command}'
-    for way, code, said in (
+    for way, code, message in (
         (">/dev/full", 2, "vllm-livepatch: No space left on device\n"),
         (">&-", 0, ""),
     ):
         done = subprocess.run(
             ["sh", "-c", f"{line} {way}"], env=patched.environ(), capture_output=True, text=True, timeout=DEADLINE
         )
-        assert (done.returncode, done.stderr) == (code, said), way
+        assert (done.returncode, done.stderr) == (code, message), way
 
 
 def test_ctrl_c_while_the_bundle_is_being_loaded(patched: Sandbox) -> None:

@@ -15,7 +15,7 @@ from vllm_livepatch.sitecustomize.context import PatchContext
 LOAD, STORE = 4, 5
 
 
-class Told:
+class Metadata:
     def __init__(self) -> None:
         self.completed_jobs: dict[int, int] = {}
 
@@ -61,7 +61,7 @@ class Side:
         self.context = PatchContext("offloading-failed-transfers", {}, {}, lambda: None)
         self.wrap = patch.wrappers(self.context)
         self.backend = Backend()
-        self.worker = SimpleNamespace(worker=self.backend, _load_jobs={LOAD: "r"}, _connector_worker_meta=Told())
+        self.worker = SimpleNamespace(worker=self.backend, _load_jobs={LOAD: "r"}, _connector_worker_meta=Metadata())
         self.connector = Connector(self.worker)
         self.manager = Manager()
         self.scheduler = SimpleNamespace(manager=self.manager, _jobs={STORE: SimpleNamespace(keys={"a"})})
@@ -76,8 +76,8 @@ class Side:
         answer: tuple[set[str], set[str]] = (set(), set())
         self.wrap[f"{patch.CONNECTOR}.get_finished"].look(self.connector, (set(),), {}, answer)
         blocks = self.connector.get_block_ids_with_load_errors()
-        told, self.worker._connector_worker_meta = self.worker._connector_worker_meta, Told()
-        return answer[1], blocks, told.completed_jobs
+        metadata, self.worker._connector_worker_meta = self.worker._connector_worker_meta, Metadata()
+        return answer[1], blocks, metadata.completed_jobs
 
     def hear(self, jobs: dict[int, int]) -> dict[int, int]:
         output = SimpleNamespace(kv_connector_worker_meta=SimpleNamespace(completed_jobs=jobs))

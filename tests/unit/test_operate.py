@@ -25,10 +25,10 @@ COMMANDS = sorted(set(re.findall(r"vllm-livepatch ([a-z-]+)((?: (?!vllm-livepatc
 
 @pytest.mark.parametrize(("command", "words"), COMMANDS)
 def test_a_command_is_there(cli: Cli, command: str, words: str) -> None:
-    said = cli(command, "--help")
-    assert said.code == 0, command
+    output = cli(command, "--help")
+    assert output.code == 0, command
     for option in re.findall(r"--[a-z-]+", words):
-        assert option in said.out, (command, option)
+        assert option in output.out, (command, option)
 
 
 def test_the_commands_were_found() -> None:

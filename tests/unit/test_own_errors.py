@@ -47,8 +47,8 @@ class Patched:
     """A class of releases of its own, with one wrapper around `step`, and what the patch said when it stood aside."""
 
     def __init__(self, wrapper: Callable[..., Any], attribute: str = "step", **members: Any) -> None:
-        self.said: list[str] = []
-        self.context = PatchContext("around", {}, {}, lambda: None, failed=self.said.append)
+        self.logged: list[str] = []
+        self.context = PatchContext("around", {}, {}, lambda: None, failed=self.logged.append)
         self.wrapper = wrapper
         self.release: Any = type("Release", (Release,), {attribute: vars(Release).get(attribute), **members})
         self.put(attribute, wrapper)
@@ -77,11 +77,11 @@ def test_the_release_answers_once_and_from_then_on(wrapper: Any) -> None:
     assert release.step(7, also=1) == [7]
     assert release.calls == [(7, 1)], "neither skipped nor called twice"
     assert patched.context.aside
-    (said,) = patched.said
-    assert said.startswith(f"engine:Release.step: Broken: {wrapper.__name__} (test_own_errors.py, line ")
+    (logged,) = patched.logged
+    assert logged.startswith(f"engine:Release.step: Broken: {wrapper.__name__} (test_own_errors.py, line ")
     assert [release.step(number) for number in (8, 9)] == [[8], [9]]
     assert release.calls[1:] == [(8, 0), (9, 0)]
-    assert len(patched.said) == 1
+    assert len(patched.logged) == 1
 
 
 def test_the_release_gets_the_arguments_of_the_caller() -> None:
@@ -170,7 +170,7 @@ def test_a_deliberate_error_is_the_callers_also_through_other_wrappers() -> None
             call(Refused())
         assert isinstance(caught.value.__cause__, Refused)
     assert not patched.context.aside
-    assert not patched.said
+    assert not patched.logged
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -255,7 +255,7 @@ def test_calls_in_several_threads_each_get_their_own_answer() -> None:
         thread.join(20)
     assert answers == {number: [number] for number in range(8)}
     assert sorted(release.calls) == [(number, 0) for number in range(8)]
-    assert len(patched.said) == 1
+    assert len(patched.logged) == 1
 
 
 def kinds() -> dict[str, Any]:
@@ -361,16 +361,16 @@ def test_an_error_while_giving_back_keeps_nothing_else_from_it() -> None:
     patched.context.on_stand_aside(put_back)
     assert patched.release().step(7) == [7]
     assert given == ["first"]
-    (said,) = patched.said
-    assert "not all that the patch held could be given back: Unsayable: its text cannot be made" in said
+    (logged,) = patched.logged
+    assert "not all that the patch held could be given back: Unsayable: its text cannot be made" in logged
 
 
 def test_of_two_errors_at_once_the_second_waits_for_nothing() -> None:
     """Threads whose wrappers raise together, and a patch that is taken back meanwhile: the first one says it."""
-    context, said = PatchContext("around", {}, {}, lambda: None), list[str]()
+    context, logged = PatchContext("around", {}, {}, lambda: None), list[str]()
     given_back: list[int] = []
     context.on_stand_aside(lambda: given_back.append(1))
-    context._failed = said.append
+    context._failed = logged.append
 
     def errors() -> None:
         context.stand_aside("engine:f", Broken("first"))
@@ -381,7 +381,7 @@ def test_of_two_errors_at_once_the_second_waits_for_nothing() -> None:
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
-    assert said == ["engine:f: Broken: first; the release's own code answers from now on"]
+    assert logged == ["engine:f: Broken: first; the release's own code answers from now on"]
     assert given_back == [1]
 
 
@@ -430,8 +430,8 @@ def test_an_error_of_a_look_is_no_error_of_the_call(form: str, lasting: bool) ->
     assert [release.step(7, also=1), release.step(8)] == [[7], [8]]
     assert (release.calls, patched.context.aside) == ([(7, 1), (8, 0)], True)
     assert seen == ([(7,), (8,)] if lasting else [(7,)])
-    (said,) = patched.said
-    assert said.startswith(f"engine:Release.step: Broken: {form} (")
+    (logged,) = patched.logged
+    assert logged.startswith(f"engine:Release.step: Broken: {form} (")
 
 
 def test_a_look_is_for_methods() -> None:
@@ -540,7 +540,7 @@ def test_a_lasting_wrapper_goes_on_and_is_guarded_still() -> None:
     assert [release.step(1), release.step(2), release.step(3)] == [["lasting", [1]], [2], ["lasting", [3]]]
     assert seen == [False, True, True]
     assert release.calls == [(1, 0), (2, 0), (3, 0)]
-    assert len(patched.said) == 1
+    assert len(patched.logged) == 1
 
 
 @pytest.mark.parametrize(("lasting", "then"), [(True, ["lasting", 8]), (False, 8)])

@@ -58,8 +58,8 @@ def test_show_says_what_is_counted() -> None:
 
 @pytest.mark.parametrize("reason", rendering.MEANINGS)
 def test_status_explains_a_reason_that_is_there(reason: str) -> None:
-    said = f"  {reason}: {rendering.MEANINGS[reason]}\n"
-    assert printed(entry(reason), entry(reason)).count(said) == 1
+    line = f"  {reason}: {rendering.MEANINGS[reason]}\n"
+    assert printed(entry(reason), entry(reason)).count(line) == 1
     assert rendering.MEANINGS[reason] not in printed(entry())
 
 

@@ -166,7 +166,7 @@ def a_pair(own: str | None, built_in: str = CONNECTOR, factory: str = FACTORY_NE
     return pairs.look(vllm, Modules(**modules), ("1.0", "2.0"))
 
 
-def told(pair: pairs.Pair) -> list[tuple[str | None, str | None, bool]]:
+def outline(pair: pairs.Pair) -> list[tuple[str | None, str | None, bool]]:
     return [(one.module_path, one.cls, one.works) for one in pair.connectors]
 
 
@@ -175,9 +175,9 @@ OWN_CLASS = f"{pairs.OWN}:LMCacheMPConnector"
 
 def test_a_path_is_looked_at_first_or_not_at_all() -> None:
     built_in = "vllm.built_in:LMCacheMPConnector"
-    assert told(a_pair(CONNECTOR)) == [(None, built_in, True), (pairs.OWN, OWN_CLASS, True)]
-    assert told(a_pair(CONNECTOR, factory=FACTORY_OLD)) == [(None, built_in, True), (pairs.OWN, built_in, True)]
-    assert told(a_pair(None)) == [(None, built_in, True)]
+    assert outline(a_pair(CONNECTOR)) == [(None, built_in, True), (pairs.OWN, OWN_CLASS, True)]
+    assert outline(a_pair(CONNECTOR, factory=FACTORY_OLD)) == [(None, built_in, True), (pairs.OWN, built_in, True)]
+    assert outline(a_pair(None)) == [(None, built_in, True)]
 
 
 CHOOSING = """
@@ -202,12 +202,12 @@ LMCacheMPConnector = _resolve()
 
 
 def test_a_module_of_vllm_that_takes_lmcaches_class_if_it_loads() -> None:
-    assert told(a_pair(CONNECTOR, CHOOSING))[0] == (None, OWN_CLASS, True)
-    assert told(a_pair("from vllm.base import Nothing\n" + CONNECTOR, CHOOSING)) == [
+    assert outline(a_pair(CONNECTOR, CHOOSING))[0] == (None, OWN_CLASS, True)
+    assert outline(a_pair("from vllm.base import Nothing\n" + CONNECTOR, CHOOSING)) == [
         (None, "vllm.built_in:Upstream", True),
         (pairs.OWN, OWN_CLASS, False),
     ]
-    assert told(a_pair(None, CHOOSING, lmcache__x=""))[0] == (None, "vllm.built_in:Upstream", True)
+    assert outline(a_pair(None, CHOOSING, lmcache__x=""))[0] == (None, "vllm.built_in:Upstream", True)
 
 
 def test_broken_is_a_pair_in_which_no_way_works() -> None:

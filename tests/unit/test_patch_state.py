@@ -23,7 +23,7 @@ def state(decision: Decision | None = None, **more: Any) -> PatchState:
 
 
 @pytest.mark.parametrize(
-    ("decision", "there", "said"),
+    ("decision", "there", "described"),
     [
         (None, 2, (None, None)),
         (NEEDED, 2, (None, None)),
@@ -33,11 +33,11 @@ def state(decision: Decision | None = None, **more: Any) -> PatchState:
     ],
 )
 def test_what_is_said_of_a_patch_that_is_applied(
-    decision: Decision | None, there: int, said: tuple[str | None, str | None]
+    decision: Decision | None, there: int, described: tuple[str | None, str | None]
 ) -> None:
     one = state(decision)
     one.settle_applied(there, 2, "targets")
-    assert (one.state, one.reason, one.detail) == ("applied", *said)
+    assert (one.state, one.reason, one.detail) == ("applied", *described)
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,13 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalInde
 
 
 @pytest.fixture
-def told() -> list[str]:
+def notices() -> list[str]:
     return []
 
 
 @pytest.fixture
-def published_releases(index: LocalIndex, told: list[str]) -> PublishedReleases:
-    return PublishedReleases(told.append)
+def published_releases(index: LocalIndex, notices: list[str]) -> PublishedReleases:
+    return PublishedReleases(notices.append)
 
 
 def unpacked(place: Path) -> Tree:
@@ -178,13 +178,13 @@ def test_truncated_range(index: LocalIndex, published_releases: PublishedRelease
 
 
 def test_where_ranges_are_ignored_the_wheel_is_read_whole(
-    index: LocalIndex, published_releases: PublishedReleases, told: list[str], tmp_path: Path
+    index: LocalIndex, published_releases: PublishedReleases, notices: list[str], tmp_path: Path
 ) -> None:
     index.ignore_ranges = True
     tree, other = published_releases.tree("demo", "1.0"), unpacked(tmp_path / "unpacked")
     for module in ("demo.one", "demo.two", "demo.deep.three"):
         assert tree.source(module) == other.source(module)
-    assert told[0] == f"{NAME}: the server gives no parts of a file, so it is read whole"
+    assert notices[0] == f"{NAME}: the server gives no parts of a file, so it is read whole"
     asked = index.requests
     assert PublishedReleases().tree("demo", "1.0").source("demo.deep.three")
     assert index.requests == asked + 1  # the index: nobody pinned this release
@@ -223,21 +223,21 @@ def test_a_source_archive_that_is_damaged(index: LocalIndex, published_releases:
 
 
 def test_a_yanked_release_is_read_and_said(
-    index: LocalIndex, published_releases: PublishedReleases, told: list[str]
+    index: LocalIndex, published_releases: PublishedReleases, notices: list[str]
 ) -> None:
     index.yanked.add(NAME)
     assert published_releases.tree("demo", "1.0").source("demo.one")
-    assert told == ["demo 1.0 was yanked: broken"]
+    assert notices == ["demo 1.0 was yanked: broken"]
 
 
-def test_no_network(index: LocalIndex, monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
+def test_no_network(index: LocalIndex, monkeypatch: pytest.MonkeyPatch, notices: list[str]) -> None:
     first = PublishedReleases().tree("demo", "1.0").source("demo.one")
     with serving(LocalIndex()) as gone:
         pass
     monkeypatch.setattr(PublishedReleases, "offered", unreachable(gone.url))
-    published_releases = PublishedReleases(told.append)
+    published_releases = PublishedReleases(notices.append)
     assert published_releases.tree("demo", "1.0").source("demo.one") == first
-    assert told == ["demo 1.0 is from the cache: the registry at 127.0.0.1 cannot be reached; is there a network?"]
+    assert notices == ["demo 1.0 is from the cache: the registry at 127.0.0.1 cannot be reached; is there a network?"]
     assert refusal(published_releases, "1.1") == "the registry at 127.0.0.1 cannot be reached; is there a network?"
 
 
@@ -277,11 +277,11 @@ def test_whole_sources_that_are_there_serve(index: LocalIndex, monkeypatch: pyte
 
 
 def test_a_full_disk_costs_only_time(
-    published_releases: PublishedReleases, told: list[str], monkeypatch: pytest.MonkeyPatch
+    published_releases: PublishedReleases, notices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "open", full, raising=False)
     assert published_releases.tree("demo", "1.0").source("demo.one")
-    assert any("cannot be written" in line for line in told)
+    assert any("cannot be written" in line for line in notices)
     assert kept() == {}
 
 
@@ -313,11 +313,13 @@ def test_checks_at_once_on_one_cache(index: LocalIndex) -> None:
     assert sum(name.endswith("deep/three.py") for name in kept()) == 1
 
 
-def test_a_vendors_local_version_is_the_public_release(published_releases: PublishedReleases, told: list[str]) -> None:
+def test_a_vendors_local_version_is_the_public_release(
+    published_releases: PublishedReleases, notices: list[str]
+) -> None:
     tree = published_releases.tree("demo", "1.0+rocm700")
     assert tree.source("demo.two") == "TWO = 'the package'\n"
     assert release("demo", tree) == "1.0+rocm700"
-    assert told == ["demo 1.0+rocm700 is not in the registry: 1.0 is read in its place"]
+    assert notices == ["demo 1.0+rocm700 is not in the registry: 1.0 is read in its place"]
 
 
 def test_a_local_version_of_another_index(

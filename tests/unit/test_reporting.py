@@ -134,7 +134,7 @@ def test_a_report_that_cannot_be_left_is_in_the_line(world: World, error: str | 
 
 
 @pytest.mark.parametrize(
-    ("decision", "said"),
+    ("decision", "logged"),
     [
         (APPLY, []),
         (OPTIONAL, []),
@@ -143,10 +143,10 @@ def test_a_report_that_cannot_be_left_is_in_the_line(world: World, error: str | 
         (REFUSED, ["a is not applied (drifted): somebody's edit"]),
     ],
 )
-def test_what_follows_the_line(world: World, decision: Decision, said: list[str]) -> None:
+def test_what_follows_the_line(world: World, decision: Decision, logged: list[str]) -> None:
     world.decided(world.one, decision)
     world.reporter.close()
-    assert world.lines[1:] == said
+    assert world.lines[1:] == logged
 
 
 def test_under_strict_a_patch_that_is_wanted_and_refused_ends_the_process(mocker: MockerFixture) -> None:
@@ -200,10 +200,10 @@ def test_what_somebody_replaced_is_said_once_and_failed(world: World) -> None:
     world.overtaken_by.side_effect = lambda step: of.get(id(step))
     states = [(one["state"], one["reason"]) for one in world.look()]
     assert states == [("applied", None), ("failed", "overwritten")]
-    said = "b is no longer applied (overwritten): engine.b:f was replaced later by somebody's"
-    assert world.lines[1:] == [said]
+    logged = "b is no longer applied (overwritten): engine.b:f was replaced later by somebody's"
+    assert world.lines[1:] == [logged]
     world.look()
-    assert world.lines[1:] == [said]
+    assert world.lines[1:] == [logged]
 
 
 def test_each_class_that_bypasses_a_target_is_said_once(world: World) -> None:

@@ -87,8 +87,10 @@ def test_a_loader_that_cannot_load_a_changed_source_fails_only_the_patches_that_
     assert state(engine) == ("failed", "loader")
     assert state(engine, "turned-off") == ("skipped", "off")
     assert state(engine, "drifted") == ("skipped", "drifted")
-    said = "diffed is not applied (loader): fakeengine.scheduler cannot be patched, its loader cannot be made to load"
-    assert sum(said in line for line in done.others) == 1
+    message = (
+        "diffed is not applied (loader): fakeengine.scheduler cannot be patched, its loader cannot be made to load"
+    )
+    assert sum(message in line for line in done.others) == 1
     assert not any("turned-off" in line for line in done.others)
 
 

@@ -36,13 +36,13 @@ def test_the_printed_job(patched: Sandbox, cluster: Cluster, cli: Cli, tmp_path:
     path = f"{bin_}:{cluster.environ['PATH']}"
     variables = {"BUNDLE": str(patched.bundle), "PYTHONPATH": str(patched.site), "PATH": path}
     variables |= {"LIVEPATCH_STATE_DIR": str(patched.state), "LIVEPATCH_STATE_KEEP": "1"}
-    said = tmp_path / "said"
+    output = tmp_path / "said"
     # Before what the script asks for; these nodes have no GPU.
-    options = ["--gpus-per-node=0", "--wait", f"--output={said}", "--parsable"]
+    options = ["--gpus-per-node=0", "--wait", f"--output={output}", "--parsable"]
 
     done = cluster("sbatch", *options, "--nodelist=n1", job, **variables)
-    assert done.code == 0, (done, said.exists() and said.read_text())
-    lines = said.read_text()
+    assert done.code == 0, (done, output.exists() and output.read_text())
+    lines = output.read_text()
     assert "processes that are started like this one are patched" in lines
     assert f"serve org/model\n{PATCHED}" in lines
     assert "applied=around" in lines
@@ -50,7 +50,7 @@ def test_the_printed_job(patched: Sandbox, cluster: Cluster, cli: Cli, tmp_path:
 
     done = cluster("sbatch", *options, "--nodes=2", job, **variables)
     assert done.code == 1
-    lines = said.read_text()
+    lines = output.read_text()
     assert "serve org/model" not in lines
     assert re.search("srun: error: n2: task 1: Exited with exit code", lines), lines
     assert len(patched.reports()) == 1

@@ -68,8 +68,8 @@ class Scheduler:
 
     def schedule(self) -> Any:
         """A step, with which the workers are told."""
-        told, self.finished_req_ids = self.finished_req_ids, set()
-        return SimpleNamespace(finished_req_ids=told)
+        finished, self.finished_req_ids = self.finished_req_ids, set()
+        return SimpleNamespace(finished_req_ids=finished)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
 
@@ -132,11 +132,11 @@ def patched(connector: Any, context: PatchContext | None = None) -> Any:
     return type("PatchedScheduler", (Scheduler,), members)(connector)
 
 
-def told(scheduler: Any, received: Iterable[str] = (), sent: Iterable[str] = (), failed: Iterable[int] = ()) -> None:
-    said = set(received) or None, set(sent) or None
-    output = SimpleNamespace(finished_recving=said[0], finished_sending=said[1], invalid_block_ids=set(failed))
+def report(scheduler: Any, received: Iterable[str] = (), sent: Iterable[str] = (), failed: Iterable[int] = ()) -> None:
+    given = set(received) or None, set(sent) or None
+    output = SimpleNamespace(finished_recving=given[0], finished_sending=given[1], invalid_block_ids=set(failed))
     scheduler._update_from_kv_xfer_finished(output)
-    assert (output.finished_recving, output.finished_sending) == said, "others read it too"
+    assert (output.finished_recving, output.finished_sending) == given, "others read it too"
 
 
 def aborted_while_loading(scheduler: Any, preemptions: int = 0) -> Any:
@@ -150,25 +150,25 @@ def aborted_while_loading(scheduler: Any, preemptions: int = 0) -> Any:
 def test_what_lmcache_announces_of_a_request_that_never_ran_is_not_waited_for(connector: Any) -> None:
     scheduler = patched(connector)
     request = aborted_while_loading(scheduler)
-    told(scheduler, sent=["a"])
+    report(scheduler, sent=["a"])
     assert scheduler.freed == [], "the load still writes"
-    told(scheduler, received=["a"])
+    report(scheduler, received=["a"])
     assert scheduler.freed == [request]
     request = aborted_while_loading(scheduler)
-    told(scheduler, received=["a"])
+    report(scheduler, received=["a"])
     assert scheduler.freed[1:] == [request], "a server that is lost reports no send"
     request = Request("a")
     scheduler.add_request(request)
     scheduler.finish_requests(["a"], FINISHED)
     scheduler.update_from_output(scheduler.schedule(), None)
-    told(scheduler, sent=["a"])
+    report(scheduler, sent=["a"])
     assert scheduler.freed[2:] == [request], "its own send, not the one that was never reported"
 
 
 def test_the_word_of_an_empty_send_may_be_on_its_way_with_a_step_when_the_next_request_of_its_id_ends() -> None:
     scheduler = patched(LMCacheMPConnector())
     first = aborted_while_loading(scheduler)
-    told(scheduler, received=["a"])
+    report(scheduler, received=["a"])
     assert scheduler.freed == [first]
     earlier = scheduler.schedule()
     request = Request("a")
@@ -176,12 +176,12 @@ def test_the_word_of_an_empty_send_may_be_on_its_way_with_a_step_when_the_next_r
     scheduler.finish_requests(["a"], FINISHED)
     own = scheduler.schedule()
     scheduler.update_from_output(earlier, None)
-    told(scheduler, sent=["a"])
+    report(scheduler, sent=["a"])
     assert scheduler.freed == [first], "the workers had not heard of the second when they said so"
     assert "update_from_output" in vars(scheduler)
     scheduler.update_from_output(own, None)
     assert "update_from_output" not in vars(scheduler), "what comes of later steps is not looked at"
-    told(scheduler, sent=["a"])
+    report(scheduler, sent=["a"])
     assert scheduler.freed == [first, request]
 
 
@@ -194,7 +194,7 @@ def test_somebody_elses_update_from_output_of_one_scheduler_is_called_and_put_ba
     step = scheduler.schedule()
     scheduler.update_from_output(step, None)
     assert (seen, scheduler.update_from_output) == ([step], theirs)
-    told(scheduler, received=["a"], sent=["a"])
+    report(scheduler, received=["a"], sent=["a"])
     assert len(scheduler.freed) == 1
 
 
@@ -205,10 +205,10 @@ def test_lmcache_cannot_have_sent_what_it_was_not_told_of() -> None:
     scheduler.add_request(request)
     scheduler.finish_requests(["a"], FINISHED)
     scheduler.finished_req_ids = {"a"}
-    told(scheduler, sent=["a"])
+    report(scheduler, sent=["a"])
     assert scheduler.freed == []
     scheduler.finished_req_ids = set()
-    told(scheduler, sent=["a"])
+    report(scheduler, sent=["a"])
     assert scheduler.freed == [request]
 
 
@@ -218,25 +218,25 @@ def test_lmcache_cannot_have_sent_what_it_was_not_told_of() -> None:
 def test_any_other_send_is_waited_for(connector: Any, preemptions: int) -> None:
     scheduler = patched(connector)
     request = aborted_while_loading(scheduler, preemptions)
-    told(scheduler, received=["a"])
+    report(scheduler, received=["a"])
     assert scheduler.freed == []
-    told(scheduler, sent=["a"])
+    report(scheduler, sent=["a"])
     assert scheduler.freed == [request]
 
 
 def test_a_load_that_lmcache_refuses_has_ended() -> None:
     scheduler = patched(LMCacheMPConnector())
     request = aborted_while_loading(scheduler)
-    told(scheduler, sent=["a"], failed=[3])
+    report(scheduler, sent=["a"], failed=[3])
     assert scheduler.freed == [], "somebody else's block"
-    told(scheduler, failed=[8])
+    report(scheduler, failed=[8])
     assert scheduler.freed == [request]
 
 
 def test_failed_blocks_of_another_connector_say_nothing_of_the_load() -> None:
     scheduler = patched(Connector())
     aborted_while_loading(scheduler)
-    told(scheduler, sent=["a"], failed=[8])
+    report(scheduler, sent=["a"], failed=[8])
     assert scheduler.freed == []
 
 
@@ -247,7 +247,7 @@ def test_an_id_that_is_used_a_third_time_waits_for_both() -> None:
     scheduler.add_request(second)
     scheduler.add_request(third)
     assert scheduler.get_num_unfinished_requests() == 2
-    told(scheduler, received=["a"])
+    report(scheduler, received=["a"])
     assert scheduler.requests == {"a": second}
     assert scheduler.freed == [first]
     assert scheduler.get_num_unfinished_requests() == 2
@@ -264,7 +264,7 @@ def test_a_parked_request_that_is_aborted_is_named_as_the_release_names_it() -> 
     scheduler.add_request(parked)
     assert scheduler.finish_requests(None, FINISHED) == [parked]
     assert parked.is_finished()
-    told(scheduler, received=["a"])
+    report(scheduler, received=["a"])
     assert scheduler.requests == {}
     facts = {"aborted_as": "pair"}
     scheduler = patched(NixlConnector(), PatchContext("stale-finished-recving", {}, facts, lambda: None))
@@ -279,7 +279,7 @@ def test_all_that_is_finished_at_once_is_so_with_what_waits_behind_it() -> None:
     second, third = Request("a"), Request("a")
     scheduler.add_request(second)
     scheduler.add_request(third)
-    told(scheduler, received=["a"])
+    report(scheduler, received=["a"])
     assert scheduler.requests == {"a": second}
     assert scheduler.finish_requests(None, FINISHED) == [second, third]
     assert scheduler.requests == {}
@@ -295,7 +295,7 @@ def test_the_parts_of_a_parked_session_follow_its_first() -> None:
     opening.streaming_queue = []
     for request in (opening, more, end, other):
         scheduler.add_request(request)
-    told(scheduler, received=["a"])
+    report(scheduler, received=["a"])
     assert scheduler.requests == {"a": opening}
     assert opening.streaming_queue == [more, end], "else the session waits for what waits for the session's end"
     scheduler.finish_requests("a", FINISHED)
@@ -323,23 +323,23 @@ class BrokenStatus:
 
 
 def test_where_completions_cannot_be_sorted_what_is_held_stays_held() -> None:
-    said: list[str] = []
-    context = PatchContext("stale-finished-recving", {}, {}, lambda: None, failed=said.append)
+    logged: list[str] = []
+    context = PatchContext("stale-finished-recving", {}, {}, lambda: None, failed=logged.append)
     scheduler = patched(Connector(), context)
     request = aborted_while_loading(scheduler)
     other = Request("b")
     scheduler.add_request(other)
     other.status = BrokenStatus()  # type: ignore[assignment]
-    told(scheduler, received=["b"], sent=["a"])
+    report(scheduler, received=["b"], sent=["a"])
     assert scheduler.freed == [other], "left to the release"
     assert context.aside
-    assert "AttributeError" in said[0]
-    told(scheduler, received=["a"])
+    assert "AttributeError" in logged[0]
+    report(scheduler, received=["a"])
     assert scheduler.freed == [other, request], "the patch goes on for what it holds"
     later = Request("c")
     scheduler.add_request(later)
     scheduler.finish_requests(["c"], FINISHED)
-    told(scheduler, sent=["c"])
+    report(scheduler, sent=["c"])
     assert scheduler.freed[-1] is later, "and leaves the rest to the release"
 
 
@@ -350,10 +350,10 @@ def test_an_error_of_the_report_changes_nothing_of_what_is_done() -> None:
     context = PatchContext("stale-finished-recving", {}, {}, cannot_count)
     scheduler = patched(Connector(), context)
     request = aborted_while_loading(scheduler)
-    told(scheduler, sent=["a"])
+    report(scheduler, sent=["a"])
     assert context.aside
     assert scheduler.freed == []
-    told(scheduler, received=["a"])
+    report(scheduler, received=["a"])
     assert scheduler.freed == [request]
 
 
@@ -388,6 +388,6 @@ def test_a_scheduler_without_a_connector_is_spared_what_it_does_not_know_too(
 ) -> None:
     livepatch = PatchContext("stale-finished-recving", {}, {}, lambda: None)
     scheduler = patched(None, livepatch)
-    told(scheduler, received, sent)
+    report(scheduler, received, sent)
     assert sum(livepatch.counters.values()) == 1
     assert not livepatch.aside

@@ -271,6 +271,6 @@ def test_no_secret_reaches_a_screen(ask: Ask, state: Path) -> None:
     fleet.leave(state, broken, argv=argv)
     for options in ([], ["--json"], ["--summary"], ["--summary", "--json"], ["--require", "around"]):
         done = ask(*options)
-        said = done.out + done.err
-        assert "around" in said
-        assert [secret for secret in SECRETS if secret in said] == [], options
+        output = done.out + done.err
+        assert "around" in output
+        assert [secret for secret in SECRETS if secret in output] == [], options

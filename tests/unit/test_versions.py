@@ -64,8 +64,8 @@ def test_a_change_raises_it_once(copies: list[Path], tmp_path: Path, change: str
 
 def test_a_version_that_was_raised_by_hand_stands(copies: list[Path], tmp_path: Path) -> None:
     edit(copies[0], "patch.toml", f"version = {versions.version(copies[0])}\n", "version = 40\n")
-    (said,) = versions.raised(copies, tmp_path / "lock.toml")
-    assert said.endswith(" 40")
+    (message,) = versions.raised(copies, tmp_path / "lock.toml")
+    assert message.endswith(" 40")
     edit(copies[0], "patch.toml", "version = 40\n", "version = 3\n")  # it never goes down
     assert versions.raised(copies, tmp_path / "lock.toml")[0].endswith(" 41")
 

@@ -176,9 +176,9 @@ def _own(described: topology.Topology, texts: Sequence[str]) -> list[catalogue.E
 
 def _commands(options: lab.Options, asked: Sequence[str]) -> str:
     """The commands of a run on this machine, with the variables that differ from an ordinary environment."""
-    described, told = options.topology, lab.variables(options, "patched")
+    described, variables = options.topology, lab.variables(options, "patched")
     deployed = topology.local(
-        described, Path("PYTHON"), Path("MODEL"), {"PYTHONPATH": "BUNDLE", **told}, Path("ROUTER/python")
+        described, Path("PYTHON"), Path("MODEL"), {"PYTHONPATH": "BUNDLE", **variables}, Path("ROUTER/python")
     )
     usual = topology.environment(Path("PYTHON"), {})
     lines = [f"# {described.title}: vLLM {options.vllm}, LMCache {options.lmcache}", f"# clients ask {deployed.url}"]
