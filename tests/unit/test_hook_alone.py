@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import hook
+
+from tests.unit.support import PATCHED, USE_STEP, Sandbox
 
 WHY = "the bundle cannot be used, nothing is patched: KeyError: 'x'"
 
@@ -76,3 +79,13 @@ def test_why_there_is_no_runtime_is_told_by_its_error(monkeypatch: pytest.Monkey
     runtime, why = hook._attempt()
     assert runtime is None
     assert why.startswith("the bundle cannot be used, nothing is patched: ")
+
+
+def test_a_bundle_without_its_manifest_patches_and_has_no_digest(patched: Sandbox) -> None:
+    manifests = list(patched.bundle.rglob("manifest.json"))
+    assert manifests
+    for manifest in manifests:
+        manifest.unlink()
+    assert patched.python(USE_STEP).out == PATCHED
+    (file,) = patched.state.glob("*.json")
+    assert json.loads(file.read_text("ascii"))["digest"] is None

@@ -316,6 +316,21 @@ def test_a_function_of_a_module(wrapper: Any) -> None:
     assert (function(-8), calls) == (8, [-7, -8])
 
 
+def test_the_wrapper_of_a_module_s_function_is_given_all_of_its_arguments() -> None:
+    given: list[Any] = []
+
+    def noting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        given.append((instance, args, kwargs))
+        return wrapped(*args, **kwargs)
+
+    def power(number: int, *, of: int) -> int:
+        return int(number**of)
+
+    context = PatchContext("around", {}, {}, lambda: None)
+    assert guard.in_place_of(power, noting, context, "engine:power")(7, of=2) == 49
+    assert given == [(None, (7,), {"of": 2})]
+
+
 def test_a_method_of_one_object() -> None:
     context, release = PatchContext("around", {}, {}, lambda: None), Release()
     seen: list[Any] = []
