@@ -47,8 +47,8 @@ def drive(
 def check(worlds: dict[str, Any]) -> None:
     """All requests finish, on KV of their own, loaded and not recomputed, in parts, within the pool; locks are even."""
     for which, played in worlds.items():
-        said = {name: world["outcome"] for name, world in played.items()}
-        assert said == dict.fromkeys(said, "finishes"), which
+        outcomes = {name: world["outcome"] for name, world in played.items()}
+        assert outcomes == dict.fromkeys(outcomes, "finishes"), which
         for name, world in played.items():
             # What was aborted or failed to load is rightly computed, or not wanted any more.
             if not name.startswith("faults"):

@@ -94,9 +94,9 @@ class Interpreter:
         if status is None:
             os.killpg(child, signal.SIGKILL)
             self._answer(SECONDS)
-        said = (work / "stderr").read_text(encoding="utf-8", errors="replace")
-        assert status == "0", f"{driver} on {dict(releases)} ended with {status or 'a time-out'}:\n{said[-4000:]}"
-        print(said)  # shown by pytest where a comparison fails
+        stderr = (work / "stderr").read_text(encoding="utf-8", errors="replace")
+        assert status == "0", f"{driver} on {dict(releases)} ended with {status or 'a time-out'}:\n{stderr[-4000:]}"
+        print(stderr)  # shown by pytest where a comparison fails
         result: dict[str, Any] = json.loads((work / "stdout").read_text(encoding="utf-8"))
         for package, place in given.items():
             assert Path(result[package]).is_relative_to(place), f"another {package} than the release's was driven"

@@ -107,8 +107,8 @@ def test_unbounded_parts(warm: interpreter.Interpreter, bundle: Path, tmp_path: 
     """With parts larger than any hit, what is reserved is enough."""
     worlds = drive(warm, tmp_path, "0.29.0", "builtin lmcache", bundle=bundle, mixes="12", environ={TOGGLE: "on"})
     for which, played in worlds.items():
-        said = {name: world["outcome"] for name, world in played.items()}
-        assert said == dict.fromkeys(said, "finishes"), which
+        outcomes = {name: world["outcome"] for name, world in played.items()}
+        assert outcomes == dict.fromkeys(outcomes, "finishes"), which
     assert "further_parts" not in interpreter.reported(tmp_path, PATCH)["counters"]
 
 

@@ -37,27 +37,27 @@ OWN = {
 """Each LMCache that ships a connector of its own, and a vLLM that it can be imported with."""
 
 
-def said(under_way: list[str], ended: list[str], *, announced: bool) -> dict[str, Any]:
+def passed(under_way: list[str], ended: list[str], *, announced: bool) -> dict[str, Any]:
     return {"announced": announced, "under_way": under_way, "ended": ended}
 
 
-RECEIVE = said(["", "", "R", ""], ["", "R", "", ""], announced=False)
+RECEIVE = passed(["", "", "R", ""], ["", "R", "", ""], announced=False)
 """No send is announced; the receive is reported once, when it has ended."""
 
-BOTH = said(["", "S", "R", ""], ["", "SR", "", ""], announced=True)
+BOTH = passed(["", "S", "R", ""], ["", "SR", "", ""], announced=True)
 """A send is announced and reported at once, whatever the load does; the receive when it has ended."""
 
-BOTH_AT_THEIR_ENDS = said(["", "", "SR", ""], ["", "SR", "", ""], announced=True)
+BOTH_AT_THEIR_ENDS = passed(["", "", "SR", ""], ["", "SR", "", ""], announced=True)
 """A send is announced; each is reported when it has ended (here: both at the same time)."""
 
-NOTHING = said(["", "", "", ""], ["", "", "", ""], announced=False)
+NOTHING = passed(["", "", "", ""], ["", "", "", ""], announced=False)
 """No send is announced, and the receive is never reported."""
 
 MULTI = {
     # The last of the two sends that were announced is the one that is passed on...
     "both_announce": {"announced": True, "reports": ["", "", "S", ""]},
     # ... unless a child is done before the worker is told how many there are: then each.
-    "not_told_yet": {"announced": True, "reports": ["S", "", "S", ""]},
+    "not_announced_yet": {"announced": True, "reports": ["S", "", "S", ""]},
     # A send and a receive do not wait for one another, whichever child they are of.
     "one_announces_other_loads": {"announced": True, "reports": ["S", "", "R", ""]},
     "one_announces_and_loads": {"announced": True, "reports": ["S", "", "R", ""]},

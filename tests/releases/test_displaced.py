@@ -25,8 +25,8 @@ def made(name: str, function: str, place: Path) -> list[str]:
     more = f"{line}        self.livepatch_test = 0\n"
     diff = place / f"{name}.diff"
     diff.write_text(source_diffs.replacing(release, {SCHEDULER: [(line, more)]}), "utf-8")
-    said = vllm_livepatch("from-diff", diff, "--name", name, "--out", place / "patches").stderr
-    return [line for line in said.splitlines() if "warning" in line]
+    stderr = vllm_livepatch("from-diff", diff, "--name", name, "--out", place / "patches").stderr
+    return [line for line in stderr.splitlines() if "warning" in line]
 
 
 def test_a_diff_that_turns_a_patch_off(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from vllm_livepatch.tools.bundles import catalogue
 
 RELEASES = ["0.14.1", "0.21.0", "0.29.0", "0.33.0"]
 MODULES = sorted({module for entry in catalogue.load().values() for module in entry.patch.modules})
-SILENT = {"code": 0, "said": []}
+SILENT = {"code": 0, "logged": []}
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def test_a_process_without_a_bundle(
 ) -> None:
     found = driven(warm, release, guard, tmp_path / "stock", *MODULES)
     ways = found["ways"]
-    (said,) = ways["auto"]["said"]
+    (line,) = ways["auto"]["logged"]
     assert ways["auto"]["code"] == 0
-    assert said.startswith("vllm-livepatch: no bundle is armed in this process, nothing is patched: PYTHONPATH=")
+    assert line.startswith("vllm-livepatch: no bundle is armed in this process, nothing is patched: PYTHONPATH=")
     for way in ("strict", "all plugins"):
         assert ways[way]["code"] == 78, way
-        (said,) = ways[way]["said"]
-        assert said.startswith("vllm-livepatch: LIVEPATCH=strict: no bundle is armed in this process")
+        (line,) = ways[way]["logged"]
+        assert line.startswith("vllm-livepatch: LIVEPATCH=strict: no bundle is armed in this process")
     for way in ("off", "no word of ours", "left out"):
         assert ways[way] == SILENT, way
     report = interpreter.reported(tmp_path / "stock", "stale-finished-recving")
@@ -75,5 +75,5 @@ def test_a_process_that_the_bundle_did_not_reach(
     """It is armed late: what vLLM imports afterwards is patched."""
     found = driven(warm, release, guard, tmp_path, hidden=bundle)["ways"]["hidden"]
     assert found["code"] == 0
-    assert found["said"][0].startswith("vllm-livepatch: the bundle was armed late, by the guard: ")
-    assert found["said"][-1] == "vllm-livepatch: wrapped: True"
+    assert found["logged"][0].startswith("vllm-livepatch: the bundle was armed late, by the guard: ")
+    assert found["logged"][-1] == "vllm-livepatch: wrapped: True"

@@ -54,9 +54,9 @@ def stock(lmcache: str, asked: bool = True) -> dict[str, Any]:
     To 0.4.7 the end of a load that is not begun is never told.
     """
     expected = right(lmcache)
-    told = {case for case in ("server_gone", "refused") if asked}
+    complete = {case for case in ("server_gone", "refused") if asked}
     found = {
-        case: [*steps] if case in told else [[ended, [], failed] for ended, failed, _ in steps]
+        case: [*steps] if case in complete else [[ended, [], failed] for ended, failed, _ in steps]
         for case, steps in expected.items()
     }
     if found["refused"] and Version(lmcache) < Version("0.5.0"):
@@ -81,23 +81,23 @@ def driven(
 @pytest.mark.parametrize("release", RELEASES)
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """To 0.5.4 a load that failed counts as one that succeeded: the request computes on what its blocks held before."""
-    told = driven(release, beside(release), warm, tmp_path)
+    reports = driven(release, beside(release), warm, tmp_path)
     if Version(release) < Version(FIXED):
-        assert told == stock(release, asked=Version(release) > Version("0.4.1"))
+        assert reports == stock(release, asked=Version(release) > Version("0.4.1"))
     else:
-        assert told == right(release)
+        assert reports == right(release)
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """The blocks of a failed load, and no others, are reported in the step that reports its end, once."""
     asked = {"LIVEPATCH_LMCACHE_FAILED_LOADS": "on"}  # where it is not needed it does no harm
-    told = driven(release, beside(release), warm, tmp_path, bundle, **asked)
-    assert told == right(release)
+    reports = driven(release, beside(release), warm, tmp_path, bundle, **asked)
+    assert reports == right(release)
     patch = interpreter.reported(tmp_path, PATCH)
     fixed = Version(release) >= Version(FIXED)
     assert (patch["state"], patch["verdict"]) == ("applied", "fixed-upstream" if fixed else "needed"), patch
-    counted = {"failed": 0 if fixed else FAILURES + bool(told["lazily"])}
+    counted = {"failed": 0 if fixed else FAILURES + bool(reports["lazily"])}
     counted["refused"] = int(Version("0.4.2") <= Version(release) < Version("0.5.0"))
     assert patch["counters"] == {kind: number for kind, number in counted.items() if number}
 
@@ -111,8 +111,8 @@ def test_vllm_that_never_asks(vllm: str, warm: interpreter.Interpreter, bundle: 
     assert driven(lmcache, vllm, warm, tmp_path / "stock") == stock(lmcache, asked=False)
     assert driven(lmcache, vllm, warm, tmp_path / "patched", bundle) == right(lmcache)
     for patch in (PATCH, CONNECTORS_PATCH):
-        said = interpreter.reported(tmp_path / "patched", patch)
-        assert (said["state"], said["verdict"]) == ("applied", "needed"), said
+        report = interpreter.reported(tmp_path / "patched", patch)
+        assert (report["state"], report["verdict"]) == ("applied", "needed"), report
 
 
 def test_a_connector_that_asks_a_worker_that_cannot_say(

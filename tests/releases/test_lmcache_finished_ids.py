@@ -82,5 +82,5 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
 def test_the_engine_tells_each_end_once(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """So that an id that is told again is another request's: what the patch relies on."""
     ids = ("ends by its length", "aborted while it runs", "aborted as it is added", "reset with the cache")
-    told = warm.run("ends_told", {"vllm": release}, tmp_path)["told"]
-    assert told == {name: dict.fromkeys(ids, 1) for name in ("Scheduler", "AsyncScheduler")}
+    reported = warm.run("ends_reported", {"vllm": release}, tmp_path)["reported"]
+    assert reported == {name: dict.fromkeys(ids, 1) for name in ("Scheduler", "AsyncScheduler")}

@@ -30,7 +30,7 @@ RIGHT = {"hit": 64, "loaded": True, "failed": [], "right": True}
 UNANSWERED = "PREPARE_STORE timed out"
 """The engine's step ends with an error: PREPARE_STORE was not answered within mq_timeout."""
 
-NOT_THERE = {"told": [[["not there"], [5, 6, 7, 8]], True], "untold": [[["not there"], []], True]}
+NOT_THERE = {"reported": [[["not there"], [5, 6, 7, 8]], True], "unreported": [[["not there"], []], True]}
 """The load has ended, and its blocks hold what they held: reported as failed, or not, by LMCache itself to 0.5.4."""
 
 IN_THE_MIDST = {"hit": 64, "forgotten": [True], "loaded": ["b"]}
@@ -42,7 +42,7 @@ STOCK: dict[str, Any] = {
 }
 PATCHED: dict[str, Any] = {
     "well": RIGHT,
-    "not_there": NOT_THERE["told"],
+    "not_there": NOT_THERE["reported"],
     "never_pinged": {**RIGHT, "forgotten": True, "known": 1},
     "stopped": {**RIGHT, "before": 64, "forgotten": True, "known": 1},
     "by_a_heartbeat": {"forgotten": [True, True], "known": [1, 0]},
@@ -77,7 +77,7 @@ def driven(
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """A forgotten worker is refused for ever: a store in a step ends that step with an error."""
     found = driven(release, warm, tmp_path, "not_there", *STOCK)
-    assert found.pop("not_there") == NOT_THERE["untold" if Version(release) < Version("0.5.5") else "told"]
+    assert found.pop("not_there") == NOT_THERE["unreported" if Version(release) < Version("0.5.5") else "reported"]
     assert UNANSWERED in found["stopped"]
     assert {**found, "stopped": UNANSWERED} == STOCK
 
@@ -97,7 +97,7 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
 def test_alone(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Without the other patches of this worker. To 0.5.4 nobody else reports a load in doubt as failed."""
     off = dict.fromkeys(("LIVEPATCH_LMCACHE_FAILED_LOADS", "LIVEPATCH_LMCACHE_BOUNDED_WAITS"), "off")
-    expected = {**PATCHED, "not_there": NOT_THERE["untold"]}
+    expected = {**PATCHED, "not_there": NOT_THERE["unreported"]}
     assert driven("0.5.4", warm, tmp_path, bundle=bundle, environ=off) == expected
 
 

@@ -62,7 +62,7 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert driven(release, warm, tmp_path, *PATCHED, bundle=bundle) == PATCHED
     reports = [interpreter.read(file, PATCH) for file in (tmp_path / "state").glob("*.json")]
     assert {one["verdict"] for one in reports if one["state"] == "applied"} == {"needed"}
-    said = (tmp_path / "stderr").read_text("utf-8", "replace")
-    assert said.count("2 chunks that it did not fill are kept apart") == 4, (
+    stderr = (tmp_path / "stderr").read_text("utf-8", "replace")
+    assert stderr.count("2 chunks that it did not fill are kept apart") == 4, (
         "one of each server whose worker went within"
     )

@@ -61,7 +61,7 @@ def asks_before(release: str) -> bool:
 
 
 def stock(release: str) -> dict[str, Any]:
-    told = FAILED if reports_failures(release) else NOTHING
+    outcome = FAILED if reports_failures(release) else NOTHING
     # From 0.30.0 a prefill engine may have stages. To 0.32.0 blocks are given away into which one of them writes.
     one_of_two = {"one_of_two": [Version(release) < Version("0.33"), FAILED, Version(release) >= Version("0.33")]}
     if not reports_failures(release):
@@ -69,16 +69,16 @@ def stock(release: str) -> dict[str, Any]:
     # 0.33.0 notices what an answer leaves out; but prefill's answer to an ask for what was aborted does not come.
     return {
         **RIGHT,
-        "fewer": [told, OWN if Version(release) >= Version("0.19") else NOTHING],
+        "fewer": [outcome, OWN if Version(release) >= Version("0.19") else NOTHING],
         "stopped": NOTHING,
         "aborted": NOTHING,
         "aborted_in_queue": NOTHING,
-        "no_leg": [told, True],
-        "unreachable": told,
-        "unknown": told,
+        "no_leg": [outcome, True],
+        "unreachable": outcome,
+        "unknown": outcome,
         "some_unknown": [NOTHING, asks_before(release), NOTHING, True],
-        "never_sent": [told, False, OWN],
-        "broken": [told, told],
+        "never_sent": [outcome, False, OWN],
+        "broken": [outcome, outcome],
         "killed": [NOTHING] * 3,
         "waiting": [NOTHING, [OWN, OWN]],
         "let_go_first": [NOTHING, True],

@@ -66,8 +66,8 @@ def patched(by: str) -> dict[str, Any]:
 
 def stock(release: str) -> dict[str, Any]:
     """vLLM PR#50984, in 0.30.0: what prefill answers as failed is told to decode's scheduler at once."""
-    told = {"failed": [False, *WAITS[1:]]} if Version(release) >= Version("0.30") else {}
-    return {shape: {**cases, **(told if "failed" in cases else {})} for shape, cases in STOCK.items()}
+    reporting = {"failed": [False, *WAITS[1:]]} if Version(release) >= Version("0.30") else {}
+    return {shape: {**cases, **(reporting if "failed" in cases else {})} for shape, cases in STOCK.items()}
 
 
 @pytest.mark.parametrize("release", executed.chosen(["0.33.0"], EVERY))

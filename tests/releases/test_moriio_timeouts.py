@@ -66,7 +66,7 @@ COUNTERS = {
 }
 # What is said of each kind: the request, the peer and the time. What stands for the listener is the exception itself.
 REQUEST = r"the write of request cmpl-\S+_[0-9a-f]{32} to 127\.0\.0\.1:\d+(_dp0)? is given up: "
-SAID = {
+LOGGED = {
     "handshake_timeout": r"no handshake in [1-9]\d*\.\d s",
     "handshake_failed": r"the handshake failed after \d+\.\d s",
     "transfer_timeout": r"TransferError: 1 of 2 transfers are pending after \d+\.\d s; queued \d+\.\d s ago",
@@ -154,8 +154,8 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
     assert patch["counters"] == COUNTERS
-    said = (tmp_path / "stderr").read_text(encoding="utf-8")
-    assert [kind for kind, words in SAID.items() if not re.search(REQUEST + words, said)] == []
+    stderr = (tmp_path / "stderr").read_text(encoding="utf-8")
+    assert [kind for kind, words in LOGGED.items() if not re.search(REQUEST + words, stderr)] == []
 
 
 @pytest.mark.parametrize("case", ["own_error_in_wait", "own_error_in_handshake"])

@@ -87,14 +87,14 @@ def test_what_cannot_be_done(kv_format: str, warm: interpreter.Interpreter, tmp_
     case |= {"ids": [3, 1, 4, 0], "per": 2, "skip": 1, "gap": 16, "shuffled": False, "offset": 0, "seed": 1}
     file = tmp_path / "cases.json"
     file.write_text(json.dumps([case]), encoding="utf-8")
-    said = warm.run("block_transfer", {}, tmp_path, arguments=[str(TRANSFER), str(file)])["refused"]
-    assert len(said) == 15
-    for name, message in said.items():
+    errors = warm.run("block_transfer", {}, tmp_path, arguments=[str(TRANSFER), str(file)])["refused"]
+    assert len(errors) == 15
+    for name, message in errors.items():
         assert re.fullmatch(r"multi_layer_block_kv_transfer: .+; nothing was written", message), f"{name}: {message}"
-    assert "block 5 is none of the cache's 5" in said["block too high"]
-    assert "block -1 is none of the cache's 5" in said["block below 0"]
-    assert "3 block ids for 2 chunks of 2 blocks" in said["too few blocks"]
-    assert "NL_X_NB_NH_BS_TWO_HS is not known" in said["format"]
+    assert "block 5 is none of the cache's 5" in errors["block too high"]
+    assert "block -1 is none of the cache's 5" in errors["block below 0"]
+    assert "3 block ids for 2 chunks of 2 blocks" in errors["too few blocks"]
+    assert "NL_X_NB_NH_BS_TWO_HS is not known" in errors["format"]
 
 
 @pytest.mark.parametrize("release", NEEDED)
@@ -126,7 +126,7 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
             "finished": ["6 written", "6 read"],
         }, form
     assert result["wrong_block"]["cache_untouched"]
-    assert [message.partition("; ")[0] for message in result["wrong_block"]["said"]] == [
+    assert [message.partition("; ")[0] for message in result["wrong_block"]["errors"]] == [
         "ValueError: multi_layer_block_kv_transfer: block 64 is none of the cache's 64",
         "ValueError: multi_layer_block_kv_transfer: block 71 is none of the cache's 64",
     ]

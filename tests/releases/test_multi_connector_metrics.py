@@ -25,7 +25,7 @@ def releases(verdict: str) -> list[str]:
 
 
 NEEDED, FIXED = releases("needed"), releases("fixed-upstream")
-SHOWN = {"before": 1.0, "after": 2.0, "said": None, "logged": True}
+SHOWN = {"before": 1.0, "after": 2.0, "raised": None, "logged": True}
 
 
 def outcome(run: dict[str, object]) -> dict[str, object]:
@@ -35,7 +35,7 @@ def outcome(run: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize("release", NEEDED)
 def test_stock_asserts_and_shows_nothing(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     run = warm.run(DRIVER, {"vllm": release}, tmp_path)
-    assert outcome(run) == {**SHOWN, "after": 1.0, "said": "MooncakeConnector is not"}
+    assert outcome(run) == {**SHOWN, "after": 1.0, "raised": "MooncakeConnector is not"}
 
 
 @pytest.mark.parametrize("release", FIXED)

@@ -80,9 +80,9 @@ def packages_of(patch: dict[str, Any]) -> set[str]:
 def proposed(committed: dict[str, Any], package: str, version: str, previous: str) -> dict[str, Any]:
     """A patch.toml's data as a command can know them: of code that is new, it says what is said of the code before."""
     forms = committed["variant" if committed["package"] == package else "companion"]
-    said = [variant for variant in forms if variant["releases"] == [version]]
+    named = [variant for variant in forms if variant["releases"] == [version]]
     before = [variant for variant in forms if previous in variant["releases"]]
-    for variant in said:
+    for variant in named:
         for entry in ("verdict", "applies", "facts"):
             variant.pop(entry, None)
             if entry in before[-1]:

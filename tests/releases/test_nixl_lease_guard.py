@@ -23,7 +23,7 @@ LATE = ("late", "same_id", "aborted", "passed", "hybrid")
 WELL = {"contents": ["its own"], "failed": False, "invalid": None}
 WRONG = {"contents": ["another's"], "failed": False, "invalid": None}
 FAILED = {"contents": ["another's"], "failed": True, "invalid": True}
-READ = {**WELL, "told": True}
+READ = {**WELL, "was_notified": True}
 STOCK = {
     "in_time": READ,
     **dict.fromkeys(LATE, WRONG),

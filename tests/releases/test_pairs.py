@@ -33,13 +33,13 @@ def test_what_is_said_happens(vllm: str, lmcache: str, warm: interpreter.Interpr
     ways = [one.name if one.module_path is None else f"{one.name}={one.module_path}" for one in pair.connectors]
     releases = {"vllm": vllm} if lmcache == INSTALLED else {"vllm": vllm, "lmcache": lmcache}
     result = warm.run("pairs", releases, tmp_path, arguments=ways)
-    for told, happened in zip(pair.connectors, result["outcomes"], strict=True):
-        assert (happened["outcome"] == "works") == told.works, (told.asked, happened, told.problems)
+    for predicted, happened in zip(pair.connectors, result["outcomes"], strict=True):
+        assert (happened["outcome"] == "works") == predicted.works, (predicted.asked, happened, predicted.problems)
         if happened["class"] is not None:
-            assert happened["class"] == told.cls, told.asked
-        if not told.works:
-            words = [problem.subject.rpartition(":")[2].rpartition(".")[2] for problem in told.problems]
-            assert any(word in happened["outcome"] for word in words), (happened, told.problems)
+            assert happened["class"] == predicted.cls, predicted.asked
+        if not predicted.works:
+            words = [problem.subject.rpartition(":")[2].rpartition(".")[2] for problem in predicted.problems]
+            assert any(word in happened["outcome"] for word in words), (happened, predicted.problems)
 
 
 def test_the_list_of_what_a_pair_reads_is_of_the_newest_releases() -> None:

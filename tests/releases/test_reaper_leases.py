@@ -22,7 +22,7 @@ WITH_FAULT = [
 """From the first release whose leases can be renewed on (vllm#58222)."""
 FIXED = ["0.31.0", "0.32.0", "0.33.0"]
 CASE = "behind_a_renewed_one"
-READ = {"contents": ["its own"], "told": True}
+READ = {"contents": ["its own"], "was_notified": True}
 """The renewed one is kept, and read."""
 
 

@@ -130,11 +130,13 @@ def test_a_release_as_the_next_one(step: Step, warm: interpreter.Interpreter, tm
     before = digests(old, step.files)
     (tmp_path / "step.diff").write_text(source_diffs.between(old, new, step.files), "utf-8")
 
-    said = command_line("from-diff", tmp_path / "step.diff", "--name", "the-next-one", "--out", tmp_path / "mine")
-    verdicts = {line.split()[1]: line.split()[-1] for line in said.splitlines() if line.startswith(f"vllm {step.old} ")}
-    assert verdicts == {step.old: "needed"}, said
-    fixed = next(line for line in said.splitlines() if "fixed-upstream" in line)
-    assert fixed.startswith(f"vllm {step.new} "), said
+    output = command_line("from-diff", tmp_path / "step.diff", "--name", "the-next-one", "--out", tmp_path / "mine")
+    verdicts = {
+        line.split()[1]: line.split()[-1] for line in output.splitlines() if line.startswith(f"vllm {step.old} ")
+    }
+    assert verdicts == {step.old: "needed"}, output
+    fixed = next(line for line in output.splitlines() if "fixed-upstream" in line)
+    assert fixed.startswith(f"vllm {step.new} "), output
 
     mine = ("--patch-dir", tmp_path / "mine")
     command_line("generate", "--out", tmp_path / "bundle", "--patch", "the-next-one", "--patch", WRAPPERS, *mine)

@@ -187,18 +187,18 @@ def refused(given: dict[str, Any], transfer: Any) -> dict[str, str]:
         "tensor nowhere": {"pointers": torch.tensor([*case.arguments("H2D")[0].tolist()[:-1], 0])},
         "device": {"device": "meta"},
     }
-    said = {}
+    outcomes = {}
     before = case.memory.clone()
     for name, other in attempts.items():
         for direction in ("H2D", "D2H"):
             try:
                 transfer(*case.arguments(direction, **other))
-                said[name] = "done"
+                outcomes[name] = "done"
             except ValueError as error:
-                said[name] = str(error)
+                outcomes[name] = str(error)
         if not torch.equal(before, case.memory):
-            said[name] = "written"
-    return said
+            outcomes[name] = "written"
+    return outcomes
 
 
 def main() -> None:

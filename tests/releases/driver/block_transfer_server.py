@@ -244,7 +244,7 @@ def there_and_back(form: str) -> dict[str, Any]:
 def wrong_block() -> dict[str, Any]:
     """A store and a load that name a block which the cache does not have."""
     server = Server("mla")
-    said = []
+    errors = []
     try:
         server.register()
         server.engine.store(server.key(1), 1, [3, 4], b"")
@@ -254,14 +254,14 @@ def wrong_block() -> dict[str, Any]:
             lambda: server.engine.retrieve(server.key(1), 1, [1, BLOCKS + 7], b""),
         ):
             try:
-                said.append(f"answered {attempt()[1]}")
+                errors.append(f"answered {attempt()[1]}")
             except Exception as error:
-                said.append(f"{type(error).__name__}: {error}")
+                errors.append(f"{type(error).__name__}: {error}")
         same = all(map(torch.equal, before, server.blocks(list(range(BLOCKS)))))
     finally:
         for close in server.closes:
             close()
-    return {"said": said, "cache_untouched": same}
+    return {"errors": errors, "cache_untouched": same}
 
 
 def outcome(case: Callable[[], Any]) -> Any:

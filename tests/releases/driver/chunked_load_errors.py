@@ -79,8 +79,8 @@ class Trace:
 
 def play(mode: str, model_config: Any, connector: tuple[str, str], at: int | None) -> tuple[str, list[int], str]:
     """Run one world, with an error before the patch's line number `at`. Return its end, the lines, and what was said."""
-    said: list[str] = []
-    context = PatchContext("chunked-lmcache-load", {"max_tokens": CHUNK}, {}, lambda: None, failed=said.append)
+    failures: list[str] = []
+    context = PatchContext("chunked-lmcache-load", {"max_tokens": CHUNK}, {}, lambda: None, failed=failures.append)
     originals = {}
     for target, wrapper in wrappers.wrappers(context).items():
         name = target.rpartition(".")[2]
@@ -101,7 +101,7 @@ def play(mode: str, model_config: Any, connector: tuple[str, str], at: int | Non
             setattr(Scheduler, name, original)
     if context.aside != (at is not None):
         outcome += ", stood aside" if context.aside else ", did not stand aside"
-    return outcome, trace.lines, " ".join(said)
+    return outcome, trace.lines, " ".join(failures)
 
 
 def main() -> None:
@@ -127,10 +127,10 @@ def main() -> None:
             for line, indices in runs.items():
                 step = max(1, len(indices) // int(sys.argv[2]))
                 for index in indices[::step][: int(sys.argv[2])]:
-                    outcome, _, said = play(mode, model_config, connector, index)
+                    outcome, _, failures = play(mode, model_config, connector, index)
                     outcomes[outcome] += 1
                     if outcome not in ("finishes", "read locks never released"):
-                        wrong.append(f"{mode}, line {line}, run {index}: {outcome}; {said}")
+                        wrong.append(f"{mode}, line {line}, run {index}: {outcome}; {failures}")
     result = {
         "vllm": vllm.__file__,
         "lmcache": lmcache.__file__,

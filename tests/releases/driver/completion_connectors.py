@@ -30,8 +30,8 @@ class NixlAgent:
         return self.state[handle]
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        said, self.notifications = self.notifications, []
-        return {"peer": said}
+        passed, self.notifications = self.notifications, []
+        return {"peer": passed}
 
     def get_xfer_telemetry(self, handle: int) -> Any:
         return MagicMock()
@@ -272,8 +272,8 @@ def mooncake(*, fails: bool = False) -> dict[str, Any]:
                     worker.finished_recving_reqs.add(ID)
                 return
             status = next(iter(type_of_status(places)))
-            said = {"err_reqs": [ID], "err_msg": "failed"} if fails else {"ok_reqs": [ID]}
-            worker.process_pulling_result(response_class(status=status, **said), pulls)
+            fields = {"err_reqs": [ID], "err_msg": "failed"} if fails else {"ok_reqs": [ID]}
+            worker.process_pulling_result(response_class(status=status, **fields), pulls)
 
         ended = request(do_remote_prefill=False, transfer_id="x")
         return Load(end, lambda: bool(scheduler.request_finished(ended, [[1]])[0]), lambda ids: worker.get_finished())

@@ -20,22 +20,24 @@ class Child:
         return self.announces, None
 
     def get_finished(self, ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        said = self.says.pop(0)
-        return ({ID} if "S" in said else None), ({ID} if "R" in said else None)
+        letters = self.says.pop(0)
+        return ({ID} if "S" in letters else None), ({ID} if "R" in letters else None)
 
     def get_transfer_results(self, ids: set[str]) -> Any:
-        said = self.says.pop(0)
+        letters = self.says.pop(0)
         results = found("KVConnectorTransferResults", "base", "vllm.v1.outputs")
-        return results(finished_sending={ID} if "S" in said else set(), finished_recving={ID} if "R" in said else set())
+        return results(
+            finished_sending={ID} if "S" in letters else set(), finished_recving={ID} if "R" in letters else set()
+        )
 
 
-def multi(*children: tuple[bool, Sequence[str]], told: bool = True) -> dict[str, Any]:
-    """What MultiConnector announces and passes on; `told`: its worker knows the count when the children report."""
+def multi(*children: tuple[bool, Sequence[str]], passed_on: bool = True) -> dict[str, Any]:
+    """What MultiConnector announces and passes on; `passed_on`: its worker knows the count when the children report."""
     connector_class = found("MultiConnector", "multi_connector")
     made = [Child(*child) for child in children]
     scheduler = bare(connector_class, _connectors=made, _extra_async_saves={}, _requests_to_connector={ID: 0})
     announced = scheduler.request_finished(request(), [1])[0]
-    extra = dict(scheduler._extra_async_saves) if told else {}
+    extra = dict(scheduler._extra_async_saves) if passed_on else {}
     worker = bare(connector_class, _connectors=made, _extra_async_saves=extra)
     return {"announced": announced, "reports": [reported(worker.get_finished({ID})) for _ in range(len(made[0].says))]}
 
@@ -43,7 +45,7 @@ def multi(*children: tuple[bool, Sequence[str]], told: bool = True) -> dict[str,
 def multis() -> dict[str, Any]:
     return {
         "both_announce": multi((True, ["S", "", "", ""]), (True, ["", "", "S", ""])),
-        "not_told_yet": multi((True, ["S", "", "", ""]), (True, ["", "", "S", ""]), told=False),
+        "not_announced_yet": multi((True, ["S", "", "", ""]), (True, ["", "", "S", ""]), passed_on=False),
         "one_announces_other_loads": multi((False, ["", "", "R", ""]), (True, ["S", "", "", ""])),
         "one_announces_and_loads": multi((True, ["S", "", "R", ""]), (False, ["", "", "", ""])),
     }

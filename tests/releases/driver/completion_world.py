@@ -36,19 +36,19 @@ def play(load: Callable[[], Load]) -> dict[str, Any]:
     finished_recving, both, or nothing, one for each `get_finished`: before the abort, with the id among the finished
     ones, and twice after it.
     """
-    said: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
     for name, ends_before in (("under_way", False), ("ended", True)):
         made = load()
         reports = [reported(made.report(set()))]
         if ends_before:
             made.end()
-        said["announced"] = made.finished()
+        passed["announced"] = made.finished()
         reports.append(reported(made.report({ID})))
         if not ends_before:
             made.end()
         reports += [reported(made.report(set())), reported(made.report(set()))]
-        said[name] = reports
-    return said
+        passed[name] = reports
+    return passed
 
 
 def reported(completions: tuple[Any, Any]) -> str:

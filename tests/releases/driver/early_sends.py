@@ -31,7 +31,7 @@ class Child:
 
     def __init__(self, says: Sequence[str], announces: bool = True) -> None:
         self.says, self.announces = list(says), announces
-        self.told: list[Any] = []
+        self.seen: list[Any] = []
 
     def request_finished(self, ended: Any, blocks: list[int]) -> tuple[bool, None]:
         return self.announces, None
@@ -40,11 +40,11 @@ class Child:
         return found("KVConnectorMetadata", "base")()
 
     def bind_connector_metadata(self, metadata: Any) -> None:
-        self.told.append(metadata)
+        self.seen.append(metadata)
 
     def get_finished(self, ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        said = self.says.pop(0)
-        return ({ID} if "S" in said else None), ({ID} if "R" in said else None)
+        letters = self.says.pop(0)
+        return ({ID} if "S" in letters else None), ({ID} if "R" in letters else None)
 
     def get_transfer_results(self, ids: set[str]) -> Any:
         sent, received = self.get_finished(ids)
@@ -75,7 +75,7 @@ def play(*says: Sequence[str], ahead: int = 1, nested: bool = False, announces: 
     """What is passed on in each step, and the counts that are left. `nested`: the first two are one child's children."""
 
     def side() -> Any:
-        made = [Child(said, bool(not announces or announces[place])) for place, said in enumerate(says)]
+        made = [Child(letters, bool(not announces or announces[place])) for place, letters in enumerate(says)]
         return multi(multi(*made[:2]), *made[2:]) if nested else multi(*made)
 
     scheduler, worker = side(), side()

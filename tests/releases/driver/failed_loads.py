@@ -61,7 +61,7 @@ class World:
         self.prompts: dict[str, list[int]] = {}
         self.fails: dict[str, list[tuple[int, int]]] = {}  # of a request: (group, block of the table) not loaded
         self.arriving: list[tuple[str, set[int]]] = []
-        self.told = 0  # how many reports of failed blocks there were
+        self.reports = 0  # how many reports of failed blocks there were
         self.wrong: list[str] = []
         self.idle = idle
         if not idle:
@@ -111,7 +111,7 @@ class World:
 
     def run(self, scheduled: Any, work: list[tuple[Any, ...]], output: Any) -> Any:
         """The worker: loads, the model, and the report of what has ended or failed."""
-        told = real.transfers([name for name, _ in self.arriving], ())
+        transfers = real.transfers([name for name, _ in self.arriving], ())
         failed = set().union(*(blocks for _, blocks in self.arriving))
         self.arriving = []
         for name, tables, first, number, later in scheduled.kv_connector_metadata.loads:
@@ -128,9 +128,9 @@ class World:
                     self.slots[block, place % real.BLOCK_SIZE] = self.content(name, place) if right else LOST
             output.sampled_token_ids[index] = [RIGHT if right else WRONG] if samples else []
         if failed:
-            told.invalid_block_ids = failed
-            self.told += 1
-        return told
+            transfers.invalid_block_ids = failed
+            self.reports += 1
+        return transfers
 
     def load(self, name: str, tables: tuple[list[int], ...], first: int, number: int) -> set[int]:
         """Fill the slots of a load, but for those that fail; the blocks of these."""
@@ -177,7 +177,7 @@ class World:
         self.expect(not self.scheduler.requests, "requests never freed")
         pool_full = real.free_blocks(self.scheduler) == self.all_blocks and not real.held_blocks(self.scheduler)
         self.expect(pool_full, "pool not full")
-        self.expect(self.told > 0, "no load failed")
+        self.expect(self.reports > 0, "no load failed")
         self.expect(self.idle or self.clients["witness"] == [RIGHT] * 20, "others disturbed")
         for name, tokens in self.clients.items():
             self.expect(WRONG not in tokens, f"{name} got a token sampled on lost KV")

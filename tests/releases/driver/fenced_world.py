@@ -198,12 +198,12 @@ class World:
 
 def make_request(plan: Plan) -> Any:
     """Return the request that a plan describes."""
-    said = {"hit": plan.hit, "once": plan.once, "unanswered": plan.unanswered}
+    parameters = {"hit": plan.hit, "once": plan.once, "unanswered": plan.unanswered}
     return Request(
         request_id=plan.name,
         prompt_token_ids=list(plan.prompt),
         sampling_params=SamplingParams(
-            max_tokens=plan.outputs, ignore_eos=True, extra_args={"kv_transfer_params": said}
+            max_tokens=plan.outputs, ignore_eos=True, extra_args={"kv_transfer_params": parameters}
         ),
         pooling_params=None,
         arrival_time=float(plan.arrives),

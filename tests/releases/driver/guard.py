@@ -43,19 +43,19 @@ class Asked(Exception):
 
 def in_a_child(work: Callable[[], Any]) -> dict[str, Any]:
     """The exit code of a forked child, and what it said on stderr."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         child = os.fork()
         if child == 0:
-            os.dup2(said.fileno(), 2)
-            os.dup2(said.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            os.dup2(output.fileno(), 1)
             work()
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        said.seek(0)
-        lines = said.read().decode().splitlines()
+        output.seek(0)
+        lines = output.read().decode().splitlines()
     return {
         "code": os.waitstatus_to_exitcode(status),
-        "said": [line for line in lines if line.startswith("vllm-livepatch:")],
+        "logged": [line for line in lines if line.startswith("vllm-livepatch:")],
     }
 
 

@@ -35,11 +35,11 @@ class Reading:
 
     def poll(self, timeout: float | None) -> list[Any]:
         """What a wait comes to: it ends with a message that is told of, or in time."""
-        assert timeout is not None or any(told for _, _, told in self.writes), "it would wait for ever"
+        assert timeout is not None or any(announced for _, _, announced in self.writes), "it would wait for ever"
         self.polls.append(-1 if timeout is None else timeout)
         until = float("inf") if timeout is None else self.now + timeout / 1000
-        told = [moment for moment, _, is_told in self.writes if is_told and moment <= until]
-        self.pass_to(max(self.now, min([*told[:1], until])))
+        announced = [moment for moment, _, is_announced in self.writes if is_announced and moment <= until]
+        self.pass_to(max(self.now, min([*announced[:1], until])))
         return []
 
     def spin(self) -> None:
@@ -51,11 +51,11 @@ class Reading:
         while self.writes and self.writes[0][0] <= moment:
             self.queue.enqueue(self.writes.pop(0)[1])
 
-    def hear(self, after: float, message: Any, told: bool = True) -> dict[str, Any]:
+    def hear(self, after: float, message: Any, announced: bool = True) -> dict[str, Any]:
         """Read what comes `after` so many seconds, with a notification or without."""
         self.spins, self.polls = 0, []
         due = self.now + after
-        self.writes.append((due, message, told))
+        self.writes.append((due, message, announced))
         kept = time.monotonic, shm_broadcast.sched_yield
         time.monotonic, shm_broadcast.sched_yield = (lambda: self.now), self.spin
         try:
@@ -93,7 +93,7 @@ def play() -> dict[str, Any]:
     found["another call"] = one.hear(0.05, ("profile", (), {}, None))
     found["after another call"] = one.hear(0.05, step())
     one.hear(0.05, step())
-    found["not told of"] = one.hear(0.05, step(), told=False)
+    found["not told of"] = one.hear(0.05, step(), announced=False)
     one.hear(0.05, step())
     found["idle then"] = one.hear(1.5, step(7))
     found["something else"] = one.hear(0.01, {"broadcast": 1})

@@ -73,7 +73,7 @@ class World:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.steps: list[float] = []
         """When each began."""
-        self.told: set[str] = set()
+        self.announced: set[str] = set()
         self.ends: dict[str, float] = {}
         """When the send (of a finished request) or the load (of one that waits) of a request has ended."""
         self.back: dict[str, float] = {}
@@ -110,12 +110,12 @@ class World:
         self.steps.append(self.now)
         for name in scheduled.num_scheduled_tokens:
             self.first.setdefault(name, self.now)
-        self.told |= scheduled.finished_req_ids
+        self.announced |= scheduled.finished_req_ids
         self.advance(STEP)
         output = real.run_model(scheduled)
         ended = [name for name, moment in self.ends.items() if moment <= self.now]
         loads = [name for name in ended if self.waits(name)]
-        sends = [name for name in ended if name in self.told and name not in self.back]
+        sends = [name for name in ended if name in self.announced and name not in self.back]
         for name in (*loads, *sends):
             del self.ends[name]
         output.kv_connector_output = real.transfers(loads, sends)

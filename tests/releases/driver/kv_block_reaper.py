@@ -189,9 +189,9 @@ def receive_pending(world: World) -> None:
     world.add("next", tokens=1)
     world.steps(4)
     world.expect(world.is_held("gone"), "reaped while its KV arrived")
-    told = "delay_free_blocks" in inspect.signature(real.Scheduler._free_request).parameters
+    knows_receives = "delay_free_blocks" in inspect.signature(real.Scheduler._free_request).parameters
     world.step(recving=["gone"])
-    if told and not beside():  # the release frees at the first completion
+    if knows_receives and not beside():  # the release frees at the first completion
         world.steps(2)
         world.expect_empty()
         return

@@ -115,10 +115,10 @@ class Side:
         for number in blocks:
             self.block(number).fill_(contents + number)
 
-    def step(self, **told: Any) -> None:
+    def step(self, **parameters: Any) -> None:
         """Begin a step in which the worker is told something."""
         metadata = self.metadata()
-        for name, value in told.items():
+        for name, value in parameters.items():
             setattr(metadata, name, value)
         self.worker.start_load_kv(metadata)
 
@@ -190,13 +190,13 @@ class Story:
         """Wait for decode's word; whose contents it has, and whether it says that the load failed."""
         found: list[tuple[set[str], set[int]]] = []
 
-        def told() -> bool:
+        def notified() -> bool:
             _, received, failed, invalid = self.decode.ended()
             if request_id in received:
                 found.append((failed, invalid))
             return bool(found)
 
-        wait(told)
+        wait(notified)
         ((failed, invalid),) = found
         values = {float(self.decode.block(number)[..., :].unique().item()) - number for number in blocks}
         contents = {READER: "its own", OTHER: "another's"}
@@ -206,7 +206,7 @@ class Story:
             "invalid": sorted(invalid) == sorted(blocks) if invalid else None,
         }
 
-    def told(self, request_id: str) -> bool:
+    def was_notified(self, request_id: str) -> bool:
         """Whether prefill hears that its request was read."""
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
@@ -227,7 +227,7 @@ def in_time(story: Story) -> dict[str, Any]:
     story.prefilled("p-in-time", [1, 2])
     story.begin("d-in-time", "p-in-time", [1, 2])
     result = story.received("d-in-time", [1, 2])
-    return {**result, "told": story.told("p-in-time")}
+    return {**result, "was_notified": story.was_notified("p-in-time")}
 
 
 def late(story: Story) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def again(story: Story) -> dict[str, Any]:
     story.prefilled("p-again", [7, 8])
     story.begin("d-first", "p-again", [7, 8])
     first = story.received("d-first", [7, 8])
-    assert story.told("p-again")
+    assert story.was_notified("p-again")
     story.prefill.fill([7, 8], OTHER)
     story.begin("d-second", "p-again", [7, 8])
     return {"first": first, "second": story.received("d-second", [7, 8])}
@@ -324,18 +324,18 @@ def two_reads(story: Story) -> dict[str, Any]:
     story.prefilled("p-two", [21, 22])
     story.expire("p-two", [21, 22])
     once = worker._read_blocks
-    worker._read_blocks = lambda **told: (once(**told), once(**told))
+    worker._read_blocks = lambda **parameters: (once(**parameters), once(**parameters))
     story.begin("d-two", "p-two", [21, 22])
     del worker._read_blocks
     second = worker._recving_transfers["d-two"][1]
     agent = worker.nixl_wrapper
     agent.agent = Held(agent.agent, second._handle)
-    told = []
+    ended = []
     for _ in range(100):  # enough for what is asked of prefill after the first
-        told += story.decode.ended()[1]
+        ended += story.decode.ended()[1]
         time.sleep(0.001)
     agent.agent = agent.agent.real
-    result = {"while_read": told, "failed": story.received("d-two", [21, 22])["failed"]}
+    result = {"while_read": ended, "failed": story.received("d-two", [21, 22])["failed"]}
     return {**result, "afterwards": sorted(set().union(*(story.decode.ended()[1] for _ in range(20))))}
 
 

@@ -122,7 +122,7 @@ class World:
         else:
             self.adapter.batched_submit_retrieve_requests([name], [operation], event)
 
-    def told(self, *ids: str) -> list[Any]:
+    def reported(self, *ids: str) -> list[Any]:
         """What the engine is told in a step: the loads that have ended, the blocks that failed; and what is wrong.
 
         Wrong are the blocks of ended loads that it takes for loaded, and that hold another request's KV. `ids` are
@@ -136,31 +136,31 @@ class World:
             for block in self.asked[name]
             if block not in failed and self.slots[block] != name
         ]
-        said = "".join(sorted(ended or ())) + "".join(f"/{name}" for name in sorted(sent or ()))
-        return [said, sorted(failed), sorted(wrong)]
+        names = "".join(sorted(ended or ())) + "".join(f"/{name}" for name in sorted(sent or ()))
+        return [names, sorted(failed), sorted(wrong)]
 
 
 def succeeds() -> list[Any]:
     world = World()
     world.load("a", 1, 2)
     world.loads["a"].end(True)
-    return [world.told(), world.told()]
+    return [world.reported(), world.reported()]
 
 
 def fails() -> list[Any]:
     world = World()
     world.load("a", 1, 2)
     world.loads["a"].end(False)
-    return [world.told(), world.told()]
+    return [world.reported(), world.reported()]
 
 
 def fails_later() -> list[Any]:
     """It is under way for a step."""
     world = World()
     world.load("a", 1, 2, named=True)
-    steps = [world.told()]
+    steps = [world.reported()]
     world.loads["a"].end(False)
-    return [*steps, world.told(), world.told()]
+    return [*steps, world.reported(), world.reported()]
 
 
 def fails_beside_others() -> list[Any]:
@@ -170,9 +170,9 @@ def fails_beside_others() -> list[Any]:
         world.load(name, 2 * number, 2 * number + 1)
     world.loads["a"].end(True)
     world.loads["b"].end(False)
-    steps = [world.told()]
+    steps = [world.reported()]
     world.loads["c"].end(True)
-    return [*steps, world.told()]
+    return [*steps, world.reported()]
 
 
 def fails_and_again() -> list[Any]:
@@ -180,10 +180,10 @@ def fails_and_again() -> list[Any]:
     world = World()
     world.load("a", 1, 2)
     world.loads.pop("a").end(False)
-    steps = [world.told()]
+    steps = [world.reported()]
     world.load("a", 3, 4)
     world.loads["a"].end(True)
-    return [*steps, world.told()]
+    return [*steps, world.reported()]
 
 
 def server_gone() -> list[Any]:
@@ -195,7 +195,7 @@ def server_gone() -> list[Any]:
     world.load("b", 3, 4)
     world.loads["b"].end(False)
     unhealthy(world.adapter)
-    return [world.told(), world.told()]
+    return [world.reported(), world.reported()]
 
 
 def refused() -> list[Any]:
@@ -206,11 +206,11 @@ def refused() -> list[Any]:
     world.load("c", 5, 6)
     unhealthy(world.adapter)
     world.load("a", 1, 2)
-    steps = [world.told("s"), world.told()]
+    steps = [world.reported("s"), world.reported()]
     world.adapter._health_event.set()
     world.load("b", 3, 4)
     world.loads["b"].end(True)
-    return [*steps, world.told()]
+    return [*steps, world.reported()]
 
 
 def lazily() -> list[Any]:
@@ -221,7 +221,7 @@ def lazily() -> list[Any]:
     world.adapter.lazy_offload = world.connector.lazy_offload = True
     world.load("a", 1, 2)
     world.loads["a"].end(False)
-    return [world.told(), world.told()]
+    return [world.reported(), world.reported()]
 
 
 CASES: dict[str, Any] = {

@@ -90,7 +90,7 @@ class World:
         operation = SimpleNamespace(token_ids=[1], block_ids=[1], start=0, end=1)
         self.adapter.submit_store_request(ID, operation, event)
 
-    def told(self, *ids: str) -> str:
+    def reported(self, *ids: str) -> str:
         """What is reported in a step that tells of these requests' ends."""
         return reported(self.adapter.get_finished(set(ids)))
 
@@ -98,7 +98,7 @@ class World:
 def used_again() -> list[str]:
     """A request ends, and another with its id, which the engine may name as soon as the first is gone."""
     world = World()
-    return [world.told(*ids) for ids in ([ID], [ID], [], [ID], [])]
+    return [world.reported(*ids) for ids in ([ID], [ID], [], [ID], [])]
 
 
 def used_again_with_stores() -> list[str]:
@@ -107,9 +107,9 @@ def used_again_with_stores() -> list[str]:
     reports = []
     for _ in range(2):
         world.store()
-        reports.append(world.told(ID))
+        reports.append(world.reported(ID))
         world.begun[-1].done = True
-        reports += [world.told(), world.told()]
+        reports += [world.reported(), world.reported()]
     return reports
 
 
@@ -118,7 +118,7 @@ def remembered() -> int:
     world = World()
     for number in range(REQUESTS):
         world.adapter.get_finished({f"request {number}"})
-    world.told()
+    world.reported()
     return sum(len(kept) for kept in vars(world.adapter).values() if isinstance(kept, set | dict))
 
 
@@ -127,11 +127,11 @@ def stores(count: int, *order: int) -> list[str]:
     world = World()
     for _ in range(count):
         world.store()
-    reports = [world.told(ID)]
+    reports = [world.reported(ID)]
     for number in order:
         world.begun[number].done = True
-        reports.append(world.told())
-    return [*reports, world.told()]
+        reports.append(world.reported())
+    return [*reports, world.reported()]
 
 
 def store_after_another() -> list[str]:
@@ -139,11 +139,11 @@ def store_after_another() -> list[str]:
     world = World()
     world.store()
     world.begun[0].done = True
-    reports = [world.told()]
+    reports = [world.reported()]
     world.store()
-    reports.append(world.told(ID))
+    reports.append(world.reported(ID))
     world.begun[1].done = True
-    return [*reports, world.told(), world.told()]
+    return [*reports, world.reported(), world.reported()]
 
 
 def one_fails() -> list[Any]:
@@ -155,7 +155,7 @@ def one_fails() -> list[Any]:
     world.begun[0].succeeds = False
     for store in world.begun:
         store.done = True
-    return [world.told(ID), world.told(), MODULE.logger.error.call_count]
+    return [world.reported(ID), world.reported(), MODULE.logger.error.call_count]
 
 
 def server_gone() -> list[str]:
@@ -166,7 +166,7 @@ def server_gone() -> list[str]:
     if not hasattr(MODULE, "HeartbeatThread"):  # to 0.4.1 nobody looks
         return ["", "S"]
     unhealthy(world.adapter)
-    return [world.told(), world.told(ID)]
+    return [world.reported(), world.reported(ID)]
 
 
 def events() -> list[bool]:

@@ -167,9 +167,9 @@ def registration_fails(server: Server, worker: Worker) -> Any:
     CLOCK.ahead += AFTER_A_PING
     worker.store("c", 5, FIRST)
     worker.load("d", 5, SECOND)
-    told = worker.finished("c")
+    finished = worker.finished("c")
     adapter._send_register_kv_caches_request = register
-    return [told, stored_and_loaded(worker, 5)]
+    return [finished, stored_and_loaded(worker, 5)]
 
 
 def under_way(server: Server, worker: Worker) -> Any:

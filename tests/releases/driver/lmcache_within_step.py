@@ -267,20 +267,22 @@ class World:
             worker = self.worker(rank)
             if work and not self.later:
                 worker.wait_for_save()
-            told = real.transfers(*(ended or () for ended in reversed(worker.get_finished(scheduled.finished_req_ids))))
+            transfers = real.transfers(
+                *(ended or () for ended in reversed(worker.get_finished(scheduled.finished_req_ids)))
+            )
             invalid |= worker.get_block_ids_with_load_errors()
             if work and self.later:
                 worker.wait_for_save()
             worker.clear_connector_metadata()
-        told.invalid_block_ids = invalid
+        transfers.invalid_block_ids = invalid
         self.reported += bool(invalid)
-        output.kv_connector_output = told
+        output.kv_connector_output = transfers
         for answered in self.scheduler.update_from_output(scheduled, output).values():
             for one in answered.outputs:
                 self.clients[one.request_id] += one.new_token_ids
 
-    def for_worker(self, rank: int, told: bytes) -> Any:
-        metadata = pickle.loads(told)
+    def for_worker(self, rank: int, data: bytes) -> Any:
+        metadata = pickle.loads(data)
         if rank == self.silent:
             vars(metadata).pop("_livepatch_loads", None)
         return metadata

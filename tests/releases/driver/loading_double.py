@@ -19,20 +19,20 @@ class LoadingDouble(ConnectorDouble):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """What the other side holds beyond what is computed, to arrive asynchronously."""
-        said = request.kv_transfer_params
-        if said["unanswered"]:
-            said["unanswered"] -= 1
+        parameters = request.kv_transfer_params
+        if parameters["unanswered"]:
+            parameters["unanswered"] -= 1
             return None, False
-        wanted = said["hit"] - num_computed_tokens
+        wanted = parameters["hit"] - num_computed_tokens
         return (wanted, True) if wanted > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Begin a load, where there is one."""
-        said = request.kv_transfer_params
+        parameters = request.kv_transfer_params
         if num_external_tokens:
-            self.begun.append((request.request_id, said["hit"] - num_external_tokens, said["hit"]))
-            if said["once"]:
-                said["hit"] = 0
+            self.begun.append((request.request_id, parameters["hit"] - num_external_tokens, parameters["hit"]))
+            if parameters["once"]:
+                parameters["hit"] = 0
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Keep no request's blocks."""

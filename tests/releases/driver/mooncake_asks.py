@@ -129,11 +129,11 @@ class Pair:
         """What decode is told of a load, and if that is so."""
         places = [number + ELSEWHERE for number in blocks]
 
-        def told() -> bool:
+        def reported() -> bool:
             self.step()
             return f"d-{name}" in self.decode.received
 
-        if not wait(told, PATIENCE if patience is None else patience):
+        if not wait(reported, PATIENCE if patience is None else patience):
             return "nothing is told"
         if set(places) <= self.decode.invalid:
             return "failed"
@@ -143,11 +143,11 @@ class Pair:
     def let_go(self, name: str, patience: float | None = None) -> bool:
         """Whether prefill is told that it may give the blocks away."""
 
-        def told() -> bool:
+        def reported() -> bool:
             self.step()
             return f"p-{name}" in self.prefill.sent
 
-        return wait(told, PATIENCE if patience is None else patience)
+        return wait(reported, PATIENCE if patience is None else patience)
 
     def asking(self, name: str | None = None, side: Side | None = None) -> int:
         """Asks of decode's that have no answer yet, or those of them for one request to one prefill worker."""
@@ -242,10 +242,10 @@ def let_go_before(pair: Pair) -> Any:
     """The same where both legs are sent at once, and prefill's comes last: it is for nobody."""
     pair.lets_go("early")
     pair.ask("early", [1, 2])
-    told = pair.loaded("early", [1, 2])
+    outcome = pair.loaded("early", [1, 2])
     untouched = pair.given_to_others([1, 2])
     pair.leg("early", [1, 2])
-    return told, pair.let_go("early", 60), untouched()
+    return outcome, pair.let_go("early", 60), untouched()
 
 
 def let_go_last(pair: Pair) -> Any:
@@ -253,12 +253,12 @@ def let_go_last(pair: Pair) -> Any:
     pair.ask("last", [1, 2])
     pair.arrived("last")
     pair.lets_go("last")
-    told = pair.loaded("last", [1, 2])
-    if told != "failed":  # it still waits, and would be written
-        return told
+    outcome = pair.loaded("last", [1, 2])
+    if outcome != "failed":  # it still waits, and would be written
+        return outcome
     untouched = pair.given_to_others([1, 2])
     pair.leg("last", [1, 2])
-    return told, pair.let_go("last", 60), untouched()
+    return outcome, pair.let_go("last", 60), untouched()
 
 
 def let_go_amid(pair: Pair) -> Any:
@@ -280,10 +280,10 @@ def let_go_amid(pair: Pair) -> Any:
     if freed:
         pair.prefill.fill([1, 2], OTHERS)
     go_on.set()
-    told = pair.loaded("amid", [1, 2], 60)
+    outcome = pair.loaded("amid", [1, 2], 60)
     pair.prefill.worker.engine = engine
     pair.prefill.fill([1, 2], OWN)
-    return freed, told, pair.let_go("amid", 60)
+    return freed, outcome, pair.let_go("amid", 60)
 
 
 def slots(pair: Pair) -> Any:
@@ -358,7 +358,7 @@ def never_sent(pair: Pair) -> Any:
             sockets.append(context.socket(zmq.PAIR))
     pair.leg("never-sent", [1, 2])
     pair.ask("never-sent", [1, 2])
-    told = pair.loaded("never-sent", [1, 2], failure(pair))
+    outcome = pair.loaded("never-sent", [1, 2], failure(pair))
     arrived = ("never-sent", True) in pair.taken.asks
     for one in sockets:
         one.close(linger=0)
@@ -373,7 +373,7 @@ def never_sent(pair: Pair) -> Any:
 
     assert wait(sent)
     pair.ask("sent", [1, 2])
-    return told, arrived, pair.loaded("sent", [1, 2], 60)
+    return outcome, arrived, pair.loaded("sent", [1, 2], 60)
 
 
 def broken(pair: Pair) -> Any:
@@ -398,10 +398,10 @@ def written_later(pair: Pair, name: str, blocks: list[int], beside: str | None =
         pair.leg(beside, [7])
         pair.decode.admit(decoding(f"d-{beside}", beside, 2, pair.prefill), [27, 28])
     pair.ask(name, blocks)
-    told = pair.loaded(name, blocks, failure(pair, 1.0))
+    outcome = pair.loaded(name, blocks, failure(pair, 1.0))
     pair.prefill.worker.engine = engine
     engine.batch_transfer_sync_write(*late[0])
-    return told
+    return outcome
 
 
 def one_of_two(pair: Pair, other: Side) -> Any:

@@ -63,10 +63,10 @@ def joined(output: Any, multiple: bool) -> Any:
         return outputs
     own, other = (copy.copy(output.kv_connector_output) for _ in outputs)
     outputs[0].kv_connector_output, outputs[1].kv_connector_output = own, other
-    said = own.kv_connector_worker_meta
-    if said is not None:
-        events = {(mark, f"{key}-2", *rest): 1 for mark, key, *rest in said.completed_store_events}
-        other.kv_connector_worker_meta = type(said)(events)
+    meta = own.kv_connector_worker_meta
+    if meta is not None:
+        events = {(mark, f"{key}-2", *rest): 1 for mark, key, *rest in meta.completed_store_events}
+        other.kv_connector_worker_meta = type(meta)(events)
         if multiple:
             for one in (own, other):
                 one.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata((None, one.kv_connector_worker_meta))

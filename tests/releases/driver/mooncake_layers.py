@@ -142,7 +142,7 @@ def rest_at_the_end(pair: Pair) -> Any:
     link.open.clear()
     for _ in range(5):
         pair.prefill.step()
-    early = pair.told("rest", places, PATIENCE)
+    early = pair.outcome("rest", places, PATIENCE)
     link.open.set()
     return early, pair.end("rest", places, content=52), pair.prefill.link.writes[:], pair.left()
 
@@ -193,7 +193,7 @@ def two_asks(pair: Pair) -> Any:
     return (
         after,
         pair.end("asks", one, content=55),
-        pair.told("asks-2", other),
+        pair.outcome("asks-2", other),
         pair.came(other, content=55),
         pair.left(),
     )
@@ -219,13 +219,13 @@ def failed_later(pair: Pair) -> Any:
     for _ in range(5):
         pair.prefill.step()
     pair.prefill.between = pair.prefill.waits
-    told = pair.told("later", places, PATIENCE)
+    outcome = pair.outcome("later", places, PATIENCE)
     link.refuse = 0
     pair.prefill.fill(8)
     held = pair.prefill.taken()
     link.later()
     came = pair.came(places, content=56)
-    return told, link.writes[:], held, came, chunk.expired(pair, "later"), pair.left()
+    return outcome, link.writes[:], held, came, chunk.expired(pair, "later"), pair.left()
 
 
 def anew(pair: Pair) -> Any:
@@ -239,9 +239,9 @@ def anew(pair: Pair) -> Any:
     request.num_computed_tokens = 0
     prefill.again = 50.0
     del link.writes[:]
-    told = pair.end("anew", places, content=57, again=50.0)
+    outcome = pair.end("anew", places, content=57, again=50.0)
     prefill.again = 0.0
-    return told, link.writes[:], pair.left()
+    return outcome, link.writes[:], pair.left()
 
 
 CASES = (

@@ -297,7 +297,7 @@ class Pair:
         number = sum(one == other for one, other in zip(found, right, strict=True))
         return number if found[:number] == right[:number] and set(found[number:]) <= {OLD} else f"wrong: {found}"
 
-    def told(self, name: str, places: list[int], patience: float = sides.SECONDS) -> str:
+    def outcome(self, name: str, places: list[int], patience: float = sides.SECONDS) -> str:
         def heard() -> bool:
             self.decode.step()
             time.sleep(0.02)
@@ -315,7 +315,7 @@ class Pair:
             return f"p-{name}" not in self.prefill.scheduler.requests
 
         assert wait(over)
-        return [self.told(name, places), self.came(places, **what)]
+        return [self.outcome(name, places), self.came(places, **what)]
 
     def left(self) -> int:
         """Blocks of prefill's that do not come back."""
@@ -361,9 +361,9 @@ def amid(pair: Pair) -> Any:
     places = pair.ask("amid")
     patched = hasattr(pair.prefill.worker, "_livepatch_writes")
     came = wait(lambda: pair.came(places, content=2) == 4, sides.SECONDS if patched else PATIENCE)
-    told = pair.end("amid", places, content=2)
+    outcome = pair.end("amid", places, content=2)
     writes = pair.prefill.link.writes
-    return came, told, writes[0], sum(writes), pair.left()
+    return came, outcome, writes[0], sum(writes), pair.left()
 
 
 def hits(pair: Pair) -> Any:
@@ -399,13 +399,13 @@ def more(pair: Pair) -> Any:
     pair.prefill.compute("more", content=5)
     for _ in range(6):
         pair.prefill.step()
-    found = pair.told("more", places, PATIENCE), set(pair.decode.holds(places)) == {OLD}
+    found = pair.outcome("more", places, PATIENCE), set(pair.decode.holds(places)) == {OLD}
     assert expired(pair, "more")
     places = pair.ask("longer")
     pair.prefill.compute("longer", PROMPT, content=6, tokens=12)
     for _ in range(20):
         pair.prefill.step()
-    return found, pair.told("longer", places), pair.came(places, content=6, prompt=PROMPT + 11)
+    return found, pair.outcome("longer", places), pair.came(places, content=6, prompt=PROMPT + 11)
 
 
 def aborted(pair: Pair) -> Any:
@@ -420,10 +420,10 @@ def aborted(pair: Pair) -> Any:
     prefill.abort("p-aborted")
     prefill.fill(8)  # more than is free
     held = prefill.taken()
-    early = pair.told("aborted", places, PATIENCE)
+    early = pair.outcome("aborted", places, PATIENCE)
     link.open.set()
-    told = pair.told("aborted", places, PATIENCE * 10)
-    return under_way, held, early, told, pair.came(places, content=7), pair.left()
+    outcome = pair.outcome("aborted", places, PATIENCE * 10)
+    return under_way, held, early, outcome, pair.came(places, content=7), pair.left()
 
 
 def begun_again(pair: Pair) -> Any:
@@ -445,9 +445,9 @@ def begun_again(pair: Pair) -> Any:
     held = prefill.taken() - len(prefill.blocks("p-again-2"))
     link.open.set()
     stepping.join()
-    told = pair.told("again", places, PATIENCE * 10 if under_way else PATIENCE)
+    outcome = pair.outcome("again", places, PATIENCE * 10 if under_way else PATIENCE)
     places = pair.ask("again-2", transfer="again")
-    return under_way, waits, held, told, pair.end("again-2", places, content=39), pair.left()
+    return under_way, waits, held, outcome, pair.end("again-2", places, content=39), pair.left()
 
 
 def preempted(pair: Pair) -> Any:
@@ -488,12 +488,12 @@ def computed_anew(pair: Pair) -> Any:
     del link.writes[:]
     for _ in range(6):
         prefill.step()
-    told = pair.told("anew", places)
+    outcome = pair.outcome("anew", places)
     prefill.again = 0.0
     found = pair.decode.holds(places)
     # The first block was not computed anew.
     right = [contents(10, 0, SIZE), *(50.0 + contents(10, place, SIZE) for place in range(1, 7))]
-    return told, found[:7] == right, link.writes[:], pair.left()
+    return outcome, found[:7] == right, link.writes[:], pair.left()
 
 
 def drained(pair: Pair) -> Any:
@@ -507,7 +507,7 @@ def drained(pair: Pair) -> Any:
     wait(lambda: bool(link.writes), PATIENCE)
     for _ in range(5):
         prefill.step()
-    early = pair.told("drained", places, PATIENCE)
+    early = pair.outcome("drained", places, PATIENCE)
     link.open.set()
     return early, pair.end("drained", places, content=11), link.writes[:], pair.left()
 
@@ -523,12 +523,12 @@ def failed(pair: Pair) -> Any:
     wait(lambda: not link.refuse, PATIENCE)
     for _ in range(5):
         prefill.step()
-    told = pair.told("failed", places, PATIENCE)
+    outcome = pair.outcome("failed", places, PATIENCE)
     link.refuse = 0
     prefill.fill(8)
     held = prefill.taken()
     link.later()
-    return told, link.writes[:], held, pair.came(places, content=12), expired(pair, "failed"), pair.left()
+    return outcome, link.writes[:], held, pair.came(places, content=12), expired(pair, "failed"), pair.left()
 
 
 def failed_and_aborted(pair: Pair) -> Any:
@@ -542,12 +542,12 @@ def failed_and_aborted(pair: Pair) -> Any:
     assert pair.settled()
     prefill.abort("p-both")
     prefill.step()
-    told = pair.told("both", places, PATIENCE)
+    outcome = pair.outcome("both", places, PATIENCE)
     link.refuse = 0
     prefill.fill(8)
     held = prefill.taken()
     link.later()
-    return told, held, pair.came(places, content=13), expired(pair, "both"), pair.left()
+    return outcome, held, pair.came(places, content=13), expired(pair, "both"), pair.left()
 
 
 def failed_and_let_go(pair: Pair) -> Any:
@@ -595,13 +595,13 @@ def failed_and_again(pair: Pair) -> Any:
     places = pair.ask("twice-2", transfer="twice")
     for _ in range(6):
         prefill.step()
-    told, came = pair.told("twice-2", places, PATIENCE * 10), pair.came(places, content=18)
+    outcome, came = pair.outcome("twice-2", places, PATIENCE * 10), pair.came(places, content=18)
     link.later()
     while kept := {name for name, entry in prefill.worker.reqs_need_send.items() if entry.p_req_id}:
         for name in kept:
             prefill.worker.reqs_need_send[name].expire_time = 0.0
         prefill.fill(1)
-    return told, came, pair.left()
+    return outcome, came, pair.left()
 
 
 def stuck(pair: Pair) -> Any:
@@ -672,11 +672,11 @@ def stuck_again(pair: Pair) -> Any:
     places = pair.ask("stuck-again-2", transfer="stuck-again")
     for _ in range(5):
         prefill.step()
-    told = pair.told("stuck-again-2", places, PATIENCE * 10), pair.came(places, content=38)
+    outcome = pair.outcome("stuck-again-2", places, PATIENCE * 10), pair.came(places, content=38)
     held = taken_in_the_end(pair)
     shut.set()
     assert pair.settled()
-    return under_way, goes_on, told, held, pair.left()
+    return under_way, goes_on, outcome, held, pair.left()
 
 
 def asked_first(pair: Pair) -> Any:
@@ -684,18 +684,18 @@ def asked_first(pair: Pair) -> Any:
     prefill = pair.prefill
     first, under_way, shut = given_up_amid(pair, "asked-first", 44)
     places = pair.ask("asked-first-2", transfer="asked-first", arrives=False)
-    told = pair.told("asked-first-2", places, PATIENCE * 4)
+    outcome = pair.outcome("asked-first-2", places, PATIENCE * 4)
     prefill.compute("asked-first-2", content=40, transfer="asked-first")
     for _ in range(6):
         prefill.step()
-    if told == "nothing is told":
-        told = pair.told("asked-first-2", places, PATIENCE * 10)
-    held = [pair.told("asked-first", first, PATIENCE)]
+    if outcome == "nothing is told":
+        outcome = pair.outcome("asked-first-2", places, PATIENCE * 10)
+    held = [pair.outcome("asked-first", first, PATIENCE)]
     shut.set()
     assert pair.settled()
-    held.append(pair.told("asked-first", first, PATIENCE * 10))
+    held.append(pair.outcome("asked-first", first, PATIENCE * 10))
     places = pair.ask("asked-first-3", transfer="asked-first", arrives=False)
-    return under_way, told, held, pair.told("asked-first-3", places, PATIENCE * 10), pair.left()
+    return under_way, outcome, held, pair.outcome("asked-first-3", places, PATIENCE * 10), pair.left()
 
 
 def again_and_again(pair: Pair) -> Any:
@@ -806,10 +806,10 @@ def beside(pair: Pair) -> Any:
 
     came_back = wait(back, PATIENCE * 4)
     places = pair.ask("beside", arrives=False)
-    told = pair.told("beside", places, PATIENCE * 4)
+    outcome = pair.outcome("beside", places, PATIENCE * 4)
     for name in prefill.scheduler.requests:  # of which nothing is told any more
         prefill.worker.finished_sending_reqs.add(name)
-    return came_back, told, pair.left()
+    return came_back, outcome, pair.left()
 
 
 def expired(pair: Pair, name: str) -> bool:

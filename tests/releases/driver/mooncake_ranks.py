@@ -270,8 +270,8 @@ def failed(world: World) -> Any:
         return "d-failed" not in world.decode.computes_on and "d-failed" in world.decode.scheduler.requests
 
     # From 0.30.0 the release tells decode's scheduler of a failed write at its end.
-    told = hasattr(world.decode.worker, "_invalid_block_ids") and not world.early
-    waited = not wait(lambda: not waits(), sides.SECONDS if told else PATIENCE)
+    reports_failures = hasattr(world.decode.worker, "_invalid_block_ids") and not world.early
+    waited = not wait(lambda: not waits(), sides.SECONDS if reports_failures else PATIENCE)
     link.refuse = 0
     held = world.prefill.taken()
     link.later()

@@ -130,14 +130,14 @@ class Engine:
         self._acts()
         blocks = list(request.blocks)
         if self.by_group:
-            held, told = self.scheduler.request_finished_all_groups(request, (blocks,))
+            held, parameters = self.scheduler.request_finished_all_groups(request, (blocks,))
         else:
-            held, told = self.scheduler.request_finished(request, blocks)
+            held, parameters = self.scheduler.request_finished(request, blocks)
         if held:
             self.held.add(request.request_id)
         else:
             self.freed[request.request_id] += 1
-        return dict(told) if told else None
+        return dict(parameters) if parameters else None
 
     def report(self) -> None:
         """What the worker reports at a step's end, and what the scheduler makes of it."""

@@ -120,7 +120,7 @@ class World:
 
         return until(reported, seconds)
 
-    def told(self, pair: Pair, seconds: float) -> bool:
+    def notified(self, pair: Pair, seconds: float) -> bool:
         """Whether the decode engine is told that it has the prompt's KV."""
         name = pair.at_decode.request_id
 
@@ -131,25 +131,29 @@ class World:
         return until(reported, seconds)
 
     def expect_written(self, pair: Pair, otherwise: str, seconds: float = HEALTHY) -> None:
-        if self.expect(self.told(pair, seconds) and pair.arrived(), otherwise):
+        if self.expect(self.notified(pair, seconds) and pair.arrived(), otherwise):
             self.expect(self.freed(pair, seconds), "never freed")
 
     def expect_given_up(self, pair: Pair) -> None:
         """Expect the prompt's blocks back, without the decode engine being told that it has the KV."""
         self.expect(self.freed(pair), "never freed")
-        self.expect(not self.told(pair, 0.05), "peer told of KV that it has not")
+        self.expect(not self.notified(pair, 0.05), "peer told of KV that it has not")
 
-    def next_is_written(self, peer: Engine | None = None, seconds: float = PATIENCE, met: bool = False) -> None:
+    def next_is_written(
+        self, peer: Engine | None = None, seconds: float = PATIENCE, after_handshake: bool = False
+    ) -> None:
         """Expect a healthy prompt to be written as ever; `met`: the step takes as long as the handshake with its peer."""
         orders.let(orders.AT_ONCE)
         pair = Pair(self.engine, peer or self.peer(), [6, 7], [1, 2])
         pair.allocate()
         name = f"{HOST}:{pair.decode.handshake_port}_dp0"
 
-        def meet() -> None:
-            self.expect(not met or until(lambda: name in self.engine.real._remote_agents, HEALTHY), "no handshake")
+        def handshake() -> None:
+            self.expect(
+                not after_handshake or until(lambda: name in self.engine.real._remote_agents, HEALTHY), "no handshake"
+            )
 
-        if self.writes(pair, before_save=meet):
+        if self.writes(pair, before_save=handshake):
             self.expect_written(pair, "next not served", seconds)
 
     def reads(self, pair: Pair, seconds: float) -> bool:
@@ -216,7 +220,7 @@ def refused_handshake(world: World) -> None:
     world.writes(pair)
     world.expect(world.freed(pair), "never freed")
     # The handshakes that failed are queued as ended: another one is not waited for as long as any of them is left.
-    world.next_is_written(met=True)
+    world.next_is_written(after_handshake=True)
 
 
 def _fails(world: World, ends: Callable[[int], str]) -> Pair:
@@ -234,7 +238,7 @@ def transfer_never_ends(world: World) -> None:
     pair = _fails(world, lambda number: orders.NEVER if number == 0 else orders.AT_ONCE)
     world.next_is_written(pair.decode)
     world.expect(not world.freed(pair), "freed while it is read")
-    world.expect(not world.told(pair, 0.05), "peer told of KV that it has not")
+    world.expect(not world.notified(pair, 0.05), "peer told of KV that it has not")
 
 
 def transfer_fails(world: World) -> None:

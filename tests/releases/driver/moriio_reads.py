@@ -311,11 +311,11 @@ def earlier_layer_late(world: World) -> str:
     peer = world.peer()
     name = world.add(peer, prompt(11), [1, 2, 3])
     world.steps(5)
-    told = until(lambda: name in peer.notified, 1.0)
+    too_early = until(lambda: name in peer.notified, 1.0)
     orders.release()
     world.run([name])
     until(lambda: name in peer.notified, 10)
-    return ended(world, [world.outcome(name)]) + "; peer told too early" * told
+    return ended(world, [world.outcome(name)]) + "; peer told too early" * too_early
 
 
 def fails(world: World) -> str:

@@ -343,8 +343,8 @@ def own_error_in_wait(world: World) -> None:
     request.allocate(world.worker)
     world.send(request)
     engine = world.worker.real.moriio_wrapper
-    told = until(lambda: request.key in request.peer.notified or engine.done_req_ids, 0.5)
-    world.expect(not told, "peer told of KV that it has not")
+    too_early = until(lambda: request.key in request.peer.notified or engine.done_req_ids, 0.5)
+    world.expect(not too_early, "peer told of KV that it has not")
     orders.release()
     world.expect_sent(request, "not sent")
 

@@ -30,7 +30,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 CHILDREN = ("MooncakeConnector", "NixlConnector")
 
 
-def told(*names: str) -> Any:
+def stats(*names: str) -> Any:
     """What children tell of one failed transfer each, as it comes to the API server."""
     stats = KVConnectorFactory.get_connector_class_by_name("MultiConnector").build_kv_connector_stats()
     for name in names:
@@ -60,21 +60,21 @@ def main() -> None:
         kv_connector_extra_config={"connectors": children},
     )
     metrics = KVConnectorProm(config, ["model_name", "engine"], {0: ["model", "0"]})
-    metrics.observe(told("NixlConnector"), 0)
-    before, said = shown(), None
+    metrics.observe(stats("NixlConnector"), 0)
+    before, raised = shown(), None
     try:
-        metrics.observe(told(*CHILDREN), 0)
+        metrics.observe(stats(*CHILDREN), 0)
     except AssertionError as error:
-        said = str(error).partition(" contained")[0]
+        raised = str(error).partition(" contained")[0]
     logged: list[Any] = []
     log = KVConnectorLogging(config.kv_transfer_config)
-    log.observe(told(*CHILDREN))
+    log.observe(stats(*CHILDREN))
     log.log(lambda *words: logged.extend(words))
     result = {
         "vllm": vllm.__file__,
         "before": before,
         "after": shown(),
-        "said": said,
+        "raised": raised,
         "logged": all(name in str(logged) for name in ("MooncakeConnector", "Nixl")),
     }
     print(json.dumps(result), file=RESULT, flush=True)

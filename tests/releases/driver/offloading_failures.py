@@ -120,10 +120,10 @@ class World:
             given = pickle.loads(pickle.dumps(scheduled))
             kv_transfer_state._KV_CONNECTOR_AGENT = worker
             worker.handle_preemptions(given.kv_connector_metadata)
-            with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(given) as told:
+            with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(given) as connector_output:
                 for name, table, start, end, _ in work:
                     sampled[name] = self.compute(mover, name, table, start, end) and sampled.get(name, True)
-            output.kv_connector_output = pickle.loads(pickle.dumps(told))
+            output.kv_connector_output = pickle.loads(pickle.dumps(connector_output))
             outputs.append(output)
         output = self.aggregator.aggregate(outputs, 0) if len(outputs) > 1 else outputs[0]
         for name, _, _, _, samples in work:

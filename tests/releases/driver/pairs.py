@@ -105,8 +105,8 @@ def main() -> None:
     model_config = real.make_model_config(Path.cwd())
     ways = [(name, path or None) for name, _, path in (word.partition("=") for word in sys.argv[1:])]
     outcomes = [outcome(model_config, name, path) for name, path in ways]
-    said = {"vllm": vllm.__file__, "lmcache": lmcache.__file__, "outcomes": outcomes}
-    print(json.dumps(said), file=answers, flush=True)
+    answer = {"vllm": vllm.__file__, "lmcache": lmcache.__file__, "outcomes": outcomes}
+    print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

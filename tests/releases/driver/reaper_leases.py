@@ -62,7 +62,7 @@ def behind_a_renewed_one(story: Story) -> dict[str, Any]:
         sent |= story.prefill.ended()[0]
     story.begin("d-lives", "p-lives", [3, 4])
     read = story.received("d-lives", [3, 4])
-    return {"let_go": sorted(sent), "contents": read["contents"], "told": story.told("p-lives")}
+    return {"let_go": sorted(sent), "contents": read["contents"], "was_notified": story.was_notified("p-lives")}
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
         prefill = Side(model_config)
         prefill.listen()
         story = Story(prefill, Side(model_config))
-        assert leases.in_time(story)["told"], "they know each other"
+        assert leases.in_time(story)["was_notified"], "they know each other"
         result = {"behind_a_renewed_one": behind_a_renewed_one(story)}
     print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
     sys.stderr.flush()

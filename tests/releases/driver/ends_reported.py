@@ -21,7 +21,7 @@ import real_scheduler as real
 import vllm
 
 
-def told(name: str, model_config: Any) -> dict[str, int]:
+def reported(name: str, model_config: Any) -> dict[str, int]:
     """How often the end of each request was told; each is held for its send, and aborted once more while it is held."""
     scheduler = real.make_scheduler(name, model_config, ("connector_double", "ConnectorDouble"))
     ends: Counter[str] = Counter()
@@ -68,7 +68,7 @@ def main() -> None:
     result: dict[str, Any] = {"vllm": vllm.__file__}
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        result["told"] = {name: told(name, model_config) for name in real.SCHEDULERS}
+        result["reported"] = {name: reported(name, model_config) for name in real.SCHEDULERS}
     json.dump(result, RESULT)
     RESULT.flush()
 
