@@ -285,6 +285,7 @@ class Writes:
         worker.reqs_need_send[transfer] = own
         if layers is not None:
             self._only[id(meta)] = layers
+        part.entry.sending += 1  # so the release lets no time-out give the blocks away meanwhile
         try:
             await part.ask.send(part.ask.identity, answer, meta)
             response = worker._xfer_resp_decoder.decode(answer.data)
@@ -292,6 +293,7 @@ class Writes:
         except Exception as error:  # what was begun is not known
             response, message = None, f"{UNCERTAIN} {type(error).__name__}: {error}"
         finally:
+            part.entry.sending -= 1
             worker.reqs_need_send.pop(transfer, None)
             self._only.pop(id(meta), None)
         if response is not None and part.name in (response.ok_reqs or ()):

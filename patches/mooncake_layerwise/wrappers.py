@@ -62,16 +62,19 @@ class _Answers:
         named = {*(response.ok_reqs or ()), *(response.err_reqs or ())}
         if response.status.name != "CONTINUE":
             named |= ask.unanswered
-        # `mooncake-lost-asks` answers as well for what the release does not keep any more.
-        spoken = [
+        # `mooncake-lost-asks` answers as well for what the release does not keep any more, which may be more by then.
+        spoken: list[Part] = []
+        while more := [
             part
             for name, part in ask.parts.items()
-            if name in named or (name in ask.unanswered and part.transfer not in worker.reqs_need_send)
-        ]
-        for part in spoken:
-            part.closed = True
-        for part in spoken:
-            await part.drained()
+            if part not in spoken
+            and (name in named or (name in ask.unanswered and part.transfer not in worker.reqs_need_send))
+        ]:
+            for part in more:
+                part.closed = True
+            for part in more:
+                await part.drained()
+            spoken += more
         ask.unanswered -= named
         ask.withheld.update(part.name for part in spoken if part.failed is not None)
         if not ask.withheld:

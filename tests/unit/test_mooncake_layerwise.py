@@ -27,7 +27,7 @@ class Entry:
 
     def __init__(self, name: str, transfer: str, local: list[list[int]], ready: Any, need_send: int = 0) -> None:
         self.p_req_id, self.transfer_id, self.local_block_ids, self.ready = name, transfer, local, ready
-        self.need_send = need_send
+        self.need_send, self.sending = need_send, 0
         self.expire_time = float("inf")
 
 
@@ -89,6 +89,7 @@ class Worker:
         self.open = asyncio.Event()
         self.open.set()
         self.answer = 0
+        self.goes_on = False  # after an answer of a prefill that was given up
         self.answers: list[Any] = []
         self.device_kv_caches: Any = {}
         self.regions: Any = None  # of its caches, for what is to be sent of some layers
@@ -117,13 +118,16 @@ class Worker:
         return pairs, [], [], [], None
 
     async def send(self, identity: bytes, socket: Any, meta: Any) -> None:
-        for transfer, _ in meta.req_blocks.values():
-            self.reqs_need_send.setdefault(transfer, Entry("", transfer, [], asyncio.Event()))
+        entries = {
+            name: self.reqs_need_send.setdefault(transfer, Entry("", transfer, [], asyncio.Event()))
+            for name, (transfer, _) in meta.req_blocks.items()
+        }
         for name, (transfer, _) in meta.req_blocks.items():
-            entry = self.reqs_need_send[transfer]
+            entry = entries[name]
             await entry.ready.wait()
             if transfer not in self.reqs_need_send:  # as `mooncake-lost-asks` has it answered
-                await socket.send_multipart((identity, encoded(Response("FINISH", err=[name], message="given up"))))
+                status = "CONTINUE" if self.goes_on and name != [*meta.req_blocks][-1] else "FINISH"
+                await socket.send_multipart((identity, encoded(Response(status, err=[name], message="given up"))))
                 continue
             args = ([(name, entry)], meta, self.regions, self.regions)
             pairs, _, _, errors, message = await self._build(self.build, self, args, {})
@@ -258,6 +262,25 @@ def test_no_answer_leaves_before_what_is_under_way() -> None:
         worker.open.set()
         await asked
         assert worker.written == [[(1, 10)], [(2, 11)]]
+
+    run(case)
+
+
+@pytest.mark.parametrize("answer", [0, 1], ids=["ends well", "fails"])
+def test_while_an_early_write_reads_blocks_no_time_out_of_the_release_gives_them_away(answer: int) -> None:
+    """The release gives away what it does not count as being sent."""
+
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        worker.answer = answer
+        worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        entry = worker.reqs_need_send["t"]
+        assert (worker.written, entry.sending) == ([[(1, 10)]], 1)
+        worker.open.set()
+        await turns()
+        assert entry.sending == 0
 
     run(case)
 
@@ -788,6 +811,33 @@ def test_blocks_of_a_prefill_that_was_given_up_come_back_and_who_asked_is_answer
         assert worker.written == [[(1, 10)]]
         assert worker.finished_sending_reqs == {"p"}
         assert worker.answers == [["FINISH", None, ["d"], "given up"]]
+
+    run(case)
+
+
+def test_an_answer_awaits_what_reads_a_prefill_that_is_given_up_while_another_is_awaited() -> None:
+    """`mooncake-lost-asks` answers for both with the first answer."""
+
+    async def case(worker: Worker) -> None:
+        worker.open = first = asyncio.Event()
+        worker.goes_on = True
+        asked = worker.asks({"d": ("t", [[10, 11]]), "e": ("u", [[20, 21]])})
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.open = second = asyncio.Event()
+        worker.whole("u", [5], 2)
+        await turns()
+        assert worker.written == [[(1, 10)], [(5, 20)]]
+        worker.held("p", "t")
+        await turns()
+        worker.held("q", "u")
+        await turns()
+        first.set()
+        await turns()
+        assert worker.answers == []
+        second.set()
+        await asked
+        assert worker.answers[0] == ["CONTINUE", None, ["d"], "given up"]
 
     run(case)
 

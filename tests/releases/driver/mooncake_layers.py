@@ -271,6 +271,8 @@ CASES = (
     chunk.asked_first,
     chunk.again_and_again,
     chunk.asleep,
+    chunk.both_given_up,
+    chunk.timed_out,
     chunk.forgotten,
     twice,
 )

@@ -288,6 +288,15 @@ class Pair:
 
         return wait(lambda: now() and link.begun == link.ended)
 
+    def closed(self) -> bool:
+        """Whether nothing more is begun early of what is asked for now."""
+        writes, loop = getattr(self.prefill.worker, "_livepatch_writes", None), self.prefill.worker.sender_loop
+
+        async def all_closed() -> bool:
+            return all(part.closed for part in writes._parts())
+
+        return writes is None or asyncio.run_coroutine_threadsafe(all_closed(), loop).result()
+
     def came(self, places: list[int], *, content: int = 0, prompt: int = PROMPT, again: float = 0.0) -> int | str:
         """How many of decode's blocks hold what they are to hold, from the first on; or what is wrong."""
         whole = -(-prompt // SIZE)
@@ -812,6 +821,69 @@ def beside(pair: Pair) -> Any:
     return came_back, outcome, pair.left()
 
 
+def both_given_up(pair: Pair) -> Any:
+    """Two of one ask are given up, each amid an early write; that for the first ends before that for the second."""
+    prefill, link = pair.prefill, pair.prefill.link
+    names = ["first-of-two", "second-of-two"]
+    places = [pair.places(name) for name in names]
+    pair.decode.step()
+    assert wait(lambda: {*names} <= {*prefill.worker.reqs_need_send})
+    begun, shut = link.begun, []
+    for number, name in enumerate(names):
+        prefill.compute(name, content=22 + number)
+        link.open = threading.Event()
+        shut.append(link.open)
+        prefill.step()
+        wait(lambda: len(shut) == link.begun - begun, PATIENCE)
+    under_way = link.begun - begun
+    link.open = threading.Event()
+    link.open.set()
+    for name in names:
+        prefill.abort(f"p-{name}")
+        prefill.step()
+        assert wait(lambda: name not in prefill.worker.reqs_need_send)  # noqa: B023
+    shut[0].set()
+
+    def outcomes() -> list[str]:
+        return [pair.outcome(name, place, PATIENCE) for name, place in zip(names, places, strict=True)]
+
+    before = outcomes()
+    shut[1].set()
+    assert pair.settled()
+    wait(lambda: outcomes() != before, PATIENCE * 4)
+    came = [pair.came(place, content=22 + number) for number, place in enumerate(places)]
+    return under_way, before, outcomes(), came, pair.left()
+
+
+def timed_out(pair: Pair) -> Any:
+    """Amid an early write that does not end an ask is waited for no more, and then the time of prefill's blocks is up."""
+    prefill, link = pair.prefill, pair.prefill.link
+    os.environ[ABORT] = "1"
+    places = pair.ask("timed-out")
+    prefill.compute("timed-out", content=21)
+    begun, shut = link.begun, link.open
+    shut.clear()
+    prefill.step()
+    under_way = wait(lambda: link.begun > begun, PATIENCE)
+    assert wait(pair.closed)
+    os.environ[ABORT] = "600"
+    link.open = threading.Event()  # for those that come now
+    link.open.set()
+    for _ in range(5):
+        prefill.step()
+    freed = expired(pair, "timed-out")
+    prefill.fill(8)
+    shut.set()
+    assert pair.settled()
+    return (
+        under_way,
+        freed,
+        pair.came(places, content=21),
+        pair.outcome("timed-out", places, PATIENCE * 10),
+        pair.left(),
+    )
+
+
 def expired(pair: Pair, name: str) -> bool:
     """As if the time had passed after which the release gives up what it could not send; whether it had to."""
     kept = pair.prefill.worker.reqs_need_send
@@ -915,6 +987,8 @@ CASES = (
     asked_first,
     again_and_again,
     asleep,
+    both_given_up,
+    timed_out,
     silent,
     beside,
     forgotten,
