@@ -138,7 +138,7 @@ class Story:
         while not any(request_id in received for received, _, _ in self.heard) and time.monotonic() < until:
             self.step()
             time.sleep(0.001)
-        return outcome(self.decode, self.heard, request_id, blocks)
+        return result_of(self.decode, self.heard, request_id, blocks)
 
 
 def register(decode: Side, request_id: str, blocks: list[int], engine_id: str, port: int) -> None:
@@ -173,7 +173,7 @@ def register(decode: Side, request_id: str, blocks: list[int], engine_id: str, p
     decode.worker.start_load_kv(metadata)
 
 
-def outcome(decode: Side, heard: list[Any], request_id: str, blocks: list[int]) -> dict[str, Any]:
+def result_of(decode: Side, heard: list[Any], request_id: str, blocks: list[int]) -> dict[str, Any]:
     found = [(failed, invalid) for received, failed, invalid in heard if request_id in received]
     contents = sorted({contents_of(decode, number) for number in blocks})
     if not found:
@@ -378,7 +378,7 @@ def killed(decode: Side, pipe: Any, prefill: int) -> dict[str, Any]:
         while not any(request_id in received for received, _, _ in heard) and time.monotonic() < until:
             step()
             time.sleep(0.001)
-        return outcome(decode, heard, request_id, blocks)
+        return result_of(decode, heard, request_id, blocks)
 
     register(decode, "lost", [1, 2], engine_id, port)
     lease_guard.wait(lambda: bool(step() or pipe.poll()))
