@@ -72,7 +72,7 @@ PATCHED = {
     "drained": [NOTHING, ALL, [A_LAYER, THE_REST], 0],
     "failed": [NOTHING, [A_LAYER], 8, [2, 0, 0], True, 0],
     "failed_and_aborted": [NOTHING, 2, [2, 0, 0], True, 0],
-    "both_given_up": [2, [NOTHING, NOTHING], [FAILED, FAILED], [[2, 0, 0], [2, 0, 0]], 0],
+    "both_given_up": [2, [NOTHING, NOTHING], [FAILED, FAILED], False, 0],
     "timed_out": [True, False, [2, 0, 0], FAILED, 0],
     "twice": [2, [2, 2, 2, 4], ALL, 0],
     "two_asks": [[2, 2], ALL, "loaded", 8, 0],

@@ -84,7 +84,7 @@ PATCHED = {
     "asked_first": [True, FAILED, [NOTHING, FAILED], "loaded", 0],
     "again_and_again": [True, [2, 2], 0],
     "asleep": [True, True, False, [ALL, ALL], 0],
-    "both_given_up": [2, [NOTHING, NOTHING], [FAILED, FAILED], [2, 2], 0],
+    "both_given_up": [2, [NOTHING, NOTHING], [FAILED, FAILED], False, 0],
     "timed_out": [True, False, 2, FAILED, 0],
     "beside": [True, "loaded", 0],
 }
