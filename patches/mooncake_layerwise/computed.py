@@ -28,6 +28,7 @@ class _Prefill:
     computed: int = 0
     announced: bool = False  # workers know of whole blocks, and may read them
     back: bool = False  # it was preempted, or is computed anew: the release sends it, whole, at its end
+    left: bool = False  # it is followed no more
 
     def preempted(self) -> bool:
         return bool(self.request.num_preemptions != self.preemptions)
@@ -82,13 +83,20 @@ class Prefills:
         return prefill.transfer
 
     def leave(self) -> Progress | None:
-        """Follow none of them any more: no worker is to read what they have computed, nor to go on reading."""
-        if not self._kept:
-            return None
-        back = [prefill.transfer for name, prefill in self._kept.items() if name not in self._held]
-        self._kept.clear()
-        held, self._held = self._held, {}
-        return {"whole": {}, "back": back, "over": [], "held": held}
+        """Follow none of them any more: no worker is to read what they have computed, nor to go on reading.
+
+        What is under way may not end soon: those whose blocks workers may read are still held when they are given up.
+        """
+        progress: Progress = {"whole": {}, "back": [], "over": [], "held": {}}
+        for name, prefill in [*self._kept.items()]:
+            given_back = prefill.back or prefill.preempted()
+            if name not in self._held and (given_back or not prefill.left):
+                progress["back"].append(prefill.transfer)
+            if given_back or not prefill.announced or prefill.request.is_finished():
+                del self._kept[name]
+            prefill.left = True
+        progress["held"], self._held = self._held, {}
+        return progress if any(progress.values()) else None
 
     def _allot(self, step: Any) -> None:
         """Follow which blocks requests are given, of the first group: workers see to it that there is one only."""

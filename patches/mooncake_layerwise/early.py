@@ -34,9 +34,6 @@ UNCERTAIN = "Mooncake transfer engine returned"
 """What the release answers after a write that failed, of which a rest may still be under way (Mooncake's
 MultiTransport::getBatchTransferStatus answers FAILED at the first of a batch that did)."""
 
-FAILED = "_livepatch_failed"
-"""Attribute of what the release keeps of a transfer: an early write for it failed."""
-
 NEVER = sys.maxsize
 """After how many asks the release gives the blocks of such a transfer away. It counts to no such number: they come
 back after its time-out, as those of a transfer that it could not send."""
@@ -68,6 +65,8 @@ class Writes:
         self._only: dict[int, Sequence[str]] = {}  # by the identity of an early ask's metadata: which layers
         self._last: Any = None  # the event on the device behind what was told last
         self._asks: dict[int, Ask] = {}  # by the identity of the ask's metadata
+        self._failed: list[tuple[Any, float]] = []  # what the release kept of a transfer, one of whose early writes
+        # failed, and the `perf_counter` until which a rest of that is taken to read its blocks
         self._waiting: deque[Part] = deque()  # for a place
         self._places = max(1, worker.num_sender_workers // 2)
         self._block_bytes = max(1, sum(worker.block_len_per_layer))
@@ -138,11 +137,13 @@ class Writes:
         self.over([transfer])
         entry = await report_given_up(worker, transfer, metadata)
         await self.drained([transfer], None if entry is None else [entry])
-        if getattr(entry, FAILED, False):
+        # The release may have let go of what it kept: another prefill of the transfer was given up before this one.
+        failed = [one for one in self._failed if one[0] is entry or (entry is None and one[0].transfer_id == transfer)]
+        if failed:
             # They come back when the release gives up those of a transfer that it could not send.
-            timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
-            entry.p_req_id, entry.expire_time = name, time.perf_counter() + timeout
-            worker.reqs_need_send[f"livepatch-held-{next(_numbers)}"] = entry
+            kept, until = failed[-1]
+            key = f"livepatch-held-{next(_numbers)}"
+            worker.reqs_need_send[key] = type(kept)(name, key, [], asyncio.Event(), expire_time=until)
         else:
             worker.finished_sending_reqs.add(name)
 
@@ -307,8 +308,10 @@ class Writes:
         part.closed = True  # it was refused, and the release will say why; or worse
         if UNCERTAIN in message:
             part.failed = message
-            setattr(part.entry, FAILED, True)
             part.entry.need_send = NEVER
+            now = time.perf_counter()
+            timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+            self._failed = [one for one in self._failed if one[1] > now] + [(part.entry, now + timeout)]
             self._livepatch.count("failed")
             self._livepatch.say("failed", f"an early write failed, and its request is not answered: {message}")
 

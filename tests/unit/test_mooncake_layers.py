@@ -42,6 +42,10 @@ LEAST = early.LAYERS_BYTES
 """What layers bring at least; most tests set it to 0."""
 
 
+envs = base.envs
+"""By the release's name: the patch finds it in the module of the worker's class."""
+
+
 class Worker(base.Worker):
     """Of three layers, and memory that is no layer's; what it writes are (prefill's block, decode's, the layers)."""
 

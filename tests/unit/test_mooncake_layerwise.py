@@ -25,10 +25,17 @@ from vllm_livepatch.sitecustomize.context import PatchContext
 class Entry:
     """What a release keeps of a transfer."""
 
-    def __init__(self, name: str, transfer: str, local: list[list[int]], ready: Any, need_send: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        transfer: str,
+        local: list[list[int]],
+        ready: Any,
+        expire_time: float = float("inf"),
+        need_send: int = 0,
+    ) -> None:
         self.p_req_id, self.transfer_id, self.local_block_ids, self.ready = name, transfer, local, ready
-        self.need_send, self.sending = need_send, 0
-        self.expire_time = float("inf")
+        self.expire_time, self.need_send, self.sending = expire_time, need_send, 0
 
 
 class Response(SimpleNamespace):
@@ -926,6 +933,50 @@ def test_blocks_of_a_prefill_that_was_given_up_after_a_failed_write_are_held_as_
     run(case)
 
 
+def test_blocks_are_held_after_a_failed_write_though_the_release_has_let_go_of_the_transfer() -> None:
+    """Another prefill of the transfer was given up before. A third one's blocks are held by their own writes alone."""
+
+    async def case(worker: Worker) -> None:
+        asked = await failed_early(worker)
+        worker.reqs_need_send.pop("t").ready.set()
+        worker.held("p", "t")
+        await asked
+        await turns()
+        assert [entry.p_req_id for entry in worker.reqs_need_send.values()] == ["p"]
+        worker.reqs_need_send["t"] = Entry("q", "t", [], asyncio.Event())
+        worker.held("q", "t")
+        await turns()
+        worker.held("r", "u")
+        await turns()
+        assert worker.finished_sending_reqs == {"q", "r"}
+
+    run(case)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "dropped by the next"])
+def test_blocks_are_held_for_the_release_s_time_after_the_failed_write(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(worker: Worker) -> None:
+        monkeypatch.setattr(envs, "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", 0)
+        asked = await failed_early(worker)
+        monkeypatch.setattr(envs, "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", 480)
+        if again:
+            worker.reqs_need_send.pop("t").ready.set()
+            await asked
+            worker.written.clear()
+            asked = await failed_early(worker)
+            assert len(worker.livepatch_writes._failed) == 1
+        worker.held("p", "t")
+        await asked
+        await turns()
+        (entry,) = worker.reqs_need_send.values()
+        left = entry.expire_time - time.perf_counter()
+        assert 470 < left <= 480 if again else left <= 0  # what is over the release gives back with the next step
+
+    run(case)
+
+
 def test_nothing_leaves_early_where_several_workers_of_prefills_write_for_one_of_decodes() -> None:
     async def case(worker: Worker) -> None:
         worker.tp_size = 2
@@ -1115,6 +1166,33 @@ def test_when_nothing_is_followed_any_more_all_is_given_back_or_held() -> None:
     prefills, _, one = begun(10)
     finished(prefills, (False, None), one)
     assert prefills.leave() == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.leave() is None
+
+
+def test_when_nothing_is_followed_any_more_what_is_read_is_still_held_when_it_is_given_up() -> None:
+    prefills, _, one = begun(10)
+    back = {"whole": {}, "back": ["t"], "over": [], "held": {}}
+    assert prefills.leave() == back
+    assert prefills.leave() is None
+    assert finished(prefills, (False, None), one) == ((True, None), {"u"})
+    one.is_finished = lambda: True
+    assert prefills.leave() == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.leave() is None
+
+
+@pytest.mark.parametrize("what", ["preempted", "ended"])
+def test_when_nothing_is_followed_any_more_blocks_that_were_given_back_are_not_held(what: str) -> None:
+    """Of one that is preempted the step that computes on its blocks waits, as before."""
+    prefills, _, one = begun(10)
+    back = {"whole": {}, "back": ["t"], "over": [], "held": {}}
+    assert prefills.leave() == back
+    if what == "preempted":
+        one.num_preemptions = 1
+    else:
+        one.is_finished = lambda: True
+    assert prefills.leave() == (back if what == "preempted" else None)
+    one.num_preemptions = 0
+    assert finished(prefills, (False, None), one) == ((False, None), {"t", "u"})
     assert prefills.leave() is None
 
 

@@ -1,0 +1,90 @@
+"""The same engines as in mooncake_layerwise.py: prefills that are given up while their blocks may be read; prints JSON.
+
+`mooncake_given_up.py PATIENCE`. The last case leaves the patch aside.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mooncake_layerwise as chunk
+import mooncake_sides as sides
+import real_scheduler as real
+import vllm
+from mooncake_layerwise import PATIENCE, RESULT, Pair
+from mooncake_sides import wait
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+
+def after_another(pair: Pair) -> Any:
+    """An early write fails; another prefill of the transfer is given up before it begins, and then the first one."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("first")
+    prefill.compute("first", content=21)
+    link.refuse = 1
+    prefill.step()
+    wait(lambda: not link.refuse, PATIENCE)
+    assert pair.settled()
+    prefill.compute("second", content=21, transfer="first")
+    prefill.abort("p-second")
+    prefill.step()
+    assert wait(lambda: "first" not in prefill.worker.reqs_need_send)
+    prefill.abort("p-first")
+    prefill.step()
+    link.refuse = 0
+    prefill.fill(8)  # more than is free
+    held = prefill.taken()
+    link.later()
+    return held, pair.came(places, content=21), chunk.expired(pair, "first"), pair.left()
+
+
+def aside(pair: Pair) -> Any:
+    """The scheduler's side stands aside amid an early write that does not end, and then its prefill is given up."""
+    prefill, link = pair.prefill, pair.prefill.link
+    places = pair.ask("aside")
+    prefill.compute("aside", content=22)
+    begun = link.begun
+    link.open.clear()
+    prefill.step()
+    under_way = wait(lambda: link.begun > begun, PATIENCE)
+    chunk.wait_at_most(PATIENCE)
+    prefills = getattr(prefill.scheduler.connector.connector_scheduler, "_livepatch_prefills", None)
+    if prefills is not None:
+        prefills._allot = None
+    prefill.step()
+    prefill.abort("p-aside")
+    prefill.step()
+    prefill.fill(8)
+    held = prefill.taken()
+    link.open.set()
+    assert pair.settled()
+    return under_way, held, pair.came(places, content=22), pair.outcome("aside", places, PATIENCE * 10), pair.left()
+
+
+CASES = (after_another, aside)
+
+
+def main() -> None:
+    real.quiet()
+    os.environ[chunk.ABORT] = "600"
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
+        init_none_hash(sha256)
+        pair = Pair(model_config)
+        result = {case.__name__: case(pair) for case in CASES}
+    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
+    atexit._run_exitfuncs()  # the bundle's last report
+    os._exit(0)  # sockets that wait would be waited for
+
+
+if __name__ == "__main__":
+    main()
