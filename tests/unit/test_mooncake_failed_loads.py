@@ -575,6 +575,7 @@ def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
         decode = Held(settles)
 
         async def release(address: str, pulls: Any) -> None:
+            pulls = pulls.copy() if settles else pulls
             decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields}))
             decode.report(pulls, fields["err_msg"] or "transfer failed")
 
@@ -859,6 +860,14 @@ def test_a_load_that_ends_well_goes_on_as_it_is() -> None:
     output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"d"})
     keeper.update_connector_output(lambda output: None, None, (output,), {})
     assert request.num_computed_tokens == 32
+
+
+def test_who_loads_nothing_by_this_connector_is_not_followed() -> None:
+    """As another connector's of a MultiConnector: nobody would say when it has ended."""
+    keeper = Keeper(PatchContext("mooncake-failed-loads", {}, {}, lambda: None))
+    request = SimpleNamespace(request_id="d")
+    keeper.update_state_after_alloc(lambda *args: None, None, (request, SimpleNamespace(blocks=([],)), 0), {})
+    assert not keeper._loads
 
 
 def test_what_workers_say_is_told_by_builtin_types() -> None:
