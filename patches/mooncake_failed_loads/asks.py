@@ -33,6 +33,7 @@ class Asked(dict[str, Any]):
 
     def __init__(self, pulls: Mapping[str, Any]) -> None:
         super().__init__(pulls)
+        self.engines = {pull.remote_engine_id for pull in pulls.values()}
         self.open = set(pulls)  # not answered
         self.held: dict[str, str] = {}  # whose load may still be written; from 0.30.0 on the key of what is held
         self.named: set[str] = set()  # in an answer, from 0.30.0 on

@@ -11,6 +11,9 @@ import contextlib
 import time
 from urllib.parse import urlsplit
 
+WATCHED = 5
+"""Looks that are further apart than so many times LOOK_SECONDS do not belong together: another may have lived since."""
+
 
 class Peers:
     """What is known of addresses (`tcp://HOST:PORT`). Each is looked at once in `seconds`, whoever asks."""
@@ -30,7 +33,8 @@ class Peers:
         if now - self._looked.get(address, float("-inf")) >= self._seconds:
             self._looked[address] = now
             if await _refuses(address, self._seconds):
-                self._refused[address] = (self._refused.get(address, (now, now))[0], now)
+                first, last = self._refused.get(address, (now, now))
+                self._refused[address] = (first if now - last < WATCHED * self._seconds else now, now)
             else:
                 self._refused.pop(address, None)
         first, last = self._refused.get(address, (now, now))

@@ -251,7 +251,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def forget(worker: Any, address: str, asked: Asked) -> None:
         """Ask the bootstrap server anew when the next request comes: an engine that is back has another address."""
-        for engine in {pull.remote_engine_id for pull in asked.values()}:
+        for engine in asked.engines:
             known = worker._remote_agents.get(engine, {})
             if any(address in stages.values() for stages in known.values()):
                 del worker._remote_agents[engine]
@@ -281,8 +281,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             args, kwargs = (args[0] if args else kwargs["remote_engine_id"], pulls), {}
         try:
             wrapped(*args, **kwargs)
-        except (KeyError, NotImplementedError) as error:
-            refuse_rest(worker, pulls, f"the prefill engine cannot be asked: {error}")
+        except Exception as error:  # as where not all of its workers are known: they register one by one
+            refuse_rest(worker, pulls, f"the prefill engine cannot be asked: {type(error).__name__}: {error}")
+            worker._remote_agents.pop(args[0] if args else kwargs["remote_engine_id"], None)  # ask who it is anew
             return
         for pull in pulls.values():
             setattr(pull, LOAD, Load(pull.pull_tasks_count))

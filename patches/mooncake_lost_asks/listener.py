@@ -55,12 +55,13 @@ class _Context:
 
 
 async def listening(livepatch: PatchContext, release: Call, worker: Any, *args: Any, **kwargs: Any) -> None:
-    own = worker.async_zmq_ctx
-    worker.async_zmq_ctx = _Context(livepatch, worker)
+    own, ours = worker.async_zmq_ctx, _Context(livepatch, worker)
+    worker.async_zmq_ctx = ours
     try:
         await release(*args, **kwargs)
     finally:
-        worker.async_zmq_ctx = own
+        if worker.async_zmq_ctx is ours:  # else it may be another patch's: of an engine that decodes, too
+            worker.async_zmq_ctx = own
         if worker.side_channel_port:
             keep(livepatch, worker.hostname, worker.side_channel_port)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .bootstrap import known
 from .listener import listening
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ Call = Callable[..., Any]
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 WORKER = f"{MODULE}:MooncakeConnectorWorker"
+SERVER = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils:MooncakeBootstrapServer"
 
 STATE = "_livepatch_asks"
 """Attribute of a prefill engine's worker: its `_Asks`."""
@@ -277,7 +279,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             asks.given_up.pop(transfer, None)
             if transfer in asks.let_go and transfer not in kept and not asks.let_go[transfer].asks:
                 del asks.let_go[transfer]  # what was let go has ended; this is another
-        given_up = metadata.reqs_not_processed
+        given_up = metadata.reqs_not_processed - gone_on(metadata, kept)
         for transfer in given_up:
             asks.give_up(transfer)
         metadata.reqs_not_processed = {transfer for transfer in given_up if transfer in kept or transfer in begun_now}
@@ -291,10 +293,26 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def listen(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         return listening(livepatch, wrapped, worker, *args, **kwargs)
 
+    def query(wrapped: Call, server: Any, args: Any, kwargs: Any) -> Any:
+        return known(livepatch, wrapped)
+
     return {
+        f"{SERVER}.query": query,
         f"{WORKER}.send_kv_to_decode": send_kv_to_decode,
         f"{WORKER}.record_send_reqs": record_send_reqs,
         f"{WORKER}._mooncake_sender_listener": listen,
+    }
+
+
+def gone_on(metadata: Any, kept: Mapping[str, Any]) -> set[str]:
+    """Transfers of which a prefill was given up, and another one has begun since, or ended.
+
+    The release would forget these, and then be asked to send what it does not know.
+    """
+    return {
+        transfer
+        for name, (transfer, blocks) in metadata.reqs_to_send.items()
+        if transfer in kept and (blocks or kept[transfer].p_req_id not in ("", name))
     }
 
 

@@ -48,6 +48,21 @@ def test_gone_is_who_refuses_at_two_looks_and_is_not_back(monkeypatch: pytest.Mo
         assert [gone(address, at) for at in (107.9, 108, 109)] == [True, False, False]
 
 
+def test_looks_at_one_address_that_are_far_apart_are_not_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another prefill engine may have got its port, and have ended just now."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("vllm_livepatch.patches.mooncake_failed_loads.peers.time.monotonic", lambda: clock.now)
+    peers = Peers(2.0)
+    with listening() as address:
+        pass
+
+    def gone(at: float) -> bool:
+        clock.now = at
+        return asyncio.run(peers.gone(address))
+
+    assert [gone(at) for at in (100, 102, 112, 114, 123.9)] == [False, True, False, True, True]
+
+
 def test_while_it_is_looked_again_who_was_gone_once_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another prefill engine may have got its port."""
     clock = SimpleNamespace(now=100.0)
@@ -284,7 +299,10 @@ def test_to_0_29_what_was_never_sent_is_reported_at_once_though_prefill_is_well(
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("error", [KeyError("no such rank"), NotImplementedError("of another size")])
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("no such rank"), NotImplementedError("of another size"), AssertionError("3 of 2"), ZeroDivisionError()],
+)
 @pytest.mark.parametrize(("blocks", "expected"), [([[3, 4]], ({"d"}, {3, 4})), ([], (set(), set()))])
 def test_who_cannot_be_asked_has_nothing_to_answer(error: Exception, blocks: list[Any], expected: Any) -> None:
     """An ask for no blocks only lets go: no request waits for it."""
@@ -299,6 +317,7 @@ def test_who_cannot_be_asked_has_nothing_to_answer(error: Exception, blocks: lis
         decode.call("receive_kv", release, "p", {"d": decode.pull})
         await asyncio.sleep(0)
         assert decode.reported() == expected
+        assert "p" not in decode._remote_agents, "asked for anew: its workers register one by one"
 
     asyncio.run(play())
 
@@ -556,6 +575,7 @@ def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
         decode = Held(settles)
 
         async def release(address: str, pulls: Any) -> None:
+            pulls = pulls.copy() if settles else pulls
             decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields}))
             decode.report(pulls, fields["err_msg"] or "transfer failed")
 
@@ -645,6 +665,36 @@ def test_an_answer_that_is_overdue_is_listened_for(
                 assert decode.word().over == set(word.held)
             else:
                 assert decode.word() is None
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+def test_an_engine_is_asked_for_anew_though_all_of_an_ask_was_reported_before_it_was_gone() -> None:
+    """0.33.0 takes out of an ask what is reported."""
+
+    async def play() -> None:
+        decode = Held()
+        asked: list[Any] = []
+
+        async def release(address: str, pulls: Any) -> None:
+            asked.append(pulls.copy())
+            await decode.async_zmq_ctx.socket("dealer").send(b"an ask")
+            decode._xfer_resp_decoder.decode(
+                SimpleNamespace(**{**ANSWER, "err_reqs": ["d"], "err_msg": "Mooncake transfer engine returned -1"})
+            )
+            asked[0].pop("d")
+
+        with listening() as address:
+            decode._remote_agents["p"][0][0] = address
+            ask = asyncio.ensure_future(
+                decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
+            )
+            while not asked:
+                await asyncio.sleep(0)
+            assert "p" in decode._remote_agents
+        await asyncio.wait_for(ask, 60)
+        assert "p" not in decode._remote_agents
         assert not decode.aside
 
     asyncio.run(play())
@@ -810,6 +860,14 @@ def test_a_load_that_ends_well_goes_on_as_it_is() -> None:
     output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"d"})
     keeper.update_connector_output(lambda output: None, None, (output,), {})
     assert request.num_computed_tokens == 32
+
+
+def test_who_loads_nothing_by_this_connector_is_not_followed() -> None:
+    """As another connector's of a MultiConnector: nobody would say when it has ended."""
+    keeper = Keeper(PatchContext("mooncake-failed-loads", {}, {}, lambda: None))
+    request = SimpleNamespace(request_id="d")
+    keeper.update_state_after_alloc(lambda *args: None, None, (request, SimpleNamespace(blocks=([],)), 0), {})
+    assert not keeper._loads
 
 
 def test_what_workers_say_is_told_by_builtin_types() -> None:

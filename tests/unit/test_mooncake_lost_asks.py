@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_livepatch.patches.mooncake_lost_asks import listener
+from vllm_livepatch.patches.mooncake_lost_asks import bootstrap, listener
 from vllm_livepatch.patches.mooncake_lost_asks import wrappers as patch
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -274,6 +275,83 @@ def test_the_release_is_told_of_what_it_knows_alone() -> None:
         assert reported == [{"kept", "begun"}]
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "goes_on"), [("p", [], False), ("p", [1], True), ("another", [], True), ("another", [1], True)]
+)
+def test_a_prefill_that_came_after_the_one_that_was_given_up_goes_on(
+    name: str, blocks: list[int], goes_on: bool
+) -> None:
+    reported: list[set[str]] = []
+
+    async def release(metadata: Any) -> None:
+        reported.append(metadata.reqs_not_processed)
+
+    async def play() -> None:
+        prefill = Prefill()
+        prefill.reqs_need_send["t"] = entry()
+        prefill.reqs_need_send["t"].p_req_id = "p"
+        metadata = SimpleNamespace(reqs_to_send={name: ("t", blocks)}, reqs_not_processed={"t"})
+        await prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {})
+        assert reported == [set() if goes_on else {"t"}]
+        assert prefill.reqs_need_send["t"].ready.is_set() is not goes_on, "who waits for it hears that it will not come"
+        assert ("t" in getattr(prefill, patch.STATE).given_up) is not goes_on
+
+    asyncio.run(play())
+
+
+# The bootstrap server
+
+
+def known(engines: Any, ranks: Any, stages: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, PatchContext]:
+    async def release() -> Any:
+        return engines
+
+    groups = SimpleNamespace(
+        _TP=ranks and SimpleNamespace(world_size=ranks), _PP=stages and SimpleNamespace(world_size=stages)
+    )
+    monkeypatch.setitem(sys.modules, bootstrap.GROUPS, groups)
+    context = PatchContext("mooncake-lost-asks", {}, {}, lambda: None)
+    query = patch.wrappers(context)[f"{patch.SERVER}.query"]
+    return asyncio.run(query(release, "the server", (), {})), context
+
+
+def engine(*workers: tuple[int, int]) -> Any:
+    of: dict[int, dict[int, str]] = {}
+    for rank, stage in workers:
+        of.setdefault(rank, {})[stage] = "tcp://somewhere"
+    return SimpleNamespace(worker_addr=of)
+
+
+@pytest.mark.parametrize(
+    ("workers", "whole"),
+    [
+        ([(0, 0)], False),
+        ([(1, 0), (1, 1)], False),
+        ([(0, 0), (0, 1), (1, 1)], False),
+        ([(0, 0), (0, 1), (1, 1), (1, 0)], True),
+    ],
+)
+def test_an_engine_is_named_when_all_of_its_workers_are_known(
+    workers: list[tuple[int, int]], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = {0: engine((0, 0), (0, 1), (1, 0), (1, 1)), 1: engine(*workers)}
+    found, context = known(engines, 2, 2, monkeypatch)
+    assert set(found) == ({0, 1} if whole else {0})
+    assert context.counters == ({} if whole else {"not_whole": 1})
+
+
+def test_a_bootstrap_server_that_stands_alone_names_all_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = {0: engine((0, 0))}
+    assert known(engines, None, None, monkeypatch)[0] == engines
+
+
+def test_where_it_cannot_be_told_which_are_whole_the_release_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = {0: "of another kind"}
+    found, context = known(engines, 1, 1, monkeypatch)
+    assert found is engines
+    assert context.aside
 
 
 def test_who_asks_for_nothing_is_told_of_no_error() -> None:
@@ -769,6 +847,20 @@ def test_while_the_process_lives_its_port_refuses_nobody() -> None:
     with socket.create_connection((worker.hostname, worker.side_channel_port), 60):
         pass
     assert worker.async_zmq_ctx is worker.own
+
+
+def test_a_listener_that_fails_leaves_what_another_patch_has_put_in_the_contexts_place() -> None:
+    """`mooncake-failed-loads`, of an engine that decodes, too: it would not know any more what was sent."""
+
+    class Both(Listening):
+        async def listen(self, ready: str) -> None:
+            self.async_zmq_ctx.socket("ROUTER")
+            self.async_zmq_ctx = "another's"
+            raise ConnectionError("the listener's own")
+
+    worker = Both()
+    worker.run(PatchContext("mooncake-lost-asks", {}, {}, lambda: None))
+    assert worker.async_zmq_ctx == "another's"
 
 
 def test_a_listener_that_fails_before_it_has_a_socket_leaves_the_context_as_it_was() -> None:

@@ -37,6 +37,9 @@ import mooncake_sides as sides
 import real_scheduler as real
 import vllm
 import zmq
+from mooncake_registering import CASES as REGISTERING
+from mooncake_registering import HEADS
+from mooncake_registering import address as at
 from mooncake_sides import Side, decoding, prefilling, wait
 from ports import free_port
 
@@ -69,6 +72,8 @@ class Taken:
 
 class Pair:
     """A prefill engine and a decode engine."""
+
+    OWN = OWN
 
     def __init__(self, prefill: Side, decode: Side) -> None:
         self.prefill, self.decode = prefill, decode
@@ -219,6 +224,22 @@ def begun_again(pair: Pair) -> Any:
     pair.leg("again", [4, 5])
     pair.ask("again", [4, 5])
     return pair.loaded("again", [4, 5], 60), pair.let_go("again", 60)
+
+
+def begun_again_at_once(pair: Pair) -> Any:
+    """The same within one step, while decode waits; and another leg ends in the step in which the second one does."""
+    pair.ask("once-more", [4, 5])
+    pair.arrived("once-more")
+    first = pair.leg("once-more", [1, 2], None)
+    pair.prefill.finish(first, [1, 2], "FINISHED_ABORTED")
+    second = prefilling("p-once-more-2", "once-more", 2)
+    pair.prefill.admit(second, [4, 5])
+    pair.prefill.step()
+    beside = pair.leg("beside-it", [7, 8], None)
+    pair.prefill.finish(second, [4, 5], "FINISHED_LENGTH_CAPPED")
+    pair.end(beside, [7, 8])
+    pair.ask("beside-it", [7, 8])
+    return pair.loaded("once-more", [4, 5]), pair.loaded("beside-it", [7, 8])
 
 
 def no_leg(pair: Pair) -> Any:
@@ -436,11 +457,6 @@ def one_of_two(pair: Pair, other: Side) -> Any:
     return result
 
 
-def at(side: Side) -> str:
-    """Where a prefill worker takes asks."""
-    return f"tcp://127.0.0.1:{side.worker.side_channel_port}"
-
-
 def stray(pair: Pair) -> Any:
     """Somebody sends prefill a message of more parts than an ask has, and one that cannot be read."""
     stranger = zmq.Context.instance().socket(zmq.DEALER)
@@ -480,7 +496,7 @@ class Mortal:
         if self.pid == 0:
             ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
             os.read(ours[0], 1)
-            serve(Side(model_config, "kv_producer", self.engine_id, port), theirs[1], finishes)
+            serve(Side(model_config, "kv_producer", self.engine_id, port, heads=HEADS), theirs[1], finishes)
         self._tell, self._hear = ours[1], theirs[0]
 
     def start(self) -> None:
@@ -535,6 +551,7 @@ CASES = (
     aborted,
     aborted_in_queue,
     begun_again,
+    begun_again_at_once,
     no_leg,
     unreachable,
     unknown,
@@ -550,17 +567,17 @@ def main() -> None:
     real.quiet()
     os.environ[ABORT] = "600"
     with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
+        model_config = real.make_model_config(Path(directory), HEADS)
         sides.begin_distributed(model_config, Path(directory) / "rendezvous")
         port = free_port()
         mortals = [Mortal(model_config, port, finishes) for finishes in (False, True)]
-        prefill = Side(model_config, "kv_producer", "prefill", free_port())
-        decode = Side(model_config, "kv_consumer", "decode", free_port())
+        prefill = Side(model_config, "kv_producer", "prefill", free_port(), heads=HEADS)
+        decode = Side(model_config, "kv_consumer", "decode", free_port(), heads=HEADS)
         pair = Pair(prefill, decode)
-        result: dict[str, Any] = {case.__name__: case(pair) for case in (*CASES, *LET_GO)}
+        result: dict[str, Any] = {case.__name__: case(pair) for case in (*CASES, *LET_GO, *REGISTERING)}
         result["killed"] = killed(pair, *mortals)
         # What stock never answers keeps its tasks for good.
-        apart = Side(model_config, "kv_producer", "apart", free_port(), num_workers=1)
+        apart = Side(model_config, "kv_producer", "apart", free_port(), heads=HEADS, num_workers=1)
         if hasattr(decode.module.MooncakeXferMetadata, "remote_pp_size"):  # a prefill engine may have several stages
             result["one_of_two"] = one_of_two(pair, apart)
         result |= {case.__name__: case(Pair(apart, decode)) for case in LAST}

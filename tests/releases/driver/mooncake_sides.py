@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector import utils
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -130,6 +132,18 @@ def begin_distributed(model_config: Any, rendezvous: Path) -> None:
         ensure_model_parallel_initialized(1, 1)
 
 
+@contextmanager
+def ranked(rank: int, size: int) -> Iterator[None]:
+    """Workers that are made now are of this rank, and an engine has so many."""
+    group, world = parallel_state.get_tp_group(), parallel_state.get_world_group()
+    was = group.rank_in_group, group.world_size, world.local_rank
+    group.rank_in_group, group.world_size, world.local_rank = rank, size, rank
+    try:
+        yield
+    finally:
+        group.rank_in_group, group.world_size, world.local_rank = was
+
+
 def cache_shape(heads: int) -> tuple[int, ...]:
     """The shape that the release's CPU backend gives a cache."""
     # From 0.29 the layout is the configuration's, and K and V of a block lie together.
@@ -152,6 +166,7 @@ class Side:
     ) -> None:
         os.environ["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(port)
         self.port, self.engine_id, self.size, self.heads = port, engine_id, size, heads // size
+        self.model_config = model_config
         config = make_config(model_config, role, engine_id, extra, size)
         groups = MODEL.groups(self.heads)
         cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
