@@ -1,6 +1,6 @@
 """A MultiConnector's metrics with Mooncake's connector as a child, of each release that has the fault, stock and patched.
 
-One release of each form of the code is run, and the one that has it mended; the others by hand.
+One release of each form of the code is run, the one that has it mended, and one before; the others by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def releases(verdict: str) -> list[str]:
     return found
 
 
-NEEDED, FIXED = releases("needed"), releases("fixed-upstream")
+NEEDED, FIXED, WITHOUT = releases("needed"), releases("fixed-upstream"), releases("not-present")
 SHOWN = {"before": 1.0, "after": 2.0, "raised": None, "logged": True}
 
 
@@ -36,6 +36,17 @@ def outcome(run: dict[str, object]) -> dict[str, object]:
 def test_stock_asserts_and_shows_nothing(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     run = warm.run(DRIVER, {"vllm": release}, tmp_path)
     assert outcome(run) == {**SHOWN, "after": 1.0, "raised": "MooncakeConnector is not"}
+
+
+@pytest.mark.parametrize("release", WITHOUT)
+def test_before_the_fault(release: str, warm: interpreter.Interpreter, mooncake: list[Path], tmp_path: Path) -> None:
+    """To 0.20.2 Mooncake's connector tells nothing, so that nothing of it is asserted, and NIXL's is shown.
+
+    To 0.18.1 it cannot be imported without Mooncake.
+    """
+    run = warm.run(DRIVER, {"vllm": release}, tmp_path, path=mooncake)
+    assert run["tell"] == ["NixlConnector"]
+    assert outcome(run) == {**SHOWN, "logged": False}, "Mooncake's is not logged either"
 
 
 @pytest.mark.parametrize("release", FIXED)

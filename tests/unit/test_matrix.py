@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.sitecustomize.decision import Patch, Variant
+from vllm_livepatch.sitecustomize.decision import Installed, Patch, Variant
 from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.commands.matrix import Cell, Matrix
 from vllm_livepatch.tools.errors import UserError
@@ -52,6 +52,22 @@ def test_json_is_as_in_the_contract_and_says_how_it_is_known() -> None:
     assert described["releases"][:2] == ["vllm==1.0", "vllm==1.1"]
     assert described["patches"]["one-patch"]["vllm==1.2"] == "unverified"
     assert described["known"]["one-patch"] == {f"vllm=={release}": cell.known for (_, release), cell in CELLS.items()}
+
+
+def test_what_was_run_counts_for_the_code_that_is_known_or_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "executed", lambda: {"one-patch": {"vllm": ["0.9", "1.0", "1.1"]}})
+    monkeypatch.setattr(matrix, "executed_by_hand", lambda: {"one-patch": {"vllm": frozenset({"0.8"})}})
+
+    def known(release: str, fingerprint: str | None) -> tuple[str, str]:
+        cell = matrix._cell(PATCH, "vllm", Installed(release, {"vllm.a:f": fingerprint}))
+        return cell.verdict, cell.known
+
+    assert known("1.0", "0" * 16) == ("needed", "executed")
+    assert known("1.1", "0" * 16) == ("unverified", "read"), "the form does not list it"
+    assert known("1.0", "1" * 16) == ("drifted", "read"), "what was run is not this code"
+    assert known("0.9", None) == ("not-present", "executed")
+    assert known("0.8", None) == ("not-present", "executed by hand")
+    assert known("0.7", None) == ("not-present", "read")
 
 
 def test_the_table_goes_between_the_markers(tmp_path: Path) -> None:

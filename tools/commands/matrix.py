@@ -161,7 +161,8 @@ def _cell(patch: Patch, package: str, found: Installed) -> Cell:
     release = found.release if own else found.companions.get(package)
     version = public_release(release or "")
     known: Known = "read"
-    if form is not None and version in form.releases:
+    # A release that has none of the code has no form either, and what was run there is what there is instead.
+    if version in form.releases if form is not None else verdict == "not-present":
         if version in executed().get(patch.name, {}).get(package, ()):
             known = "executed"
         elif version in executed_by_hand().get(patch.name, {}).get(package, ()):

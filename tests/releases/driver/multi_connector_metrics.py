@@ -23,17 +23,29 @@ import vllm
 from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
+except ImportError:  # to 0.18.1
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPrometheus as KVConnectorProm
 
 CHILDREN = ("MooncakeConnector", "NixlConnector")
 
 
+def tells(name: str) -> bool:
+    """Whether the release has this connector tell anything of its transfers."""
+    kind = KVConnectorFactory.get_connector_class_by_name(name)
+    return bool(kind.get_kv_connector_stats is not KVConnectorBase_V1.get_kv_connector_stats)
+
+
 def stats(*names: str) -> Any:
-    """What children tell of one failed transfer each, as it comes to the API server."""
+    """What children tell of one failed transfer each, as it comes to the API server: those that tell anything."""
     stats = KVConnectorFactory.get_connector_class_by_name("MultiConnector").build_kv_connector_stats()
-    for name in names:
+    for name in filter(tells, names):
         connector = KVConnectorFactory.get_connector_class_by_name(name)
         stats[connector.__name__] = connector.build_kv_connector_stats()
         stats[connector.__name__].record_failed_transfer()
@@ -76,6 +88,7 @@ def main() -> None:
         "after": shown(),
         "raised": raised,
         "logged": all(name in str(logged) for name in ("MooncakeConnector", "Nixl")),
+        "tell": [name for name in CHILDREN if tells(name)],
     }
     print(json.dumps(result), file=RESULT, flush=True)
 

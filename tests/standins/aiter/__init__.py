@@ -2,7 +2,7 @@
 """A stand-in for the part of AITER's interface that vLLM's MoRI expert parallelism uses, since tests lack its GPUs.
 
 It quantises for real, to FP8 in plain torch, and keeps a record of it for the tests: `quantised` names the type of each
-tensor that was quantised, in order.
+tensor that was quantised, in order; `computed_on` has what each call of the experts computed on, and its scales.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 quantised: list[str] = []
+computed_on: list[tuple[Any, Any]] = []
+"""The tokens' values (rows), restored where they were quantised, and what each was scaled by, or None."""
 
 Quantise = Callable[..., tuple[Any, Any]]
 

@@ -35,9 +35,11 @@ def fused_moe(
         if tokens.dtype != w1.dtype:
             tokens, a1_scale = aiter.get_hip_quant(kind)(tokens, scale=a1_scale, quant_dtype=w1.dtype)
         assert a1_scale is not None, "a quantised input needs its scale"
-        values = restored(tokens, a1_scale if a1_scale.numel() > 1 else a1_scale.view(1, 1))
+        scale = a1_scale if a1_scale.numel() > 1 else a1_scale.view(1, 1)
+        values, scales = restored(tokens, scale), restored(torch.ones(tokens.shape), scale)
     else:
-        values = tokens.float()
+        values, scales = tokens.float(), None
+    aiter.computed_on.append((values, scales))
     gate_up, down = restored(w1, w1_scale), restored(w2, w2_scale)
     out = torch.zeros(values.shape[0], down.shape[1])
     for row in range(values.shape[0]):
