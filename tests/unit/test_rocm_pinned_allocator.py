@@ -34,8 +34,10 @@ class Allocator:
         self.context = PatchContext("rocm-pinned-allocator", {"STEP_GB": 1.0}, {}, lambda: None)
         self.wrapper = patch.wrappers(self.context)[f"{patch.LAZY[0]}:LazyMemoryAllocator._pin_memory_chunk"]
 
-    def pin(self, offset: int, size: int) -> None:
+    def pin(self, offset: int, size: int, error: Exception | None = None) -> None:
         def pin(offset: int, size: int) -> None:
+            if error is not None:
+                raise error
             runtime = getattr(self, "_cudart", None)
             if runtime is not None:
                 runtime.cudaHostRegister(offset, size, 0)
@@ -77,3 +79,14 @@ def test_what_the_system_refuses_is_not_recorded_and_what_is_pinned_stays() -> N
         allocator.pin(4 * MIB, 8 * MIB)
     assert allocator._pin_record == [(0, 4 * MIB)]
     assert allocator.context.counters == {"pinned_mib": 4, "pin_failures": 1}
+
+
+def test_what_the_release_raises_is_said_with_what_is_pinned() -> None:
+    """Releases after 0.5.0 raise themselves."""
+    allocator = Allocator(None)
+    allocator.pin(0, 4 * MIB)
+    refused = RuntimeError("out of memory")
+    with pytest.raises(patch.PinError, match=r"failed \(out of memory\): asked for 8 MiB more, 4 MiB of 64") as raised:
+        allocator.pin(4 * MIB, 8 * MIB, refused)
+    assert raised.value.__cause__ is refused
+    assert allocator._pin_record == [(0, 4 * MIB)]
