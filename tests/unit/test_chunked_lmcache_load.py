@@ -303,3 +303,96 @@ def test_a_further_part_is_counted_as_loaded_where_the_release_counts() -> None:
     assert (request.num_external_computed_tokens, loads.scheduler.connector_prefix_cache_stats.hits) == (192, 192)
     assert reported == [{"num_prompt_tokens": 200, "num_local_cached_tokens": 0, "num_external_cached_tokens": 192}]
     assert (request.num_computed_tokens, tracker.state) == (192, "waits")
+
+
+# What a step and an end leave behind
+
+
+class Slots:
+    """The pool's manager: as many blocks as anybody asks for."""
+
+    def allocate_slots(self, request: Any, tokens: int) -> str:
+        return f"blocks of {request.request_id}"
+
+
+def test_who_does_not_fit_finds_no_blocks_until_the_step_ends() -> None:
+    loads = with_pool(0)
+    loads.end_step()  # of a step in which all fitted
+    pool = loads.scheduler.kv_cache_manager = Slots()
+    one, two = asks(16), asks(32)
+    loads.refused = one.request_id
+    assert loads.look_no_further()
+    assert pool.allocate_slots(one, 16) is None
+    assert pool.allocate_slots(request=one, tokens=16) is None
+    assert pool.allocate_slots(two, 32) == "blocks of 32-0"
+    assert not loads.livepatch.aside
+    loads.end_step()
+    assert vars(pool) == {}, "nothing of the patch stays on it"
+    assert pool.allocate_slots(one, 16) == "blocks of 16-0"
+
+
+def load_of(loads: Any, state: str, at: int) -> tuple[Any, list[tuple[int, int]]]:
+    """A load of 192 tokens of which `at` are there; and what is unlocked from now on."""
+    unlocked: list[tuple[int, int]] = []
+
+    def free_lookup_locks(token_ids: list[int], start: int, end: int, request_id: str) -> None:
+        unlocked.append((start, end))
+
+    loads.connector.scheduler_adapter.free_lookup_locks = free_lookup_locks
+    tracker = SimpleNamespace(
+        request_id="one", all_token_ids=[], state=SimpleNamespace(name=state), num_lmcache_hit_tokens=at
+    )
+    loads.connector.request_trackers["one"] = tracker
+    request = SimpleNamespace(request_id="one", num_tokens=200)
+    return patch._Load(request, tracker, 0, at, 192, 192), unlocked
+
+
+@pytest.mark.parametrize(
+    ("state", "hit", "expected"), [("PREFETCHING", 192, []), ("WAITING_FOR_LOAD", 64, [(64, 192)])]
+)
+def test_where_the_patch_stands_aside_each_load_is_the_releases_again(
+    state: str, hit: int, expected: list[tuple[int, int]]
+) -> None:
+    """One that was not let in may be loaded whole; of one that was, what is not loaded any more is unlocked."""
+    loads = with_pool(100)
+    load, unlocked = load_of(loads, state, 64)
+    loads.loads["one"] = load
+    loads.livepatch.withdraw()
+    assert (load.tracker.num_lmcache_hit_tokens, unlocked) == (hit, expected)
+
+
+@pytest.mark.parametrize(
+    ("state", "loads_it", "expected"),
+    [
+        ("PREFETCHING", True, [(0, 192)]),  # nothing of it was loaded
+        ("PREFETCHING", False, [(0, 64)]),  # it was looked up, and no load begun: all that the tracker has
+        ("READY", True, [(64, 192)]),
+        ("READY", False, []),
+    ],
+)
+def test_a_request_that_ends_unlocks_what_it_has_not_loaded(
+    state: str, loads_it: bool, expected: list[tuple[int, int]]
+) -> None:
+    loads = with_pool(100)
+    load, unlocked = load_of(loads, state, 64)
+    if loads_it:
+        loads.loads["one"] = load
+    loads.finished(load.request)
+    assert unlocked == expected
+    assert loads.loads == {}
+    loads.finished(SimpleNamespace(request_id="another"))  # which the connector never heard of
+    assert unlocked == expected
+
+
+def test_only_a_request_that_comes_is_looked_up_in_the_prefix_cache() -> None:
+    """What runs holds its blocks: to look it up costs a walk over its blocks, and would count some of them twice."""
+    loads = with_pool(100, asks(320, computed=64, held=4))
+    looked_up: list[int] = []
+
+    def find_longest_cache_hit(hashes: Any, tokens: int) -> Any:
+        looked_up.append(tokens)
+        return ([list(range(tokens // 16))],)
+
+    loads.coordinator.find_longest_cache_hit = find_longest_cache_hit
+    assert loads.fits(asks(160), 64, 160)
+    assert looked_up == [159]

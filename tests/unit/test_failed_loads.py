@@ -200,3 +200,20 @@ def test_an_answer_of_an_unknown_step_leaves_those_under_way() -> None:
     assert (list(loads.steps), set(loads.withheld)) == (steps, {id(step) for step in steps[:2]})
     assert list(loads.answered(steps[1])) == ["a"]
     assert (list(loads.steps), loads.withheld) == (steps[2:], {})
+
+
+@pytest.mark.parametrize(
+    ("on_loss", "facts", "recomputes"),
+    [
+        ("recompute", {}, True),
+        ("recompute", {"fails_by_default": False}, False),  # there `fail` is an operator's choice
+        ("engine", {}, False),
+    ],
+)
+def test_a_lost_load_is_computed_where_nobody_chose_otherwise(
+    on_loss: str, facts: dict[str, Any], recomputes: bool
+) -> None:
+    scheduler = Scheduler.patched(PatchContext("failed-loads", {"ON_LOSS": on_loss}, facts, lambda: None))
+    scheduler.recompute_kv_load_failures = False
+    under_way(scheduler)
+    assert scheduler.recompute_kv_load_failures is recomputes

@@ -257,10 +257,11 @@ def test_with_the_patch_of_the_same_method_in_both_orders(first: str, clock: Clo
     assert scheduler.freed == ["a", "b"]
 
 
-@pytest.mark.parametrize("first", ["reaper", "stale"])
+@pytest.mark.parametrize("first", ["reaper", "stale", "alone"])
 def test_a_send_that_comes_late_is_not_that_of_a_later_request_with_the_id(first: str, clock: Clock) -> None:
     made = [reaper.wrappers(context()), stale.wrappers(PatchContext("stale-finished-recving", {}, {}, lambda: None))]
-    scheduler = scheduler_class(*(made if first == "reaper" else made[::-1]))(Connector())
+    order = {"reaper": made, "stale": made[::-1], "alone": made[:1]}
+    scheduler = scheduler_class(*order[first])(Connector())
     scheduler.hold("a")
     clock.now = 10
     scheduler._update_after_schedule()
@@ -308,6 +309,19 @@ def test_what_was_reaped_is_left_out_also_once_the_patch_stands_aside(clock: Clo
     livepatch.withdraw()
     scheduler._update_from_kv_xfer_finished(output("a"))
     assert livepatch.counters["late"] == 1
+
+
+@pytest.mark.parametrize(
+    ("received", "waits", "late"),
+    [("reaped", False, {"reaped"}), ("reaped", True, set()), ("stranger", False, set()), ("stranger", True, set())],
+)
+def test_only_a_receive_of_what_was_freed_here_is_late(received: str, waits: bool, late: set[str]) -> None:
+    """One that a later request of the same id waits for lets that request run; of others the release knows itself."""
+    watch = reaper.Watch(10)
+    watch.reaped["reaped"] = 1
+    reported = output()
+    reported.finished_recving = {received}
+    assert watch.late(reported, {received: Request(received)} if waits else {}) == late
 
 
 def test_a_receive_that_ends_begins_the_hold_for_the_send(clock: Clock) -> None:

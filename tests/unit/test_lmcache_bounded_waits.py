@@ -154,6 +154,18 @@ def test_of_a_server_that_was_restarted_nothing_is_kept(answered: bool) -> None:
     assert (adapter.late.context, adapter.late.chunks, adapter.filled, logged) == (None, [], [], [])
 
 
+@pytest.mark.parametrize("slots", [0, 2])
+def test_where_the_server_made_another_room_than_was_asked_for_nothing_is_said_to_be_filled(slots: int) -> None:
+    """Whoever reads it would read what was in that memory before."""
+    adapter = Adapter()
+    committed: list[str] = []
+    adapter.committed = lambda: committed.append("filled")
+    adapter.room = adapter.room * slots
+    with pytest.raises(ValueError, match=r"zip\(\)"):
+        adapter.late.fill()
+    assert committed == []
+
+
 def test_a_worker_that_shuts_down_fills_nothing() -> None:
     """LMCache's heartbeat may still be in its last ping."""
     adapter = Adapter()

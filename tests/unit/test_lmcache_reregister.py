@@ -123,3 +123,102 @@ def test_a_server_that_is_gone_is_not_asked_by_a_step(worker: Worker) -> None:
 def test_the_silence_begins_when_the_registration_was_sent(worker: Worker) -> None:
     worker.register(SILENT + 1.0)
     assert worker.known.in_doubt()
+
+
+def test_a_worker_that_has_registered_again_is_known(worker: Worker) -> None:
+    """Its stores and loads are asked for again, and the next heartbeat registers nobody."""
+    worker.beat(SILENT + 1.0)
+    assert (worker.registered, worker.known.in_doubt()) == (1, False)
+    worker.beat(SILENT + 2.0)
+    assert worker.registered == 1
+
+
+class Ends:
+    """A load's future."""
+
+    def __init__(self, ended: bool) -> None:
+        self.ended = ended
+
+    def query(self) -> bool:
+        return self.ended
+
+    def result(self, timeout: float | None = None) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("seconds", "future", "lost"),
+    [
+        (SILENT + 1.0, Ends(True), {5, 6}),
+        (SILENT + 1.0, Ends(False), set()),  # the server copies, and its answer will say how it went
+        (SILENT + 1.0, None, set()),  # not begun
+        (SILENT - 1.0, Ends(True), set()),
+    ],
+)
+def test_a_load_that_the_worker_copied_while_it_may_have_been_forgotten_has_failed(
+    worker: Worker, seconds: float, future: Ends | None, lost: set[int]
+) -> None:
+    adapter: Any = worker
+    adapter.retrieve_futures, adapter.error_block_ids = {}, set()
+
+    def retrieve(request_id: str) -> None:
+        worker.now = seconds
+        if future is not None:
+            adapter.retrieve_futures[request_id] = (future, [5, 6], "more")
+
+    worker.targets[f"{patch.ADAPTER}.submit_retrieve_request"](retrieve, worker, ("one",), {})
+    assert adapter.error_block_ids == lost
+    assert worker.context.counters == ({"load_in_doubt": 1} if lost else {})
+    assert not worker.context.aside
+    if future is not None:
+        kept, *rest = adapter.retrieve_futures["one"]
+        assert (kept.result(), rest) == (not lost, [[5, 6], "more"])
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_stores_of_earlier_registrations_end_before_their_blocks_are_overwritten(worker: Worker, needed: bool) -> None:
+    flushed: list[str] = []
+    first, second = Transfers(), Transfers()
+    for name, context in (("first", first), ("second", second)):
+        context.flush_inflight_stores = lambda name=name: flushed.append(name)  # type: ignore[attr-defined]
+        worker.transfer_ctx = context
+        worker.beat(worker.now + SILENT + 1.0)
+    del context, second
+    worker.transfer_ctx = Transfers()
+    worker.targets[f"{patch.ADAPTER}.handle_preemptions"](lambda needed: None, worker, (needed,), {})
+    assert flushed == (["first"] if needed else []), "of the second nobody keeps any stores"
+    assert not worker.context.aside
+
+
+class Asking:
+    """A heartbeat, in a thread of its own, that a server does not answer."""
+
+    def __init__(self, target: Any = None, daemon: bool = False) -> None:
+        self.joined: list[float | None] = []
+
+    def start(self) -> None: ...
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self, timeout: float | None = None) -> None:
+        self.joined.append(timeout)
+
+
+def test_a_step_waits_a_second_once_and_a_shutdown_until_the_server_is_asked_no_more(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache itself waits five seconds for its own heartbeat."""
+    monkeypatch.setattr(patch, "threading", SimpleNamespace(Thread=Asking, Event=threading.Event))
+    adapter: Any = worker
+    adapter._heartbeat = SimpleNamespace(_execute=lambda: None)
+    shutdown = worker.targets[f"{patch.ADAPTER}.shutdown"]
+    shutdown(lambda: None, worker, (), {})  # nobody was asked yet
+    worker.now = SILENT + 1.0
+    for _ in range(2):
+        worker.targets[f"{patch.ADAPTER}.submit_store_request"](lambda: None, worker, (), {})
+    asking: Any = worker.known.asking
+    assert asking.joined == [1.0]
+    shutdown(lambda: None, worker, (), {})
+    assert asking.joined == [1.0, 5.0]
+    assert not worker.context.aside

@@ -162,3 +162,85 @@ def test_a_peer_of_several_ranks_is_waited_for_until_hands_are_shaken_with_all(m
     worker = Worker(monkeypatch, answers=2.5)
     worker._remote_agents["answers:1"] = "the first one's agent"
     assert (worker.layers("answers"), worker.begun) == (2.5, ["answers"])
+
+
+# Waits for transfers
+
+
+class Status:
+    """A transfer that ends at a time, well or not."""
+
+    def __init__(self, clock: Clock, ends: float = math.inf, *, well: bool = True) -> None:
+        self.clock, self.ends, self.well = clock, ends, well
+
+    def Succeeded(self) -> bool:
+        return self.well and self.clock.now >= self.ends
+
+    def Failed(self) -> bool:
+        return not self.well and self.clock.now >= self.ends
+
+
+class Clock:
+    """Stands in for the module `time`: who sleeps lets it go on."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += max(seconds, 1e-6)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(patch, "time", found)
+    return found
+
+
+def test_a_wait_ends_with_the_last_transfer(clock: Clock) -> None:
+    assert patch.wait_for([Status(clock, 0.3), Status(clock, 0.1)], 1.0) == (0, None)
+    assert clock.now == pytest.approx(0.3, abs=0.01)
+
+
+def test_a_wait_ends_with_its_time(clock: Clock) -> None:
+    never = [Status(clock), Status(clock)]
+    assert patch.wait_for([Status(clock, 0.1), *never], 1.0) == (2, None)
+    assert clock.now == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_wait_ends_soon_after_a_transfer_has_failed_behind_one_that_is_pending(clock: Clock) -> None:
+    failed = Status(clock, 0.1, well=False)
+    assert patch.wait_for([Status(clock), failed, Status(clock)], 10.0) == (2, failed)
+    assert 0.1 <= clock.now < 0.2
+
+
+# Writes that wait for their peer
+
+
+def test_a_write_is_given_up_once_its_peer_has_named_no_blocks_for_the_time(clock: Clock) -> None:
+    clock.now = 100.0
+    options = {"HANDSHAKE_SECONDS": 1.0, "TRANSFER_SECONDS": 1.0, "DEFER_SECONDS": 1.0}
+    livepatch = PatchContext("moriio-timeouts", options, {}, lambda: None)
+    wrapper = patch.wrappers(livepatch)[f"{patch.ENGINE}:MoRIIOWriter._process_deferred_tasks"]
+    engine = SimpleNamespace(
+        lock=threading.Lock(), done_remote_allocate_req_dict={}, done_req_ids=[], transfer_status=[]
+    )
+
+    def task(name: str, since: float) -> Any:
+        return SimpleNamespace(request_id=name, transfer_id=name, enqueue_time=since, dst_engine_id="decode")
+
+    old, new, ready = task("old", 98.9), task("new", 99.1), task("ready", 98.9)
+    writer = SimpleNamespace(
+        _deferred_tasks=[old, new, ready],
+        worker=SimpleNamespace(moriio_wrapper=engine),
+        _is_remote_ready=lambda task: task is ready,
+    )
+    wrapper(lambda: None, writer, (), {})
+    assert writer._deferred_tasks == [new, ready]
+    assert engine.done_req_ids == ["old"], "its blocks come back"
+    assert livepatch.counters == {"deferred_expired": 1}

@@ -40,3 +40,26 @@ def test_another_size_than_that_of_dtype_is_said_and_moved(
     moved.assert_called_once_with([1], [2], [3], "cpu", to, shape, 16, 0, 0)
     assert [call.args[0] for call in says.call_args_list] == (["other_dtype"] if logged else [])
     assert livepatch.counters == {"contexts": 1, "to_cache": 1}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(("ids", "refused"), [([0, 7], False), ([3, 8], True), ([-1, 3], True), ([], False)])
+def test_a_block_that_the_cache_lacks_is_refused_before_it_is_staged(
+    by_name: bool, ids: list[int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: Any = ModuleType(wrappers.CONTEXT)
+    context.lmc_ops = ModuleType("lmcache.operations")
+    monkeypatch.setitem(sys.modules, wrappers.CONTEXT, context)
+    livepatch = PatchContext("mp-block-transfer", {"DTYPE": "auto"}, {}, lambda: None)
+    made = wrappers.wrappers(livepatch)
+    made[f"{wrappers.CONTEXT}:GPUCacheContext.__init__"](lambda: None, None, (), {})
+    stage = made[f"{wrappers.CONTEXT}:GPUCacheContext.stage_block_ids"]
+    staged: list[list[int]] = []
+    args, kwargs = ((), {"block_ids": ids}) if by_name else ((ids,), {})
+    cache = SimpleNamespace(num_blocks_=8)
+    if refused:
+        with pytest.raises(ValueError, match="is none of the cache's 8"):
+            stage(lambda block_ids: staged.append(block_ids), cache, args, kwargs)
+    else:
+        stage(lambda block_ids: staged.append(block_ids), cache, args, kwargs)
+    assert staged == ([] if refused else [ids])

@@ -198,3 +198,34 @@ def test_a_registration_with_an_engine_that_is_not_known_yet_is_sent_as_it_is(wo
     )
     assert sent == [("d", registration)]
     assert (worker.desk.waiting, worker.context.counters) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "decode", "covered"),
+    [(1, 1, 1, True), (1, None, 1, True), (2, 1, 1, False), (1, 2, 1, False), (1, 1, 2, False)],
+)
+def test_prefill_is_asked_to_tell_what_fails_where_it_has_as_many_ranks(
+    worker: Worker, ranks: int, stages: int | None, decode: int, covered: bool
+) -> None:
+    """Elsewhere each of several ranks would have a say: the release's registration goes out as it is, and that is said."""
+    worker.desk._addresses["127.0.0.1"] = ("127.0.0.1", 9)
+    vars(worker)["_remote_agents"] = {"prefill": {rank: f"agent {rank}" for rank in range(ranks)}}
+    registration: dict[str, Any] = {
+        "remote_engine_id": "prefill",
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+        "remote_tp_size": 1,
+        "decode_tp_size": decode,
+    }
+    if stages is not None:
+        registration["remote_pp_size"] = stages
+    sent: list[Any] = []
+    worker.targets[f"{patch.WORKER}._do_send_reg_notif"](
+        lambda *registered: sent.append(registered), worker, ("d", registration), {}
+    )
+    ((request_id, given),) = sent
+    assert request_id == "d"
+    assert {name: value for name, value in given.items() if name not in (TOKEN, HOST, PORT)} == registration
+    assert (TOKEN in given) is covered
+    assert [waiting.request_id for waiting in worker.desk.waiting.values()] == ["d"] * covered
+    assert worker.context.counters == ({} if covered else {"not_covered": 1})

@@ -160,3 +160,9 @@ def test_an_error_of_its_own_leaves_the_backend_made_once(patched: Patched, gone
     assert made == [("UCX", params)]
     assert patched.context.aside
     assert create(patched) == {}
+
+
+def test_the_mode_is_that_of_the_configuration_however_the_connector_is_made(patched: Patched) -> None:
+    transfer = SimpleNamespace(get_from_extra_config=lambda name, default: "peer")
+    patched.connector(SimpleNamespace(kv_transfer_config=transfer), "the role")
+    assert create(patched) == {wrappers.PARAMETER: "peer"}
