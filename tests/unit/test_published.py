@@ -376,7 +376,7 @@ def test_a_wheel_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("demo.zip", b"", "is not named as a wheel is"),
         (NAME, b"PK", "is damaged: "),
