@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,13 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         for release, row in run["releases"].items():
             counts = " | ".join(str(row["broken"].get(kind, row["notes"].get(kind, 0))) for kind in kinds)
             lines.append(f"| {run['arm']} | {release} | {row['worlds']} | {row['failed']} | {counts} |")
+    lines += ["", f"{'; '.join(map(_made, runs))}."]
     return "\n".join(lines)
+
+
+def _made(run: Mapping[str, Any]) -> str:
+    machine = run["machine"] or "the machine was not recorded"
+    return f"{run['arm']}: {run['date']}, revision {run['revision']}, {machine}"
 
 
 def write(files: Sequence[str], directory: Path = DOCS) -> None:

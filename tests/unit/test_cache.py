@@ -95,6 +95,20 @@ def test_a_place_below_one_that_others_may_write_to_is_not_used(
     assert cache.directory(environ) == (ours if safe else temporary)
 
 
+@pytest.mark.parametrize(("mode", "used"), [(0o700, True), (0o755, True), (0o770, False), (0o702, False)])
+def test_a_place_of_ours_that_others_may_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, used: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    place = tmp_path / "home" / "vllm-livepatch"
+    place.mkdir(parents=True)
+    tmp_path.chmod(0o700)
+    place.parent.chmod(0o700)
+    place.chmod(mode)
+    temporary = tmp_path / "temporary" / f"vllm-livepatch-{os.getuid()}-cache"
+    assert cache.directory({"XDG_CACHE_HOME": str(place.parent)}) == str(place if used else temporary)
+
+
 @pytest.mark.parametrize(
     ("kept", "taken"),
     [

@@ -16,6 +16,7 @@ from vllm_livepatch.tools.bench import layerwise
 from vllm_livepatch.tools.commands import ending, matrix
 from vllm_livepatch.tools.lab import command, figures, lab, loads, topology
 
+from tests.simulation import report
 from tests.unit.test_lab_demo import result
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,23 @@ def test_what_is_said_beside_a_run_stands_under_its_command(tmp_path: Path) -> N
     (tmp_path / "two.txt").write_text("It is older than the other.\n", "utf-8")
     one, two = (part.strip() for part in figures.markdown(tmp_path).replace("two.json", "one.json").split("### ")[1:])
     assert two.replace("```\n\nIt is older than the other.\n", "```\n") == one != two
+
+
+def test_the_table_of_what_leaves_early_is_made_of_what_is_kept() -> None:
+    """`bench.layerwise --kept docs/layerwise.json --write docs/layerwise.md` puts it there."""
+    kept = json.loads((ROOT / "docs/layerwise.json").read_text("utf-8"))
+    assert {"command", "date", "revision", "machine"} <= kept.keys()
+    page = (ROOT / "docs/layerwise.md").read_text("utf-8")
+    assert matrix.block(page, "layerwise").strip() == layerwise.markdown(kept).strip()
+
+
+def test_the_table_of_worlds_is_made_of_what_is_kept() -> None:
+    """`python -m tests.simulation.report docs/simulation.json` puts it there."""
+    kept = json.loads((ROOT / "docs/simulation.json").read_text("utf-8"))
+    shown = (ROOT / "docs/simulation.md").read_text("utf-8").partition(report.BEGIN)[2]
+    assert shown.strip() == report.table(kept)
+    for run in kept:
+        assert f"{run['arm']}: {run['date']}, revision {run['revision']}, " in shown
 
 
 def test_the_readme_begins_with_what_is_kept() -> None:

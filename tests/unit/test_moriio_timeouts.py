@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +80,7 @@ class Worker:
 
     is_producer = True
     mode = SimpleNamespace(name="WRITE")
+    moriio_config = SimpleNamespace(backend="rdma")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
         self.seconds = seconds
@@ -125,6 +128,30 @@ class Worker:
             self.save_kv_layer(lambda saved: self.saved.extend(saved.reqs_to_save), self, (metadata,), {})
         assert metadata.reqs_to_save is every
         return self.now - began
+
+
+def test_a_write_that_fails_after_its_request_was_given_up_is_not_reported_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second report would be of the next request with its id: the scheduler would free what that one still sends."""
+    monkeypatch.setitem(sys.modules, patch.ENGINE, SimpleNamespace(logger=SimpleNamespace(exception=lambda text: None)))
+    worker = Worker(monkeypatch)
+    monkeypatch.setattr(patch, "time", time)
+    writer = SimpleNamespace(worker=worker)
+    execute = patch.wrappers(worker.context)[f"{patch.ENGINE}:MoRIIOWriter._execute_write_task"]
+    tasks = [
+        SimpleNamespace(request_id="one", transfer_id="one", dst_engine_id="peer", enqueue_time=time.perf_counter())
+        for _ in range(2)
+    ]
+
+    def fails(task: Any) -> None:
+        if task is tasks[0]:  # while this one is being written, the request's other write fails
+            execute(fails, writer, (tasks[1],), {})
+        raise OSError(f"no route to {task.dst_engine_id}")
+
+    execute(fails, writer, (tasks[0],), {})
+    assert worker.moriio_wrapper.done_req_ids == ["one"]
+    assert worker.context.counters == {"write_failed": 1}
 
 
 def test_peers_that_are_silent_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:

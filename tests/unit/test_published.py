@@ -376,17 +376,17 @@ def test_a_wheel_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("demo.zip", b"", "is not named as a wheel is"),
         (NAME, b"PK", "is damaged: "),
         (NAME, None, "cannot be read: No such file"),
     ],
 )
-def test_a_file_that_is_no_wheel(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+def test_a_file_that_is_no_wheel(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(SourcesError, match=said):
+    with pytest.raises(SourcesError, match=message):
         published.wheel_file(tmp_path / name)
 
 

@@ -25,9 +25,8 @@ from vllm_livepatch.tools import cli
 from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.compatibility import check
-from vllm_livepatch.tools.releases import published, registry
+from vllm_livepatch.tools.releases import PACKAGES, published, registry
 
-PACKAGES = ("vllm", "lmcache")
 PAIR_ROUNDS = 5
 _MODULE = "vllm_livepatch.tools.bench.offline_check"
 

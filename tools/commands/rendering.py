@@ -28,6 +28,8 @@ COLOURS = {
     "skipped": "dim",
 }
 
+DEFAULTS = {"rocm": "on ROCm", "traced": "beside patches of traced code", "off": "off"}
+"""Where a patch is on by default, in a table's cell: `needed` alone reads as if it applied."""
 BY_DEFAULT = {
     "rocm": "`auto` applies it on ROCm only; {name}=on applies it anywhere",
     "traced": "`auto` applies it only beside patches that change traced code",
@@ -91,9 +93,10 @@ def _companions(patch: Patch) -> dict[str, list[str]]:
 
 
 def catalogue_table(patches: Iterable[Patch]) -> Table:
-    table = _table("patch", "needed on", "what it does")
+    table = _table("patch", "needed on", "by default", "what it does")
     for patch in patches:
-        table.add_row(patch.versioned, f"{patch.package} {span(releases(patch, 'needed'))}", patch.title)
+        needed = f"{patch.package} {span(releases(patch, 'needed'))}"
+        table.add_row(patch.versioned, needed, DEFAULTS.get(patch.auto, "on"), patch.title)
     return table
 
 

@@ -20,11 +20,9 @@ from vllm_livepatch.tools.bundled.verdicts import Judged, judge
 from vllm_livepatch.tools.compatibility import reads
 from vllm_livepatch.tools.compatibility.drift import Drift, drift
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.releases import published, registry
+from vllm_livepatch.tools.releases import PACKAGES, published, registry
 from vllm_livepatch.tools.releases.sources import SourcesError
 
-PACKAGES = ("vllm", "lmcache")
-"""What this project is about, whether or not the patches at hand are for both."""
 SERVED = ((3, 10), (3, 14))
 """The oldest and the newest Python that a bundle serves. In others a process starts as if it were not there."""
 

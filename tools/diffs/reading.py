@@ -16,10 +16,10 @@ from unidiff.patch import Hunk as ReadHunk
 from unidiff.patch import PatchedFile, PatchSet
 from vllm_livepatch.sitecustomize.changes import Change, Hunk
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.releases import PACKAGES
 
 LARGEST = 8 * 1024 * 1024  # bytes; the largest pull requests of vLLM are a tenth of it
 LONGEST_HEADER = 4096  # characters
-PACKAGES = ("vllm", "lmcache")
 _NOWHERE = "/dev/null"
 _COMPILED = frozenset({".c", ".cc", ".cpp", ".cu", ".cuh", ".cxx", ".h", ".hip", ".hpp", ".pyx", ".rs", ".so"})
 _PREFIX = re.compile(r"[abciow12]/")  # what git puts before a path

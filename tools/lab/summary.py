@@ -20,7 +20,7 @@ _STYLES = ("-", "--", ":")
 
 def title(result: dict[str, Any]) -> str:
     """What was run, in a line."""
-    hurt = [_said(fault) for fault in result["faults"]] + ["clients hang up"] * result["disconnects"]
+    hurt = [_label(fault) for fault in result["faults"]] + ["clients hang up"] * result["disconnects"]
     hurt += result.get("injected", {})
     what = f"{result['topology']}, vLLM {result['vllm']} + LMCache {result['lmcache']}"
     return f"{what}: {', '.join(hurt) or 'no fault'}"
@@ -73,7 +73,7 @@ def picture(result: dict[str, Any], file: Path) -> None:
     for fault in result["faults"]:
         axes.axvline(fault["at"], color="#777777", linestyle=":", linewidth=1.2)
         axes.text(
-            fault["at"], 0.98, f"  {_said(fault)}", transform=axes.get_xaxis_transform(), color="#777777", va="top"
+            fault["at"], 0.98, f"  {_label(fault)}", transform=axes.get_xaxis_transform(), color="#777777", va="top"
         )
     axes.set_xlabel("seconds of load")
     axes.set_ylabel("KV blocks in use, %")
@@ -87,7 +87,7 @@ def picture(result: dict[str, Any], file: Path) -> None:
     pyplot.close(figure)
 
 
-def _said(fault: dict[str, Any]) -> str:
+def _label(fault: dict[str, Any]) -> str:
     back = "" if fault["lasts"] is None else f", back {fault['lasts']:.0f} s later"
     return f"{fault['kind']}-{fault['part']} at {fault['at']:.0f} s{back}"
 

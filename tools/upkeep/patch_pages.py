@@ -46,7 +46,6 @@ log to its patch: [troubleshooting](../troubleshooting.md). Every patch on every
 | patch | what it does | of | needed on | by default |
 |---|---|---|---|---|
 """
-DEFAULTS = {"rocm": "on ROCm", "traced": "beside patches of traced code", "off": "off"}
 
 
 def page(patch: Patch) -> str:
@@ -116,7 +115,7 @@ def _cell(value: object) -> str:
 def index(patches: list[Patch]) -> str:
     rows = [
         f"| [`{patch.name}`]({patch.name}.md) | {_cell(patch.title)} | {matrix.NAMES[patch.package]} "
-        f"| {_spans(patch).get('needed', 'none')} | {DEFAULTS.get(patch.auto, 'on')} |"
+        f"| {_spans(patch).get('needed', 'none')} | {rendering.DEFAULTS.get(patch.auto, 'on')} |"
         for patch in patches
     ]
     return HEAD + "\n".join(rows) + "\n"
