@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,10 +80,8 @@ def bring_up(directory: Path, *parts: Part) -> None:
 
 def test_a_part_that_dies_at_once_ends_all_with_the_end_of_its_log(tmp_path: Path) -> None:
     dies = part("dies", "for n in range(100): print('line', n)\nraise SystemExit(3)", port=1)
-    begun = time.monotonic()
     with pytest.raises(PartFailed) as caught:
         bring_up(tmp_path, server("lives", STUBBORN_CHILD), dies)
-    assert time.monotonic() - begun < 10
     assert (caught.value.part, caught.value.exit_code) == ("dies", 3)
     assert caught.value.tail == [f"line {number}" for number in range(60, 100)]
     assert str(caught.value).startswith("dies ended with exit code 3. The last lines of ")
@@ -105,10 +102,8 @@ def test_a_part_that_cannot_be_started_says_why(tmp_path: Path) -> None:
 
 def test_a_part_that_never_stirs_is_silent(tmp_path: Path) -> None:
     mute = part("mute", "import signal; signal.pause()", free_ports(1)[0], silent_for=2)
-    begun = time.monotonic()
     with pytest.raises(PartFailed, match="mute has been silent for 2 s"):
         bring_up(tmp_path, mute)
-    assert time.monotonic() - begun < 10
 
 
 def test_a_part_that_talks_and_never_serves_meets_its_deadline(tmp_path: Path) -> None:
@@ -140,10 +135,8 @@ def test_a_part_that_stops_answering_later_is_silent(tmp_path: Path) -> None:
             os.kill(int(str(record(tmp_path, "frozen")["pid"])), signal.SIGSTOP)
             await supervisor.guard(asyncio.sleep(60))
 
-    begun = time.monotonic()
     with pytest.raises(PartFailed, match="frozen has been silent for 2 s"):
         asyncio.run(stop_one())
-    assert time.monotonic() - begun < 15
 
 
 def test_the_death_of_a_part_cancels_the_guarded_work(tmp_path: Path) -> None:

@@ -89,3 +89,17 @@ def test_names_and_commands_stay_on_a_line() -> None:
             for known in (variable(name, option.name), *option.aliases):
                 assert re.search(rf"^{known} ", shown, re.MULTILINE), known
         assert all(re.search(rf"^{kind} ", shown, re.MULTILINE) for kind in one.patch.about["counters"])
+
+
+def test_list_says_beside_what_is_needed_whether_it_is_on_by_default() -> None:
+    """`needed` alone reads as if the patch applied."""
+    console = Console(file=io.StringIO(), width=400)
+    patches = [entry.patch for entry in catalogue.load().values()]
+    console.print(rendering.catalogue_table(patches))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    words = {"needed": "on", "rocm": "on ROCm", "off": "off", "traced": "beside patches of traced code"}
+    assert {patch.auto for patch in patches} == words.keys()
+    for patch in patches:
+        assert re.search(rf"^{patch.versioned} .* {words[patch.auto]} +{re.escape(patch.title)}", shown, re.M), (
+            patch.name
+        )

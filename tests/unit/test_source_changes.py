@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import traceback
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -13,7 +14,7 @@ from vllm_livepatch.sitecustomize import changed_module
 from vllm_livepatch.sitecustomize.changed_module import ChangedModule
 from vllm_livepatch.sitecustomize.changes import Change, Hunk, HunkError
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.sitecustomize.source_changes import SourceChanges, placed
+from vllm_livepatch.sitecustomize.source_changes import Made, SourceChanges, placed
 
 STOCK, CHANGED = "def f():\n    return 1\n", "def f():\n    return 2\n"
 CHANGE = Change("engine.part", (Hunk(2, ("    return 1",), ("    return 2",)),))
@@ -61,6 +62,35 @@ def test_the_text_is_compiled_as_it_would_be_by_itself() -> None:
     module = ModuleType("engine.part")
     made.execute(module)
     assert module.f.__annotations__ == {"a": 2}
+
+
+def test_what_raises_in_one_thread_is_undone_there_while_another_imports() -> None:
+    """Two threads import modules that one patch changes: neither import is inside of the other."""
+    begun, may_end = threading.Event(), threading.Event()
+    waits = ChangedModule("engine.part", "begun.set()\nmay_end.wait()\n", "/engine/part.py", None)
+    raises = ChangedModule("engine.other", "1 / 0\n", "/engine/other.py", None)
+    sources = SourceChanges(None)
+    changes = CHANGE, Change("engine.other", CHANGE.hunks)
+    sources.put("a-patch", Made(changes, {"engine.part": waits, "engine.other": raises}))
+    given_up: list[str] = []
+
+    def execute(changed: ChangedModule, **names: Any) -> ModuleType:
+        module = ModuleType(changed.module)
+        vars(module).update(names)
+        loader = SimpleNamespace(exec_module=lambda found: setattr(found, "stock", True))
+        changed.substitute(loader)
+        sources.execute(module, loader, changed, lambda patches, why, stay: given_up.extend(patches))
+        return module
+
+    other = threading.Thread(target=execute, args=(waits,), kwargs={"begun": begun, "may_end": may_end})
+    other.start()
+    try:
+        assert begun.wait(20)
+        assert vars(execute(raises))["stock"]
+    finally:
+        may_end.set()
+        other.join()
+    assert given_up == ["a-patch"]
 
 
 def function(file: str, module: str) -> FunctionType:
