@@ -23,6 +23,8 @@ PATCHES = ("mooncake-failed-loads", "mooncake-lost-asks")
 FORMS = [variant.releases[0] for name in PATCHES for variant in catalogue.load()[name].patch.variants]
 EVERY = [pin.version for pin in registry.pins("vllm") if Version(pin.version) >= Version("0.16")]
 RELEASES = executed.chosen(sorted(set(FORMS), key=Version), EVERY)
+GROUPS = [release for release in EVERY if Version("0.20") <= Version(release) < Version("0.30")]
+"""Those whose connector serves models of several KV groups, and whose scheduler does not take their failed loads."""
 STOCK = executed.chosen(["0.16.0", "0.19.1", "0.29.0", "0.30.0", "0.32.0", "0.33.0"], EVERY)
 NOTHING, FAILED, OWN = "nothing is told", "failed", "its own"
 
@@ -147,6 +149,31 @@ def test_patched(
         patch = interpreter.read(report, name)
         assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
         assert patch["counters"] == counters
+
+
+@pytest.mark.parametrize(("patches", "came_to"), [("on", "RUNNING"), ("off", "the engine ends")])
+@pytest.mark.parametrize("release", executed.chosen(["0.29.0"], [one for one in EVERY if one in GROUPS]))
+def test_a_model_of_several_groups_needs_failed_loads_to_0_29(
+    release: str,
+    patches: str,
+    came_to: str,
+    warm: interpreter.Interpreter,
+    mooncake: list[Path],
+    bundle: Path,
+    tmp_path: Path,
+) -> None:
+    """The scheduler cannot take a load that failed by its blocks; stock never reports one, and the request waits."""
+    environ = {"LIVEPATCH_FAILED_LOADS": patches}
+    given = {"bundle": bundle, "path": mooncake, "arguments": ["30"], "environ": environ}
+    assert warm.run("mooncake_hybrid", {"vllm": release}, tmp_path, **given)["came_to"] == came_to
+
+
+@pytest.mark.parametrize("release", executed.chosen(["0.29.0"], [one for one in EVERY if one in GROUPS]))
+def test_stock_waits_with_a_model_of_several_groups(
+    release: str, warm: interpreter.Interpreter, mooncake: list[Path], tmp_path: Path
+) -> None:
+    run = warm.run("mooncake_hybrid", {"vllm": release}, tmp_path, path=mooncake, arguments=["1"])
+    assert run["came_to"] == "WAITING_FOR_REMOTE_KVS"
 
 
 def pid_of(report: Path) -> int:
