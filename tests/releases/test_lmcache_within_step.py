@@ -63,7 +63,7 @@ STOCK = {
 ENDS = "AssertionError in wait_for_save"
 """0.3.15 does not hear that a request goes back to where its load failed: it has more tokens of it than slots, and asserts.
 
-Not where the request is aborted before it is scheduled again, which with steps under way it is.
+Not where the request is aborted before it is scheduled again; the AsyncScheduler has scheduled it by then.
 """
 AGAIN = (*ALL, *SILENT, *SHARED, *SEVERAL_IN_PARTS)
 STOCK_0_3_15 = {
