@@ -30,8 +30,7 @@ def beside(lmcache: str) -> str:
 
 
 PAIRS = [(beside(release), release) for release in executed.chosen(list(IN_CI), EVERY)]
-# What stock of 0.3.15 comes to differs, and is not written down here.
-STOCKS = [(beside(release), release) for release in executed.chosen(["0.5.6"], EVERY[1:])]
+STOCKS = [(beside(release), release) for release in executed.chosen(["0.5.6"], EVERY)]
 MODES = ("Scheduler", "AsyncScheduler")
 ALONE = ("first_chunk", "second_chunk", "first_chunk_in_parts", "second_chunk_in_parts")
 SHARED = ("shared", "shared_in_parts")
@@ -61,6 +60,16 @@ STOCK = {
         **dict.fromkeys(ABORTED, f"{STORED}, next got a wrong token, {LATER}"),
     },
 }
+ENDS = "AssertionError in wait_for_save"
+"""0.3.15 does not hear that a request goes back to where its load failed: it has more tokens of it than slots, and asserts.
+
+Not where the request is aborted before it is scheduled again; the AsyncScheduler has scheduled it by then.
+"""
+AGAIN = (*ALL, *SILENT, *SHARED, *SEVERAL_IN_PARTS)
+STOCK_0_3_15 = {
+    "Scheduler": {**STOCK["Scheduler"], **dict.fromkeys(AGAIN, ENDS)},
+    "AsyncScheduler": {**STOCK["AsyncScheduler"], **dict.fromkeys((*AGAIN, *ABORTED), ENDS)},
+}
 
 
 def driven(
@@ -73,8 +82,8 @@ def driven(
 
 @pytest.mark.parametrize("pair", STOCKS, ids="+".join)
 def test_stock(pair: tuple[str, str], warm: interpreter.Interpreter, tmp_path: Path) -> None:
-    """What is stored on lost KV is what everybody gets from then on."""
-    assert driven(pair, warm, tmp_path) == STOCK
+    """What is stored on lost KV is what everybody gets from then on; 0.3.15 ends the engine, mostly."""
+    assert driven(pair, warm, tmp_path) == (STOCK_0_3_15 if pair[1] == "0.3.15" else STOCK)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ PATIENCE = 60.0
 """Longest time, in seconds, for what must come about."""
 TICK = 0.02
 """In so many seconds a wait looks again."""
+MODULES = "lmcache.v1.multiprocess.modules"
 AFTER_A_PING, NEVER_PINGED = 121.0, 3601.0
 """Seconds of silence after which the server has forgotten a worker, by its options' defaults."""
 
@@ -121,7 +123,11 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
     time.monotonic = lambda: clock() + ahead
     module = importlib.import_module("lmcache.v1.multiprocess.server")
     sys.argv = ["lmcache", "--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)]
-    sys.argv += ["--supported-transfer-mode", "engine_driven", "--l1-size-gb", "0.1", "--no-l1-use-lazy"]
+    driven_by_engine = importlib.util.find_spec(f"{MODULES}.engine_driven_transfer") is not None
+    mode, kind = (
+        ("engine_driven", "EngineDrivenTransferModule") if driven_by_engine else ("non_gpu", "NonGPUTransferModule")
+    )
+    sys.argv += ["--supported-transfer-mode", mode, "--l1-size-gb", "0.1", "--no-l1-use-lazy"]
     sys.argv += ["--eviction-policy", "LRU", "--disable-observability", "--shm-name", shm_name]
     given = module.parse_args()
     multiprocess = module.parse_args_to_mp_server_config(given)
@@ -133,8 +139,8 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
         (found,) = [one for one in engine._modules if type(one).__name__ == kind]
         return found
 
-    transfers = of("EngineDrivenTransferModule")
-    resolve = transfers._resolve_for_transfer
+    transfers = of(kind)
+    resolve = getattr(transfers, "_resolve_for_transfer", None)  # from 0.5.0
 
     def known() -> int:
         return int(transfers.tracked_instance_count())
@@ -168,9 +174,9 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
                 of("ManagementModule")._reap_cycle()
             finally:
                 os.kill(parent, signal.SIGCONT)
-        transfers._resolve_for_transfer = tempers.get(question, transfers._resolve_for_transfer)
         l1._write_ttl_seconds = {"short": 1, "long": reserved_for}.get(question, l1._write_ttl_seconds)
         if question in tempers:
+            transfers._resolve_for_transfer = tempers[question]
             (held.clear if question == "hold" else held.set)()
         if question == "reserve":
             lock.lock()
@@ -284,11 +290,14 @@ class Worker:
         self.module.time = SimpleNamespace(**{**vars(time), "monotonic": Answer.clock})
         beats = self.module.HeartbeatThread
         beats.start = beats.__mro__[1].start if pings_by_itself else ping_once
-        strategy = self.module.ParallelStrategy(False, 1, 0, 1, 1, 1)
+        takes = inspect.signature(self.module.ParallelStrategy).parameters  # five to 0.4.7
+        strategy = self.module.ParallelStrategy(*(False, 1, 0, 1, 1, 1)[: len(takes)])
         url = f"tcp://127.0.0.1:{port}"
         given = {"mq_timeout": mq_timeout, "heartbeat_interval": interval}
         self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], "m", BLOCK, strategy, **given)
-        self.scheduler = self.module.LMCacheMPSchedulerAdapter([url], CONTEXTS[-1], "m", BLOCK, strategy, **given)
+        kind = self.module.LMCacheMPSchedulerAdapter
+        one = "server_url" in inspect.signature(kind).parameters  # to 0.4.7
+        self.scheduler = kind(url if one else [url], CONTEXTS[-1], "m", BLOCK, strategy, **given)
         self.caches = {f"layer{number}": torch.zeros(2, BLOCKS, 2, BLOCK, 8) for number in range(LAYERS)}
         self.adapter.register_kv_caches(self.caches)
         self.reported: list[tuple[set[str], set[str]]] = []
@@ -314,7 +323,8 @@ class Worker:
         after which it might register again."""
         self.rest()
         self.adapter.shutdown()
-        self.scheduler.shutdown()
+        if hasattr(self.scheduler, "shutdown"):  # from 0.5.0
+            self.scheduler.shutdown()
 
     def fill(self, value: float, blocks: list[int]) -> None:
         for cache in self.caches.values():
