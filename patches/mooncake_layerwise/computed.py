@@ -14,7 +14,8 @@ PROGRESS = "_livepatch_computed"
 Progress = dict[str, Any]
 """`whole`: {transfer: (ids of its whole blocks after this step, in order; how many blocks the prompt takes)};
 `back`: transfers whose blocks are given back without having been sent; `over`: those that the release sends now;
-`held`: {request: transfer} of prefills that were given up, whose blocks come back when no worker reads them."""
+`held`: {request: (transfer, ids of its blocks)} of prefills that were given up: these come back when no worker reads
+them."""
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Prefills:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._kept: dict[str, _Prefill] = {}
-        self._held: dict[str, str] = {}  # as it is told next
+        self._held: dict[str, tuple[str, list[int]]] = {}  # as it is told next
 
     def progress(self, connector: Any, step: Any) -> Progress | None:
         """What to tell with a step, before the release makes its metadata of it. None: nothing."""
@@ -79,7 +80,7 @@ class Prefills:
             return None
         if not prefill.announced or prefill.back or prefill.preempted():
             return None
-        self._held[request.request_id] = prefill.transfer
+        self._held[request.request_id] = prefill.transfer, prefill.blocks
         return prefill.transfer
 
     def leave(self) -> Progress | None:

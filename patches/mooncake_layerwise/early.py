@@ -18,7 +18,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .layers import Begun
@@ -65,8 +65,8 @@ class Writes:
         self._only: dict[int, Sequence[str]] = {}  # by the identity of an early ask's metadata: which layers
         self._last: Any = None  # the event on the device behind what was told last
         self._asks: dict[int, Ask] = {}  # by the identity of the ask's metadata
-        self._failed: list[tuple[Any, float]] = []  # what the release kept of a transfer, one of whose early writes
-        # failed, and the `perf_counter` until which a rest of that is taken to read its blocks
+        self._failed: list[tuple[frozenset[int], float]] = []  # prefill's blocks that an early write read which failed,
+        # and the `perf_counter` until which a rest of it is taken to read them
         self._waiting: deque[Part] = deque()  # for a place
         self._places = max(1, worker.num_sender_workers // 2)
         self._block_bytes = max(1, sum(worker.block_len_per_layer))
@@ -117,33 +117,37 @@ class Writes:
         """The memory is about to be taken away, with what is in it."""
         await self.back({*self._whole, *self._coming, *(part.transfer for part in self._parts())})
 
-    async def drained(self, transfers: Iterable[str], entries: Sequence[Any] | None = None) -> None:
+    async def drained(
+        self, transfers: Iterable[str], entries: Sequence[Any] | None = None, blocks: Collection[int] = ()
+    ) -> None:
         """Nothing of these is under way, nor will be, whoever asked for them.
 
-        `entries`: only what reads the blocks of these, which the release keeps of the transfers.
+        `entries`: only what reads the blocks of these, which the release keeps of the transfers, or any of `blocks`.
         """
         gone = set(transfers)
-        parts = [part for part in self._parts() if part.transfer in gone and part.may_read(entries)]
+        parts = [part for part in self._parts() if part.transfer in gone and part.may_read(entries, blocks)]
         for part in parts:
             part.closed = True
         for part in parts:
             await part.drained()
 
-    async def given_up(self, worker: Any, name: str, transfer: str, metadata: Any) -> None:
+    async def given_up(
+        self, worker: Any, name: str, transfer: str, metadata: Any, blocks: Collection[int] = ()
+    ) -> None:
         """A prefill was given up. The release hears of it now, and of its blocks when nothing reads them.
 
-        `metadata` is an empty one of the release's.
+        `metadata` is an empty one of the release's. What the release lets go of now may be another prefill's of the
+        transfer: what read the blocks of this one began, or failed, under what it has let go of before.
         """
         self.over([transfer])
         entry = await report_given_up(worker, transfer, metadata)
-        await self.drained([transfer], None if entry is None else [entry])
-        # The release may have let go of what it kept: another prefill of the transfer was given up before this one.
-        failed = [one for one in self._failed if one[0] is entry or (entry is None and one[0].transfer_id == transfer)]
+        await self.drained([transfer], None if entry is None else [entry], blocks)
+        failed = [until for read, until in self._failed if not read.isdisjoint(blocks)]
         if failed:
             # They come back when the release gives up those of a transfer that it could not send.
-            kept, until = failed[-1]
             key = f"livepatch-held-{next(_numbers)}"
-            worker.reqs_need_send[key] = type(kept)(name, key, [], asyncio.Event(), expire_time=until)
+            kind = module_of(worker)["SendBlockMeta"]
+            worker.reqs_need_send[key] = kind(name, key, [], asyncio.Event(), expire_time=max(failed))
         else:
             worker.finished_sending_reqs.add(name)
 
@@ -287,6 +291,7 @@ class Writes:
         if layers is not None:
             self._only[id(meta)] = layers
         part.entry.sending += 1  # so the release lets no time-out give the blocks away meanwhile
+        part.reads = frozenset(local)
         try:
             await part.ask.send(part.ask.identity, answer, meta)
             response = worker._xfer_resp_decoder.decode(answer.data)
@@ -295,6 +300,7 @@ class Writes:
             response, message = None, f"{UNCERTAIN} {type(error).__name__}: {error}"
         finally:
             part.entry.sending -= 1
+            part.reads = frozenset()
             worker.reqs_need_send.pop(transfer, None)
             self._only.pop(id(meta), None)
         if response is not None and part.name in (response.ok_reqs or ()):
@@ -311,7 +317,7 @@ class Writes:
             part.entry.need_send = NEVER
             now = time.perf_counter()
             timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
-            self._failed = [one for one in self._failed if one[1] > now] + [(part.entry, now + timeout)]
+            self._failed = [one for one in self._failed if one[1] > now] + [(frozenset(local), now + timeout)]
             self._livepatch.count("failed")
             self._livepatch.say("failed", f"an early write failed, and its request is not answered: {message}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class Part:
     void: bool = False  # what was sent, or is under way, counts for nothing
     failed: str | None = None  # what was said of a write that failed, of which a rest may be under way
     under_way: asyncio.Task[None] | None = None
+    reads: frozenset[int] = frozenset()  # prefill's blocks that are read by what is under way
 
     async def drained(self) -> None:
         """Nothing of it is under way, nor will be."""
@@ -36,9 +37,13 @@ class Part:
         if self.under_way is not None:
             await asyncio.wait([self.under_way])
 
-    def may_read(self, entries: Sequence[Any] | None) -> bool:
-        """Whether what is under way may read blocks of one of these (None: of any)."""
-        return entries is None or self.entry is None or any(self.entry is entry for entry in entries)
+    def may_read(self, entries: Sequence[Any] | None, blocks: Collection[int]) -> bool:
+        """Whether what is under way, or will be, may read what is kept as one of these (None: as any), or these blocks.
+
+        The release may keep blocks that are read as another entry than it kept them when they began to be.
+        """
+        kept = entries is None or self.entry is None or any(self.entry is entry for entry in entries)
+        return kept or not self.reads.isdisjoint(blocks)
 
     def sent_of(self, entry: Any) -> tuple[int, Begun | None]:
         """How many of its blocks need not be sent any more, where the release is about to send what it keeps.

@@ -192,9 +192,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         metadata = args[0] if args else kwargs["metadata"]
         progress = getattr(metadata, PROGRESS, None)
         writes: Writes | None = getattr(worker, WRITES, None)
-        for name, transfer in progress["held"].items() if progress else ():
+        for name, (transfer, blocks) in progress["held"].items() if progress else ():
             what = (worker, name, transfer, type(metadata)())
-            report = let_go(*what) if writes is None else writes.given_up(*what)
+            report = let_go(*what) if writes is None else writes.given_up(*what, blocks)
             asyncio.run_coroutine_threadsafe(report, worker.sender_loop)
         wrapped(*args, **kwargs)
 
@@ -286,7 +286,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return built
         # With the last of those who ask for a transfer its blocks are given away: nobody's write is under way then.
         entries = [entry for _, entry in ready]
-        await writes.drained({entry.transfer_id for entry in entries}, entries)
+        read = {block for entry in entries for blocks in entry.local_block_ids for block in blocks}
+        await writes.drained({entry.transfer_id for entry in entries}, entries, read)
         ask = writes.of(meta)
         parts: dict[str, Part] = {} if ask is None else ask.parts
         failed = {name: part.failed for name, _ in ready if (part := parts.get(name)) and part.failed is not None}

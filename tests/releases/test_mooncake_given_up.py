@@ -14,11 +14,21 @@ import pytest
 from test_mooncake_layerwise import EVERY, FAILED, NOTHING
 
 DRIVER = "mooncake_given_up"
-STOCK: dict[str, Any] = {"after_another": [0, 0, False, 0], "aside": [False, 0, 0, NOTHING, 0]}
+STOCK: dict[str, Any] = {
+    "after_another": [0, 0, False, 0],
+    "before_a_third": [False, 0, 0, NOTHING, 0],
+    "failed_before_a_third": [0, 0, False, 0],
+    "aside": [False, 0, 0, NOTHING, 0],
+}
 """Nothing is read before the end, and so no block is held."""
-PATCHED: dict[str, Any] = {"after_another": [4, 2, True, 0], "aside": [True, 4, 2, FAILED, 0]}
-"""Two steps compute two blocks each; those of the first leave early. The prefill's four are held while any may be read:
-decode has what was computed for it, or nothing."""
+PATCHED: dict[str, Any] = {
+    "after_another": [4, 2, True, 0],
+    "before_a_third": [True, 10, 2, FAILED, 0],
+    "failed_before_a_third": [6, 2, True, 0],
+    "aside": [True, 4, 2, FAILED, 0],
+}
+"""Each step computes two blocks; those of the first leave early. All of the prefill's are held while any may be read, and
+to the end of a write under the transfer those of the third: decode has what was computed for it, or nothing."""
 
 
 @pytest.mark.parametrize("release", executed.chosen(["0.33.0"], EVERY))
@@ -36,4 +46,4 @@ def test_patched(
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, **given)
     assert run["cases"] == PATCHED
     patch = interpreter.reported(tmp_path, "mooncake-layerwise")
-    assert patch["counters"]["failed"] == 1
+    assert patch["counters"]["failed"] == 2

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +53,8 @@ def MooncakeXferResponse(status: Any, err_reqs: list[str]) -> Response:
     return Response(status.name, err=err_reqs)
 
 
+SendBlockMeta = Entry
+"""By the release's name too."""
 envs = SimpleNamespace(VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=480)
 """By the release's name too."""
 
@@ -161,11 +163,17 @@ class Worker:
         for transfer in metadata.reqs_not_processed:
             self.reqs_need_send.pop(transfer).ready.set()  # `mooncake-lost-asks` does the latter
 
-    def held(self, name: str, transfer: str, wrapped: Callable[[Any], None] = lambda metadata: None) -> Metadata:
+    def held(
+        self,
+        name: str,
+        transfer: str,
+        wrapped: Callable[[Any], None] = lambda metadata: None,
+        blocks: Sequence[int] = (1, 2),
+    ) -> Metadata:
         """A step tells that a prefill was given up."""
         self.sender_loop = asyncio.get_running_loop()
         metadata = Metadata()
-        setattr(metadata, PROGRESS, {"held": {name: transfer}})
+        setattr(metadata, PROGRESS, {"held": {name: (transfer, [*blocks])}})
         self._start(wrapped, self, (metadata,), {})
         return metadata
 
@@ -700,7 +708,7 @@ def test_blocks_of_a_prefill_that_was_given_up_come_back_when_nothing_reads_them
         worker.open.set()
         worker.ask("e", "t", [20, 21]).cancel()
         worker.reqs_need_send["t"] = Entry("", "t", [], asyncio.Event())
-        worker.held("q", "t")
+        worker.held("q", "t", blocks=[5, 6])
         await turns()
         assert worker.finished_sending_reqs == {"q"}
 
@@ -944,11 +952,70 @@ def test_blocks_are_held_after_a_failed_write_though_the_release_has_let_go_of_t
         await turns()
         assert [entry.p_req_id for entry in worker.reqs_need_send.values()] == ["p"]
         worker.reqs_need_send["t"] = Entry("q", "t", [], asyncio.Event())
-        worker.held("q", "t")
+        worker.held("q", "t", blocks=[5, 6])
         await turns()
-        worker.held("r", "u")
+        worker.held("r", "u", blocks=[7])
         await turns()
         assert worker.finished_sending_reqs == {"q", "r"}
+
+    run(case)
+
+
+@pytest.mark.parametrize("answer", [0, -1], ids=["ends well", "fails"])
+@pytest.mark.parametrize("under_way", [True, False])
+def test_what_began_to_read_blocks_before_the_release_let_go_of_the_transfer_keeps_them(
+    under_way: bool, answer: int
+) -> None:
+    """Another prefill of the transfer was given up, and a third has begun: that one's is what the release keeps now."""
+
+    async def case(worker: Worker) -> None:
+        worker.answer = answer
+        shut = worker.open
+        shut.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.reqs_need_send.pop("t")
+        third = worker.reqs_need_send["t"] = Entry("third", "t", [], asyncio.Event())
+        if not under_way:
+            shut.set()
+            await turns()
+        worker.held("p", "t", blocks=[2, 1])
+        await turns()
+        assert worker.finished_sending_reqs == ({"p"} if not under_way and not answer else set())
+        shut.set()
+        await turns()
+        held = [entry.p_req_id for entry in worker.reqs_need_send.values() if entry is not third]
+        assert held == (["p"] if answer else [])
+        assert worker.finished_sending_reqs == (set() if answer else {"p"})
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+
+    run(case)
+
+
+def test_who_ends_awaits_what_reads_its_own_blocks_though_the_release_let_go_of_the_transfer_meanwhile() -> None:
+    async def case(worker: Worker) -> None:
+        shut = worker.open
+        shut.clear()
+        asked = [worker.ask("d", "t", [10, 11])]
+        worker.whole("t", [1], 2)
+        await turns()
+        worker.reqs_need_send.pop("t")
+        worker.open = asyncio.Event()
+        worker.open.set()
+        asked.append(worker.ask("e", "t", [20, 21]))
+        await turns()
+        worker.end("t", [2, 1])
+        await turns()
+        assert worker.finished == []
+        shut.set()
+        await asked[1]
+        assert worker.finished == ["t"]
+        asked[0].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked[0]
 
     run(case)
 
@@ -1134,7 +1201,12 @@ def test_the_blocks_of_a_prefill_that_is_given_up_are_held_until_its_workers_say
     prefills, connector, one = begun(10)
     assert finished(prefills, (False, None), one) == ((True, None), {"u"})
     one.is_finished = lambda: True
-    assert prefills.progress(connector, step({})) == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.progress(connector, step({})) == {
+        "whole": {},
+        "back": [],
+        "over": [],
+        "held": {"p": ("t", [1, 2, 3])},
+    }
     assert prefills.progress(connector, step({})) is None
 
 
@@ -1165,7 +1237,7 @@ def test_when_nothing_is_followed_any_more_all_is_given_back_or_held() -> None:
     assert prefills.leave() == {"whole": {}, "back": ["v"], "over": [], "held": {}}
     prefills, _, one = begun(10)
     finished(prefills, (False, None), one)
-    assert prefills.leave() == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.leave() == {"whole": {}, "back": [], "over": [], "held": {"p": ("t", [1, 2, 3])}}
     assert prefills.leave() is None
 
 
@@ -1176,7 +1248,7 @@ def test_when_nothing_is_followed_any_more_what_is_read_is_still_held_when_it_is
     assert prefills.leave() is None
     assert finished(prefills, (False, None), one) == ((True, None), {"u"})
     one.is_finished = lambda: True
-    assert prefills.leave() == {"whole": {}, "back": [], "over": [], "held": {"p": "t"}}
+    assert prefills.leave() == {"whole": {}, "back": [], "over": [], "held": {"p": ("t", [1, 2, 3])}}
     assert prefills.leave() is None
 
 
