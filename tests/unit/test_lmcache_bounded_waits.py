@@ -402,3 +402,14 @@ def test_pings_do_not_pile_up(beat: Beat) -> None:
     for beat.answered, pause in ((True, 10.0), (False, 1.0)):
         beat.execute()
         assert beat.pause() == pause
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_time_in_which_the_machine_was_suspended_counts_where_it_can_be_told(
+    tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache's server, on another machine, did not sleep meanwhile."""
+    clocks = {"boot": 500.0}
+    known: dict[str, Any] = {"CLOCK_BOOTTIME": "boot", "clock_gettime": clocks.__getitem__} if tells else {}
+    monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: 20.0, **known))
+    assert patch.clock() == (500.0 if tells else 20.0)
