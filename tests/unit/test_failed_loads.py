@@ -217,3 +217,26 @@ def test_a_lost_load_is_computed_where_nobody_chose_otherwise(
     scheduler.recompute_kv_load_failures = False
     under_way(scheduler)
     assert scheduler.recompute_kv_load_failures is recomputes
+
+
+def test_of_a_request_whose_load_was_lost_nothing_is_loaded_again(scheduler: Any, context: PatchContext) -> None:
+    scheduler.connector = SimpleNamespace(
+        get_num_new_matched_tokens=lambda request, computed: (request.num_tokens - computed, True)
+    )
+    scheduler.recompute_kv_load_failures = True
+    requests = {name: SimpleNamespace(request_id=name, num_tokens=64) for name in ("a", "b")}
+    scheduler.requests = requests
+    output = under_way(scheduler)
+    for reported in (None, SimpleNamespace(failed_recving={"a", "gone"})):
+        answer = SimpleNamespace(
+            req_id_to_index={},
+            sampled_token_ids=[],
+            pooler_output=[],
+            prompt_logprobs_dict={},
+            kv_connector_output=reported,
+        )
+        scheduler.update_from_output(output, answer)
+        output = under_way(scheduler)
+    asked = {name: scheduler.connector.get_num_new_matched_tokens(one, 16) for name, one in requests.items()}
+    assert asked == {"a": (0, False), "b": (48, True)}
+    assert not context.aside

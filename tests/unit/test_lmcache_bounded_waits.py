@@ -402,3 +402,43 @@ def test_pings_do_not_pile_up(beat: Beat) -> None:
     for beat.answered, pause in ((True, 10.0), (False, 1.0)):
         beat.execute()
         assert beat.pause() == pause
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_time_in_which_the_machine_was_suspended_counts_where_it_can_be_told(
+    tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache's server, on another machine, did not sleep meanwhile."""
+    clocks = {"boot": 500.0}
+    known: dict[str, Any] = {"CLOCK_BOOTTIME": "boot", "clock_gettime": clocks.__getitem__} if tells else {}
+    monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: 20.0, **known))
+    assert patch.clock() == (500.0 if tells else 20.0)
+
+
+def test_the_waits_of_step_after_step_for_a_server_that_lives_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers pings, and nothing else. Time without such waits restores what a step may wait."""
+    now = [0.0]
+    monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setitem(sys.modules, patch.MODULE, SimpleNamespace(send_ping=lambda *_: True))
+    livepatch = PatchContext("lmcache-bounded-waits", {"SECONDS": 3.0, "PING_SECONDS": 1.0}, {}, lambda: None)
+    targets = patch.wrappers(livepatch)
+    adapter = SimpleNamespace(_heartbeats=None, _mq_timeout=300.0, mq_client="a client")
+
+    def passes(timeout: float) -> bool:
+        now[0] += timeout
+        return False
+
+    def ask() -> None:
+        future = SimpleNamespace(is_done_=SimpleNamespace(wait=passes))
+        targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
+        assert not future.is_done_.wait()
+
+    def step() -> float:
+        began = now[0]
+        targets[f"{patch.SCHEDULER}.check_lookup_result"](ask, adapter, (), {})
+        return now[0] - began
+
+    assert [step(), step()] == [3.0, patch.PAUSE_SECONDS]
+    now[0] += 3.5
+    assert step() == 3.0
+    assert not livepatch.aside

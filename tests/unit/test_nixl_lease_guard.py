@@ -523,6 +523,22 @@ def test_a_request_is_in_the_lease_table_while_its_blocks_are_kept(world: World)
     assert world.counters == {"lease_ended": 1, "not_vouched": 1}
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ({"ended"}, {"received"}),
+        SimpleNamespace(finished_sending=["ended"], finished_recving=["received"]),  # from 0.30.0
+    ],
+)
+def test_what_the_release_is_about_to_free_is_not_in_the_lease_table(world: World, answer: Any) -> None:
+    """Of these nobody has told that it was read: their leases have ended. What was received is nobody's lease."""
+    world.begin("ended", "received")
+    finished = wrappers.wrappers(world.context)[f"{BASE}.get_finished"]
+    assert finished(lambda: answer, world.prefill, (), {}) is answer
+    assert [held(world.table, name) for name in ("ended", "received")] == [False, True]
+    assert world.counters == {"lease_ended": 1}
+
+
 def test_what_was_aborted_in_the_same_step_is_not_in_the_lease_table(world: World) -> None:
     world.prefill.start_load_kv(SimpleNamespace(reqs_in_batch={"a"}, reqs_not_processed={"a"}))
     assert not held(world.table, "a")

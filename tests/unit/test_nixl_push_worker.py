@@ -135,6 +135,19 @@ def test_who_registers_for_a_request_that_is_over_is_refused(worker: Worker) -> 
     assert worker.written == ["a-p"]
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_request_that_begins_under_the_id_of_one_that_is_over_is_written(worker: Worker, by_name: bool) -> None:
+    """And what the scheduler says will not be processed is over."""
+    worker.answers.ended([("a", "a-p"), ("b", "b-p")])
+    metadata = SimpleNamespace(reqs_in_batch={"a-q"}, reqs_not_processed={"c-p"})
+    args, kwargs = ((), {"metadata": metadata}) if by_name else ((metadata,), {})
+    worker.targets[f"{patch.WORKER}.start_load_kv"](lambda metadata: None, worker, args, kwargs)
+    for request_id in ("a-q", "b-q", "c-p"):
+        worker.push(request_id, worker.registration(request_id))
+    assert worker.written == ["a-q"]
+    assert not worker.context.aside
+
+
 def test_what_ended_in_a_step_is_over(worker: Worker) -> None:
     worker.step(sent=("a-p",))
     worker.push("a-p", worker.registration())

@@ -36,6 +36,11 @@ A survivor for which a test was written afterwards still counts as one, since it
 says which test notices it now; 15 were run by hand, with the test that is about them. Not so in `sitecustomize/`: on
 2026-11-24 tests were written for its survivors, and all of these were run again, with 40 s of tests each. So its share
 says that each of its mutants was looked at, and not what the tests would notice of others: that is in its draws.
+Nor in the second draw of `patches/`, of 2026-11-25. It was run with the unit tests alone at first; six patches that had
+few of them, or none, got their release tests too. Then tests were written for its survivors, and these were run again,
+those that still survived with the release tests. It has none of the Mooncake patches. Some modules were changed since
+their first draw and are in no second one: their figures are of the text that they had then. Where a share is of about
+ten mutants it says little: see its interval.
 Modules that are not listed were not measured.
 """
 
