@@ -65,8 +65,8 @@ class Writes:
         self._only: dict[int, Sequence[str]] = {}  # by the identity of an early ask's metadata: which layers
         self._last: Any = None  # the event on the device behind what was told last
         self._asks: dict[int, Ask] = {}  # by the identity of the ask's metadata
-        self._failed: list[tuple[frozenset[int], float]] = []  # prefill's blocks that an early write read which failed,
-        # and the `perf_counter` until which a rest of it is taken to read them
+        self._failed: list[tuple[str, frozenset[int], float]] = []  # of writes that failed: the transfer, prefill's
+        # blocks that were read, and the `perf_counter` until which a rest is taken to read them
         self._waiting: deque[Part] = deque()  # for a place
         self._places = max(1, worker.num_sender_workers // 2)
         self._block_bytes = max(1, sum(worker.block_len_per_layer))
@@ -142,7 +142,7 @@ class Writes:
         self.over([transfer])
         entry = await report_given_up(worker, transfer, metadata)
         await self.drained([transfer], None if entry is None else [entry], blocks)
-        failed = [until for read, until in self._failed if not read.isdisjoint(blocks)]
+        failed = [until for of, read, until in self._failed if of == transfer and not read.isdisjoint(blocks)]
         if failed:
             # They come back when the release gives up those of a transfer that it could not send.
             key = f"livepatch-held-{next(_numbers)}"
@@ -317,7 +317,8 @@ class Writes:
             part.entry.need_send = NEVER
             now = time.perf_counter()
             timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
-            self._failed = [one for one in self._failed if one[1] > now] + [(frozenset(local), now + timeout)]
+            failed = part.transfer, frozenset(local), now + timeout
+            self._failed = [one for one in self._failed if one[2] > now] + [failed]
             self._livepatch.count("failed")
             self._livepatch.say("failed", f"an early write failed, and its request is not answered: {message}")
 

@@ -954,7 +954,7 @@ def test_blocks_are_held_after_a_failed_write_though_the_release_has_let_go_of_t
         worker.reqs_need_send["t"] = Entry("q", "t", [], asyncio.Event())
         worker.held("q", "t", blocks=[5, 6])
         await turns()
-        worker.held("r", "u", blocks=[7])
+        worker.held("r", "u", blocks=[1])
         await turns()
         assert worker.finished_sending_reqs == {"q", "r"}
 
