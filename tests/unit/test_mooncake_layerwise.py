@@ -1044,6 +1044,40 @@ def test_blocks_are_held_for_the_release_s_time_after_the_failed_write(
     run(case)
 
 
+def test_of_several_failed_writes_that_read_a_block_the_rest_of_any_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def case(worker: Worker) -> None:
+        worker.answer = -1
+        worker.whole("t", [1], 2)
+        asked = [worker.ask("d", "t", [10, 11])]
+        await turns()
+        monkeypatch.setattr(envs, "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", 60)
+        asked.append(worker.ask("e", "t", [20, 21]))
+        await turns()
+        assert worker.written == [[(1, 10)], [(1, 20)]]
+        worker.held("p", "t")
+        await asyncio.gather(*asked)
+        (entry,) = worker.reqs_need_send.values()
+        assert 470 < entry.expire_time - time.perf_counter() <= 480
+
+    run(case)
+
+
+def test_nothing_is_begun_after_an_error_of_its_own() -> None:
+    async def case(worker: Worker) -> None:
+        asked = worker.ask("d", "t", [10, 11])
+        worker.livepatch_writes._livepatch.withdraw()
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == []
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.written == [[(1, 10), (2, 11)]]
+
+    run(case)
+
+
 def test_nothing_leaves_early_where_several_workers_of_prefills_write_for_one_of_decodes() -> None:
     async def case(worker: Worker) -> None:
         worker.tp_size = 2
