@@ -1064,6 +1064,43 @@ def test_of_several_failed_writes_that_read_a_block_the_rest_of_any_is_waited_fo
     run(case)
 
 
+def test_what_gives_blocks_back_or_awaits_writes_goes_on_after_an_error_of_its_own() -> None:
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None)
+    lasting = {target for target, wrapper in patch.wrappers(context).items() if context.lasts(wrapper)}
+    assert lasting == {
+        f"{patch.SCHEDULER}.build_connector_meta",
+        f"{patch.SCHEDULER}.request_finished",
+        f"{patch.WORKER}.start_load_kv",
+        f"{patch.WORKER}._build_transfer_params",
+    }
+
+
+def test_a_step_waits_for_what_reads_blocks_that_were_given_back_also_after_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def case(worker: Worker) -> None:
+        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        bound: list[Any] = []
+        worker.register(bound)
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == [[(1, 10)]]
+        worker.livepatch_writes._livepatch.withdraw()
+        step = worker.step(back=["t"])
+        while not all(part.void for part in worker.livepatch_writes._parts()):
+            await asyncio.sleep(0.001)
+        assert bound == []
+        worker.open.set()
+        await step
+        assert len(bound) == 1
+        worker.end("t", [1, 2])
+        await asked
+
+    run(case)
+
+
 def test_nothing_is_begun_after_an_error_of_its_own() -> None:
     async def case(worker: Worker) -> None:
         asked = worker.ask("d", "t", [10, 11])
