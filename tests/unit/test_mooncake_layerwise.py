@@ -941,6 +941,29 @@ def test_blocks_of_a_prefill_that_was_given_up_after_a_failed_write_are_held_as_
     run(case)
 
 
+def test_of_what_is_given_back_nothing_begins_while_what_is_under_way_is_awaited() -> None:
+    """There are two places to write: the third of those that ask waits for one."""
+
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = [worker.ask(name, "t", [10, 11]) for name in "def"]
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == [[(1, 10)], [(1, 10)]]
+        back = asyncio.ensure_future(worker.livepatch_writes.back(["t"]))
+        await turns()
+        worker.whole("t", [5], 2)
+        worker.open.set()
+        await back
+        await turns()
+        assert worker.written == [[(1, 10)], [(1, 10)]]
+        worker.end("t", [5, 6])
+        await asyncio.gather(*asked)
+        assert worker.written[2:] == [[(5, 10), (6, 11)]] * 3
+
+    run(case)
+
+
 def test_blocks_are_held_after_a_failed_write_though_the_release_has_let_go_of_the_transfer() -> None:
     """Another prefill of the transfer was given up before. A third one's blocks are held by their own writes alone."""
 
