@@ -20,7 +20,6 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,8 @@ import mooncake_sides as sides
 import real_scheduler as real
 import vllm
 from mooncake_layerwise import PATIENCE, PROMPT, RESULT, SIZE
-from mooncake_sides import LAYERS, Side, wait
+from mooncake_sides import LAYERS, Side, ranked, wait
 from ports import free_port
-from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -45,18 +43,6 @@ WHOLE = -(-PROMPT // SIZE)
 def number(layer: int, content: int, place: int, tokens: int, head: int, value: bool) -> int:
     """What a head's K or V of a block holds: whole numbers that a float32 has."""
     return (((content * 8 + place) * 33 + tokens) * len(LAYERS) + layer) * 2 * HEADS + 2 * head + value
-
-
-@contextmanager
-def ranked(rank: int, size: int) -> Iterator[None]:
-    """Workers that are made now are of this rank."""
-    group, world = parallel_state.get_tp_group(), parallel_state.get_world_group()
-    was = group.rank_in_group, group.world_size, world.local_rank
-    group.rank_in_group, group.world_size, world.local_rank = rank, size, rank
-    try:
-        yield
-    finally:
-        group.rank_in_group, group.world_size, world.local_rank = was
 
 
 def workers(model_config: Any, role: str, engine_id: str, port: int, size: int) -> list[Side]:
