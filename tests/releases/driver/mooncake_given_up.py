@@ -7,22 +7,12 @@
 
 from __future__ import annotations
 
-import atexit
-import json
-import os
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
-import mooncake_layerwise as chunk
-import mooncake_sides as sides
-import real_scheduler as real
-import vllm
-from mooncake_layerwise import PATIENCE, RESULT, Pair
+import mooncake_engines as engines
+from mooncake_engines import PATIENCE, Pair
 from mooncake_sides import wait
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 
 
 def after_another(pair: Pair) -> Any:
@@ -44,7 +34,7 @@ def after_another(pair: Pair) -> Any:
     prefill.fill(8)  # more than is free
     held = prefill.taken()
     link.later()
-    return held, pair.came(places, content=21), chunk.expired(pair, "first"), pair.left()
+    return held, pair.came(places, content=21), engines.expired(pair, "first"), pair.left()
 
 
 def before_a_third(pair: Pair) -> Any:
@@ -87,10 +77,10 @@ def failed_before_a_third(pair: Pair) -> Any:
     prefill.fill(8)
     held = prefill.taken()
     link.later()
-    return held, pair.came(places, content=25), chunk.expired(pair, "fourth"), pair.left()
+    return held, pair.came(places, content=25), engines.expired(pair, "fourth"), pair.left()
 
 
-def a_third_begins(prefill: chunk.Prefill, transfer: str, content: int) -> None:
+def a_third_begins(prefill: engines.Prefill, transfer: str, content: int) -> None:
     """Under a transfer, where a second prefill was given up before it began."""
     prefill.compute(f"{transfer}-2", content=content, transfer=transfer)
     prefill.abort(f"p-{transfer}-2")
@@ -110,7 +100,7 @@ def aside(pair: Pair) -> Any:
     link.open.clear()
     prefill.step()
     under_way = wait(lambda: link.begun > begun, PATIENCE)
-    chunk.wait_at_most(PATIENCE)
+    engines.wait_at_most(PATIENCE)
     prefills = getattr(prefill.scheduler.connector.connector_scheduler, "_livepatch_prefills", None)
     if prefills is not None:
         prefills._allot = None
@@ -128,17 +118,7 @@ CASES = (after_another, before_a_third, failed_before_a_third, aside)
 
 
 def main() -> None:
-    real.quiet()
-    os.environ[chunk.ABORT] = "600"
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
-        init_none_hash(sha256)
-        pair = Pair(model_config)
-        result = {case.__name__: case(pair) for case in CASES}
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
-    atexit._run_exitfuncs()  # the bundle's last report
-    os._exit(0)  # sockets that wait would be waited for
+    engines.drive(lambda model_config: engines.played(CASES, Pair(model_config)))
 
 
 if __name__ == "__main__":

@@ -8,27 +8,18 @@ writes numbers into blocks stands for one. `mooncake_groups.py PATIENCE MODEL...
 
 from __future__ import annotations
 
-import atexit
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import mooncake_engines as engines
 import mooncake_layers as layers
-import mooncake_layerwise as chunk
 import mooncake_sides as sides
-import real_scheduler as real
 import torch
-import vllm
-from mooncake_layerwise import PATIENCE, PROMPT, RESULT, SIZE
+from mooncake_engines import PATIENCE, PROMPT, SIZE
 from mooncake_sides import LAYERS, Side, wait
 from ports import free_port
 from vllm.config import ParallelConfig, SpeculativeConfig
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
 WINDOW = 2 * SIZE
@@ -108,7 +99,7 @@ class Draft(Hybrid):
 MODELS: dict[str, type[Hybrid]] = {"windows": Windows, "window": Window, "mamba": Mamba, "draft": Draft}
 
 
-class Grouped(chunk.Engine):
+class Grouped(engines.Engine):
     """An engine whose model may have several groups."""
 
     side: Side
@@ -134,10 +125,10 @@ class Grouped(chunk.Engine):
         content = self.scheduler.requests[name].prompt_token_ids[0] - 1
         quarter = layers.QUARTER * LAYERS.index(layer)
         if model.state(layer):
-            yield cache.select(dimension, blocks[-1]), quarter + chunk.contents(content, 0, end)
+            yield cache.select(dimension, blocks[-1]), quarter + engines.contents(content, 0, end)
             return
         for place in range(begin // SIZE, -(-end // SIZE)):
-            right = quarter + chunk.contents(content, place, min(end - place * SIZE, SIZE))
+            right = quarter + engines.contents(content, place, min(end - place * SIZE, SIZE))
             yield cache.select(dimension, blocks[place]), right
 
 
@@ -180,7 +171,7 @@ def run(model_config: Any) -> Any:
     port = free_port()
     prefill, decode = Prefill(model_config, port), Decode(model_config)
     for cache in decode.side.caches.values():
-        cache.fill_(chunk.OLD)
+        cache.fill_(engines.OLD)
     where = {"remote_engine_id": "prefill", "remote_bootstrap_addr": f"http://127.0.0.1:{port}"}
     decode.add("d-one", content=1, do_remote_prefill=True, transfer_id="one", **where)
     decode.step()
@@ -201,28 +192,24 @@ def run(model_config: Any) -> Any:
     return writes, decode.computes_on["d-one"], prefill.link.writes, prefill.taken(), decode.taken()
 
 
+def play(model_config: Any) -> Any:
+    result = {}
+    for name in sys.argv[2:]:
+        options = {}
+        if name == "draft":
+            options["speculative_config"] = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=2,
+                target_model_config=model_config,
+                target_parallel_config=ParallelConfig(),
+            )
+        sides.MODEL = MODELS[name](options=options, prefix_caching=name != "mamba")
+        result[name] = run(model_config)
+    return result
+
+
 def main() -> None:
-    real.quiet()
-    os.environ[chunk.ABORT] = "600"
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
-        init_none_hash(sha256)
-        result = {}
-        for name in sys.argv[2:]:
-            options = {}
-            if name == "draft":
-                options["speculative_config"] = SpeculativeConfig(
-                    method="ngram",
-                    num_speculative_tokens=2,
-                    target_model_config=model_config,
-                    target_parallel_config=ParallelConfig(),
-                )
-            sides.MODEL = MODELS[name](options=options, prefix_caching=name != "mamba")
-            result[name] = run(model_config)
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
-    atexit._run_exitfuncs()  # the bundle's last report
-    os._exit(0)  # sockets that wait would be waited for
+    engines.drive(play)
 
 
 if __name__ == "__main__":

@@ -8,34 +8,25 @@ comes late comes through Mooncake's real engine. `mooncake_held.py PATIENCE CASE
 
 from __future__ import annotations
 
-import mooncake_layerwise as early  # its first lines are this driver's too
+import mooncake_engines as engines  # its first lines are this driver's too
 
 # isort: split
-import atexit
 import contextlib
 import copy
 import io
-import json
-import os
 import pickle
 import socket
 import sys
-import tempfile
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mooncake_sides as sides
 import real_scheduler as real
-import vllm
 import zmq
-from mooncake_layerwise import PATIENCE, RESULT, SIZE
+from mooncake_engines import PATIENCE, SIZE
 from mooncake_sides import wait
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorWorkerMetadata
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 
 ANOTHER = 70000.0
 """Added to what prefill computes: what comes late is somebody else's."""
@@ -128,7 +119,7 @@ class World:
     """A prefill engine, and a decode engine whose requests it serves."""
 
     def __init__(self, model_config: Any) -> None:
-        self.pair = early.Pair(model_config)
+        self.pair = engines.Pair(model_config)
         self.prefill, self.decode, self.link = self.pair.prefill, self.pair.decoding, self.pair.prefill.link
         self.prefill.again = ANOTHER
         worker = self.decode.side.worker
@@ -318,18 +309,7 @@ CASES = (failed, failed_behind_a_hit, given_away, overdue, gone)
 
 
 def main() -> None:
-    real.quiet()
-    os.environ[early.ABORT] = "600"
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
-        init_none_hash(sha256)
-        world = World(model_config)
-        chosen = CASES if len(sys.argv) == 2 else [case for case in CASES if case.__name__ in sys.argv[2:]]
-        result = {case.__name__: case(world) for case in chosen}
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
-    atexit._run_exitfuncs()  # the bundle's last report
-    os._exit(0)  # sockets that wait would be waited for
+    engines.drive(lambda model_config: engines.played(CASES, World(model_config), sys.argv[2:]))
 
 
 if __name__ == "__main__":

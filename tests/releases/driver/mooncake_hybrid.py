@@ -7,23 +7,12 @@
 
 from __future__ import annotations
 
-import mooncake_groups as groups  # its first lines are this driver's too
-
-# isort: split
-import atexit
-import json
-import os
-import tempfile
-from pathlib import Path
-
+import mooncake_engines as engines
+import mooncake_groups as groups
 import mooncake_sides as sides
-import real_scheduler as real
-import vllm
-from mooncake_layerwise import PATIENCE, RESULT
+from mooncake_engines import PATIENCE
 from mooncake_sides import wait
 from ports import free_port
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 
 
 def asked_in_vain(model_config: object) -> str:
@@ -44,16 +33,8 @@ def asked_in_vain(model_config: object) -> str:
 
 
 def main() -> None:
-    real.quiet()
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
-        init_none_hash(sha256)
-        sides.MODEL = groups.Windows()
-        result = asked_in_vain(model_config)
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "came_to": result}), file=RESULT, flush=True)
-    atexit._run_exitfuncs()  # the bundle's last report
-    os._exit(0)  # sockets that wait would be waited for
+    sides.MODEL = groups.Windows()
+    engines.drive(asked_in_vain, word="came_to")
 
 
 if __name__ == "__main__":

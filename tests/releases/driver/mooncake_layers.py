@@ -8,25 +8,17 @@ may look, or do something, between two layers. `mooncake_layers.py PATIENCE CASE
 
 from __future__ import annotations
 
-import atexit
-import json
-import os
 import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mooncake_engines as engines
 import mooncake_layerwise as chunk
 import mooncake_sides as sides
-import real_scheduler as real
-import vllm
-from mooncake_layerwise import PATIENCE, RESULT
+from mooncake_engines import PATIENCE, expired
 from mooncake_sides import LAYERS, wait
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 
 LAYERS += [f"model.layers.{number}.self_attn.attn" for number in (1, 2)]
 
@@ -35,7 +27,7 @@ QUARTER = 0.25
 """What a layer's contents differ by from those of the one before."""
 
 
-class Prefill(chunk.Prefill):
+class Prefill(engines.Prefill):
     """A prefill engine whose model has layers."""
 
     def __init__(self, model_config: Any, port: int, side: sides.Side | None = None) -> None:
@@ -73,7 +65,7 @@ class Prefill(chunk.Prefill):
         self.layer(scheduled, layer_name)
 
 
-class Pair(chunk.Pair):
+class Pair(engines.Pair):
     def __init__(self, model_config: Any) -> None:
         super().__init__(model_config, Prefill)
         self.prefill: Prefill
@@ -225,7 +217,7 @@ def failed_later(pair: Pair) -> Any:
     held = pair.prefill.taken()
     link.later()
     came = pair.came(places, content=56)
-    return outcome, link.writes[:], held, came, chunk.expired(pair, "later"), pair.left()
+    return outcome, link.writes[:], held, came, expired(pair, "later"), pair.left()
 
 
 def anew(pair: Pair) -> Any:
@@ -279,22 +271,12 @@ CASES = (
 
 
 def main() -> None:
-    real.quiet()
-    os.environ[chunk.ABORT] = "600"
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory), others=sides.MODEL.config)
-        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
-        init_none_hash(sha256)
+    def play(model_config: Any) -> Any:
         pair = Pair(model_config)
-        for name, module in list(sys.modules.items()):
-            if name.endswith("mooncake_layerwise.early"):
-                module.LAYERS_BYTES = 0  # type: ignore[attr-defined]  # these blocks are small
-        result = {}
-        for case in CASES if len(sys.argv) == 2 else [case for case in CASES if case.__name__ in sys.argv[2:]]:
-            result[case.__name__] = case(pair)
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
-    atexit._run_exitfuncs()  # the bundle's last report
-    os._exit(0)  # sockets that wait would be waited for
+        engines.any_size_by_layer()
+        return engines.played(CASES, pair, sys.argv[2:])
+
+    engines.drive(play, others=sides.MODEL.config)
 
 
 if __name__ == "__main__":

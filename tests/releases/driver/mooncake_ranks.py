@@ -13,27 +13,18 @@ and one of decode's.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import json
-import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import mooncake_engines as engines
 import mooncake_layers as layers
-import mooncake_layerwise as chunk
 import mooncake_sides as sides
-import real_scheduler as real
-import vllm
-from mooncake_layerwise import PATIENCE, PROMPT, RESULT, SIZE
+from mooncake_engines import PATIENCE, PROMPT, SIZE
 from mooncake_sides import LAYERS, Side, ranked, wait
 from ports import free_port
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 
 HEADS = 4
 """Of the model. Each worker has its share."""
@@ -74,14 +65,14 @@ def right(side: Side, layer: str, blocks: list[int], content: int) -> int | str:
         wanted = [
             (of, value, [number(LAYERS.index(layer), content, place, tokens, of, value)]) for of, value, _ in held
         ]
-        if held != wanted and {tuple(one) for _, _, one in held} != {(chunk.OLD,)}:
+        if held != wanted and {tuple(one) for _, _, one in held} != {(engines.OLD,)}:
             return f"wrong: {held} for {wanted}"
         found.append(held == wanted)
     came = sum(found)
     return came if all(found[:came]) else f"wrong: {found}"
 
 
-class Workers(chunk.Engine):
+class Workers(engines.Engine):
     """An engine of several workers."""
 
     ranks: list[Side]
@@ -102,7 +93,7 @@ class Prefill(Workers, layers.Prefill):
     def __init__(self, model_config: Any, port: int, size: int) -> None:
         self.ranks = workers(model_config, "kv_producer", "prefill", port, size)
         super().__init__(model_config, port, self.ranks[0])
-        self.links = [self.link, *(chunk.linked(side) for side in self.ranks[1:])]
+        self.links = [self.link, *(engines.linked(side) for side in self.ranks[1:])]
 
     def layer(self, scheduled: Any, layer_name: str) -> None:
         for block, *what in self.written(scheduled):
@@ -164,7 +155,7 @@ class World:
     def ask(self, name: str, content: int, arrives: bool = True) -> None:
         for side in self.decode.ranks:
             for cache in side.caches.values():
-                cache.fill_(chunk.OLD)
+                cache.fill_(engines.OLD)
         for link in self.prefill.links:
             link.bytes = 0
         where = {"remote_engine_id": "prefill", "remote_bootstrap_addr": f"http://127.0.0.1:{self.port}"}
@@ -273,24 +264,19 @@ AT_THE_END = (early, late)
 """Where prefill has more workers than decode."""
 
 
+def play(model_config: Any) -> Any:
+    result = {}
+    for shape in sys.argv[2:]:
+        world = World(model_config, *map(int, shape.split("-")))
+        engines.any_size_by_layer()
+        result[shape] = engines.played(
+            CASES if len(world.decode.ranks) >= len(world.prefill.ranks) else AT_THE_END, world
+        )
+    return result
+
+
 def main() -> None:
-    real.quiet()
-    os.environ[chunk.ABORT] = "600"
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory), HEADS)
-        sides.begin_distributed(model_config, Path(directory) / "rendezvous")
-        init_none_hash(sha256)
-        result = {}
-        for shape in sys.argv[2:]:
-            world = World(model_config, *map(int, shape.split("-")))
-            for name, module in list(sys.modules.items()):
-                if name.endswith("mooncake_layerwise.early"):
-                    module.LAYERS_BYTES = 0  # type: ignore[attr-defined]  # these blocks are small
-            cases = CASES if len(world.decode.ranks) >= len(world.prefill.ranks) else AT_THE_END
-            result[shape] = {case.__name__: case(world) for case in cases}
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
-    atexit._run_exitfuncs()  # the bundle's last report
-    os._exit(0)  # sockets that wait would be waited for
+    engines.drive(play, HEADS)
 
 
 if __name__ == "__main__":
