@@ -12,7 +12,7 @@ from vllm_livepatch.tools.lab import environments, model, topology
 from vllm_livepatch.tools.lab.supervisor import PartFailed, Supervisor
 
 
-def test_a_dead_server_is_said_with_its_log_while_the_engines_still_load(tmp_path: Path) -> None:
+def test_a_dead_server_is_reported_with_its_log_while_the_engines_still_load(tmp_path: Path) -> None:
     """Its port is taken. The engines would ask for it most of a minute later, and wait for an answer then."""
     python = environments.engine()
     described = topology.load("pd-mooncake-lmcache")

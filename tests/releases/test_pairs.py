@@ -26,7 +26,7 @@ INSTALLED = "0.5.6"
 
 
 @pytest.mark.parametrize(("vllm", "lmcache"), PAIRS)
-def test_what_is_said_happens(vllm: str, lmcache: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
+def test_what_is_announced_happens(vllm: str, lmcache: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """Each way to ask for a connector gives the class that was told, and can be made if that was told."""
     pair = pairs.look(published.tree("vllm", vllm), published.tree("lmcache", lmcache), (vllm, lmcache))
     assert pair.connectors

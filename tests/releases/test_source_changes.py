@@ -174,7 +174,7 @@ def test_a_release_as_the_next_one(step: Step, warm: interpreter.Interpreter, tm
     assert digests(old, step.files) == before, "the sources on disk are as they were"
 
 
-def test_modules_that_do_not_fit_together_are_told_before_start(tmp_path: Path) -> None:
+def test_modules_that_do_not_fit_together_are_named_before_start(tmp_path: Path) -> None:
     """Of two modules that changed together only the one that needs the other."""
     old, new = (sources.site_packages("vllm", release) for release in ("0.31.0", "0.32.0"))
     (tmp_path / "half.diff").write_text(source_diffs.between(old, new, [f"{CORE}/sched/scheduler.py"]), "utf-8")

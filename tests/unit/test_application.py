@@ -247,7 +247,7 @@ def test_a_target_that_somebody_else_replaces_after_us(sandbox: Sandbox) -> None
     assert sandbox.reported("other")["state"] == "applied"
 
 
-def test_what_is_replaced_after_the_last_import_is_told_at_the_end(patched: Sandbox) -> None:
+def test_what_is_replaced_after_the_last_import_is_reported_at_the_end(patched: Sandbox) -> None:
     done = patched.python(f"{USE_STEP}; Scheduler.step = None")
     assert (patched.reported()["state"], patched.reported()["reason"]) == ("failed", "overwritten")
     assert len(done.lines) == 2

@@ -259,7 +259,7 @@ MANIFESTS = ["", "{", "[]", "{}", '{"files": 1}', '{"files": ["a"]}', "\xff", "n
 
 
 @pytest.mark.parametrize("text", MANIFESTS)
-def test_a_corrupt_manifest_is_said_to_be_one(patched: Sandbox, text: str) -> None:
+def test_a_corrupt_manifest_is_named_as_one(patched: Sandbox, text: str) -> None:
     (patched.bundle / "manifest.json").write_text(text, "latin-1")
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
         verified(patched.bundle)

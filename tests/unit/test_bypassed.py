@@ -68,7 +68,7 @@ def test_an_override_that_calls_it_is_fine(sandbox: Sandbox, body: str) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "strict"])
 @pytest.mark.parametrize("body", list(BYPASSES.values()), ids=list(BYPASSES))
-def test_an_override_that_does_not_is_said_once(sandbox: Sandbox, body: str, mode: str) -> None:
+def test_an_override_that_does_not_is_logged_once(sandbox: Sandbox, body: str, mode: str) -> None:
     message = f"vllm-livepatch: around is bypassed: {DETAIL}"
     first, *rest = run(sandbox, body, LIVEPATCH=mode)
     assert first == "the class is there"

@@ -481,7 +481,7 @@ def test_modules_that_are_changed_together_fall_back_together(engine: Sandbox, c
     assert len(done.lines) == 2
 
 
-def test_what_was_loaded_long_before_stays_and_is_said(engine: Sandbox) -> None:
+def test_what_was_loaded_long_before_stays_and_is_reported(engine: Sandbox) -> None:
     diff_patch(engine, {**STEP, "fakeengine/third.py": ("VALUE", f"{RAISES}\nVALUE")})
     engine.generate()
     done = both(engine)

@@ -164,7 +164,7 @@ def test_what_drifted_cannot_be_fetched(index: LocalIndex, sandbox: Sandbox, cli
     assert STEP in done.out
 
 
-def test_the_registry_is_not_told_of_somebodys_own_package(index: LocalIndex, sandbox: Sandbox, cli: Cli) -> None:
+def test_the_registry_is_not_asked_for_somebodys_own_package(index: LocalIndex, sandbox: Sandbox, cli: Cli) -> None:
     sandbox.write({"fakeengine/scheduler.py": "class Scheduler:\n    def step(self): return 1\n"})
     done = check(cli, sandbox, "--site-packages", str(sandbox.site))
     assert (done.code, index.requests) == (1, 0)
@@ -214,7 +214,7 @@ def test_a_registry_that_fails(index: LocalIndex, sandbox: Sandbox, cli: Cli, fa
 
 
 @pytest.mark.parametrize("fault", ["yanked", "no ranges", "full disk"])
-def test_what_is_said_and_does_not_stop_a_check(
+def test_what_is_printed_and_does_not_stop_a_check(
     index: LocalIndex, sandbox: Sandbox, cli: Cli, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault == "yanked":

@@ -140,7 +140,7 @@ def test_run_ends_as_the_command_does(known: Sandbox, cli: Cli, tmp_path: Path) 
 # check
 
 
-def test_check_is_told_by_the_code_without_importing_it(known: Sandbox, cli: Cli) -> None:
+def test_check_reads_the_code_without_importing_it(known: Sandbox, cli: Cli) -> None:
     for file in known.site.rglob("*.py"):
         file.write_text(file.read_text("utf-8") + "\nraise SystemExit('imported')\n", "utf-8")
     done = cli("check", "--site-packages", str(known.site), "--json", *own(known))

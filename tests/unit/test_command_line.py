@@ -287,7 +287,7 @@ def test_the_lab_s_help_without_its_extra(cli: Cli) -> None:
     assert done.stderr.startswith("vllm-livepatch: the lab needs more packages (pip install 'vllm-livepatch[lab]')")
 
 
-def test_a_dry_run_shows_what_the_patches_are_told(cli: Cli, tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_settings_of_the_patches(cli: Cli, tmp_path: Path) -> None:
     options = ["LIVEPATCH_MOONCAKE_LAYERWISE=on", "VLLM_OTHER=a b"]
     words = ["lab", "pd-mooncake", "--dry-run", "--compare", "--fault", "link=2", "--fault", "stop-prefill@5"]
     done = cli(*words, *(word for setting in options for word in ("--set", setting)))

@@ -144,7 +144,7 @@ FACTS: dict[str, Any] = {
 }
 
 
-def test_what_all_have_is_said_once() -> None:
+def test_what_all_have_is_shown_once() -> None:
     patch = to_patch("p", FACTS)
     assert [dict(variant.code) for variant in patch.variants] == [{TARGET: "f"}, {TARGET: "g"}]
     assert [dict(form.code) for form in patch.companions["cache"]] == [{}, OLD, NEW]

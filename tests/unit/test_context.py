@@ -38,7 +38,7 @@ def test_one_line_of_a_kind_in_thirty_seconds_and_the_rest_is_counted(monkeypatc
     assert lines[2:] == ["one: again (4 more like it since the last line)", "one: and again"]
 
 
-def test_a_count_adds_up_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_adds_up_and_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[int] = []
     livepatch = PatchContext("one", {}, {}, lambda: changes.append(1))
     livepatch.count("kind")

@@ -114,7 +114,7 @@ def test_a_local_part_does_not_make_another_release(release: str) -> None:
         None,
     ],
 )
-def test_a_release_that_nobody_listed_is_told_by_its_code(release: str | None) -> None:
+def test_a_release_that_nobody_listed_is_recognized_by_its_code(release: str | None) -> None:
     decision = decided(Installed(release, NEW))
     assert (decision.verdict, decision.apply) == ("unverified", True)
     assert decision.variant is not None

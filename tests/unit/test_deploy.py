@@ -315,7 +315,7 @@ def test_a_name_of_more_than_a_line_is_refused(cli: Cli, form: str, name: str) -
         assert (done.code, done.out, len(done.lines)) == (2, "", 1)
 
 
-def test_what_is_said_of_lmcache_s_server_and_of_turning_off(cli: Cli) -> None:
+def test_what_is_printed_of_lmcache_s_server_and_of_turning_off(cli: Cli) -> None:
     for form in ("docker", "kubernetes", "systemd"):
         assert "LMCache's own server" in printed(cli, form)
     text = printed(cli, "kubernetes")

@@ -325,7 +325,7 @@ def test_it_applies_exactly() -> None:
     assert list(judged.code) == ["vllm.worker"]
 
 
-def test_moved_lines_are_fine_and_said() -> None:
+def test_moved_lines_are_fine_and_named() -> None:
     judged = judge(PLAIN, {"vllm.worker": "# moved\n" * 7 + OLD})
     assert (judged.verdict, judged.detail) == ("needed", "hunks moved by up to 7 lines")
 

@@ -88,7 +88,7 @@ def test_a_release_that_cannot_be_read(sandbox: Sandbox, mine: Callable[[str], c
     assert of(sandbox, mine(DIFF)) == ({"around": "1.0"}, "no network")
 
 
-def test_releases_as_they_are_said() -> None:
+def test_releases_as_people_name_them() -> None:
     assert displaced.spans("vllm", ["0.30.0", "0.28.0", "0.29.0"]) == "0.28.0 to 0.30.0"
     assert displaced.spans("vllm", ["0.28.0", "0.30.0", "9.9.dev1"]) == "0.28.0, 0.30.0, 9.9.dev1"
 

@@ -287,7 +287,7 @@ def test_from_a_zip(patched: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("version", interpreters.found(interpreters.UNSERVED))
-def test_an_interpreter_that_is_not_served_is_told_so(patched: Sandbox, version: str) -> None:
+def test_an_interpreter_that_is_not_served_is_refused_by_name(patched: Sandbox, version: str) -> None:
     done = ask(patched, "doctor", python=str(interpreters.find(version)))
     assert (done.code, done.out) == (1, "")
     assert done.err == f"vllm-livepatch: this bundle does not serve Python {version}: nothing is patched\n"

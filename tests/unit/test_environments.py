@@ -92,7 +92,7 @@ def test_two_that_ask_at_once_build_once(built: list[str]) -> None:
     assert built.count("virtual environment") == 1
 
 
-def test_a_failed_step_shows_the_end_of_what_the_installer_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_step_shows_the_end_of_the_installers_output(capsys: pytest.CaptureFixture[str]) -> None:
     script = "echo \"WARNING: Location 'x' is ignored\"; echo no such release; exit 1"
     with pytest.raises(environments.InstallationError) as caught:
         environments._step("a thing", ["sh", "-c", script])

@@ -104,7 +104,7 @@ def test_a_damaged_file_of_the_cache_is_fetched_again(index: LocalIndex, tmp_pat
 
 
 @pytest.mark.parametrize("fault", ["another wheel", "another file in it", "not there", "no network", "another wrapt"])
-def test_what_cannot_be_had_is_left_out_and_told(
+def test_what_cannot_be_had_is_left_out_and_named(
     index: LocalIndex, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     good, bad = offer(index, "3.10", b"good"), offer(index, "3.11", b"bad")

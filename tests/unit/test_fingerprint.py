@@ -398,7 +398,7 @@ def test_the_same_words_in_a_function_do_not_count() -> None:
     assert of("def f(a: Annotated[int, 1]):\n  x: ClassVar = a") == of("def f(a):\n  x = a")
 
 
-def test_an_invalid_escape_is_not_said_and_no_filter_of_others_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_escape_is_not_warned_of_and_no_filter_of_others_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that put filters back would each put back what the other has set: warnings would be off for good."""
     real: Callable[..., ast.Module] = ast.parse
     seen: list[list[object]] = []

@@ -184,7 +184,7 @@ def test_the_report_of_a_later_version_is_not_passed_over(state: Path, cli: Cli,
     assert cli("status", "--state-dir", str(state), "--require", "around").code == 0
 
 
-def test_what_cannot_be_removed_is_not_said_to_be(another: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_removed_is_not_reported_as_removed(another: Path, capfd: pytest.CaptureFixture[str]) -> None:
     left = fleet.leave_own(another, alive=False)
     another.chmod(0o555)
     done = ask(capfd, "--state-dir", str(another), "--prune")

@@ -65,7 +65,7 @@ def test_when_it_is_due(greeted: Greeted) -> None:
     assert greeted.greeting.due_in() == float("inf")
 
 
-def test_it_comes_before_all_else_that_is_said(greeted: Greeted) -> None:
+def test_it_comes_before_all_else_that_is_logged(greeted: Greeted) -> None:
     greeted.greeting.begin({})
     greeted.greeting.behind("one")
     assert greeted.lines == []

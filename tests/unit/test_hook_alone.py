@@ -74,7 +74,7 @@ def test_the_form_of_wrapt_is_the_one_that_the_interpreter_takes(
     assert hook._form_of_wrapt(str(tmp_path)) == "pure"
 
 
-def test_why_there_is_no_runtime_is_told_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_there_is_no_runtime_is_shown_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, hook.__name__.partition(".")[0], ModuleType("nothing of a bundle's"))
     runtime, why = hook._attempt()
     assert runtime is None

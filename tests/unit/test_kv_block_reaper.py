@@ -178,7 +178,7 @@ def test_the_age_is_above_the_connectors_own_timeout_of_children_the_longest(mon
     assert reaper.default_age(SimpleNamespace(_connectors=[moriio, mooncake])) == 1260
 
 
-def test_an_age_below_the_connectors_own_is_taken_and_said(clock: Clock, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_age_below_the_connectors_own_is_taken_and_logged(clock: Clock, capfd: pytest.CaptureFixture[str]) -> None:
     scheduler = scheduler_class(reaper.wrappers(context()))(named("MoRIIOConnector", _defer_timeout=60.0))
     scheduler.hold("a")
     assert "sooner than the 85 s" in capfd.readouterr().err

@@ -77,7 +77,7 @@ def test_the_first_is_always_lost() -> None:
     assert step({"b"}) == ({"b"}, set())
 
 
-def test_a_slow_transfer_is_told_once_and_not_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_transfer_is_logged_once_and_not_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     patch, clock = module("slow_transfer"), SimpleNamespace(now=0.0)
     monkeypatch.setattr(patch, "time", SimpleNamespace(monotonic=lambda: clock.now))
     step, context = worker(patch, SECONDS=2.0)
@@ -270,7 +270,7 @@ def test_they_are_asked_for_by_name_with_a_number_or_without() -> None:
 
 
 @pytest.mark.parametrize("cpu", [True, False])
-def test_mooncakes_worker_is_told_the_cpu_only_there_and_only_while_it_is_made(
+def test_mooncakes_worker_is_given_the_cpu_only_there_and_only_while_it_is_made(
     cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = module("mooncake_on_cpu")

@@ -32,7 +32,7 @@ def test_the_documents_tables_are_made_of_what_is_kept() -> None:
         assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "docs" / name)
 
 
-def test_what_is_said_beside_a_run_stands_under_its_command(tmp_path: Path) -> None:
+def test_what_is_noted_of_a_run_stands_under_its_command(tmp_path: Path) -> None:
     kept = KEPT[0].read_text("utf-8")
     for name in ("one", "two"):
         (tmp_path / f"{name}.json").write_text(kept, "utf-8")
@@ -153,7 +153,7 @@ def test_upstreams_benchmark_compares_no_answers_and_hangs_up_on_nobody(
     assert f"{words[-1]}: vllm bench serve" in capsys.readouterr().err
 
 
-def test_the_settings_of_a_topology_are_told_where_they_are_not_the_usual() -> None:
+def test_the_settings_of_a_topology_are_shown_where_they_are_not_the_usual() -> None:
     described = topology.set_up(topology.load("pd-nixl"), ["lease=6"])
     found = lab.described(lab.Options(described, Path())) | {"arms": {"patched": {}}}
     assert shlex.split(figures.command(found))[-2:] == ["--with", "lease=6"]

@@ -129,7 +129,7 @@ def test_a_run_that_fails_ends_with_its_code(
     assert capsys.readouterr().err.startswith(line)
 
 
-def test_conversations_have_one_beginning_and_the_length_that_is_said() -> None:
+def test_conversations_have_one_beginning_and_the_length_that_is_asked_for() -> None:
     spec = Conversations(conversations=3, turns=4, prefix=20, tokens=5)
     sessions = spec.sessions(1)
     assert [[len(turn.split()) for turn in session] for session in sessions] == [[25, 5, 5, 5]] * 3

@@ -76,7 +76,7 @@ def test_another_file_under_its_name_is_refused(asked: list[str], monkeypatch: p
         ("ARCHIVE", "vllm-9.tar.gz", "cannot be fetched from vllm-9.tar.gz"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_line(
+def test_what_is_not_there_is_reported_in_one_line(
     asked: list[str], name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy, name, value)

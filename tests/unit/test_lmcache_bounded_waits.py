@@ -86,7 +86,7 @@ def test_a_late_store_is_filled_once() -> None:
     assert adapter.context.counters == {"stored_late": 1}
 
 
-def test_a_server_that_had_all_of_it_is_told_nothing() -> None:
+def test_a_server_that_had_all_of_it_is_sent_nothing() -> None:
     """It might take that for the end of another store by the same name."""
     adapter = Adapter()
     logged: list[str] = []
@@ -155,7 +155,7 @@ def test_of_a_server_that_was_restarted_nothing_is_kept(answered: bool) -> None:
 
 
 @pytest.mark.parametrize("slots", [0, 2])
-def test_where_the_server_made_another_room_than_was_asked_for_nothing_is_said_to_be_filled(slots: int) -> None:
+def test_where_the_server_made_another_room_than_was_asked_for_nothing_is_reported_as_filled(slots: int) -> None:
     """Whoever reads it would read what was in that memory before."""
     adapter = Adapter()
     committed: list[str] = []
@@ -405,7 +405,7 @@ def test_pings_do_not_pile_up(beat: Beat) -> None:
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_time_in_which_the_machine_was_suspended_counts_where_it_can_be_told(
+def test_time_in_which_the_machine_was_suspended_counts_where_the_clock_has_it(
     tells: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMCache's server, on another machine, did not sleep meanwhile."""

@@ -417,7 +417,7 @@ def test_what_is_left_out_beside_what_is_held_is_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("settles", [False, True])
-def test_from_0_30_the_release_is_told_of_who_is_gone_when_nobody_else_writes(settles: bool) -> None:
+def test_from_0_30_the_release_hears_of_who_is_gone_when_nobody_else_writes(settles: bool) -> None:
     """0.33.0 counts the workers itself."""
 
     async def silent(answer: Any) -> None:
@@ -870,7 +870,7 @@ def test_who_loads_nothing_by_this_connector_is_not_followed() -> None:
     assert not keeper._loads
 
 
-def test_what_workers_say_is_told_by_builtin_types() -> None:
+def test_what_workers_report_is_of_builtin_types() -> None:
     """A scheduler's process without the bundle has to read it."""
     packed = Word({"a": ("d", frozenset({3}))}, {"b"}).packed()
     assert packed == {("livepatch-held", "a", "d", (3,)): 1, ("livepatch-over", "b"): 1}

@@ -305,7 +305,7 @@ def test_a_layer_that_a_step_computes_twice_counts_for_nothing_and_no_more_leave
     run(case)
 
 
-def test_layers_of_a_later_step_are_none_of_blocks_whose_step_has_not_been_told_to_have_ended() -> None:
+def test_layers_of_a_later_step_are_none_of_blocks_whose_step_is_not_known_to_have_ended() -> None:
     async def case(worker: Worker) -> None:
         asked = worker.ask("d", "t", [10, 11])
         worker.beginning("t", [1], 2)

@@ -476,7 +476,7 @@ def test_a_step_does_not_wait_for_ever_and_what_ends_later_counts_for_nothing(mo
     run(case)
 
 
-def test_what_was_told_of_a_prefill_is_forgotten_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_of_a_prefill_is_forgotten_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(worker: Worker) -> None:
         monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
         worker.register([])
@@ -591,7 +591,7 @@ async def failed_early(worker: Worker, **more: Any) -> Any:
     return asked
 
 
-def test_of_a_write_that_failed_nothing_is_said_and_nothing_more_is_written() -> None:
+def test_of_a_write_that_failed_nothing_is_reported_and_nothing_more_is_written() -> None:
     async def case(worker: Worker) -> None:
         asked = await failed_early(worker)
         worker.whole("t", [1, 2], 2)
@@ -1171,7 +1171,7 @@ def test_no_ask_for_a_transfer_ends_before_the_writes_for_another_of_it() -> Non
     run(case)
 
 
-def test_of_an_error_where_no_write_has_failed_the_release_is_told() -> None:
+def test_an_error_where_no_write_has_failed_reaches_the_release() -> None:
     async def case(worker: Worker) -> None:
         asked = worker.ask("d", "t", [10, 11])
         worker.whole("t", [1], 2)
@@ -1244,7 +1244,7 @@ def begun(tokens: int) -> tuple[Prefills, Any, Any]:
     return prefills, connector, one
 
 
-def test_whole_blocks_after_each_step_are_told() -> None:
+def test_whole_blocks_after_each_step_are_sent_along() -> None:
     prefills, connector, one = begun(10)
     progress = prefills.progress(connector, step({"p": 13}, more={"p": [4, 5, 6]}))
     assert progress is not None
@@ -1255,7 +1255,7 @@ def test_whole_blocks_after_each_step_are_told() -> None:
     assert prefills.progress(SimpleNamespace(_reqs_need_send={}), step({})) is None
 
 
-def test_no_block_beyond_the_prompt_s_whole_ones_is_told() -> None:
+def test_no_block_beyond_the_prompt_s_whole_ones_is_named() -> None:
     prefills, connector, _ = begun(10)
     progress = prefills.progress(
         connector, step({"p": 20}, more={"p": [4, 5, 6, 7, 8]})
@@ -1271,7 +1271,7 @@ def test_a_prefill_that_ends_without_being_sent_gives_its_blocks_back() -> None:
 
 
 @pytest.mark.parametrize("what", [{"num_preemptions": 1}, {"num_computed_tokens": 9}], ids=["preempted", "goes back"])
-def test_what_is_computed_anew_is_told_once_and_not_followed(what: dict[str, int]) -> None:
+def test_what_is_computed_anew_is_reported_once_and_not_followed(what: dict[str, int]) -> None:
     prefills, connector, one = begun(10)
     vars(one).update(what)
     assert prefills.progress(connector, step({"p": 4}, more={"p": [7]})) == {

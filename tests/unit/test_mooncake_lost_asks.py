@@ -137,7 +137,7 @@ def test_what_an_answer_leaves_out_is_an_error_only_once_it_is_kept_no_more() ->
     assert prefill.answers == [("CONTINUE", ["a"], ["c"]), ("FINISH", None, ["b"])]
 
 
-def test_who_asks_after_it_was_given_up_is_told_so_beside_others_that_are_served() -> None:
+def test_who_asks_after_it_was_given_up_is_answered_so_beside_others_that_are_served() -> None:
     async def serves(identity: bytes, socket: Any, meta: Any) -> None:
         assert set(meta.req_blocks) == {"a"}
         await socket.send_multipart((identity, says(FINISH, ok=["a"])))
@@ -248,7 +248,7 @@ def test_who_waits_for_a_prefill_that_is_given_up_waits_no_more() -> None:
     asyncio.run(play())
 
 
-def test_whose_blocks_a_transfer_has_is_not_said_anew() -> None:
+def test_whose_blocks_a_transfer_has_is_not_reported_anew() -> None:
     async def play() -> None:
         prefill = Prefill()
         prefill.reqs_need_send["t"] = entry()
@@ -259,7 +259,7 @@ def test_whose_blocks_a_transfer_has_is_not_said_anew() -> None:
     asyncio.run(play())
 
 
-def test_the_release_is_told_of_what_it_knows_alone() -> None:
+def test_the_release_is_given_what_it_knows_alone() -> None:
     """It stops at the first that it does not know, and forgets those behind it."""
     reported: list[set[str]] = []
 
@@ -347,14 +347,14 @@ def test_a_bootstrap_server_that_stands_alone_names_all_that_it_knows(monkeypatc
     assert known(engines, None, None, monkeypatch)[0] == engines
 
 
-def test_where_it_cannot_be_told_which_are_whole_the_release_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_knows_which_are_whole_the_release_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = {0: "of another kind"}
     found, context = known(engines, 1, 1, monkeypatch)
     assert found is engines
     assert context.aside
 
 
-def test_who_asks_for_nothing_is_told_of_no_error() -> None:
+def test_who_asks_for_nothing_is_answered_without_an_error() -> None:
     async def serves(identity: bytes, socket: Any, meta: Any) -> None:
         await socket.send_multipart((identity, says(FINISH, ok=["a"])))
 
@@ -441,7 +441,7 @@ def refused(name: str) -> Any:
     return "FINISH", None, [name]
 
 
-def test_who_asks_for_what_was_let_go_is_told_so_at_once_and_the_blocks_are_freed() -> None:
+def test_who_asks_for_what_was_let_go_is_answered_so_at_once_and_the_blocks_are_freed() -> None:
     async def play() -> None:
         prefill = Prefill()
         await prefill.leg("t")
@@ -472,7 +472,7 @@ def test_a_prefill_that_comes_after_it_was_let_go_frees_its_blocks_when_it_ends(
     asyncio.run(play())
 
 
-def test_who_waits_for_a_prefill_that_has_not_begun_is_told_when_another_lets_go() -> None:
+def test_who_waits_for_a_prefill_that_has_not_begun_is_answered_when_another_lets_go() -> None:
     async def play() -> None:
         prefill = Prefill()
         await prefill.begin(prefill.serves, waits=("t", [1]))
@@ -649,7 +649,7 @@ def test_each_transfer_of_an_ask_that_lets_go_is_let_go_by_itself() -> None:
     asyncio.run(play())
 
 
-def test_a_decode_engine_that_can_tell_is_told_that_it_has_let_go() -> None:
+def test_a_decode_engine_that_can_tell_is_answered_that_it_has_let_go() -> None:
     """From 0.32.0. Before, one takes that for the end of a load."""
 
     async def play() -> None:
@@ -776,7 +776,7 @@ def test_who_names_a_layout_that_the_worker_lacks_is_asked_for_it() -> None:
     asyncio.run(play())
 
 
-def test_an_error_while_who_let_go_is_counted_is_said_and_others_are_served() -> None:
+def test_an_error_while_who_let_go_is_counted_is_logged_and_others_are_served() -> None:
     async def play() -> None:
         prefill = Prefill()
 

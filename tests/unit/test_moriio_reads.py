@@ -201,7 +201,7 @@ def test_the_peer_hears_of_a_read_that_failed_and_its_blocks_are_reported(
     assert "is not read from prefill:1: a transfer failed: the peer is gone (code 7)" in capsys.readouterr().err
 
 
-def test_a_read_that_takes_too_long_is_said_once(
+def test_a_read_that_takes_too_long_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker, now = Worker("pending", "pending", "succeeded"), [100.0]

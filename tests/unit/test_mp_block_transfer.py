@@ -24,7 +24,7 @@ from vllm_livepatch.sitecustomize.context import PatchContext
         ("float16", 4, True),
     ],
 )
-def test_another_size_than_that_of_dtype_is_said_and_moved(
+def test_another_size_than_that_of_dtype_is_logged_and_moved(
     dtype: str, size: int, logged: bool, mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved, says = mocker.patch.object(transfer, "transfer"), mocker.patch.object(PatchContext, "say")

@@ -297,7 +297,7 @@ def test_the_page_has_each_draw_of_its_own() -> None:
     assert "## Draws" not in mutation_report.page([measured], reasons)
 
 
-def test_each_draw_of_a_page_is_said_and_kept() -> None:
+def test_each_draw_of_a_page_is_shown_and_kept() -> None:
     draws = tomllib.loads(mutation.CONFIG.read_text("utf-8"))["draw"]
     kept = [json.loads(file.read_text("utf-8")) for file in mutation.KEPT.glob("*.json")]
     numbers = {

@@ -216,7 +216,7 @@ def test_a_lease_table_says_what_is_held() -> None:
     assert table.publish("a")  # it was read, and comes again
 
 
-def test_an_id_whose_lease_ended_unread_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_whose_lease_ended_unread_is_not_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_table, "REMEMBERED", 2)
     table = lease_table.LeaseTable()
     for name in "abc":
@@ -241,7 +241,7 @@ def test_a_full_bucket_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
 # Decode
 
 
-def test_prefill_is_told_when_the_lease_was_seen_to_hold(world: World) -> None:
+def test_prefill_hears_when_the_lease_was_seen_to_hold(world: World) -> None:
     world.begin("a")
     handle = world.read("a")
     assert handle.notification == b""  # the read itself tells nothing
@@ -275,7 +275,7 @@ def test_a_transfer_that_failed_is_not_asked_about(world: World) -> None:
     assert world.counters == {}
 
 
-def test_a_lease_table_that_never_comes_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_table_that_never_comes_is_waited_for_no_longer_than_set(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, limit=0.0)
     world.begin("a")
     handle = world.read("a")
@@ -340,7 +340,7 @@ def lost(handle: Transfer) -> None:
 
 @pytest.mark.parametrize("first_ends", [fails, lost])
 @pytest.mark.parametrize("second_ends", [fails, lost])
-def test_failures_of_one_request_are_told_in_one_round_of_asking(
+def test_failures_of_one_request_are_reported_in_one_round_of_asking(
     world: World, first_ends: Callable[[Transfer], None], second_ends: Callable[[Transfer], None]
 ) -> None:
     """From prefill's two ranks: the worker takes the first failure for the end of all."""
@@ -358,7 +358,7 @@ def test_failures_of_one_request_are_told_in_one_round_of_asking(
     assert world.agent.check_xfer_state(other) == "ERR"  # another request's
 
 
-def test_a_read_that_was_right_is_told_beside_one_that_failed(world: World) -> None:
+def test_a_read_that_was_right_is_reported_beside_one_that_failed(world: World) -> None:
     world.begin("a")
     world.tables_can_be_read()
     first, second = world.read("a"), world.read("a")
@@ -369,7 +369,7 @@ def test_a_read_that_was_right_is_told_beside_one_that_failed(world: World) -> N
     assert world.agent.check_xfer_state(second) == "ERR"
 
 
-def test_an_error_of_nixls_is_told_as_an_error_unless_another_read_goes_on(
+def test_an_error_of_nixls_is_reported_as_an_error_unless_another_read_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = world.read("a"), world.read("a")

@@ -333,7 +333,7 @@ def taken(answers: Answers, peer: Decode, token: str = "t") -> prefill.Registere
     return asked
 
 
-def test_decode_without_the_bundle_is_told_nothing() -> None:
+def test_decode_without_the_bundle_is_sent_nothing() -> None:
     answers = Answers(context())
     assert answers.take({"request_id": "d"}) is None
     assert not answers.unwanted({"request_id": "d"})
@@ -418,7 +418,7 @@ def test_a_patch_that_stands_aside_says_nothing(peer: Decode) -> None:
     assert not answers.unwanted(peer.registration())
 
 
-def test_several_writes_for_one_registration_are_not_told_of(peer: Decode) -> None:
+def test_several_writes_for_one_registration_are_not_reported(peer: Decode) -> None:
     livepatch = context()
     answers = Answers(livepatch)
     with answers.writing(taken(answers, peer)):

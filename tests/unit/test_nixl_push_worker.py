@@ -85,7 +85,7 @@ def refused(worker: Worker) -> dict[str, Any]:
 # Prefill
 
 
-def test_what_decode_was_told_will_not_come_is_not_written(worker: Worker) -> None:
+def test_what_decode_knows_will_not_come_is_not_written(worker: Worker) -> None:
     """Its blocks may be another request's by then."""
     worker.push("a-p", refused(worker))
     assert (worker.written, worker.context.counters["left"]) == ([], 1)

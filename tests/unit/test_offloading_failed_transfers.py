@@ -94,7 +94,7 @@ def result(job: int, success: bool) -> Any:
     return SimpleNamespace(job_id=job, success=success)
 
 
-def test_what_was_taken_is_told_after_the_patch_stood_aside(side: Side) -> None:
+def test_what_was_taken_is_reported_after_the_patch_stood_aside(side: Side) -> None:
     side.begin()
     side.backend.ended = [result(STORE, False), result(LOAD, False), result(6, True)]
     assert [ended.job_id for ended in side.backend.get_finished()] == [6]
@@ -125,7 +125,7 @@ def test_a_load_within_the_step_is_left_to_the_release(side: Side) -> None:
     assert side.report() == ({"r"}, {1, 7, 8}, {LOAD: 1})
 
 
-def test_loads_that_fail_in_one_step_are_all_told(side: Side) -> None:
+def test_loads_that_fail_in_one_step_are_all_reported(side: Side) -> None:
     side.worker._load_jobs[6] = "s"
     side.begin()
     side.begin({6: SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[9]))})

@@ -622,7 +622,7 @@ STEPS = """
 
 
 @pytest.mark.parametrize("mode", ["auto", "strict"])
-def test_it_is_reported_and_said_once(sandbox: Sandbox, mode: str) -> None:
+def test_it_is_reported_and_logged_once(sandbox: Sandbox, mode: str) -> None:
     sandbox.patch(code=RAISES)
     sandbox.patch("other")
     sandbox.generate()

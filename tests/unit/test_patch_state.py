@@ -32,7 +32,7 @@ def state(decision: Decision | None = None, **more: Any) -> PatchState:
         (FORCED, 0, ("partly", "0 of 2 targets imported so far")),
     ],
 )
-def test_what_is_said_of_a_patch_that_is_applied(
+def test_what_is_printed_of_a_patch_that_is_applied(
     decision: Decision | None, there: int, described: tuple[str | None, str | None]
 ) -> None:
     one = state(decision)

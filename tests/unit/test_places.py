@@ -83,7 +83,7 @@ def test_everything_read_only_but_the_state_directory(patched: Sandbox) -> None:
     assert [path for path in contents(patched.root) if not path.startswith("state/")] == before
 
 
-def test_a_state_directory_that_cannot_be_written_is_said_and_no_more(patched: Sandbox) -> None:
+def test_a_state_directory_that_cannot_be_written_is_reported_and_no_more(patched: Sandbox) -> None:
     patched.state.mkdir()
     with read_only(patched.state):
         done = finish([*as_owner_without_powers(), PYTHON, "-c", USE_STEP], patched.environ())

@@ -222,7 +222,7 @@ def test_a_source_archive_that_is_damaged(index: LocalIndex, published_releases:
     assert refusal(published_releases, "1.1").startswith(f"the registry's {ARCHIVE} is damaged: ")
 
 
-def test_a_yanked_release_is_read_and_said(
+def test_a_yanked_release_is_read_and_named_as_yanked(
     index: LocalIndex, published_releases: PublishedReleases, notices: list[str]
 ) -> None:
     index.yanked.add(NAME)

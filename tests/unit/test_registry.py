@@ -65,7 +65,7 @@ def test_latest_build_wins_unless_yanked(index: LocalIndex) -> None:
     assert registry.find_wheel("vllm", "1.0").name == WHEEL
 
 
-def test_yanked_is_said(index: LocalIndex) -> None:
+def test_yanked_is_named(index: LocalIndex) -> None:
     index.yanked.add(WHEEL)
     assert registry.find_wheel("vllm", "1.0").yanked
 

@@ -180,7 +180,7 @@ def test_the_form_of_a_process_in_status(sandbox: Sandbox) -> None:
     assert other == {"name": "other", "state": "armed", "verdict": None, "targets": [WORK], **nothing}
 
 
-def test_a_process_that_was_killed_is_told_apart_and_cleaned(patched: Sandbox) -> None:
+def test_a_process_that_was_killed_is_recognized_and_cleaned(patched: Sandbox) -> None:
     first, second = waiting(patched, USE_STEP), waiting(patched, USE_STEP)
     assert {one["pid"] for one in live(patched)} == {first.pid, second.pid}
     first.kill()  # a zombie until it is waited for: that is not a live process either

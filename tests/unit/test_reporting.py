@@ -116,7 +116,7 @@ def test_under_strict_it_ends_the_process(mocker: MockerFixture, of: dict[str, A
     assert len(world.lines) == 2
 
 
-def test_a_file_system_that_hangs_is_said_and_keeps_no_line_back(world: World) -> None:
+def test_a_file_system_that_hangs_is_reported_and_keeps_no_line_back(world: World) -> None:
     world.thread.flush.return_value = False
     world.decided(world.one, APPLY)
     world.report.late.assert_called_once_with()
@@ -192,7 +192,7 @@ def test_a_report_has_all_patches_once_one_was_decided_on(world: World) -> None:
     world.report.write.assert_called_once_with({"engine": "1.0"}, ["content"])
 
 
-def test_what_somebody_replaced_is_said_once_and_failed(world: World) -> None:
+def test_what_somebody_replaced_is_logged_once_and_failed(world: World) -> None:
     world.applied(world.one)
     world.applied(world.other)
     world.reporter.decided(world.one)
@@ -206,7 +206,7 @@ def test_what_somebody_replaced_is_said_once_and_failed(world: World) -> None:
     assert world.lines[1:] == [logged]
 
 
-def test_each_class_that_bypasses_a_target_is_said_once(world: World) -> None:
+def test_each_class_that_bypasses_a_target_is_logged_once(world: World) -> None:
     world.applied(world.one)
     world.reporter.decided(world.one)
     found = world.bypassing

@@ -81,7 +81,7 @@ def test_what_the_system_refuses_is_not_recorded_and_what_is_pinned_stays() -> N
     assert allocator.context.counters == {"pinned_mib": 4, "pin_failures": 1}
 
 
-def test_what_the_release_raises_is_said_with_what_is_pinned() -> None:
+def test_what_the_release_raises_is_logged_with_what_is_pinned() -> None:
     """Releases after 0.5.0 raise themselves."""
     allocator = Allocator(None)
     allocator.pin(0, 4 * MIB)

@@ -292,7 +292,7 @@ def test_what_has_failed_is_not_tried_again(world: World) -> None:
     assert (world.applied(), world.not_applied()) == ({}, [])
 
 
-def test_what_fails_is_said(world: World) -> None:
+def test_what_fails_is_reported(world: World) -> None:
     world.sources.loaded.return_value = (1, 2, "engine.a")
     world.applier.apply.side_effect = lambda state, targets: state.settle("failed", "missing", "it is not there")
     world.runtime.after_execution(world.module)

@@ -243,7 +243,7 @@ def test_our_own_option_is_stronger_than_the_name_from_the_field() -> None:
     assert environment.options["moriio-timeouts"]["defer_seconds"] == 6.0
 
 
-def test_every_bad_value_is_said() -> None:
+def test_every_bad_value_is_reported() -> None:
     environment = read({"LIVEPATCH": "x", "LIVEPATCH_KV_BLOCK_REAPER": "y", "VLLM_MORIIO_DEFER_TIMEOUT": "z"})
     assert [error.partition("=")[0] for error in environment.errors] == [
         "LIVEPATCH",

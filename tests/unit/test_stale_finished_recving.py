@@ -198,7 +198,7 @@ def test_somebody_elses_update_from_output_of_one_scheduler_is_called_and_put_ba
     assert len(scheduler.freed) == 1
 
 
-def test_lmcache_cannot_have_sent_what_it_was_not_told_of() -> None:
+def test_lmcache_cannot_have_sent_what_it_does_not_know_of() -> None:
     """The word is of an earlier request with that id, whose empty send was not waited for."""
     scheduler = patched(LMCacheMPConnector())
     request = Request("a")

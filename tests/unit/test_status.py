@@ -170,7 +170,7 @@ def test_one_whose_clock_is_ahead_is_no_witness(ask: Ask, state: Path) -> None:
     assert ask("--require", "around").code == 0
 
 
-def test_an_answer_that_nobody_reads_is_still_told_by_the_exit_code(patched: Sandbox, state: Path) -> None:
+def test_an_answer_that_nobody_reads_is_still_given_by_the_exit_code(patched: Sandbox, state: Path) -> None:
     """`status --require ... | head -1` under `set -o pipefail`."""
     fleet.leave(state, fleet.patch("around", "failed", "raised"))
     read, write = os.pipe()

@@ -117,7 +117,7 @@ def test_a_patch_that_was_applied_and_is_overtaken_ends_nothing(patched: Sandbox
         ("FIELD_SWITCH", "perhaps"),
     ],
 )
-def test_a_bad_value_ends_the_process_under_strict_and_is_said_under_auto(
+def test_a_bad_value_ends_the_process_under_strict_and_is_logged_under_auto(
     sandbox: Sandbox, name: str, value: str
 ) -> None:
     option = {"name": "limit", "default": 5, "minimum": 1, "aliases": ["FIELD_LIMIT"]}
@@ -133,7 +133,7 @@ def test_a_bad_value_ends_the_process_under_strict_and_is_said_under_auto(
 
 
 @pytest.mark.parametrize("value", ["stritc", "", "force"])
-def test_a_bad_mode_counts_as_off_and_is_said(patched: Sandbox, value: str) -> None:
+def test_a_bad_mode_counts_as_off_and_is_reported(patched: Sandbox, value: str) -> None:
     done = patched.python(USE_STEP, LIVEPATCH=value)
     assert (done.code, done.out) == (0, STOCK)
     assert done.lines[1:] == [f"vllm-livepatch: LIVEPATCH={value!r} is none of auto, off, strict; it counts as off"]
@@ -224,7 +224,7 @@ def test_one_line_a_process_and_one_for_each_wanted_and_unapplied_patch(sandbox:
             assert len(patch["detail"].split()) > 3
 
 
-def test_force_is_said_loudly_and_recorded(patched: Sandbox) -> None:
+def test_force_is_logged_loudly_and_recorded(patched: Sandbox) -> None:
     edit(patched)
     done = patched.python(USE_STEP, LIVEPATCH_AROUND="force")
     assert done.out == PATCHED

@@ -60,7 +60,7 @@ def test_the_release_is_that_of_the_distribution_whose_files_include_the_package
 
 
 @pytest.mark.parametrize(("hip", "expected"), [("None", False), ("'7.1'", True), ("", False)])
-def test_torch_for_rocm_is_told_by_its_own_word(site: Path, hip: str, expected: bool) -> None:
+def test_torch_for_rocm_is_recognized_by_its_own_word(site: Path, hip: str, expected: bool) -> None:
     (site / "torch/version.py").write_text(
         f"__version__ = '2.9'\nhip: str | None = {hip}\n" if hip else "cuda = '13'\n"
     )
