@@ -11,7 +11,8 @@ as at so many MB/s; 0 is this machine's loopback.
 - stock: without the patch; an engine computes up to `--whole` tokens at once;
 - again: stock once more, for how far two equal arms differ; not among those measured by default;
 - layer: the same, with the patch by layer;
-- chunk: with the patch by chunk; an engine computes `--step` tokens at once, since whole blocks leave after steps only.
+- chunk: with the patch by chunk; an engine computes `--step` tokens at once, since whole blocks leave after steps only;
+- before: by layer, with the bundle as the revision `--before` of this checkout makes it.
 
 One machine is to stand for two with a device each. So in each arm the thread that computes prefills has a core of its
 own, and an engine that waits for KV makes fewer empty steps (the lab's `empty-steps`), which took the transfer's time.
@@ -41,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.commands import matrix
-from vllm_livepatch.tools.lab import environments, faults, model, proxy, topology
+from vllm_livepatch.tools.lab import environments, faults, model, proxy, revisions, topology
 from vllm_livepatch.tools.lab.client import Client, Messages
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 from vllm_livepatch.tools.measured import measured_on
@@ -50,8 +51,9 @@ PATCH = "mooncake-layerwise"
 TOPOLOGY = "pd-mooncake-both"
 STOCK = "stock"
 AGAIN = "again"
-PATCHED = ("layer", "chunk")
-"""Arms, each by its option BY."""
+BEFORE = "before"
+PATCHED = ("layer", "chunk", BEFORE)
+"""Arms, the first two each by its option BY."""
 ARMS = (STOCK, AGAIN, *PATCHED)
 ALONE = "prefill"
 """Beside the arms: the stock arm's prefill engine, asked by itself."""
@@ -71,37 +73,49 @@ SHAPE = {
 }
 """Of the model: narrow, with much KV a token (96 KiB; a model of 8 billion parameters has 128). So the KV of 1,024
 tokens takes about as long on a link of 400 MB/s as their prefill does on one core."""
-TOKEN_BYTES = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * 2
-"""KV of a token: keys and values of all layers, bfloat16, for which a processor may have instructions of its own."""
-ENGINE = {"--dtype": "bfloat16", "--block-size": "32", "--max-model-len": str(SHAPE["max_position_embeddings"])}
+TOKEN_NUMBERS = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+"""Of a token's KV: keys and values of all layers."""
+BYTES = {"bfloat16": 2, "float32": 4}
+"""Of a number. A processor without instructions for bfloat16 computes it much slower than float32."""
+ENGINE = {"--block-size": "32", "--max-model-len": str(SHAPE["max_position_embeddings"])}
 KV_GIB = 1
-"""Of each engine, which writes to all of it when it starts: enough for 10,922 tokens."""
+"""Of each engine, which writes to all of it when it starts: enough for 10,922 tokens of bfloat16."""
 
 
-def deployment(python: Path, made: Path, release: str, step: int, injected: Mapping[str, str]) -> topology.Deployment:
+def deployment(
+    python: Path, made: Path, release: str, step: int, injected: Mapping[str, str], dtype: str = "bfloat16"
+) -> topology.Deployment:
     """The topology's parts, with engines that compute `step` tokens at once and keep no prompt."""
-    variables = {**environments.vllm_cache(release), "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), **injected}
+    room = str(KV_GIB * BYTES[dtype] // BYTES["bfloat16"])
+    variables = {**environments.vllm_cache(release), "VLLM_CPU_KVCACHE_SPACE": room, **injected}
     deployed = topology.local(topology.load(TOPOLOGY), python, made, variables)
     parts = []
     for part in deployed.parts:
         words = list(part.command)
         if "--max-model-len" in words:
-            for option, value in ENGINE.items():
+            for option, value in {**ENGINE, "--dtype": dtype}.items():
                 words[words.index(option) + 1] = value
             words += ["--no-enable-prefix-caching", "--max-num-batched-tokens", str(step)]
         parts.append(dataclasses.replace(part, command=tuple(words)))
     return topology.Deployment(tuple(parts), deployed.url)
 
 
-def variables(arm: str, place: Path) -> dict[str, str]:
+def variables(arm: str, place: Path, before: str = "HEAD") -> dict[str, str]:
     """What puts an arm's bundle into its engines: the lab's own patches, and of the catalogue the one, or none."""
-    entries = catalogue.load([faults.PATCHES])
     wanted = ["mooncake-on-cpu", "link", "empty-steps", *([PATCH] if arm in PATCHED else [])]
-    placing.write_directory(bundle.contents({name: entries[name] for name in wanted}), place / f"bundle-{arm}")
-    found = {"PYTHONPATH": str(place / f"bundle-{arm}"), "LIVEPATCH_STATE_DIR": str(place / f"state-{arm}")}
+    directory = place / f"bundle-{arm}"
+    if arm == BEFORE:
+        then = revisions.checkout(before)
+        own = then / "vllm_livepatch" / faults.PATCHES.relative_to(revisions.ROOT)
+        chosen = [word for name in wanted for word in ("--patch", name)]
+        revisions.command_line("generate", "--out", str(directory), *chosen, "--patch-dir", str(own), path=then)
+    else:
+        entries = catalogue.load([faults.PATCHES])
+        placing.write_directory(bundle.contents({name: entries[name] for name in wanted}), directory)
+    found = {"PYTHONPATH": str(directory), "LIVEPATCH_STATE_DIR": str(place / f"state-{arm}")}
     found |= {f"LIVEPATCH_{name.upper().replace('-', '_')}": "on" for name in wanted}
     found["LIVEPATCH_LINK_FILE"] = str(place / LINK)
-    return {**found, "LIVEPATCH_MOONCAKE_LAYERWISE_BY": arm} if arm in PATCHED else found
+    return {**found, "LIVEPATCH_MOONCAKE_LAYERWISE_BY": "layer" if arm == BEFORE else arm} if arm in PATCHED else found
 
 
 @dataclasses.dataclass
@@ -118,10 +132,10 @@ async def measure(options: argparse.Namespace, python: Path, place: Path, kept: 
     made = model.make(place / "model", seed=1, shape=SHAPE)
     transport = [str(environments.mooncake(python))]
     steps = {arm: options.step if arm == "chunk" else options.whole for arm in options.arms}
-    deployed = {
-        arm: deployment(python, made, options.vllm, steps[arm], topology.with_path(variables(arm, place), transport))
-        for arm in options.arms
-    }
+    deployed = {}
+    for arm in options.arms:
+        injected = topology.with_path(variables(arm, place, options.before), transport)
+        deployed[arm] = deployment(python, made, options.vllm, steps[arm], injected, options.dtype)
     (place / LINK).write_text("0", encoding="utf-8")
     async with contextlib.AsyncExitStack() as stack:
         parts, clients = {}, {}
@@ -146,7 +160,7 @@ async def measure(options: argparse.Namespace, python: Path, place: Path, kept: 
                 for link in options.links:
                     (place / LINK).write_text(f"{link:g}", encoding="utf-8")
                     times = await asked(parts, clients, tokens, number, by_itself)
-                    kept({**row(link, tokens, number, times), "early": counted(place)})
+                    kept({**row(link, tokens, number, times, BYTES[options.dtype]), "early": counted(place)})
 
 
 def keep_apart(supervisors: Iterable[Supervisor]) -> None:
@@ -199,12 +213,12 @@ async def together(client: Client, prompts: Sequence[Messages]) -> Answers:
     return [(text, times[0]) for text, times in answers]
 
 
-def row(link: float, tokens: int, number: int, times: Times) -> dict[str, Any]:
+def row(link: float, tokens: int, number: int, times: Times, size: int = BYTES["bfloat16"]) -> dict[str, Any]:
     """One line of the result: medians in seconds, and on a link where one prompt is alone the share of the ideal."""
     middle = {name: round(statistics.median(seconds), 4) for name, seconds in times.seconds.items()}
     found: dict[str, Any] = {"link": link, "tokens": tokens, "at_once": number, "median": middle, **vars(times)}
     if link and number == 1 and STOCK in middle:
-        transfer = tokens * TOKEN_BYTES / (link * MEGABYTE)
+        transfer = tokens * TOKEN_NUMBERS * size / (link * MEGABYTE)
         last = transfer / SHAPE["num_hidden_layers"]
         could = middle[ALONE] + transfer - (max(middle[ALONE], transfer) + last)
         found |= {"transfer": round(transfer, 4)}
@@ -269,15 +283,20 @@ def main() -> None:
     )
     parser.add_argument("--whole", type=int, default=2048, help="tokens that an engine computes at once")
     parser.add_argument("--step", type=int, default=256, help="the same, of the arm by chunk")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[STOCK, *PATCHED])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[STOCK, "layer", "chunk"])
+    parser.add_argument("--before", help="the revision of this checkout whose bundle the arm `before` has")
+    parser.add_argument("--dtype", choices=list(BYTES), default="bfloat16", help="of the model and its KV")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON, written after each row")
     parser.add_argument("--kept", type=Path, help="the JSON of an earlier run: nothing is run")
     parser.add_argument("--write", type=Path, help="a document, for its <!-- layerwise --> table")
     options = parser.parse_args()
+    if (BEFORE in options.arms) != (options.before is not None):
+        parser.error("--arms before and --before REVISION go together")
     if options.kept:
         figures = json.loads(options.kept.read_text(encoding="utf-8"))
     else:
-        figures = {"vllm": options.vllm, "whole": options.whole, "step": options.step, "token_bytes": TOKEN_BYTES}
+        figures = {"vllm": options.vllm, "whole": options.whole, "step": options.step, "dtype": options.dtype}
+        figures["token_bytes"] = TOKEN_NUMBERS * BYTES[options.dtype]
         figures |= {"model": SHAPE, "command": " ".join(["bench.layerwise", *sys.argv[1:]])}
         figures |= measured_on(Path(__file__).resolve().parents[2]) | {"rows": []}
 
