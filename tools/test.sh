@@ -36,7 +36,7 @@ step "in the background: engines on Ray and under Slurm"
 fleets=$!
 
 step "release tests"
-"$python" -m pytest tests/releases -n 3 -q "${again[@]}" "$@"
+"$python" -m pytest tests/releases -n 4 -q "${again[@]}" "$@"
 
 step "the real schedulers in worlds drawn from a seed"
 "$python" -m pytest tests/simulation -n 2 -q "${again[@]}" "$@"

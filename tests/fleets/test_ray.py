@@ -29,7 +29,7 @@ VLLM = os.environ.get("FLEETS_VLLM", "0.32.0")
 PATCH = "idle-stepping"
 """It has a target that each process of an engine imports."""
 WORKER = "default_worker.py"
-SECONDS = 300
+SECONDS = 900
 V1 = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}
 """The executor of releases before 0.21."""
 

@@ -27,7 +27,7 @@ VLLM = os.environ.get("FLEETS_VLLM", "0.32.0")
 PATCHES = ["idle-stepping", "nixl-lease-guard"]
 NODES = {"prefill": "n1", "decode": "n2", "other": "n1"}
 LOADED = "vllm:external_prefix_cache_hits_total"
-BOOT_SECONDS = 300.0
+BOOT_SECONDS = 900.0
 THE_JOBS_OWN = ("PYTHONPATH", "LIVEPATCH", "LIVEPATCH_STATE_DIR")
 ENGINE = """\
 #!{python}

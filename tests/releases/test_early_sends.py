@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import executed
 import interpreter
 import pytest
 from vllm_livepatch.tools.releases import registry
 
 DRIVER = "early_sends"
 PATCH = "stale-finished-recving"
-RELEASES = [pin.version for pin in registry.pins("vllm")]
+SOME = executed.chosen(["0.14.1", "0.20.2", "0.29.0", "0.33.0"], [pin.version for pin in registry.pins("vllm")])
 
 # By case: what is passed on step by step. The step that tells of the request's end is the second (the third where two
 # were scheduled before it).
@@ -46,7 +47,7 @@ EARLY = 11
 """How many sends come early in all of the cases."""
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", SOME)
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """A send that comes early is passed on at once, while others still read."""
     cases = warm.run(DRIVER, {"vllm": release}, tmp_path)["cases"]
@@ -54,7 +55,7 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
     assert all(case["announced"] for case in cases.values())
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", SOME)
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """It is passed on once, with the last, and no count is left behind."""
     cases = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle)["cases"]

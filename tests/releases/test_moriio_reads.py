@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from packaging.version import Version
@@ -16,7 +17,7 @@ from vllm_livepatch.tools.releases import registry
 
 PATCH = "moriio-timeouts"
 RELEASES = [pin.version for pin in registry.pins("vllm")]
-NEEDED = RELEASES[: RELEASES.index("0.22.1") + 1]
+SOME = executed.chosen(["0.14.1", "0.16.0", "0.19.1", "0.22.1"], RELEASES[: RELEASES.index("0.22.1") + 1])
 
 SECONDS = {"HANDSHAKE": "0.5", "TRANSFER": "0.3", "DEFER": "0.3"}
 OPTIONS = {f"LIVEPATCH_MORIIO_TIMEOUTS_{name}_SECONDS": seconds for name, seconds in SECONDS.items()}
@@ -84,7 +85,7 @@ def drive(
     return cases
 
 
-@pytest.mark.parametrize("release", NEEDED)
+@pytest.mark.parametrize("release", SOME)
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """The request runs in the step that begins its read: wrong tokens, unless the read is faster than the model."""
     expected = REPORTED if release in REPORTING else STOCK
@@ -93,7 +94,7 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
     assert outcomes == dict.fromkeys(WAYS, expected)
 
 
-@pytest.mark.parametrize("release", NEEDED)
+@pytest.mark.parametrize("release", SOME)
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Every request is computed on its own KV, or ends with an error; nothing is kept but what may still be written."""
     outcomes = drive(warm, release, tmp_path, bundle, OPTIONS | ALONE, PATCHED_SECONDS)

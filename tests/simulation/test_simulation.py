@@ -25,7 +25,7 @@ STOCK, PATCHED, TAME, HUNT = range(20), range(60), range(12), range(150)
 """Seeds: what stock must break, what patched must not, what stock must not, and where faults must be found."""
 LOST_STOCK, LOST_PATCHED, LOST_TAME = range(10), range(60), range(8)
 """The same of losses.py, whose worlds lose loads, peers and servers."""
-REFERENCE = range(40)
+REFERENCE = range(20)
 """Seeds of either that the reference must pass."""
 WRONG = ("first-completion", "sends-only", "loads-only", "drops-receives", "promotes-at-send", "believes-duplicates",
          "believes-sends", "adds-at-once", "forgets-parked")  # fmt: skip
