@@ -24,7 +24,7 @@ step "style and types"
 tools/types.sh "$python"
 
 step "unit tests"
-"$python" -m pytest tests/unit -n 2 -q "${again[@]}" "$@"
+"$python" -m pytest tests/unit -n 3 -q "${again[@]}" "$@"
 
 step "the engine's environment and the pinned sources"
 wait "$preparing" || { cat "$log"; exit 1; }
