@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -41,12 +42,27 @@ def test_what_is_noted_of_a_run_stands_under_its_command(tmp_path: Path) -> None
     assert two.replace("```\n\nIt is older than the other.\n", "```\n") == one != two
 
 
-def test_the_table_of_what_leaves_early_is_made_of_what_is_kept() -> None:
-    """`bench.layerwise --kept docs/layerwise.json --write docs/layerwise.md` puts it there."""
-    kept = json.loads((ROOT / "docs/layerwise.json").read_text("utf-8"))
+@pytest.mark.parametrize("name", ["layerwise", "layerwise-before"])
+def test_the_table_of_what_leaves_early_is_made_of_what_is_kept(name: str) -> None:
+    """`bench.layerwise --kept docs/NAME.json --write docs/layerwise.md --table NAME` puts it there."""
+    kept = json.loads((ROOT / f"docs/{name}.json").read_text("utf-8"))
     assert {"command", "date", "revision", "machine"} <= kept.keys()
     page = (ROOT / "docs/layerwise.md").read_text("utf-8")
-    assert matrix.block(page, "layerwise").strip() == layerwise.markdown(kept).strip()
+    assert matrix.block(page, name).strip() == layerwise.markdown(kept).strip()
+
+
+def test_the_ratios_in_the_text_about_what_leaves_early_are_those_of_what_is_kept() -> None:
+    rows = json.loads((ROOT / "docs/layerwise.json").read_text("utf-8"))["rows"]
+    kept = {"0.70", "1.02"}  # what was aimed at
+    for row in rows:
+        stock = row["median"]["stock"]
+        kept |= {f"{median / stock:.2f}" for median in row["median"].values()}
+    (even,) = (row["seconds"] for row in rows if (row["link"], row["tokens"], row["at_once"]) == (100, 256, 16))
+    kept |= {f"{of(even['chunk']) / of(even['stock']):.2f}" for of in (statistics.mean, max)}
+    text = (ROOT / "docs/layerwise.md").read_text("utf-8").partition("\n## By layer")[2].partition("\n## What others")[0]
+    found = set(re.findall(r"\b[01]\.\d\d\b", text))
+    assert len(found) > 15
+    assert found - kept == set()
 
 
 def test_the_table_of_worlds_is_made_of_what_is_kept() -> None:

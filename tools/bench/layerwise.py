@@ -289,6 +289,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON, written after each row")
     parser.add_argument("--kept", type=Path, help="the JSON of an earlier run: nothing is run")
     parser.add_argument("--write", type=Path, help="a document, for its <!-- layerwise --> table")
+    parser.add_argument("--table", default="layerwise", help="the table's name in that document")
     options = parser.parse_args()
     if (BEFORE in options.arms) != (options.before is not None):
         parser.error("--arms before and --before REVISION go together")
@@ -311,7 +312,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             asyncio.run(measure(options, python, Path(temporary), kept))
     if options.write:
-        matrix.write(options.write, markdown(figures), "layerwise")
+        matrix.write(options.write, markdown(figures), options.table)
     columns, *lines = rows(figures)
     table = Table(*columns)
     for line in lines:
