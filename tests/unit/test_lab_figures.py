@@ -65,6 +65,13 @@ def test_the_ratios_in_the_text_about_what_leaves_early_are_those_of_what_is_kep
     assert found - kept == set()
 
 
+def test_how_long_an_earlier_version_takes_is_what_is_kept() -> None:
+    kept = json.loads((ROOT / "docs/layerwise-before.json").read_text("utf-8"))
+    ratios = [row["median"]["layer"] / row["median"]["before"] for row in kept["rows"]]
+    text = (ROOT / "docs/layerwise.md").read_text("utf-8")
+    assert f"takes {min(ratios):.2f} to {max(ratios):.2f} of the earlier one's time" in text
+
+
 def test_the_table_of_worlds_is_made_of_what_is_kept() -> None:
     """`python -m tests.simulation.report docs/simulation.json` puts it there."""
     kept = json.loads((ROOT / "docs/simulation.json").read_text("utf-8"))
