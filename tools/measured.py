@@ -23,7 +23,7 @@ def measured_on(checkout: Path) -> dict[str, Any]:
 
 
 def _vectors() -> str:
-    """The widest vector instructions of the processor, on which the speed of an engine on CPU depends; "" if unknown."""
+    """The widest vector instructions of the processor, on which an engine's speed on CPU depends; "" if unknown."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("flags")[2].partition("\n")[0].split())
     except OSError:

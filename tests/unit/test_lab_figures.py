@@ -59,7 +59,9 @@ def test_the_ratios_in_the_text_about_what_leaves_early_are_those_of_what_is_kep
         kept |= {f"{median / stock:.2f}" for median in row["median"].values()}
     (even,) = (row["seconds"] for row in rows if (row["link"], row["tokens"], row["at_once"]) == (100, 256, 16))
     kept |= {f"{of(even['chunk']) / of(even['stock']):.2f}" for of in (statistics.mean, max)}
-    text = (ROOT / "docs/layerwise.md").read_text("utf-8").partition("\n## By layer")[2].partition("\n## What others")[0]
+    text = (
+        (ROOT / "docs/layerwise.md").read_text("utf-8").partition("\n## By layer")[2].partition("\n## What others")[0]
+    )
     found = set(re.findall(r"\b[01]\.\d\d\b", text))
     assert len(found) > 15
     assert found - kept == set()

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
+import hashlib
 import importlib
 import inspect
 import json
@@ -34,8 +36,11 @@ INSTALLED = [entry for entry in sys.path if entry != os.path.dirname(os.path.abs
 """Where the standard library and the engine's environment are."""
 
 
-def third_party(modules: list[str], path: list[str]) -> list[str]:
-    """Names of what importing `modules` from `path` imports, but for the packages that jobs bring themselves."""
+def third_party(modules: list[str], path: list[str]) -> int:
+    """Have a child import `modules` from `path`; where to read the names of what that imports, as JSON.
+
+    The packages that jobs bring themselves are not among them.
+    """
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.dup2(2, 1)
@@ -50,15 +55,36 @@ def third_party(modules: list[str], path: list[str]) -> list[str]:
             json.dump(found, pipe)
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as pipe:
-        names: list[str] = json.load(pipe)
-    os.wait()
-    return names
+    return reader
+
+
+def found_once(paths: list[list[str]], modules: list[str]) -> list[str]:
+    """What `third_party` finds of all paths. It is kept in this environment: of several servers one looks.
+
+    A list that is older than a module misses what that imports since: its jobs start less warm, and are right.
+    """
+    key = hashlib.sha256(json.dumps([paths, modules]).encode()).hexdigest()[:16]
+    place = os.path.join(sys.prefix, f"warm-{key}.json")
+    with open(f"{place}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError), open(place) as file:
+            kept: list[str] = json.load(file)
+            return kept
+        found: list[str] = []
+        for reader in [third_party(modules, path) for path in paths]:
+            with os.fdopen(reader) as pipe:
+                found += json.load(pipe)
+            os.wait()
+        found = list(dict.fromkeys(found))
+        with open(f"{place}.new", "w") as file:
+            json.dump(found, file)
+        os.replace(f"{place}.new", place)
+    return found
 
 
 def warm_up(paths: list[list[str]], modules: list[str]) -> None:
     """Import what `modules` import of others, from whichever path."""
-    for name in (name for path in paths for name in third_party(modules, path) if name not in sys.modules):
+    for name in (name for name in found_once(paths, modules) if name not in sys.modules):
         try:
             importlib.import_module(name)
         except Exception:  # made by its package in ways of its own, or asks for what this machine lacks
