@@ -25,6 +25,8 @@ Store = tuple[int, Any]
 
 STORAGE = "lmcache.v1.distributed.storage_manager"
 MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer:EngineDrivenTransferModule"
+MODULE_0_4_7 = "lmcache.v1.multiprocess.modules.non_gpu_transfer:NonGPUTransferModule"
+"""The same under another name. Its workers' registrations end by their goodbye alone."""
 
 
 class Held:
@@ -155,7 +157,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         keys = module._resolve_single_group_obj_keys(key)
         reserved_now = [keys[index] for index in answer.context["chunk_indices"]]
         rooms.hold(module._ctx.storage_manager, module._make_transfer_key(key, instance_id), reserved_now)
-        if instance_id not in module._engine_driven_contexts:  # its goodbye came meanwhile, and found nothing
+        if instance_id not in registered(module):  # its goodbye came meanwhile, and found nothing
             ended(module, instance_id)
 
     def ended(module: Any, worker: int) -> None:
@@ -206,9 +208,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     return {
         f"{MODULE}._release_entry": release_entry,
-        f"{MODULE}.commit_store": commit_store,
-        f"{MODULE}.prepare_store": prepare_store,
+        f"{MODULE_0_4_7}.unregister_kv_cache": release_entry,
+        **{f"{module}.commit_store": commit_store for module in (MODULE, MODULE_0_4_7)},
+        **{f"{module}.prepare_store": prepare_store for module in (MODULE, MODULE_0_4_7)},
     }
+
+
+def registered(module: Any) -> Any:
+    """The workers that are registered, by number."""
+    return module._non_gpu_contexts if hasattr(module, "_non_gpu_contexts") else module._engine_driven_contexts
 
 
 def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

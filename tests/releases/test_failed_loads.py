@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from packaging.version import Version
@@ -91,7 +92,7 @@ def stock_of_groups(release: str, mode: str) -> dict[str, str]:
     return dict.fromkeys(GROUPS, RIGHT) | stale
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", executed.some(RELEASES))
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """Tokens that were sampled on lost KV are delivered, or the engine ends, or asks for the same load for ever."""
     result = warm.run(DRIVER, {"vllm": release}, tmp_path)
@@ -105,7 +106,7 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
         assert found == expected | stock_of_groups(release, mode)
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", executed.some(RELEASES))
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Whoever lost a load is computed here: every token is right, every request ends, nothing is left."""
     result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle)
@@ -122,7 +123,9 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"]["withheld"]
 
 
-@pytest.mark.parametrize("release", ["0.14.1", "0.16.0", "0.17.0", "0.29.0", "0.33.0"])
+@pytest.mark.parametrize(
+    "release", executed.chosen(["0.16.0", "0.33.0"], ["0.14.1", "0.16.0", "0.17.0", "0.29.0", "0.33.0"])
+)
 def test_engine_policy(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """`ON_LOSS=engine`: where the policy is `fail`, the request ends with an error, and nobody gets a wrong token."""
     environ = {"LIVEPATCH_FAILED_LOADS_ON_LOSS": "engine"}

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from packaging.version import Version
@@ -58,7 +59,7 @@ def all_well(cases: dict[str, dict[str, list[str]]]) -> dict[str, dict[str, list
     return {scheduler: {case: [] for case in outcomes} for scheduler, outcomes in cases.items()}
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", executed.some(RELEASES))
 def test_stock_never_gives_them_back(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """With a connector that never says that a send has ended, on releases too whose own connectors have a timeout."""
     result = warm.run(DRIVER, {"vllm": release}, tmp_path, arguments=["MoRIIODouble"])
@@ -68,7 +69,7 @@ def test_stock_never_gives_them_back(release: str, warm: interpreter.Interpreter
         assert outcomes == expected, scheduler
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", executed.some(RELEASES))
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """By itself where the release needs it, asked for where not; without the patch that takes late completions."""
     needed = connectors(release)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from packaging.version import Version
@@ -73,7 +74,7 @@ def driven(
     return cases
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", executed.some(RELEASES))
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """A forgotten worker is refused for ever: a store in a step ends that step with an error."""
     found = driven(release, warm, tmp_path, "not_there", *STOCK)
@@ -82,7 +83,7 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
     assert {**found, "stopped": UNANSWERED} == STOCK
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", executed.some(RELEASES))
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """It registers again before it asks for anything; what may be wrong is reported as failed."""
     assert driven(release, warm, tmp_path, bundle=bundle) == PATCHED

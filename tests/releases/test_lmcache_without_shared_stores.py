@@ -1,6 +1,6 @@
 """LMCache before its server reserved memory that a worker fills itself, which `lmcache-unfilled-stores` is about.
 
-0.4.7 is not among them: it reserves, in a module that the patch does not know.
+0.4.7 is not among them: it reserves too.
 """
 
 from __future__ import annotations

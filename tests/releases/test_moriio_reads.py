@@ -17,7 +17,7 @@ from vllm_livepatch.tools.releases import registry
 
 PATCH = "moriio-timeouts"
 RELEASES = [pin.version for pin in registry.pins("vllm")]
-SOME = executed.chosen(["0.14.1", "0.16.0", "0.19.1", "0.22.1"], RELEASES[: RELEASES.index("0.22.1") + 1])
+SOME = executed.chosen(["0.14.1", "0.22.1"], RELEASES[: RELEASES.index("0.22.1") + 1])
 
 SECONDS = {"HANDSHAKE": "0.5", "TRANSFER": "0.3", "DEFER": "0.3"}
 OPTIONS = {f"LIVEPATCH_MORIIO_TIMEOUTS_{name}_SECONDS": seconds for name, seconds in SECONDS.items()}
@@ -104,7 +104,7 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert {name: patch["counters"].get(name) for name in COUNTERS} == COUNTERS
 
 
-@pytest.mark.parametrize("release", ["0.14.1", "0.16.0", "0.22.1"])
+@pytest.mark.parametrize("release", executed.chosen(["0.22.1"], ["0.14.1", "0.16.0", "0.22.1"]))
 def test_with_all_patches(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """The same next to the patches that drop stale completions, free what is held too long, and mend failed loads."""
     outcomes = drive(warm, release, tmp_path, bundle, OPTIONS, PATCHED_SECONDS)

@@ -18,7 +18,7 @@ from vllm_livepatch.tools.releases import registry
 DRIVER = "offloading_failures"
 PATCH = "offloading-failed-transfers"
 EVERY = [pin.version for pin in registry.pins("vllm") if Version(pin.version) >= Version("0.21")]
-RELEASES = executed.chosen(["0.21.0", "0.25.1", "0.29.0", "0.33.0"], EVERY)
+RELEASES = executed.chosen(["0.21.0", "0.33.0"], EVERY)
 STOCK = executed.chosen(["0.21.0", "0.33.0"], EVERY)
 MODES = ("Scheduler", "AsyncScheduler")
 

@@ -90,13 +90,14 @@ class Apart(Index):
 class Server:
     """The part that patched calls are made of. A store by `key` needs one object, of the same name."""
 
-    def __init__(self, l1: Index) -> None:
-        self.l1 = l1
+    def __init__(self, l1: Index, module: str) -> None:
+        self.l1, self.module = l1, module
         storage = {"_l1_managers_by_id": {1: Index(), 2: l1}} if isinstance(l1, Apart) else {"_l1_manager": l1}
         self._ctx = SimpleNamespace(storage_manager=SimpleNamespace(**storage))
         self._pending_shm_lock = threading.Lock()
         self._pending_shm_writes: dict[tuple[int, str], list[str]] = {}
-        self._engine_driven_contexts: dict[int, Any] = {7: None, 8: None}
+        self.registered: dict[int, Any] = {7: None, 8: None}
+        setattr(self, "_engine_driven_contexts" if module == patch.MODULE else "_non_gpu_contexts", self.registered)
         self.context = PatchContext("lmcache-unfilled-stores", {}, {}, lambda: None)
         self.targets = patch.wrappers(self.context)
         self.released: list[int] = []
@@ -121,12 +122,20 @@ class Server:
             within()
             return answer
 
-        assert self.targets[f"{patch.MODULE}.prepare_store"](prepare, self, (key, worker), {}) is answer
+        assert self.targets[f"{self.module}.prepare_store"](prepare, self, (key, worker), {}) is answer
 
     def end(self, worker: int = 7) -> None:
-        self._engine_driven_contexts.pop(worker, None)
-        release = self.targets[f"{patch.MODULE}._release_entry"]
-        release(lambda *args: self.released.append(args[0]), self, (worker, "entry"), {})
+        if self.module == patch.MODULE:
+            self.registered.pop(worker, None)
+            release = self.targets[f"{self.module}._release_entry"]
+            release(lambda *args: self.released.append(args[0]), self, (worker, "entry"), {})
+            return
+
+        def unregister(instance_id: int) -> None:
+            self.registered.pop(instance_id, None)
+            self.released.append(instance_id)
+
+        self.targets[f"{self.module}.unregister_kv_cache"](unregister, self, (), {"instance_id": worker})
 
     def commit(self, key: str, worker: int = 7, sent: bytes = b"", within: Call = lambda: None) -> Any:
         def commit(**_: Any) -> bool:
@@ -135,13 +144,16 @@ class Server:
             return True
 
         asked = {"key": key, "instance_id": worker, "cpu_data": sent}
-        return self.targets[f"{patch.MODULE}.commit_store"](commit, self, (), asked)
+        return self.targets[f"{self.module}.commit_store"](commit, self, (), asked)
 
 
-@pytest.fixture(params=[Index, Apart])
+@pytest.fixture(
+    params=[(Index, patch.MODULE_0_4_7), (Index, patch.MODULE), (Apart, patch.MODULE)], ids=["0.4.7", "0.5.0", "0.5.6"]
+)
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setitem(sys.modules, patch.STORAGE, SimpleNamespace(_L1_WRITE_TAG=TAG))
-    return Server(request.param())
+    index, module = request.param
+    return Server(index(), module)
 
 
 def test_no_time_ends_what_is_reserved(server: Server) -> None:
@@ -195,7 +207,7 @@ def test_of_two_stores_by_one_name_nobody_knows_which_has_copied(server: Server)
     server.prepare("a", memory=made)
     del made
     server.end()
-    server._engine_driven_contexts[7] = None  # registered again
+    server.registered[7] = None  # registered again
     server.prepare("a", memory="other memory")
     assert server.commit("a") is True
     gc.collect()
@@ -252,7 +264,7 @@ def test_a_store_that_needs_no_room_says_nothing_of_an_earlier_one(server: Serve
 
 def test_a_goodbye_that_comes_while_room_is_made(server: Server) -> None:
     server.l1.reserve("a", "memory")
-    server._engine_driven_contexts.pop(7)
+    server.registered.pop(7)
     server._pending_shm_writes[7, "a"] = ["a"]
     server.look("a", 7)
     assert (server.l1.at("a"), server.l1.freed, server._pending_shm_writes) == (None, [], {})
@@ -299,7 +311,7 @@ def test_what_a_worker_sends_says_nothing_of_an_earlier_copy(server: Server) -> 
     """It may be under way since before the worker registered again, and could not map the memory any more."""
     server.prepare("a")
     server.end()
-    server._engine_driven_contexts[7] = None
+    server.registered[7] = None
     server.look("a", 7, {"slots": [], "chunk_indices": []})
     assert server.commit("a", sent=b"chunks") is True
     assert server.l1.freed == []
@@ -338,7 +350,7 @@ def test_a_key_that_can_be_read_or_is_written_by_others_is_not_gone(
 ) -> None:
     monkeypatch.setitem(sys.modules, patch.STORAGE, SimpleNamespace(_L1_WRITE_TAG=TAG))
     l1 = Apart()
-    server = Server(l1)
+    server = Server(l1, patch.MODULE)
     server.prepare("a")
     if written:
         l1._staging["a"]["another tag"] = SimpleNamespace()

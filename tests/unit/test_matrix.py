@@ -44,7 +44,7 @@ sources_sha256 = "dd"
 def test_markdown_has_spans_and_says_what_was_executed() -> None:
     *_, head, _, row = matrix.markdown(MADE).splitlines()
     assert head == "| patch | of | needed | fixed-upstream | unverified |"
-    assert row == "| `one-patch` | vLLM | **1.0 to 1.1**, **1.3**, **1.4**† | **2.0**, 2.1 | 1.2 |"
+    assert row == "| `one-patch` | vLLM | **1.0 to 1.1**, **1.3 to 1.4**† | **2.0**, 2.1 | 1.2 |"
 
 
 def test_json_is_as_in_the_contract_and_says_how_it_is_known() -> None:

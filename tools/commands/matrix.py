@@ -206,7 +206,8 @@ def markdown(matrix: Matrix) -> str:
     verdicts = [verdict for verdict in shown if verdict in seen]
     lines = [
         f"Releases: {counts}. **Bold**: executed, by a release test on this release, stock and patched",
-        "(†: not in CI but by hand, with this code of the patch); the rest is read, by the fingerprints of the code.",
+        "(†: on some of these not in CI but by hand, with this code of the patch; `matrix` itself shows which); the rest is",
+        "read, by the fingerprints of the code.",
         "",
         "| patch | of | " + " | ".join(verdicts) + " |",
         "|---" * (2 + len(verdicts)) + "|",
@@ -221,12 +222,14 @@ def markdown(matrix: Matrix) -> str:
 
 
 def _spans(row: Mapping[tuple[str, str], Cell], verdict: Verdict) -> Iterator[str]:
-    """Releases next to each other that have a verdict and know it the same way, as one span."""
-    for (found, known), group in groupby(row.items(), lambda item: (item[1].verdict, item[1].known)):
-        versions = [release[1] for release, _ in group]
+    """Releases next to each other that have a verdict, executed or read, as one span."""
+    for (found, read), group in groupby(row.items(), lambda item: (item[1].verdict, item[1].known == "read")):
+        cells = dict(group)
+        versions = [version for _, version in cells]
         if found == verdict:
             span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
-            yield span if known == "read" else f"**{span}**{MARKS[known].strip('*')}"
+            by_hand = any(cell.known == "executed by hand" for cell in cells.values())
+            yield span if read else f"**{span}**{MARKS['executed by hand'] if by_hand else ''}"
 
 
 def block(text: str, name: str = "matrix") -> str:

@@ -295,6 +295,8 @@ class Worker:
         url = f"tcp://127.0.0.1:{port}"
         given = {"mq_timeout": mq_timeout, "heartbeat_interval": interval}
         self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], "m", BLOCK, strategy, **given)
+        if self.adapter.instance_id == os.getpid():  # to 0.4.7: several workers are several processes there
+            self.adapter.instance_id = os.getpid() * 100 + len(CONTEXTS)
         kind = self.module.LMCacheMPSchedulerAdapter
         one = "server_url" in inspect.signature(kind).parameters  # to 0.4.7
         self.scheduler = kind(url if one else [url], CONTEXTS[-1], "m", BLOCK, strategy, **given)

@@ -137,7 +137,9 @@ def says_goodbye(worker: Worker) -> None:
     if hasattr(worker.adapter, "req_client"):
         worker.adapter.req_client.unregister_kv_cache_engine_driven_context(worker.adapter.instance_id).result(PATIENCE)
         return
-    kind = worker.module.RequestType.UNREGISTER_KV_CACHE_ENGINE_DRIVEN_CONTEXT
+    kinds = worker.module.RequestType
+    known = "ENGINE_DRIVEN" if hasattr(kinds, "UNREGISTER_KV_CACHE_ENGINE_DRIVEN_CONTEXT") else "NON_GPU"
+    kind = kinds[f"UNREGISTER_KV_CACHE_{known}_CONTEXT"]
     client = worker.adapter.mq_client
     worker.module.send_lmcache_request(client, kind, [worker.adapter.instance_id]).result(PATIENCE)
 
