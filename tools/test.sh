@@ -51,7 +51,7 @@ nice -n 10 "$python" -m tests.unit.upgrades >"$log.upgrades" 2>&1 &
 upgrading=$!
 
 step "the engine, alone and in pairs"
-"$python" -m pytest tests/e2e -q --durations 6 "${again[@]}" "$@"
+"$python" -m pytest tests/e2e -n 2 --dist loadfile -q --durations 6 "${again[@]}" "$@"
 
 step "1,000 starts of Python during 100 upgrades of their bundle"
 wait "$upgrading" || { cat "$log.upgrades"; exit 1; }

@@ -201,6 +201,7 @@ def test_started_without_it_strict_ends_the_worker(place: Place, unprepared: str
     assert any(f"LIVEPATCH=strict: {PATCH} is not applied (late)" in line for line in found.logged)
 
 
+@by_hand
 def test_started_without_it_the_guard_arms_late_and_says_so(place: Place, unprepared: str) -> None:
     """The executor of today gives its workers the engine's whole environment, once they run."""
     found = run(place, unprepared, 1, **place.patched | {"LIVEPATCH": "auto"})
