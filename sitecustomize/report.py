@@ -48,7 +48,7 @@ def pid_namespace() -> str | None:
     """Where this process's pid means what it says: the namespace, and the boot of the machine that it is on.
 
     The first namespace has the same number on every machine. None where there is no /proc, or it is that of another
-    namespace (`unshare --pid` without `--mount-proc`): what it says of a pid is said of another process.
+    namespace (`unshare --pid` without `--mount-proc`): what it says of a pid is true of another process.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):

@@ -128,7 +128,7 @@ def _within(option: Option, value: float) -> bool:
 
 
 def wanted(option: Option) -> str:
-    """What a value of it has to be; of one that is any text, nothing is said."""
+    """What a value of it has to be; empty where any text will do."""
     if isinstance(option.default, bool):
         return "1 or 0"
     if option.choices:

@@ -53,7 +53,7 @@ def _version(wanted: bool) -> None:
 def _options(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Show it.")] = False,
 ) -> None:
-    """What can be said before a command."""
+    """The options that go before a command."""
 
 
 @app.command()

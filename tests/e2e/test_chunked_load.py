@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(os.environ.get("E2E") != "all", reason="by hand, E2E=all: three engines come up, for which CI has not the time")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("E2E") != "all", reason="by hand, E2E=all: three engines come up, for which CI has not the time"
+)
 PROMPTS, TOKENS = 32, 16
 
 

@@ -9,7 +9,7 @@ Accidents, each worth more than what is measured, are kept out of all of them. T
 full passes fall is chance. CPython 3.11 keeps Python frames in chunks of 16 KiB, and maps and unmaps the next one
 at every call of a loop that happens to stand on a chunk's end; any two frames more or less on the stack move that place
 to another loop (one of transformers' takes 1.2 s instead of 0.5 s there, in stock and patched alike). So all is
-imported from a frame that asks for one chunk that is large enough. And memory comes from the C library, which is told
+imported from a frame that asks for one chunk that is large enough. And memory comes from the C library, which is asked
 to give none back: that takes noise out; the ratio without it is near (docs/diffs.md).
 """
 

@@ -4,7 +4,7 @@
 
 PYTHON has torch and what LMCache imports. The device's pin call is stood in for by touching each page, which is what
 pinning does to resident memory; 64 MiB are pinned at the start, steps are 1 GiB, and 512 MiB are allocated. A final
-size that free memory has no room for is left out, and said.
+size that free memory has no room for is left out, with a line that says so.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Check(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    digest: str | None  # of the bundle, None where it cannot be told
+    digest: str | None  # of the bundle, None where it cannot be read
     checks: list[Check]
     packages: dict[str, str | None]
     patches: list[Judged]
@@ -42,7 +42,7 @@ class Diagnosis(NamedTuple):
 
 
 def examine(place: str, catalogue: Catalogue) -> Diagnosis:
-    """All that is to be said of the bundle at `place` in this process, started as those that it serves."""
+    """All checks of the bundle at `place` in this process, started as those that it serves."""
     packages, judged = here(catalogue)
     digest, bundle = _bundle(place, catalogue)
     checks = [

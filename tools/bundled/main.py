@@ -1,7 +1,7 @@
 try:  # to the end of this file: of one that was cut off anywhere, Python says so, and nothing passes for an answer
     # `generate` writes this as the bundle's `__main__.py`: `python BUNDLE doctor|status|verify|check`.
     #
-    # It parses on Python 2.7, so that an interpreter that the bundle does not serve is told so.
+    # It parses on Python 2.7, so that an interpreter that the bundle does not serve gets a line that says so.
     import os
     import sys
 

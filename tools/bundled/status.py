@@ -129,7 +129,7 @@ def is_missing(process: dict[str, Any], patch: dict[str, Any]) -> bool:
 
 
 def unread(reports: Reports) -> str:
-    """What cannot be told here, in a sentence; empty where all can."""
+    """What cannot be known here, in a sentence; empty where all can."""
     if not reports.unreadable:
         return ""
     number, first = len(reports.unreadable), reports.unreadable[0]

@@ -24,9 +24,9 @@ TreeOf = Callable[[str, str], installed.Tree]
 
 
 def warnings(entries: Iterable[Entry], tree_of: TreeOf = published.tree) -> Iterator[str]:
-    """What is to be said of the diffs among these patches: a line for each other patch that one turns off, and where.
+    """The diffs among these patches: a line for each other patch that one turns off, and where.
 
-    What has to be read of a release comes from the caches, else from the registry; that it cannot is said, too.
+    What has to be read of a release comes from the caches, else from the registry; a line says where it cannot.
     """
     every = list(entries)
     shipped = [entry.patch for entry in every if is_shipped(entry.folder)]

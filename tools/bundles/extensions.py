@@ -81,7 +81,7 @@ def at_hand(wanted: Sequence[Extension]) -> dict[str, bytes]:
 
 
 def gathered(wanted: Sequence[Extension], tell: Callable[[str], None]) -> dict[str, bytes]:
-    """All of them by file name, fetched where they are not at hand. What cannot be had is left out, and told."""
+    """All of them by file name, fetched where they are not at hand. A line says what cannot be had."""
     version = pinned()[0]
     found = at_hand(wanted)
     missing = [one for one in wanted if one.file not in found]

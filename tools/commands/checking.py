@@ -41,7 +41,7 @@ class Answer:
     patches: list[check.Checked]
     pair: dict[str, Any] | None
     unmet: tuple[str, ...]  # of the patches that are required: what they lack, a sentence each
-    unserved: str | None = None  # said of an interpreter in which nothing would be patched
+    unserved: str | None = None  # the line for an interpreter in which nothing would be patched
     unusable: Sequence[str] = ()  # variables of this environment that mean nothing, a line each
 
     @property

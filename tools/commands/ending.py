@@ -18,7 +18,7 @@ def end_with(
 ) -> NoReturn:
     """Run a command line to the process's end; bad input is one line on stderr, of ``name``, and exit 2.
 
-    ``bare`` is what it does when nothing is said, ``prog_name`` what its help calls it.
+    ``bare`` is what it does without arguments, ``prog_name`` what its help calls it.
     """
     try:
         code = app(sys.argv[1:] or list(bare), standalone_mode=False, prog_name=prog_name)

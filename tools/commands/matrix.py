@@ -206,8 +206,8 @@ def markdown(matrix: Matrix) -> str:
     verdicts = [verdict for verdict in shown if verdict in seen]
     lines = [
         f"Releases: {counts}. **Bold**: executed, by a release test on this release, stock and patched",
-        "(†: on some of these not in CI but by hand, with this code of the patch; `matrix` itself shows which); the rest is",
-        "read, by the fingerprints of the code.",
+        "(†: on some of these not in CI but by hand, with this code of the patch; `matrix` itself shows which);",
+        "the rest is read, by the fingerprints of the code.",
         "",
         "| patch | of | " + " | ".join(verdicts) + " |",
         "|---" * (2 + len(verdicts)) + "|",

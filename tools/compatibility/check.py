@@ -94,7 +94,7 @@ class InterpreterTree(installed.Tree):
 
     @property
     def unserved(self) -> str | None:
-        """What is to be said where no bundle serves this interpreter."""
+        """The line for where no bundle serves this interpreter."""
         oldest, newest = SERVED
         if oldest <= self.version <= newest:
             return None
@@ -175,7 +175,7 @@ def _parsed(release: str) -> tuple[str, str | None]:
 def explained(answers: Iterable[Checked], tree: installed.Tree, asked: Collection[str] = ()) -> list[Checked]:
     """The answers, with what drifted where something did.
 
-    The registry is asked for our packages and those `asked` about, and not told of anybody's own.
+    The registry is asked for our packages and those `asked` about, and not about anybody's own.
     """
 
     def fetch(package: str, release: str) -> installed.Tree:

@@ -171,7 +171,7 @@ def _of_fields(chain: list[Definition]) -> inspect.Signature | None:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 annotation = ast.unparse(statement)
                 if "ClassVar" in annotation or "KW_ONLY" in annotation or "init=False" in annotation:
-                    return None  # rare: nothing is said then
+                    return None  # rare: no finding then
                 default = statement.value is not None
                 if isinstance(statement.value, ast.Call) and _decorator(statement.value) == "field":
                     default = any(one.arg in ("default", "default_factory") for one in statement.value.keywords)
@@ -186,7 +186,7 @@ def _of_fields(chain: list[Definition]) -> inspect.Signature | None:
 
 
 def _unfit(signature: inspect.Signature, call: ast.Call) -> str | None:
-    """What is wrong with a call, None where nothing is, or nothing can be told."""
+    """What is wrong with a call, None where nothing is, or nothing can be known."""
     starred = any(isinstance(one, ast.Starred) for one in call.args)
     positional = [None for one in call.args if not isinstance(one, ast.Starred)]
     keywords = {one.arg: None for one in call.keywords if one.arg is not None}

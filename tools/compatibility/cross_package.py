@@ -59,7 +59,7 @@ Bound = Imported | ast.AST | None
 
 @dataclass
 class Module:
-    """A module as far as it was gone through: what its names are bound to (None: nothing that can be told)."""
+    """A module as far as it was gone through: what its names are bound to (None: nothing that can be known)."""
 
     name: str
     body: ast.Module

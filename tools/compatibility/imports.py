@@ -1,4 +1,4 @@
-"""Whether modules of one package still fit together when some of them are changed, told from the syntax alone."""
+"""Whether modules of one package still fit together when some of them are changed, by the syntax alone."""
 
 from __future__ import annotations
 

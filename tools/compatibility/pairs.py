@@ -1,6 +1,6 @@
 """A vLLM and an LMCache together: which class a connector's name stands for, and whether it loads and can be made.
 
-Told from the sources alone; nothing of either is executed. What is said here is compared with what happens by
+From the sources alone; nothing of either is executed. What is found here is compared with what happens by
 tests/releases/test_pairs.py.
 """
 
@@ -58,7 +58,7 @@ class Connector:
 
 @dataclass(frozen=True)
 class Pair:
-    """What can be said of two releases."""
+    """What is found of two releases."""
 
     vllm: str | None
     lmcache: str | None

@@ -22,7 +22,7 @@ class RequestFailed(RuntimeError):
 
 
 class Client:
-    """Use as ``async with``. What is said goes to the completions as one text, to the chat as messages of two roles.
+    """Use as ``async with``. A conversation goes to the completions as one text, to the chat as messages of two roles.
 
     The lab's model renders both to the same tokens, so that the same greedy answer is right for both.
     """

@@ -46,7 +46,7 @@ def parse(texts: Collection[str], parts: Collection[str]) -> tuple[bool, list[Fa
     """Whether clients hang up, and what is done to which of the ``parts``. Raises UserError for anything else.
 
     A fault is `disconnects`, `kill-PART[@SECONDS][+SECONDS]` or `stop-PART[@SECONDS][+SECONDS]`: after so many seconds
-    of load, for so long. What is killed stays dead unless it is said for how long; what is stopped goes on after 10 s.
+    of load, for so long. What is killed stays dead unless a time is given; what is stopped goes on after 10 s.
     """
     faults = []
     for text in texts:

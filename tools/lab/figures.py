@@ -51,7 +51,7 @@ def thinned(series: list[Any]) -> list[Any]:
 
 
 def command(result: dict[str, Any]) -> str:
-    """What was called for this result, told from it: what is as by default is left out."""
+    """The command line of this result, made from it: what is as by default is left out."""
     load = dict(result["load"])
     name, seconds, clients = load.pop("name"), load.pop("seconds"), load.pop("clients")
     usual = loads.described(loads.parse(name))
@@ -92,7 +92,7 @@ def command(result: dict[str, Any]) -> str:
 def markdown(place: Path) -> str:
     """Every result that is kept there, in the order of their names: what was called, and what it came to.
 
-    What is to be said of a run beside that is in a file of its name that ends in `.txt`.
+    Remarks on a run are in a file of its name that ends in `.txt`.
     """
     parts = []
     for file in sorted(place.glob("*.json")):

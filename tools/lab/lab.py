@@ -193,7 +193,7 @@ def _tell(begun: float, arm: str, line: str) -> None:
 
 
 def variables(options: Options, arm: str) -> dict[str, str]:
-    """What the patches in an arm's bundle are told. The lab's own ride in it; of stock they are all of it."""
+    """The settings of the patches in an arm's bundle. The lab's own ride in it; of stock they are all of it."""
     own = _own_patches(options)
     found = {} if arm == "stock" else dict(options.toggles or {})
     found |= {key: value for entry in own.values() for key, value in entry.items()}

@@ -4,7 +4,7 @@
 
 It writes the command's pid (or why it could not be started) to the descriptor ``STATUS_FD``, hands on its exit code
 (128 + N for signal N), and ends every process that the command started: when the command ends by itself, when this
-process is told to stop (SIGTERM: the command gets GRACE_SECONDS), and when the supervisor dies in whatever way.
+process gets SIGTERM (the command then has GRACE_SECONDS), and when the supervisor dies in whatever way.
 """
 
 from __future__ import annotations

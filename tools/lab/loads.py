@@ -1,4 +1,4 @@
-"""What the lab's load may be, and how it is said: `--load NAME[:OPTION=VALUE,...]`."""
+"""What the lab's load may be: `--load NAME[:OPTION=VALUE,...]`."""
 
 from __future__ import annotations
 

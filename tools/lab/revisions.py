@@ -60,7 +60,7 @@ def command_line(*arguments: str, path: Path | None = None) -> str:
     What it remarks is shown if it fails: then raises CalledProcessError. A file is to be named by its whole path.
     """
     command = [sys.executable, "-m", "vllm_livepatch.tools.cli", *arguments]
-    # Where it runs comes before what is installed, and PYTHONPATH where Python is told to leave that out.
+    # Where it runs comes before what is installed, and PYTHONPATH where Python leaves that out.
     environment = None if path is None else {**os.environ, "PYTHONPATH": str(path)}
     done = subprocess.run(command, capture_output=True, check=False, text=True, env=environment, cwd=path)
     if done.returncode:

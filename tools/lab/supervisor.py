@@ -57,7 +57,7 @@ class Part:
     beside: bool = False
     """Start together with the part before it (which is needed only late in this one's start)."""
     grace: float = 5.0
-    """Seconds between being told to stop and being killed."""
+    """Seconds between SIGTERM and being killed."""
 
 
 class PartFailed(RuntimeError):
@@ -93,7 +93,7 @@ class Supervisor:
     """Use as ``async with Supervisor(directory) as parts``, from the main thread.
 
     ``directory`` gets ``NAME.log`` and ``NAME.json`` (pid, command, environment) for every part, and is where they run.
-    ``say`` is told the progress, a line at a time.
+    ``say`` gets the progress, a line at a time.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None] = lambda line: None) -> None:

@@ -1,7 +1,7 @@
 """What is deployed: the parts of a topology, their commands and their environments.
 
 A topology is a file of data, `topologies/NAME.toml`: its parts in order of need, and what is particular to each. What
-all engines, LMCache servers and routers have in common is said here, once. `${PART.NAME}` stands for where a part is
+all engines, LMCache servers and routers have in common is here, once. `${PART.NAME}` stands for where a part is
 (`host`) or one of its ports, so that the same file serves this machine and a cluster.
 """
 

@@ -100,7 +100,7 @@ def held(samples: list[Sample]) -> dict[str, float | None]:
     held none and served nobody. None where there was no such moment.
     """
     pairs = list(pairwise(samples))
-    # What a process used is said by the sample that ends the time.
+    # What a process used is in the sample that ends the time.
     still = [(a, b) for a, b in pairs if a.requests == 0 and b.requests == 0]
     with_blocks = [(a, b) for a, b in still if a.used > 0 and b.used > 0]
     without = [(a, b) for a, b in still if a.used == 0 and b.used == 0]

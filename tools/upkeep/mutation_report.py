@@ -76,7 +76,7 @@ def reason(module: str, mutant: Mapping[str, Any], reasons: Iterable[Mapping[str
 def page(
     kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]], draws: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The page; `kept` has an object for each module, `draws` what is to be said of each draw of a folder."""
+    """The page; `kept` has an object for each module, `draws` one for each draw of a folder."""
     rows = [
         "| module | mutants | run | killed | timeout | equivalent | survived | share killed |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,8 +1,8 @@
 """A patch's variants anew, after its `calls` changed: `python -m vllm_livepatch.tools.upkeep.regroup NAME...`.
 
 For a checkout. The fingerprints of every release that patch.toml lists are computed anew; a variant whose releases no
-longer have one code becomes several, which say what it said. Companions are all pinned releases of their package. What
-a release is said to be (`needed`, its facts) stays for a person to judge, and the release tests to show.
+longer have one code becomes several, with its verdict and facts. Companions are all pinned releases of their package.
+What a release is (`needed`, its facts) stays for a person to judge, and the release tests to show.
 """
 
 from __future__ import annotations

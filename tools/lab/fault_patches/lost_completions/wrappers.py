@@ -1,4 +1,4 @@
-"""A share of completed sends is never told to the scheduler: a fault, for the lab."""
+"""A share of completed sends is never reported to the scheduler: a fault, for the lab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every completed transfer is told to the scheduler later: a fault, for the lab."""
+"""Every completed transfer is reported to the scheduler later: a fault, for the lab."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("finished_sending", "finished_recving")
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
     seconds: float = livepatch.options["SECONDS"]
-    kept: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}  # ids, and when they are to be told
+    kept: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}  # ids, and when they are to be reported
 
     @contextmanager
     def slow(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
