@@ -29,7 +29,7 @@ def doctor(sandbox: Sandbox, **more: Any) -> tuple[dict[str, str], list[str]]:
     """What failed, by the check's name; and the names of the warnings."""
     done = ask(sandbox, "doctor", "--json", **more)
     answer = json.loads(done.out)
-    failed = {check["name"]: check["said"] for check in answer["checks"] if check["result"] == "failed"}
+    failed = {check["name"]: check["message"] for check in answer["checks"] if check["result"] == "failed"}
     assert (done.code, answer["patched"]) == (1 if failed else 0, not failed), done.err
     assert [line for line in done.lines if not line.startswith("vllm-livepatch: ")] == []
     return failed, [check["name"] for check in answer["checks"] if check["result"] == "warning"]
@@ -43,7 +43,7 @@ def test_the_text_says_the_same(patched: Sandbox) -> None:
         checks = json.loads(ask(patched, "doctor", "--json", path=path).out)["checks"]
         done = ask(patched, "doctor", path=path)
         assert (done.code, done.err) == (0 if path[0] == patched.bundle else 1, "")
-        assert done.out.splitlines() == [*(f"{one['result']:8} {one['name']}: {one['said']}" for one in checks), last]
+        assert done.out.splitlines() == [*(f"{one['result']:8} {one['name']}: {one['message']}" for one in checks), last]
 
 
 @pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
@@ -62,7 +62,7 @@ def test_what_it_says(patched: Sandbox) -> None:
     )
     assert (answer["python"], answer["packages"]) == (PYTHON, {"fakeengine": "1.0"})
     assert [(patch["name"], patch["verdict"]) for patch in answer["patches"]] == [("around", "needed")]
-    checks = {check["name"]: check["said"] for check in answer["checks"]}
+    checks = {check["name"]: check["message"] for check in answer["checks"]}
     assert checks["path"] == f"{patched.bundle}/sitecustomize.py is the first sitecustomize"
     assert checks["cache"] == str(patched.home / ".cache/vllm-livepatch")
     assert checks["state directory"] == str(patched.state)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import Installed, Patch, Variant
 from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.commands.matrix import Cell, Matrix
@@ -45,6 +47,17 @@ def test_markdown_has_spans_and_says_what_was_executed() -> None:
     *_, head, _, row = matrix.markdown(MADE).splitlines()
     assert head == "| patch | of | needed | fixed-upstream | unverified |"
     assert row == "| `one-patch` | vLLM | **1.0 to 1.1**, **1.3 to 1.4**† | **2.0**, 2.1 | 1.2 |"
+
+
+def test_a_person_sees_spans_with_what_is_known_of_them_and_whether_the_patch_is_on() -> None:
+    printed = io.StringIO()
+    matrix.show(MADE, Console(width=120, file=printed, color_system=None))
+    head, row, _, *notes = [line.rstrip() for line in printed.getvalue().splitlines()]
+    assert head.split("  ")[0] == "patch"
+    assert [cell.strip() for cell in row.split("  ") if cell] == [
+        "one-patch", "vLLM", "1.0 to 1.1*, 1.3 to 1.4†", "2.0*, 2.1", "1.2", "on",
+    ]  # fmt: skip
+    assert notes[0].startswith("7 of vLLM (1.0 to 2.1); * executed on each of these, stock and patched; † on some")
 
 
 def test_json_is_as_in_the_contract_and_says_how_it_is_known() -> None:

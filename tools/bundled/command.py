@@ -109,7 +109,7 @@ def _doctor(options: argparse.Namespace) -> int:
         )
         return 1 if failed else 0
     for check in diagnosis.checks:
-        say(f"{check.result:8} {check.name}: {check.said}")
+        say(f"{check.result:8} {check.name}: {check.message}")
     if failed:
         say(f"not fit to be patched: {'; '.join(dict.fromkeys(check.name for check in failed))}")
         return 1

@@ -27,7 +27,7 @@ GUARD, ENTRY_POINT = "vllm-livepatch-guard", "livepatch"
 class Check(NamedTuple):
     name: str
     result: str
-    said: str
+    message: str
 
 
 class Diagnosis(NamedTuple):

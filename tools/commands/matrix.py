@@ -34,7 +34,7 @@ from vllm_livepatch.sitecustomize.decision import (
     public_release,
 )
 from vllm_livepatch.tools import threads
-from vllm_livepatch.tools.commands.rendering import COLOURS
+from vllm_livepatch.tools.commands.rendering import COLOURS, DEFAULTS
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published, registry, releases_file
 from vllm_livepatch.tools.releases.registry import Pin
@@ -171,65 +171,84 @@ def _cell(patch: Patch, package: str, found: Installed) -> Cell:
 
 
 def show(matrix: Matrix, console: Console) -> None:
-    """A table for each package: a row for each release, a column for each patch."""
-    for package in dict.fromkeys(package for package, _ in matrix.releases):
-        patches = [patch for patch in matrix.patches if package in patch.packages]
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column(NAMES.get(package, package))
-        for patch in patches:
-            table.add_column(patch.name, overflow="fold")
-        for release in (one for one in matrix.releases if one[0] == package):
-            row = [matrix.cells[patch.name][release] for patch in patches]
-            table.add_row(release[1], *(_shown(cell) for cell in row))
-        console.print(table)
-        console.print()
-    console.print(
-        Text(
-            "*: known by execution (the fault shown on stock, and gone with the patch); †: so, by hand; others are read"
-        )
-    )
+    """A row for each patch and package, the releases of each verdict in spans."""
+    verdicts = _seen(matrix)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("patch", no_wrap=True)
+    for column in ("of", *verdicts, "by default"):
+        table.add_column(column)
+    for patch, package in _rows(matrix):
+        spans = [Text(", ").join(_shown(matrix, patch, package, verdict)) for verdict in verdicts]
+        default = DEFAULTS.get(patch.auto, "on") if package == patch.package else ""
+        table.add_row(patch.name, _of(patch, package), *spans, default)
+    console.print(table)
+    console.print()
+    console.print(Text(f"{_counts(matrix)}; * executed on each of these, stock and patched; † on some of them by hand"))
+    console.print(Text("Without a mark: read, by the fingerprints of the code. Each release by itself: --json"))
 
 
-def _shown(cell: Cell) -> Text:
-    return Text(f"{cell.verdict}{MARKS[cell.known]}", style=COLOURS.get(cell.verdict, ""))
+def _shown(matrix: Matrix, patch: Patch, package: str, verdict: Verdict) -> Iterator[Text]:
+    for span, known in _spans(matrix, patch, package, verdict):
+        yield Text(f"{span}{MARKS[known]}", style=COLOURS.get(verdict, ""))
 
 
 def markdown(matrix: Matrix) -> str:
     """A row for each patch, the releases of each verdict in spans; bold is executed."""
-    counts = ", ".join(
-        f"{len(found)} of {NAMES.get(package, package)} ({found[0][1]} to {found[-1][1]})"
-        for package, group in groupby(matrix.releases, lambda release: release[0])
-        if (found := list(group))
-    )
-    shown: list[Verdict] = ["needed", "fixed-upstream", "not-present", "unverified", "drifted"]
-    seen = {cell.verdict for row in matrix.cells.values() for cell in row.values()}
-    verdicts = [verdict for verdict in shown if verdict in seen]
+    verdicts = _seen(matrix)
     lines = [
-        f"Releases: {counts}. **Bold**: executed, by a release test on this release, stock and patched",
-        "(†: on some of these not in CI but by hand, with this code of the patch; `matrix` itself shows which);",
+        f"Releases: {_counts(matrix)}. **Bold**: executed, by a release test on this release, stock and patched",
+        "(†: on some of these not in CI but by hand, with this code of the patch; `matrix --json` says which);",
         "the rest is read, by the fingerprints of the code.",
         "",
         "| patch | of | " + " | ".join(verdicts) + " |",
         "|---" * (2 + len(verdicts)) + "|",
     ]
-    for patch in matrix.patches:
-        for package in patch.packages:
-            row = {release: cell for release, cell in matrix.cells[patch.name].items() if release[0] == package}
-            spans = [", ".join(_spans(row, verdict)) for verdict in verdicts]
-            of = NAMES.get(package, package) + ("" if package == patch.package else ", relied on")
-            lines.append(f"| `{patch.name}` | {of} | " + " | ".join(spans) + " |")
+    for patch, package in _rows(matrix):
+        cells = []
+        for verdict in verdicts:
+            found = _spans(matrix, patch, package, verdict)
+            cells.append(
+                ", ".join(span if how == "read" else f"**{span}**{MARKS[how].strip('*')}" for span, how in found)
+            )
+        lines.append(f"| `{patch.name}` | {_of(patch, package)} | " + " | ".join(cells) + " |")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _spans(row: Mapping[tuple[str, str], Cell], verdict: Verdict) -> Iterator[str]:
-    """Releases next to each other that have a verdict, executed or read, as one span."""
+def _counts(matrix: Matrix) -> str:
+    return ", ".join(
+        f"{len(found)} of {NAMES.get(package, package)} ({found[0][1]} to {found[-1][1]})"
+        for package, group in groupby(matrix.releases, lambda release: release[0])
+        if (found := list(group))
+    )
+
+
+def _seen(matrix: Matrix) -> list[Verdict]:
+    """The verdicts that there are, in the order of their columns."""
+    shown: list[Verdict] = ["needed", "fixed-upstream", "not-present", "unverified", "drifted"]
+    seen = {cell.verdict for row in matrix.cells.values() for cell in row.values()}
+    return [verdict for verdict in shown if verdict in seen]
+
+
+def _rows(matrix: Matrix) -> Iterator[tuple[Patch, str]]:
+    for patch in matrix.patches:
+        for package in patch.packages:
+            yield patch, package
+
+
+def _of(patch: Patch, package: str) -> str:
+    return NAMES.get(package, package) + ("" if package == patch.package else ", relied on")
+
+
+def _spans(matrix: Matrix, patch: Patch, package: str, verdict: Verdict) -> Iterator[tuple[str, Known]]:
+    """Releases next to each other that have a verdict, executed or read, as one span; whether some were run by hand."""
+    row = {release: cell for release, cell in matrix.cells[patch.name].items() if release[0] == package}
     for (found, read), group in groupby(row.items(), lambda item: (item[1].verdict, item[1].known == "read")):
         cells = dict(group)
         versions = [version for _, version in cells]
         if found == verdict:
-            span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
             by_hand = any(cell.known == "executed by hand" for cell in cells.values())
-            yield span if read else f"**{span}**{MARKS['executed by hand'] if by_hand else ''}"
+            known: Known = "read" if read else "executed by hand" if by_hand else "executed"
+            yield versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}", known
 
 
 def block(text: str, name: str = "matrix") -> str:
