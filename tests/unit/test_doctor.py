@@ -43,7 +43,10 @@ def test_the_text_says_the_same(patched: Sandbox) -> None:
         checks = json.loads(ask(patched, "doctor", "--json", path=path).out)["checks"]
         done = ask(patched, "doctor", path=path)
         assert (done.code, done.err) == (0 if path[0] == patched.bundle else 1, "")
-        assert done.out.splitlines() == [*(f"{one['result']:8} {one['name']}: {one['message']}" for one in checks), last]
+        assert done.out.splitlines() == [
+            *(f"{one['result']:8} {one['name']}: {one['message']}" for one in checks),
+            last,
+        ]
 
 
 @pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))

@@ -142,8 +142,8 @@ class Decode:
     def tell(self, pulls: Any, names: Any, reason: str) -> None:
         self.reports.append(sorted(names))
 
-    def call(self, name: str, release: Callable[..., Any], *args: Any) -> Any:
-        return self.wrap[f"{patch.WORKER}.{name}"](release, self, args, {})
+    def call(self, name: str, release: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.wrap[f"{patch.WORKER}.{name}"](release, self, args, kwargs)
 
     def ask(self, address: str, answers: Callable[[Any], Awaitable[None]]) -> asyncio.Future[Any]:
         """Ask one worker, which answers so: `answers` gets what takes an answer."""
@@ -783,6 +783,41 @@ def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(
     assert decode.pull.local_block_ids == [[3, 4]]
     assert decode.reports == ([] if asked else [["d"]])
     assert not decode.aside
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+@pytest.mark.parametrize("blocks", [5, 6], ids=["room", "no room"])
+def test_a_load_may_be_begun_with_arguments_by_name(given: int, blocks: int) -> None:
+    decode = Held()
+    vars(decode)[patch.HOLDS].hold("before", range(blocks))
+    asked = {"remote_engine_id": "p", "pull_metas": {"d": decode.pull}}
+    args = [asked.pop(name) for name in [*asked][:given]]
+    released: list[Any] = []
+
+    def release(remote_engine_id: str, pull_metas: Any) -> None:
+        released.append((remote_engine_id, [*pull_metas]))
+
+    decode.call("receive_kv", release, *args, **asked)
+    assert released == [("p", ["d"])]
+    assert not decode.aside
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_a_worker_may_be_asked_with_arguments_by_name(given: int) -> None:
+    async def play() -> None:
+        decode = Held()
+        asked = {"worker_addr": "nobody:1", "pull_metas": {"d": decode.pull}}
+        args = [asked.pop(name) for name in [*asked][:given]]
+        released: list[Any] = []
+
+        async def release(worker_addr: str, pull_metas: Any) -> None:
+            released.append((worker_addr, [*pull_metas]))
+
+        await asyncio.wait_for(decode.call("receive_kv_from_single_worker", release, *args, **asked), 60)
+        assert released == [("nobody:1", ["d"])]
+        assert not decode.aside
+
+    asyncio.run(play())
 
 
 def test_where_nothing_is_left_to_ask_for_nobody_is_asked() -> None:

@@ -63,3 +63,22 @@ def test_a_block_that_the_cache_lacks_is_refused_before_it_is_staged(
     else:
         stage(lambda block_ids: staged.append(block_ids), cache, args, kwargs)
     assert staged == ([] if refused else [ids])
+
+
+@pytest.mark.parametrize(
+    ("slots", "heads", "row"), [(1, 4, 64), (2, 1, 32), (2, 4, 16)], ids=["one slot", "one head", "several of both"]
+)
+def test_a_block_whose_heads_come_first_is_moved_by_rows_of_a_slot_and_head_unless_it_is_one_row(
+    slots: int, heads: int, row: int
+) -> None:
+    shape = transfer._shape_of("NL_X_NB_TWO_NH_BS_HS", 0, 2, 3, 5, slots, heads, 8, 2)
+    assert (shape.block, shape.row) == (slots * heads * 8 * 2, row)
+    assert shape.strides == {"TWO": shape.block, "NB": 2 * shape.block}
+    assert shape.extent == 5 * 2 * shape.block
+
+
+@pytest.mark.parametrize("wrong", [{"kv_size": 1}, {"nl": 0}, {"nb": 0}, {"bs": 0}, {"nh": 0}, {"hs": 0}])
+def test_a_descriptor_that_no_cache_of_the_format_can_have_is_refused(wrong: dict[str, int]) -> None:
+    given = dict(zip(transfer.FIELDS, (2, 3, 5, 2, 4, 8, 2), strict=True)) | wrong
+    with pytest.raises(ValueError, match="cannot have the shape"):
+        transfer._shape_of("NL_X_TWO_NB_BS_NH_HS", 0, *given.values())

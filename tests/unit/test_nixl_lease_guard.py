@@ -405,7 +405,9 @@ def test_what_an_earlier_read_left_does_not_answer(world: World) -> None:
 
 
 @pytest.mark.parametrize("state", ["ERR", "raises", "cannot be made"])
-def test_a_lease_table_that_cannot_be_read_is_a_failed_transfer(world: World, state: str) -> None:
+def test_a_lease_table_that_cannot_be_read_is_a_failed_transfer(
+    world: World, state: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     world.begin("a")
     handle = world.read("a")
 
@@ -420,6 +422,7 @@ def test_a_lease_table_that_cannot_be_read_is_a_failed_transfer(world: World, st
     world.agent.release_xfer_handle(handle)
     assert len(wrappers.guard_of(world.decode).table.free_landings) == lease_table.LANDINGS  # type: ignore[union-attr]
     assert world.counters == {"lease_unknown": 1}
+    assert "counts as a failed load: reading prefill's lease table failed" in capfd.readouterr().err
     assert not world.context.aside
 
 
