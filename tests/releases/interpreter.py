@@ -90,6 +90,7 @@ class Interpreter:
         }
         self._jobs.write(json.dumps(job) + "\n")
         child = int(self._answer(SECONDS) or "0")
+        (work / "pid").write_text(str(child), encoding="utf-8")
         status = self._answer(SECONDS)
         if status is None:
             os.killpg(child, signal.SIGKILL)
@@ -137,8 +138,9 @@ def serve(directory: Path) -> NoReturn:
 
 
 def reported(work: Path, patch: str) -> dict[str, Any]:
-    """What the bundle reported of a patch in the one process that was run in `work`."""
-    (file,) = (work / "state").glob("*.json")
+    """What the bundle reported of a patch in the process that was run last in `work`; not in one that it forked."""
+    pid = (work / "pid").read_text(encoding="utf-8")
+    (file,) = (work / "state").glob(f"*-{pid}-*.json")
     return read(file, patch)
 
 
