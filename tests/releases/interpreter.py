@@ -90,7 +90,6 @@ class Interpreter:
         }
         self._jobs.write(json.dumps(job) + "\n")
         child = int(self._answer(SECONDS) or "0")
-        (work / "pid").write_text(str(child), encoding="utf-8")
         status = self._answer(SECONDS)
         if status is None:
             os.killpg(child, signal.SIGKILL)
@@ -137,10 +136,9 @@ def serve(directory: Path) -> NoReturn:
     os.execve(command[0], command, _environ({}, directory))
 
 
-def reported(work: Path, patch: str) -> dict[str, Any]:
-    """What the bundle reported of a patch in the process that was run last in `work`; not in one that it forked."""
-    pid = (work / "pid").read_text(encoding="utf-8")
-    (file,) = (work / "state").glob(f"*-{pid}-*.json")
+def reported(work: Path, patch: str, pid: int | None = None) -> dict[str, Any]:
+    """What the bundle reported of a patch in the one process that was run in `work`, or in the one of them with this id."""
+    (file,) = (work / "state").glob("*.json" if pid is None else f"*-{pid}-*.json")
     return read(file, patch)
 
 

@@ -72,7 +72,7 @@ def test_nothing_but_holds(release: str, warm: interpreter.Interpreter, bundle: 
     for case in ("after a request", "together", "after another call", "something else"):
         assert patched[case] == stock[case], case
         assert stock[case]["polls"] == []
-    patch = interpreter.reported(tmp_path, PATCH)
+    patch = interpreter.reported(tmp_path, PATCH, run["pid"])
     assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
     assert set(patch["counters"]) == {"slowed"}
 
@@ -84,7 +84,7 @@ def test_beside_the_others(warm: interpreter.Interpreter, bundle: Path, tmp_path
         assert run["stock"][mode]["held"]["steps"] == turns(1.0)
         assert run["patched"][mode]["held"]["steps"] <= 40
         assert run["patched"][mode]["loading"]["steps"] == pytest.approx(run["stock"][mode]["loading"]["steps"], abs=1)
-    assert interpreter.reported(tmp_path, PATCH)["state"] == "applied"
+    assert interpreter.reported(tmp_path, PATCH, run["pid"])["state"] == "applied"
 
 
 def test_no_wait(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:

@@ -6,13 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from rich import box
 from rich.table import Table
 from vllm_livepatch.tools.lab.report import colours
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # (the backend is chosen first: there may be no display)
 
 Arm = dict[str, Any]
 _STYLES = ("-", "--", ":")
@@ -64,7 +60,10 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 def picture(result: dict[str, Any], file: Path) -> None:
     """The share of KV blocks in use over time, a line an engine and arm, as a PNG."""
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), dpi=120)
+    from matplotlib.figure import Figure  # here: it takes a second to import
+
+    figure = Figure(figsize=(9, 4.5), dpi=120)
+    axes = figure.subplots()
     shown = colours(result["arms"])
     for arm, values in result["arms"].items():
         for style, (engine, series) in zip(_STYLES, sorted(values["kv_usage"].items()), strict=False):
@@ -84,7 +83,6 @@ def picture(result: dict[str, Any], file: Path) -> None:
     axes.set_title(f"{result['topology']}, vLLM {result['vllm']} + LMCache {result['lmcache']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(file)
-    pyplot.close(figure)
 
 
 def _label(fault: dict[str, Any]) -> str:

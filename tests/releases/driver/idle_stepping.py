@@ -422,7 +422,7 @@ def main() -> None:
         found = {"stock": as_released(lambda: played(model_config))}
         if BUNDLE:
             found["patched"] = played(model_config)
-    print(json.dumps({"vllm": vllm.__file__, **found}), file=RESULT, flush=True)
+    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), **found}), file=RESULT, flush=True)
 
 
 if __name__ == "__main__":
