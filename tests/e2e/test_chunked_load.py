@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("E2E") != "all", reason="by hand, E2E=all: three engines come up, for which CI has not the time"
-)
+from tests.e2e import by_hand
+
+pytestmark = by_hand
 PROMPTS, TOKENS = 32, 16
 
 

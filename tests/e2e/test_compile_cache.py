@@ -16,12 +16,10 @@ import pytest
 from vllm_livepatch.tools.lab import environments, model, topology
 from vllm_livepatch.tools.releases import sources
 
+from tests.e2e import by_hand
 from tests.releases import source_diffs
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("E2E") != "all",
-    reason="by hand, E2E=all: a model is compiled three times, for which CI has not the time",
-)
+pytestmark = by_hand
 VLLM = "0.32.0"
 DRIVER = Path(__file__).with_name("compiled_engine.py")
 LLAMA = "vllm/model_executor/models/llama.py"

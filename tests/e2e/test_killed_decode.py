@@ -27,6 +27,9 @@ from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.supervisor import Part, Supervisor
 from vllm_livepatch.tools.lab.topology import BLOCK_SIZE, MODEL_NAME
 
+from tests.e2e import by_hand
+
+pytestmark = by_hand
 VLLM = "0.29.0"
 RUNNING = "vllm:num_requests_running"
 LEASE_SECONDS = 12

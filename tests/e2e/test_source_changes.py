@@ -25,8 +25,10 @@ from vllm_livepatch.tools.lab.supervisor import Supervisor, tail
 from vllm_livepatch.tools.lab.tally import Tally
 from vllm_livepatch.tools.releases import sources
 
+from tests.e2e import by_hand
 from tests.releases import source_diffs
 
+pytestmark = by_hand
 VLLM, LMCACHE = "0.29.0", "0.5.6"
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 SECONDS = 10

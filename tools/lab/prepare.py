@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -12,8 +11,8 @@ from pathlib import Path
 from vllm_livepatch.tools.lab import environments, topology
 from vllm_livepatch.tools.releases import registry, sources
 
-VLLM, OTHER_VLLM = "0.32.0", "0.29.0"
-"""Of the engine tests: the environment's own, and one beside it."""
+VLLM = "0.32.0"
+"""Of the engine tests."""
 INSPECT = """
 from vllm.model_executor.models.registry import ModelRegistry
 ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
@@ -21,11 +20,10 @@ ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
 """What an engine does of the lab's model when it starts, unless it was done before."""
 
 
-def inspect_model(python: Path, vllm: str, path: list[Path]) -> None:
-    """Have a release keep what its engines want to know of the lab's model."""
-    variables = {**environments.vllm_cache(vllm), "PYTHONPATH": os.pathsep.join(map(str, path))}
-    command = [str(python), "-c", INSPECT]
-    subprocess.run(command, env=topology.environment(python, variables), stdout=subprocess.DEVNULL, check=True)
+def inspect_model(python: Path, vllm: str) -> None:
+    """Have the environment's release keep what its engines want to know of the lab's model."""
+    environ = topology.environment(python, environments.vllm_cache(vllm))
+    subprocess.run([str(python), "-c", INSPECT], env=environ, stdout=subprocess.DEVNULL, check=True)
 
 
 def main() -> None:
@@ -41,15 +39,13 @@ def main() -> None:
         router.result()
         injectors.result()
         python = engine.result()
-        other = environments.other_vllm(python, OTHER_VLLM)
         environments.nixl(python)
         environments.ray(python)
         try:
             environments.mooncake(python)
         except environments.InstallationError as error:  # Debian's archive may be out of reach
             print(f"without Mooncake's engine, so its tests are skipped: {error}", file=sys.stderr)
-        inspect_model(python, VLLM, [])
-        inspect_model(python, OTHER_VLLM, [other])
+        inspect_model(python, VLLM)
     print(f"all that the tests need is here: {time.monotonic() - begin:.0f} s", file=sys.stderr)
 
 
