@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 Call = Callable[..., Any]
-Store = tuple[int, Any]
-"""A worker's number, and the key of what it stores: how LMCache knows a store that was begun."""
+Store = tuple[int, Any, str]
+"""A worker's number, the key of what it stores, and the request. LMCache knows a store that was begun by the first two
+alone; requests may store the same, and to 0.4.7 processes of two containers may have one number.
+"""
 
 STORAGE = "lmcache.v1.distributed.storage_manager"
 MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer:EngineDrivenTransferModule"
@@ -63,12 +65,15 @@ class Rooms:
         self.lock = threading.Lock()  # of `kept`; `held` is changed by single calls, each under its L1's own lock
         self.held: dict[Held, None] = {}
         self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
-        self.for_good: list[tuple[Any, Any]] = []  # of two stores by one name, whose end cannot be told
+        self.for_good: list[tuple[Any, Any]] = []  # of two stores by one name, whose ends cannot be told apart
+
+    def asked_for(self, store: Store) -> None:
+        """Room is to be made. What is kept of an earlier store by that name stays so: whose end comes is not known."""
+        with self.lock:
+            self.for_good += self.kept.pop(store, [])
 
     def hold(self, storage: Any, store: Store, keys: list[Any]) -> None:
         """Room was made for these keys."""
-        with self.lock:
-            self.for_good += self.kept.pop(store, [])
         for l1 in l1s(storage):
             with l1._lock:
                 for key in keys:
@@ -80,21 +85,38 @@ class Rooms:
         """A worker's registration has ended: take what it has not filled out of the index; how many objects."""
         return sum(self._taken_out(held) for held in list(self.held) if held.store[0] == worker)
 
+    def _is_there(self, held: Held) -> bool:
+        with held.l1._lock:
+            return self._is_held(held)
+
+    def _is_held(self, held: Held) -> bool:
+        """Not so where it was filled meanwhile, or dropped by an operator's command."""
+        if reserved(held.l1, held.key) is held.entry and held.entry.write_lock is held:
+            return True
+        self.held.pop(held, None)
+        return False
+
     def _taken_out(self, held: Held) -> bool:
         with held.l1._lock:
-            if reserved(held.l1, held.key) is not held.entry or held.entry.write_lock is not held:
-                self.held.pop(held, None)
-                return False  # filled meanwhile, or dropped by an operator's command
+            if not self._is_held(held):
+                return False
             with self.lock:
                 self.kept.setdefault(held.store, []).append((held.l1, held.entry.memory_obj))
             take_out(held.l1, held.key)
             held.end()
             return True
 
+    def of(self, store: Store) -> tuple[list[Any], list[Any]]:
+        """The keys for which room was made: for this store, and for others that LMCache takes for the same."""
+        same = [held for held in list(self.held) if held.store[:2] == store[:2] and self._is_there(held)]
+        own = dict.fromkeys(held.key for held in same if held.store == store)
+        return list(own), list(dict.fromkeys(held.key for held in same if held.store != store))
+
     def not_used(self, store: Store) -> int:
         """A worker does not copy into the room that was made for a store: it is free. How many objects."""
-        taken = [self._taken_out(held) for held in list(self.held) if held.store == store]
-        return self.copied(store) if any(taken) else 0  # of an earlier store by that name nothing is known
+        for held in [held for held in list(self.held) if held.store == store]:
+            self._taken_out(held)
+        return self.copied(store)
 
     def copied(self, store: Store) -> int:
         """The worker has copied after all: its room is free. How many objects."""
@@ -104,11 +126,6 @@ class Rooms:
             with l1._lock:
                 l1._memory_manager.free([memory])
         return len(kept)
-
-    def give_up(self) -> None:
-        for held in list(self.held):
-            with held.l1._lock:
-                held.end()
 
 
 def l1s(storage: Any) -> list[Any]:
@@ -138,32 +155,34 @@ def take_out(l1: Any, key: Any) -> None:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """At each target: a look at its calls, or a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
+    # A patch that stands aside leaves the locks: each ends when its worker says that it has copied.
     rooms = Rooms()
-    livepatch.on_stand_aside(rooms.give_up)
 
     def prepare_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """Let no time end what is reserved."""
         asked = named(args, kwargs)
-        with making(asked["instance_id"]):
+        store = store_of(module, **asked)
+        with making(store[0]):
+            rooms.asked_for(store)
             answer = wrapped(*args, **kwargs)
             if answer.context.get("slots"):  # else all is there, or goes through messages
-                hold(module, answer, **asked)
+                hold(module, answer, store)
         return answer
 
     def making(worker: int) -> threading.Lock:
         return rooms.making.setdefault(worker, threading.Lock())
 
-    def hold(module: Any, answer: Any, key: Any, instance_id: int) -> None:
+    def hold(module: Any, answer: Any, store: Store) -> None:
+        worker, key, _ = store
         keys = module._resolve_single_group_obj_keys(key)
-        reserved_now = [keys[index] for index in answer.context["chunk_indices"]]
-        rooms.hold(module._ctx.storage_manager, module._make_transfer_key(key, instance_id), reserved_now)
-        if instance_id not in registered(module):  # its goodbye came meanwhile, and found nothing
-            ended(module, instance_id)
+        rooms.hold(module._ctx.storage_manager, store, [keys[index] for index in answer.context["chunk_indices"]])
+        if worker not in registered(module):  # its goodbye came meanwhile, and found nothing
+            ended(module, worker)
 
     def ended(module: Any, worker: int) -> None:
         with module._pending_shm_lock:
-            for store in [store for store in module._pending_shm_writes if store[0] == worker]:
-                del module._pending_shm_writes[store]
+            for name in [name for name in module._pending_shm_writes if name[0] == worker]:
+                del module._pending_shm_writes[name]
         kept = rooms.keep(worker)
         if kept:
             livepatch.count("kept_apart", kept)
@@ -179,28 +198,35 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def commit_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """The worker has copied, or sends what it stores in a message."""
         asked = named(args, kwargs)
-        if asked.pop("cpu_data"):
-            sent(module, module._make_transfer_key(**asked))
+        in_message = asked.pop("cpu_data")
+        store = store_of(module, **asked)
+        if in_message:
+            with making(store[0]):
+                sent(module, store)
             return wrapped(*args, **kwargs)
-        store = module._make_transfer_key(**asked)
-        if copied(store):
-            return False  # too late to be given out
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            copied(store)  # its registration has ended meanwhile
+        with making(store[0]):  # else its registration could end, and another store begin, before LMCache ends this one
+            number = rooms.copied(store)
+            if number:
+                livepatch.count("given_back", number)
+                return False  # too late to be given out
+            own, others = rooms.of(store)
+            pending_of(module, store, own)
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                pending_of(module, store, others)
 
-    def copied(store: Store) -> bool:
-        number = rooms.copied(store)
-        if number:
-            livepatch.count("given_back", number)
-        return bool(number)
+    def pending_of(module: Any, store: Store, keys: list[Any]) -> None:
+        """What LMCache finds reserved under a store's name."""
+        with module._pending_shm_lock:
+            module._pending_shm_writes.pop(store[:2], None)
+            if keys:
+                module._pending_shm_writes[store[:2]] = keys
 
     def sent(module: Any, store: Store) -> None:
         """LMCache would leave the message out: there is room for its chunks already, of which nobody fills any."""
-        with module._pending_shm_lock:
-            module._pending_shm_writes.pop(store, None)
         number = rooms.not_used(store)
+        pending_of(module, store, rooms.of(store)[1])
         if number:
             livepatch.count("sent", number)
             why = "a worker cannot map this server's shared memory (another container's /dev/shm?)"
@@ -217,6 +243,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 def registered(module: Any) -> Any:
     """The workers that are registered, by number."""
     return module._non_gpu_contexts if hasattr(module, "_non_gpu_contexts") else module._engine_driven_contexts
+
+
+def store_of(module: Any, key: Any, instance_id: int) -> Store:
+    return (*module._make_transfer_key(key, instance_id), key.request_id)
 
 
 def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

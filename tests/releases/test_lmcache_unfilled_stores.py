@@ -31,14 +31,23 @@ PATCHED = {
     "copies_for_long": [NONE, RIGHT],
     # As much is taken as what was stored needs. Not mended: the worker's own loads fail, and are reported so.
     "cannot_map_the_pool": [FAILED, RIGHT, RIGHT, 2],
+    # So it is on stock. Version 5 gave the memory to others into which the first still copied.
+    "another_of_its_number": [RIGHT, RIGHT],
 }
 
 FORGETS = ("death", "copies_after_it_was_forgotten")
 """A server of 0.4.7 knows a worker as long as it runs."""
+ONE_NUMBER = ("another_of_its_number",)
+"""To 0.4.7 a worker's number is the id of its process."""
 
 
 def patched(release: str) -> dict[str, Any]:
-    return {case: came for case, came in PATCHED.items() if case not in FORGETS or forgets(release)}
+    return of_release(release, PATCHED)
+
+
+def of_release(release: str, cases: dict[str, Any]) -> dict[str, Any]:
+    left_out = ONE_NUMBER if forgets(release) else FORGETS
+    return {case: came for case, came in cases.items() if case not in left_out}
 
 
 def forgets(release: str) -> bool:
@@ -52,8 +61,9 @@ def stock(release: str) -> dict[str, Any]:
         "death": [0, WRONG, WRONG],
         "copies_for_long": [WRONG if expires_into_a_hit else NONE, RIGHT if expires_into_a_hit else NONE],
         "cannot_map_the_pool": [NONE, NONE, WRONG, 2],
+        "another_of_its_number": [RIGHT, RIGHT],
     }
-    return {case: came for case, came in found.items() if case not in FORGETS or forgets(release)}
+    return of_release(release, found)
 
 
 def driven(

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,14 @@ from vllm_livepatch.sitecustomize.context import PatchContext
 
 TAG = "storage_manager"
 Call = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is stored; as LMCache's, alike whoever asks."""
+
+    name: str
+    request_id: str = field(default="one", compare=False)
 
 
 class Lock:
@@ -95,28 +104,41 @@ class Server:
         storage = {"_l1_managers_by_id": {1: Index(), 2: l1}} if isinstance(l1, Apart) else {"_l1_manager": l1}
         self._ctx = SimpleNamespace(storage_manager=SimpleNamespace(**storage))
         self._pending_shm_lock = threading.Lock()
-        self._pending_shm_writes: dict[tuple[int, str], list[str]] = {}
+        self._pending_shm_writes: dict[tuple[int, Key], list[str]] = {}
         self.registered: dict[int, Any] = {7: None, 8: None}
         setattr(self, "_engine_driven_contexts" if module == patch.MODULE else "_non_gpu_contexts", self.registered)
         self.context = PatchContext("lmcache-unfilled-stores", {}, {}, lambda: None)
         self.targets = patch.wrappers(self.context)
         self.released: list[int] = []
-        self.committed: list[str] = []
+        self.committed: list[
+            tuple[str, list[str] | None]
+        ] = []  # what was stored, and what LMCache found reserved for it
 
-    def _make_transfer_key(self, key: str, instance_id: int) -> tuple[int, str]:
+    def _make_transfer_key(self, key: Key, instance_id: int) -> tuple[int, Key]:
         return instance_id, key
 
-    def _resolve_single_group_obj_keys(self, key: str) -> list[str]:
-        return ["there already", key]
+    def _resolve_single_group_obj_keys(self, key: Key) -> list[str]:
+        return ["there already", key.name]
 
-    def prepare(self, key: str, worker: int = 7, memory: Any = "memory") -> Any:
-        entry = self.l1.reserve(key, memory)
-        self._pending_shm_writes[worker, key] = [key]
-        self.look(key, worker)
+    def prepare(self, name: str, worker: int = 7, memory: Any = "memory", request: str = "one", chunk: int = 1) -> Any:
+        """Room is made for one of its two chunks."""
+        key = Key(name, request)
+        wanted = self._resolve_single_group_obj_keys(key)[chunk]
+        entry = self.l1.reserve(wanted, memory)
+        self._pending_shm_writes[worker, key] = [wanted]
+        self.look(name, worker, {"slots": ["a slot"], "chunk_indices": [chunk]}, request=request)
         return entry
 
-    def look(self, key: str, worker: int, context: dict[str, Any] | None = None, within: Call = lambda: None) -> None:
+    def look(
+        self,
+        name: str,
+        worker: int,
+        context: dict[str, Any] | None = None,
+        within: Call = lambda: None,
+        request: str = "one",
+    ) -> None:
         answer = SimpleNamespace(context={"slots": ["a slot"], "chunk_indices": [1]} if context is None else context)
+        key = Key(name, request)
 
         def prepare(*_: Any) -> Any:
             within()
@@ -137,13 +159,18 @@ class Server:
 
         self.targets[f"{self.module}.unregister_kv_cache"](unregister, self, (), {"instance_id": worker})
 
-    def commit(self, key: str, worker: int = 7, sent: bytes = b"", within: Call = lambda: None) -> Any:
+    def commit(
+        self, name: str, worker: int = 7, sent: bytes = b"", within: Call = lambda: None, request: str = "one"
+    ) -> Any:
         def commit(**_: Any) -> bool:
             within()
-            self.committed.append(key)
+            found = None if sent else self._pending_shm_writes.pop((worker, Key(name)), None)
+            self.committed.append((name, found))
+            for key in found or ():
+                self.l1.at(key).write_lock.unlock()
             return True
 
-        asked = {"key": key, "instance_id": worker, "cpu_data": sent}
+        asked = {"key": Key(name, request), "instance_id": worker, "cpu_data": sent}
         return self.targets[f"{self.module}.commit_store"](commit, self, (), asked)
 
 
@@ -184,7 +211,7 @@ def test_what_is_not_filled_leaves_the_index_and_its_memory_is_nobodys(server: S
     assert (server.l1.at("a"), server.l1.gone, server.l1.freed) == (None, ["a"], [])
     assert entry.write_lock is own
     assert server.l1.at("b").write_lock.is_locked()
-    assert list(server._pending_shm_writes) == [(8, "b")]
+    assert list(server._pending_shm_writes) == [(8, Key("b"))]
     assert (server.released, server.context.counters) == ([7], {"kept_apart": 1})
 
 
@@ -196,8 +223,10 @@ def test_its_memory_comes_back_when_it_has_been_copied_to(server: Server) -> Non
     assert (server.l1.freed, server.committed) == (["memory"], [])
     assert server.l1.at("a") is another
     assert server.commit("a") is True  # the second time it is LMCache's to answer
-    assert (server.l1.freed, server.committed) == (["memory"], ["a"])
+    assert (server.l1.freed, server.committed) == (["memory"], [("a", None)])
+    assert another.write_lock.is_locked()
     assert server.commit("a", worker=8) is True
+    assert (server.committed[-1], another.write_lock.is_locked()) == (("a", ["a"]), False)
     assert server.context.counters == {"kept_apart": 1, "given_back": 1}
 
 
@@ -253,11 +282,11 @@ def test_what_is_filled_just_then_stays(server: Server) -> None:
     assert (server.l1.at("a"), server.l1.gone, server.context.counters) == (entry, [], {})
 
 
-def test_a_store_that_needs_no_room_says_nothing_of_an_earlier_one(server: Server) -> None:
+def test_a_store_of_another_request_that_needs_no_room_says_nothing_of_an_earlier_one(server: Server) -> None:
     """All of it was there."""
     server.prepare("a")
     server.end()
-    server.look("a", 7, {"slots": [], "chunk_indices": []})
+    server.look("a", 7, {"slots": [], "chunk_indices": []}, request="two")
     assert server.commit("a") is False
     assert server.l1.freed == ["memory"]
 
@@ -265,7 +294,7 @@ def test_a_store_that_needs_no_room_says_nothing_of_an_earlier_one(server: Serve
 def test_a_goodbye_that_comes_while_room_is_made(server: Server) -> None:
     server.l1.reserve("a", "memory")
     server.registered.pop(7)
-    server._pending_shm_writes[7, "a"] = ["a"]
+    server._pending_shm_writes[7, Key("a")] = ["a"]
     server.look("a", 7)
     assert (server.l1.at("a"), server.l1.freed, server._pending_shm_writes) == (None, [], {})
 
@@ -275,7 +304,7 @@ def test_a_registration_that_ends_waits_until_room_was_made(server: Server) -> N
     ends = threading.Thread(target=server.end)
 
     def within() -> None:
-        server._pending_shm_writes[7, "a"] = ["a"]
+        server._pending_shm_writes[7, Key("a")] = ["a"]
         ends.start()
         ends.join(0.1)
         assert server.released == []
@@ -288,12 +317,93 @@ def test_a_registration_that_ends_waits_until_room_was_made(server: Server) -> N
     assert (server.l1.at("a"), server.l1.freed, server._pending_shm_writes) == (None, [], {})
 
 
-def test_a_registration_that_ends_while_a_store_does(server: Server) -> None:
-    """The worker says only once that it has copied."""
+def test_a_registration_that_ends_waits_until_a_store_has_ended(server: Server) -> None:
+    """Else another's store could begin under the key before LMCache ends this one, and be ended by it, unfilled."""
+    ends = threading.Thread(target=server.end)
+
+    def within() -> None:
+        ends.start()
+        ends.join(0.1)
+        assert server.released == []
+        server.end(worker=8)  # another's does not wait
+        assert server.released == [8]
+
+    entry = server.prepare("a")
+    assert server.commit("a", within=within) is True
+    ends.join()
+    assert (server.l1.at("a"), server.l1.gone, entry.write_lock.is_locked()) == (entry, [], False)
+    assert (server.released, server.context.counters) == ([8, 7], {})
+
+
+def test_requests_that_store_the_same_end_what_was_reserved_for_each(server: Server) -> None:
+    """LMCache keeps what was reserved last. To 0.4.7 the requests may be of two engines."""
+    first = server.prepare("a")
+    second = server.prepare("a", chunk=0, request="two")
+    assert server.commit("a") is True
+    assert (server.committed, server._pending_shm_writes) == ([("a", ["a"])], {(7, Key("a")): ["there already"]})
+    assert (first.write_lock.is_locked(), second.write_lock.is_locked()) == (False, True)
+    assert server.commit("a", request="three") is True
+    assert server.committed[1:] == [("a", None)], "nothing was reserved for this one"
+    assert server.commit("a", request="two") is True
+    assert (server.committed[2:], server._pending_shm_writes) == ([("a", ["there already"])], {})
+    assert not second.write_lock.is_locked()
+    assert server.context.counters == {}
+
+
+def test_what_is_reserved_for_others_stays_where_a_store_raises(server: Server) -> None:
     server.prepare("a")
-    assert server.commit("a", within=server.end) is True
+    server.prepare("a", chunk=0, request="two")
+
+    def within() -> None:
+        raise ValueError("not registered")
+
+    with pytest.raises(ValueError, match="not registered"):
+        server.commit("a", within=within)
+    assert server._pending_shm_writes == {(7, Key("a")): ["there already"]}
+
+
+def test_what_one_sends_says_nothing_of_what_is_reserved_for_another(server: Server) -> None:
+    """To 0.4.7 they may be of two engines, of which one shares memory with the server."""
+    copies = server.prepare("a")
+    server.look("a", 7, {"slots": [], "chunk_indices": []}, request="two")
+    assert server.commit("a", request="two", sent=b"chunks") is True
+    assert (server.l1.at("a"), copies.write_lock.is_locked(), server.l1.freed) == (copies, True, [])
+    assert server._pending_shm_writes == {(7, Key("a")): ["a"]}
+    assert server.commit("a") is True
+    assert server.committed == [("a", None), ("a", ["a"])]
+    assert server.context.counters == {}
+
+
+def test_a_late_end_of_one_store_says_nothing_of_anothers(server: Server) -> None:
+    """Nor gives it the memory back into which the other copies."""
+    server.prepare("a")
+    server.prepare("a", memory="second", chunk=0, request="two")
+    server.end()
+    server.registered[7] = None
+    third = server.prepare("a", memory="third", request="three")
+    assert server.commit("a") is False
+    assert (server.l1.freed, third.write_lock.is_locked()) == (["memory"], True)
+    assert server._pending_shm_writes == {(7, Key("a")): ["a"]}
+    assert server.commit("a", request="two") is False
+    assert (server.l1.freed, third.write_lock.is_locked()) == (["memory", "second"], True)
+    assert server.commit("a", request="three") is True
+    assert (third.write_lock.is_locked(), server.committed) == (False, [("a", ["a"])])
+
+
+def test_a_store_whose_room_an_operator_has_dropped_ends_no_others(server: Server) -> None:
+    server.prepare("a")
+    server.l1.drop("a")
+    another = server.prepare("a", worker=8)
+    assert server.commit("a") is True
+    assert (server.committed, another.write_lock.is_locked()) == ([("a", None)], True)
+
+
+def test_the_room_of_a_worker_that_sends_comes_back_also_where_its_registration_has_ended(server: Server) -> None:
+    server.prepare("a")
+    server.end()
+    assert server.commit("a", sent=b"chunks") is True
     assert server.l1.freed == ["memory"]
-    assert server.context.counters == {"kept_apart": 1, "given_back": 1}
+    assert server.context.counters == {"kept_apart": 1, "sent": 1}
 
 
 def test_a_worker_that_sends_what_it_stores_does_not_copy(server: Server) -> None:
@@ -303,7 +413,7 @@ def test_a_worker_that_sends_what_it_stores_does_not_copy(server: Server) -> Non
     assert server.commit("a", sent=b"chunks", within=lambda: pending.extend(server._pending_shm_writes)) is True
     assert (server.l1.at("a"), server.l1.gone, server.l1.freed) == (None, ["a"], ["memory"])
     assert (server.l1.at("b"), server.l1.at("c")) == (other, by_another)
-    assert (server.committed, pending) == (["a"], [(7, "b"), (8, "c")])
+    assert (server.committed, pending) == ([("a", None)], [(7, Key("b")), (8, Key("c"))])
     assert server.context.counters == {"sent": 1}
 
 
@@ -328,10 +438,13 @@ def test_what_can_be_read_is_not_taken_for_reserved(server: Server) -> None:
     assert server.l1.gone == []
 
 
-def test_a_patch_that_stands_aside_gives_the_locks_back(server: Server) -> None:
+def test_what_was_reserved_before_a_patch_stood_aside_stays_until_its_worker_has_filled_it(server: Server) -> None:
     entry = server.prepare("a")
     own = entry.write_lock.own
+    own.locked = False  # its time is over
     server.context.withdraw()
+    assert entry.write_lock.is_locked()
+    entry.write_lock.unlock()
     assert entry.write_lock is own
 
 

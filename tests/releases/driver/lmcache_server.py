@@ -180,6 +180,8 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
             (held.clear if question == "hold" else held.set)()
         if question == "reserve":
             lock.lock()
+        if question == "evict":  # all that is not locked
+            l1.delete(list(l1._objects))
         counted = {"silence": known, "known": known, "free": free, "reserved": lock.is_locked}.get(question)
         pipe.send(counted() if counted else question)
 
@@ -278,7 +280,16 @@ class Worker:
     Their heartbeats ping when they are started, and then only by themselves where that is asked for.
     """
 
-    def __init__(self, port: int, mq_timeout: float, interval: float = 30.0, *, pings_by_itself: bool = False) -> None:
+    def __init__(
+        self,
+        port: int,
+        mq_timeout: float,
+        interval: float = 30.0,
+        *,
+        pings_by_itself: bool = False,
+        number: int | None = None,
+    ) -> None:
+        """`number`: that of another worker, as where two containers have a process of one id (to 0.4.7)."""
         import zmq
 
         Answer.port = port
@@ -296,7 +307,7 @@ class Worker:
         given = {"mq_timeout": mq_timeout, "heartbeat_interval": interval}
         self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], "m", BLOCK, strategy, **given)
         if self.adapter.instance_id == os.getpid():  # to 0.4.7: several workers are several processes there
-            self.adapter.instance_id = os.getpid() * 100 + len(CONTEXTS)
+            self.adapter.instance_id = os.getpid() * 100 + len(CONTEXTS) if number is None else number
         kind = self.module.LMCacheMPSchedulerAdapter
         one = "server_url" in inspect.signature(kind).parameters  # to 0.4.7
         self.scheduler = kind(url if one else [url], CONTEXTS[-1], "m", BLOCK, strategy, **given)

@@ -174,18 +174,27 @@ def copies_for_long(server: Server) -> Any:
     return result
 
 
+@contextlib.contextmanager
+def hidden(server: Server) -> Iterator[None]:
+    """A worker that begins meanwhile cannot map the server's memory."""
+    pool = Path("/dev/shm", f"lmcache_l1_pool_lmcache-{server.port}")
+    elsewhere = pool.rename(pool.with_name(f"hidden-{pool.name}"))
+    try:
+        yield
+    finally:
+        elsewhere.rename(pool)
+
+
 def cannot_map_the_pool(server: Server) -> Any:
     """A worker in a container of its own: it sends what it stores in messages.
 
     Its own load of that, and another's, before its goodbye and after it; how many chunks the cache lacks then.
     """
-    pool = Path("/dev/shm", f"lmcache_l1_pool_lmcache-{server.port}")
     reader = Worker(server.port, 1.0)
     stored_and_loaded(reader, "before", 61)
     free = server.ask("free")
-    hidden = pool.rename(pool.with_name(f"hidden-{pool.name}"))
-    worker = Worker(server.port, 1.0)
-    hidden.rename(pool)
+    with hidden(server):
+        worker = Worker(server.port, 1.0)
     worker.fill(60, FIRST)
     worker.store("store", 60, FIRST)
     worker.finished("store")
@@ -197,6 +206,28 @@ def cannot_map_the_pool(server: Server) -> Any:
     return [*result, lacking]
 
 
+def another_of_its_number(server: Server) -> Any:
+    """Two engines have one number, as two containers may to 0.4.7. While one copies, the other sends the same prompt.
+
+    What others load then: that prompt, and one that was stored meanwhile.
+    """
+    others = Worker(server.port, 1.0)
+
+    def act(worker: Worker) -> None:
+        with hidden(server):
+            other = Worker(server.port, 1.0, number=worker.adapter.instance_id)
+        other.fill(70, FIRST)
+        other.store("sent", 70, FIRST)
+        other.finished("sent")
+        server.ask("evict")
+        assert len(stored_and_loaded(others, "within", 71)) == 3
+
+    begun(server, 70, act).finished("store")
+    result = [loaded(others, "70", 70), loaded(others, "71 again", 71)]
+    others.close()
+    return result
+
+
 CASES: tuple[Callable[[Server], Any], ...] = (
     goodbye,
     death,
@@ -204,6 +235,7 @@ CASES: tuple[Callable[[Server], Any], ...] = (
     copies_after_it_was_forgotten,
     copies_for_long,
     cannot_map_the_pool,
+    another_of_its_number,
 )
 
 
