@@ -24,7 +24,7 @@ def test_it_has_the_compiled_form_for_every_interpreter_and_machine(bundle: Path
     assert manifest["extensions"] == sorted(wanted)
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_each_interpreter_takes_its_own(bundle: Path, version: str) -> None:
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(bundle)}
     done = finish([str(interpreters.find(version)), "-c", SHOW], environ)

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from vllm_livepatch.tools.bundles import extensions
 
-from tests.unit import debian, interpreters
+from tests.unit import debian
 from tests.unit.support import Cli, Sandbox
 
 # The same examples in every run, and none kept on disk: a test that fails, fails for everybody.
@@ -49,9 +49,6 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    lacking = interpreters.missing((*interpreters.UNSERVED, *interpreters.SERVED))
-    if lacking:
-        terminalreporter.write_line(f"This machine lacks these interpreters, nothing ran in them: {', '.join(lacking)}")
     reasons = (
         report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()) if isinstance(report.longrepr, tuple)
     )

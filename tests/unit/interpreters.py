@@ -9,7 +9,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.unit import debian
 from tests.unit.support import PYTHON
 
 SERVED = ("3.10", "3.11", "3.12", "3.13", "3.14")
@@ -41,3 +45,13 @@ def found(versions: Sequence[str]) -> list[str]:
 
 def missing(versions: Sequence[str]) -> list[str]:
     return [version for version in versions if not find(version)]
+
+
+def each(versions: Sequence[str]) -> list[Any]:
+    """All of them, to parametrize a test with: where the machine has none, it is skipped, and counted."""
+    return [
+        version
+        if find(version)
+        else pytest.param(version, marks=pytest.mark.skip(reason=f"{debian.NOT_HERE}Python {version}"))
+        for version in versions
+    ]

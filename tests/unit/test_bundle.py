@@ -143,7 +143,7 @@ def zipped(patched: Sandbox) -> Path:
     return place
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_the_zip_works_as_it_is(patched: Sandbox, zipped: Path, version: str) -> None:
     shutil.rmtree(patched.bundle)
     done = patched.python(USE_STEP, path=[zipped, patched.site], python=str(interpreters.find(version)))

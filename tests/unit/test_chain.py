@@ -9,7 +9,7 @@ import pytest
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, STOCK, USE_STEP, Done, Sandbox
 
-SERVED = interpreters.found(interpreters.SERVED)
+SERVED = interpreters.each(interpreters.SERVED)
 SHOW = """
 import sys
 module = sys.modules.get("sitecustomize")

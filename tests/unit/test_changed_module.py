@@ -130,7 +130,7 @@ def changed(engine: Sandbox) -> Sandbox:
 # What runs
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_the_changed_source_runs(changed: Sandbox, version: str) -> None:
     done = changed.python(USE, python=str(interpreters.find(version)))
     assert (done.code, done.out) == (0, CHANGED)
@@ -216,7 +216,7 @@ def test_threads_that_import_at_once(engine: Sandbox) -> None:
 # What is shown of it
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_the_interpreters_own_traceback_shows_the_changed_lines(engine: Sandbox, version: str) -> None:
     diff_patch(engine, {"fakeengine/scheduler.py": ("        return [number]", "        # new\n        1 / 0")})
     engine.generate()

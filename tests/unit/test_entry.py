@@ -223,7 +223,7 @@ def test_a_stderr_of_somebodys_own_is_written_to(patched: Sandbox) -> None:
     assert done.err == ""
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_every_supported_interpreter_is_served(patched: Sandbox, version: str) -> None:
     """With warnings as errors and in development mode, too: there is nothing to complain of."""
     python = str(interpreters.find(version))

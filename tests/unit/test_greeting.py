@@ -90,7 +90,7 @@ def test_a_process_that_lives_says_it(patched: Sandbox) -> None:
     assert process.communicate("")[1] == ""
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_a_process_that_forks_says_it_before(patched: Sandbox, version: str) -> None:
     code = f"import os\n{USE_STEP}\nif os.fork(): os.wait(); os._exit(0)\nelse: os._exit(0)"
     done = patched.python(code, "-u", python=str(interpreters.find(version)))

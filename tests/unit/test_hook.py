@@ -7,7 +7,7 @@ import pytest
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, STEP, STOCK, USE_STEP, Done, Sandbox
 
-SERVED = interpreters.found(interpreters.SERVED)
+SERVED = interpreters.each(interpreters.SERVED)
 
 
 def both(sandbox: Sandbox, code: str, *flags: str, python: str | None = None) -> Done:

@@ -220,7 +220,7 @@ sys.meta_path.insert(1, Finder)
 """
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_a_loader_of_the_kind_that_python_has_given_up(patched: Sandbox, version: str) -> None:
     code = f"FILE = {str(patched.site / 'fakeengine/scheduler.py')!r}\n{LEGACY}{USE_STEP}"
     python = str(interpreters.find(version))

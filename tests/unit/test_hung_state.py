@@ -50,7 +50,7 @@ def hung(tmp_path: Path) -> Iterator[Path]:
         os.close(device)
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_a_stand_in_for_a_hung_directory(patched: Sandbox, version: str) -> None:
     patched.write({"sitecustomize.py": BLOCKS})
     done = patched.python(USE, python=str(interpreters.find(version)))

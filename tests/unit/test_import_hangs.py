@@ -17,7 +17,7 @@ from tests.unit import import_hangs, interpreters
 
 
 @pytest.mark.parametrize("way", import_hangs.WAYS)
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_no_start_hangs(tmp_path: Path, version: str, way: str) -> None:
     place = import_hangs.sandbox(tmp_path / "sandbox")
     wrong = [import_hangs.start(place, version, way, number) for number in range(3)]

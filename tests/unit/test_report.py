@@ -101,7 +101,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 @pytest.mark.parametrize("how", ENDS)
 def test_a_process_removes_its_report_at_its_end(patched: Sandbox, how: str, version: str) -> None:
     code, expected = ENDS[how]
@@ -309,7 +309,7 @@ def test_start_ticks_name_a_process() -> None:
     assert report.start_ticks(ended.pid) is None
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_a_fork_right_after_the_import_is_as_quiet_as_without(patched: Sandbox, version: str) -> None:
     """A thread of ours would make it a fork of a process with threads, of which newer interpreters warn."""
     code = f"import os, sys\n{USE_STEP}\nsys.stdout.flush()\npid = os.fork()\nif not pid: os._exit(Scheduler().step(4)[-1])\n"

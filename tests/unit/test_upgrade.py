@@ -162,7 +162,7 @@ def test_a_process_whose_bundle_is_gone_says_so(sandbox: Sandbox, monkeypatch: p
     assert sandbox.python(USE_STEP).out == "[2, [7]]\n"
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_a_zip_that_is_replaced_is_not_mixed_with_the_new_one(sandbox: Sandbox, version: str) -> None:
     archive = sandbox.root / "livepatch.zip"
     path = os.pathsep.join(map(str, (archive, sandbox.site)))
