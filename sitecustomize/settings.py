@@ -6,7 +6,7 @@ But for LIVEPATCH itself: what turns everything off must not fail open, so there
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .decision import Environment, Option, Patch, variable
@@ -49,8 +49,15 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
     for patch in patches:
         known |= {variable(patch.name), *(variable(patch.name, option.name) for option in patch.options)}
     unknown = sorted(name for name in environ if name.startswith("LIVEPATCH_") and name not in known)
-    notes = tuple(f"{name} names nothing in this bundle" for name in unknown)
+    notes = tuple(f"{name} is unknown, and nothing reads it{_meant(name, known)}" for name in unknown)
     return Environment(mode, toggles, options, tuple(errors), notes, keep=keep)
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    import difflib  # a process that has no such variable does without it
+
+    near = difflib.get_close_matches(name, sorted(known), 1, 0.8)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def changed_settings(patches: Sequence[Patch], environment: Environment) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Registered:
         self.handshake: Any = None  # the future of the handshake that the writer left it for
         self.withdrawn = False  # decode does not want it any more
         self.handle: Any = None  # the write's, NIXL's
-        self.posted = False  # NIXL was told to begin
+        self.posted = False  # NIXL has begun to write
         self.done = False
 
 
@@ -47,7 +47,7 @@ class Answers:
         self._registered: dict[str, Registered] = {}  # by token
         self._refused: dict[str, bool] = {}  # token: whether it was posted
         self._writes: dict[Any, Registered] = {}  # by NIXL's handle
-        self._over: dict[str, None] = {}  # requests, by base id, that the scheduler was told are over
+        self._over: dict[str, None] = {}  # requests, by base id, that have ended for the scheduler
         self.leases = threading.Lock()  # held while leases end, and while a write is begun
         self.writing_for: str | None = None  # the request that the writer is about to write for
         self._starting: Registered | None = None
@@ -78,7 +78,7 @@ class Answers:
         return registered
 
     def unwanted(self, registration: Mapping[str, Any]) -> bool:
-        """Whether decode was told of a registration that it is not served."""
+        """Whether this registration is one that decode knows is not served."""
         return registration.get(TOKEN) in self._refused
 
     def refuse(self, registered: Registered) -> None:
@@ -90,13 +90,13 @@ class Answers:
         if self._silent or self._registered.pop(registered.token, None) is None:
             return
         _remember(self._refused, registered.token, registered.posted)
-        self._livepatch.count("told")
+        self._livepatch.count("rejected")
         self._say(registered.address, {"refused": registered.token, "posted": registered.posted})
 
     # Requests
 
     def ended(self, base_ids: Iterable[tuple[str, str]]) -> None:
-        """The scheduler is told that requests are over: (base id, id) each. Their blocks are no longer theirs."""
+        """Requests have ended for the scheduler: (base id, id) each. Their blocks are no longer theirs."""
         for base_id, request_id in base_ids:
             _remember(self._over, base_id, None)
             self.left.append(request_id)
@@ -141,7 +141,7 @@ class Answers:
         if registered is None:
             return
         if registered.handle is not None:
-            self._livepatch.say("several", "one registration is served by several writes: failures are not told")
+            self._livepatch.say("several", "one registration is served by several writes: failures are not reported")
             self._livepatch.withdraw()
         registered.handle = handle
         self._writes[handle] = registered

@@ -60,7 +60,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         several = len(agents) != 1 or registration.get("remote_pp_size", 1) != 1
         if several or registration["remote_tp_size"] != registration["decode_tp_size"]:
             livepatch.count("not_covered")
-            livepatch.say("not_covered", "prefill and decode have different numbers of ranks: failures are not told")
+            livepatch.say(
+                "not_covered", "prefill and decode have different numbers of ranks: failures are not reported"
+            )
             return wrapped(*args, **kwargs)
         prefill = (registration["remote_host"], registration["remote_port"])
         try:
@@ -86,7 +88,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     # Prefill
 
     def look_at_writes(worker: Any, answers: Answers) -> None:
-        """Be told what the worker asks of its agent: from there on nothing is the release's own."""
+        """Note what the worker asks of its NIXL agent; the agent answers as ever."""
         agent = worker.nixl_wrapper
 
         def make(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
@@ -158,7 +160,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         request_id, _, registration = args
         if answers.unwanted(registration):
             livepatch.count("left")
-            return None  # decode was told so, and its blocks may be another request's
+            return None  # decode knows that, and its blocks may be another request's
         if livepatch.aside:
             return wrapped(*args, **kwargs)
         registered = answers.take(registration)

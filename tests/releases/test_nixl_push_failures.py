@@ -114,7 +114,7 @@ def test_patched(
     slow_hands = Version(release) >= Version("0.27")
     refused = 9 if slow_hands else 8
     expected = {
-        "told": refused,
+        "rejected": refused,
         "refused": refused,
         "failed": refused,
         "withdrawn": 2,

@@ -284,7 +284,7 @@ def test_the_lab_s_help_without_its_extra(cli: Cli) -> None:
     assert "--topolog" in done.stdout or "TOPOLOGY" in done.stdout
     done = lab("pd-nixl", "--dry-run")
     assert done.returncode == 2
-    assert done.stderr.startswith("vllm-livepatch: the lab needs more packages (pip install 'vllm-livepatch[lab]')")
+    assert done.stderr.startswith("vllm-livepatch: the lab needs more packages (in the checkout: pip install '.[lab]')")
 
 
 def test_a_dry_run_shows_the_settings_of_the_patches(cli: Cli, tmp_path: Path) -> None:
@@ -306,12 +306,12 @@ def test_a_dry_run_shows_the_settings_of_the_patches(cli: Cli, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("setting", "words", "message"),
     [
-        ("LIVEPATCH_NOPE=1", [], "LIVEPATCH_NOPE names nothing in this bundle"),
+        ("LIVEPATCH_NOPE=1", [], "LIVEPATCH_NOPE is unknown, and nothing reads it"),
         ("LIVEPATCH_FAILED_LOADS=yess", [], "'yess' is none of auto, on, force, off"),
         ("LIVEPATCH_FAILED_LOADS_ON_LOSS=x", [], "'x' is not one of recompute, engine"),
         ("LIVEPATCH_LINK_MB=0", ["--fault", "link"], "'0' is not a number of at least 0.1"),
-        ("LIVEPATCH_LINK_MB=2", [], "LIVEPATCH_LINK_MB names nothing in this bundle"),
-        ("LIVEPATCH_IDLE_STEPPING=off", ["--patches", "failed-loads"], "names nothing in this bundle"),
+        ("LIVEPATCH_LINK_MB=2", [], "LIVEPATCH_LINK_MB is unknown, and nothing reads it"),
+        ("LIVEPATCH_IDLE_STEPPING=off", ["--patches", "failed-loads"], "is unknown, and nothing reads it"),
     ],
 )
 def test_the_lab_sets_nothing_that_means_nothing(cli: Cli, setting: str, words: list[str], message: str) -> None:

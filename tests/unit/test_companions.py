@@ -339,7 +339,10 @@ def test_show_lists_the_second_packages_releases(sandbox: Sandbox, beside: Path,
 def test_the_matrix_has_a_row_for_each_package() -> None:
     cells = {("engine", "1.0"): Cell("needed", "executed", ""), ("cache", "0.5"): Cell("needed", "executed", "")}
     *_, first, second = matrix.markdown(Matrix(tuple(cells), (PATCH,), {PATCH.name: cells})).splitlines()
-    assert (first, second) == ("| `some-patch` | engine | **1.0** |", "| `some-patch` | cache, relied on | **0.5** |")
+    assert (first, second) == (
+        "| `some-patch` | engine | **1.0** | on |",
+        "| `some-patch` | cache, relied on | **0.5** |  |",
+    )
 
 
 # A new release of the second package, in the data.

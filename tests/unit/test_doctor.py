@@ -49,7 +49,7 @@ def test_the_text_says_the_same(patched: Sandbox) -> None:
         ]
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.SERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
 def test_all_is_well_and_the_process_is_patched(patched: Sandbox, version: str) -> None:
     python = str(interpreters.find(version))
     assert doctor(patched, python=python) == ({}, [])
@@ -72,6 +72,13 @@ def test_what_it_says(patched: Sandbox) -> None:
     assert checks["patches"] == "fakeengine 1.0: would apply around"
     assert "wrapt" in checks
     assert not patched.state.exists()  # it looks, and makes nothing
+
+
+@pytest.mark.parametrize("name", ["LIVEPATCH", "LIVEPATCH_AROUND"])
+def test_what_is_needed_and_off_is_not_called_not_needed(patched: Sandbox, name: str) -> None:
+    off: dict[str, Any] = {name: "off"}
+    checks = {one["name"]: one["message"] for one in json.loads(ask(patched, "doctor", "--json", **off).out)["checks"]}
+    assert checks["patches"] == "fakeengine 1.0: would apply none: those that are needed here are off"
 
 
 FLAGS = {("-I",): "-I", ("-E",): "-E", ("-S",): "-S", ("-I", "-S"): "-I -S"}
@@ -289,7 +296,7 @@ def test_from_a_zip(patched: Sandbox) -> None:
     assert ask(patched, "verify", place=place, path=[place]).code == 0
 
 
-@pytest.mark.parametrize("version", interpreters.found(interpreters.UNSERVED))
+@pytest.mark.parametrize("version", interpreters.each(interpreters.UNSERVED))
 def test_an_interpreter_that_is_not_served_is_refused_by_name(patched: Sandbox, version: str) -> None:
     done = ask(patched, "doctor", python=str(interpreters.find(version)))
     assert (done.code, done.out) == (1, "")

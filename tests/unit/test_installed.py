@@ -52,7 +52,7 @@ def test_uv_tool_install(tmp_path: Path) -> None:
     assert "TOPOLOGY" in done.out
     done = finish([command, "lab", "pd-nixl", "--dry-run"], clean)
     assert (done.code, len(done.lines)) == (2, 1)
-    assert done.err.startswith("vllm-livepatch: the lab needs more packages (pip install 'vllm-livepatch[lab]')")
+    assert done.err.startswith("vllm-livepatch: the lab needs more packages (in the checkout: pip install '.[lab]')")
     python = tmp_path / "tools/vllm-livepatch/bin/python"
     where, names = finish([python, "-c", DRIVERS], clean, cwd=tmp_path).out.splitlines()
     assert Path(where).is_relative_to(tmp_path)

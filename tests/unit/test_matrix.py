@@ -45,8 +45,8 @@ sources_sha256 = "dd"
 
 def test_markdown_has_spans_and_says_what_was_executed() -> None:
     *_, head, _, row = matrix.markdown(MADE).splitlines()
-    assert head == "| patch | of | needed | fixed-upstream | unverified |"
-    assert row == "| `one-patch` | vLLM | **1.0 to 1.1**, **1.3 to 1.4**† | **2.0**, 2.1 | 1.2 |"
+    assert head == "| patch | of | needed | fixed-upstream | unverified | by default |"
+    assert row == "| `one-patch` | vLLM | **1.0 to 1.1**, **1.3 to 1.4**† | **2.0**, 2.1 | 1.2 | on |"
 
 
 def test_a_person_sees_spans_with_what_is_known_of_them_and_whether_the_patch_is_on() -> None:

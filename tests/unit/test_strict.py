@@ -163,10 +163,15 @@ def test_a_name_that_nothing_knows_ends_the_process_under_strict(patched: Sandbo
     slip = {"LIVEPATCH_AROUDN": "off"}
     done = patched.python(IMPORT, LIVEPATCH="strict", **slip)
     assert (done.code, done.out) == (78, "before\n")
-    assert done.lines[1] == "vllm-livepatch: LIVEPATCH=strict: LIVEPATCH_AROUDN names nothing in this bundle"
+    assert (
+        done.lines[1]
+        == "vllm-livepatch: LIVEPATCH=strict: LIVEPATCH_AROUDN is unknown, and nothing reads it; did you mean LIVEPATCH_AROUND?"
+    )
     done = patched.python(USE_STEP, **slip)
     assert (done.code, done.out) == (0, PATCHED)
-    assert done.lines[1:] == ["vllm-livepatch: LIVEPATCH_AROUDN names nothing in this bundle"]
+    assert done.lines[1:] == [
+        "vllm-livepatch: LIVEPATCH_AROUDN is unknown, and nothing reads it; did you mean LIVEPATCH_AROUND?"
+    ]
 
 
 def test_lines_for_a_log_store(sandbox: Sandbox) -> None:

@@ -233,7 +233,13 @@ def _patches(packages: dict[str, str | None], judged: list[Judged]) -> Iterator[
         return
     found = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in packages.items())
     applied = [answer.patch.name for answer in judged if answer.decision.apply]
-    yield OK, f"{found}: would apply {', '.join(applied) or 'none, since none is needed'}"
+    if applied:
+        would = ", ".join(applied)
+    elif any(answer.decision.verdict == "needed" for answer in judged):
+        would = "none: those that are needed here are off"
+    else:
+        would = "none, since none is needed"
+    yield OK, f"{found}: would apply {would}"
     for answer in judged:
         if answer.blocked:
             yield (

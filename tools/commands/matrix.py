@@ -179,12 +179,15 @@ def show(matrix: Matrix, console: Console) -> None:
         table.add_column(column)
     for patch, package in _rows(matrix):
         spans = [Text(", ").join(_shown(matrix, patch, package, verdict)) for verdict in verdicts]
-        default = DEFAULTS.get(patch.auto, "on") if package == patch.package else ""
-        table.add_row(patch.name, _of(patch, package), *spans, default)
+        table.add_row(patch.name, _of(patch, package), *spans, _default(patch, package))
     console.print(table)
     console.print()
     console.print(Text(f"{_counts(matrix)}; * executed on each of these, stock and patched; † on some of them by hand"))
     console.print(Text("Without a mark: read, by the fingerprints of the code. Each release by itself: --json"))
+
+
+def _default(patch: Patch, package: str) -> str:
+    return DEFAULTS.get(patch.auto, "on") if package == patch.package else ""
 
 
 def _shown(matrix: Matrix, patch: Patch, package: str, verdict: Verdict) -> Iterator[Text]:
@@ -200,8 +203,8 @@ def markdown(matrix: Matrix) -> str:
         "(†: on some of these not in CI but by hand, with this code of the patch; `matrix --json` says which);",
         "the rest is read, by the fingerprints of the code.",
         "",
-        "| patch | of | " + " | ".join(verdicts) + " |",
-        "|---" * (2 + len(verdicts)) + "|",
+        "| patch | of | " + " | ".join(verdicts) + " | by default |",
+        "|---" * (3 + len(verdicts)) + "|",
     ]
     for patch, package in _rows(matrix):
         cells = []
@@ -210,6 +213,7 @@ def markdown(matrix: Matrix) -> str:
             cells.append(
                 ", ".join(span if how == "read" else f"**{span}**{MARKS[how].strip('*')}" for span, how in found)
             )
+        cells.append(_default(patch, package))
         lines.append(f"| `{patch.name}` | {_of(patch, package)} | " + " | ".join(cells) + " |")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 

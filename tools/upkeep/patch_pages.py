@@ -39,9 +39,9 @@ FURTHER = {
 
 HEAD = """# Patches
 
-`vllm-livepatch show NAME` prints the same pages; `check` says which of them your release needs. From a message in the
-log to its patch: [troubleshooting](../troubleshooting.md). Every patch on every release:
-[compatibility](../compatibility.md).
+`vllm-livepatch show NAME` prints the same, with the code that is patched and each release's fingerprint; `check` says
+which of them your release needs. From a message in the log to its patch: [troubleshooting](../troubleshooting.md).
+Every patch on every release: [compatibility](../compatibility.md).
 
 | patch | what it does | of | needed on | by default |
 |---|---|---|---|---|
@@ -69,11 +69,20 @@ def page(patch: Patch) -> str:
         lines.append("")
     lines += ["## Where it comes from", ""]
     lines += [f"- {entry.replace('_', ' ')}: {_text(about[entry])}" for entry in _SOURCES if entry in about]
+    if about.get("threads"):
+        lines.append(f"- threads: {', '.join(map(_link, about['threads']))}")
     lines += [f"- more: [{file}](../{file})" for file in FURTHER.get(patch.name, ())]
     return "\n".join(lines).rstrip() + "\n"
 
 
 _SOURCES = ("origin", "upstream", "last_update")
+_REPOSITORIES = {
+    "vllm": "vllm-project/vllm",
+    "vllm-ascend": "vllm-project/vllm-ascend",
+    "LMCache": "LMCache/LMCache",
+    "nixl": "ai-dynamo/nixl",
+    "RIXL": "ROCm/RIXL",
+}
 
 
 _VERDICTS = {"needed": "needed", "fixed-upstream": "not needed, fixed upstream", "not-present": "there is no such code"}
@@ -84,10 +93,19 @@ def _spans(patch: Patch) -> dict[str, str]:
     found = {release: verdict for verdict in _VERDICTS for release in rendering.releases(patch, verdict)}
     spans: dict[str, list[str]] = {}
     pinned = [pin.version for pin in registry.all_pins(patch.package)]
-    for verdict, group in groupby(pinned, found.get):
-        if verdict is not None:
-            spans.setdefault(verdict, []).append(rendering.span(list(group)))
+    # A release in which the code would be of an unknown form fails test_matrix.py.
+    for verdict, group in groupby(pinned, lambda release: found.get(release, "not-present")):
+        spans.setdefault(verdict, []).append(rendering.span(list(group)))
     return {verdict: ", ".join(spans[verdict]) for verdict in _VERDICTS if verdict in spans}
+
+
+def _link(thread: str) -> str:
+    """Of a thread upstream, as `vllm PR#1` names it; as it is where its repository is not known."""
+    named = re.fullmatch(r"(\S+?)( PR)?#(\d+)", thread)
+    if named is None or named[1] not in _REPOSITORIES:
+        return thread
+    kind = "pull" if named[2] else "issues"
+    return f"[{thread}](https://github.com/{_REPOSITORIES[named[1]]}/{kind}/{named[3]})"
 
 
 def _where(patch: Patch) -> list[str]:
