@@ -208,6 +208,12 @@ def test_a_directory_that_is_no_bundle_is_not_read(tmp_path: Path, mocker: Mocke
     rglob.assert_not_called()
 
 
+def test_without_its_manifest_a_bundle_patches_and_its_digest_is_unknown(patched: Sandbox) -> None:
+    (patched.package.parent / "manifest.json").unlink()
+    assert patched.python(USE_STEP).out == PATCHED
+    assert patched.report()["digest"] is None
+
+
 def test_every_kind_of_difference_is_found(patched: Sandbox) -> None:
     (patched.bundle / "sitecustomize.py").write_bytes(b"\n" + (patched.bundle / "sitecustomize.py").read_bytes())
     (patched.package / "catalogue.json").unlink()

@@ -723,3 +723,18 @@ def test_what_a_wrapper_calls_says_what_it_is() -> None:
     def release() -> None: ...
 
     assert inspect.unwrap(guard.Wrapped(release)) is release
+
+
+@pytest.mark.parametrize(
+    ("target", "seen"), [("module:function", (None, (1, 2))), ("module:Class.method", (1, (2,)))], ids=["module", "class"]
+)
+def test_a_function_of_a_module_has_no_instance(target: str, seen: tuple[Any, Any]) -> None:
+    calls: list[Any] = []
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        calls.append((instance, args))
+        return wrapped(*args, **kwargs)
+
+    made = guard.in_place_of(lambda *args: args, wrapper, PatchContext("a-patch", {}, {}, lambda: None), target)
+    assert made(1, 2) == (1, 2)
+    assert calls == [seen]
