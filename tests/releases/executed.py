@@ -68,8 +68,9 @@ def note(driver: str, releases: Mapping[str, str], state: Path | None, with_stoc
     for file in state.glob("*.json") if state is not None else ():
         patches = json.loads(file.read_text(encoding="utf-8"))["patches"]
         applied |= {patch["name"] for patch in patches if patch["state"] == "applied"}
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-    line: dict[str, Any] = {"file": test, "driver": driver, "releases": dict(releases), "applied": sorted(applied)}
+    test, _, case = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")
+    line: dict[str, Any] = {"file": test, "case": case.partition(" (")[0], "driver": driver}
+    line |= {"releases": dict(releases), "applied": sorted(applied)}
     if with_stock:
         line["with_stock"] = True
     with Path(place, f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as record:

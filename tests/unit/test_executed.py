@@ -124,6 +124,7 @@ def test_a_line_is_left_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     executed.note("one", {"vllm": "1.0"}, None)
     (file,) = record.iterdir()
     first, second = map(json.loads, file.read_text().splitlines())
-    assert first == ran("1.0", "one-patch", file="tests/releases/test_one.py")
-    assert second == ran("1.0", file="tests/releases/test_one.py")
+    where = {"file": "tests/releases/test_one.py", "case": "test[1.0]"}
+    assert first == ran("1.0", "one-patch") | where
+    assert second == ran("1.0") | where
     assert "executed" not in sys.modules, "the release tests' module of that name is theirs"
