@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 Call = Callable[..., Any]
-Store = tuple[int, Any, str]
+Store = tuple[int, Any, "str | None"]
 """A worker's number, the key of what it stores, and the request. LMCache knows a store that was begun by the first two
-alone; requests may store the same, and to 0.4.7 processes of two containers may have one number.
+alone; requests may store the same, and to 0.4.7 processes of two containers may have one number. No request: a store
+that its worker has left, and asked for again.
 """
 
 STORAGE = "lmcache.v1.distributed.storage_manager"
@@ -73,7 +74,10 @@ class Rooms:
             self.for_good += self.kept.pop(store, [])
 
     def hold(self, storage: Any, store: Store, keys: list[Any]) -> None:
-        """Room was made for these keys."""
+        """Room was made for these keys. What is held for an earlier store by that name will not be filled."""
+        for held in list(self.held):
+            if held.store == store:
+                held.store = (*store[:2], None)
         for l1 in l1s(storage):
             with l1._lock:
                 for key in keys:
@@ -213,6 +217,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             pending_of(module, store, own)
             try:
                 return wrapped(*args, **kwargs)
+            except Exception:
+                rooms.not_used(store)  # the worker has copied, and nobody is given what it stored
+                raise
             finally:
                 pending_of(module, store, others)
 

@@ -360,6 +360,18 @@ def test_what_is_reserved_for_others_stays_where_a_store_raises(server: Server) 
     with pytest.raises(ValueError, match="not registered"):
         server.commit("a", within=within)
     assert server._pending_shm_writes == {(7, Key("a")): ["there already"]}
+    assert (server.l1.freed, server.l1.at("a")) == (["memory"], None), "the worker has copied, and nobody else does"
+
+
+def test_what_was_left_is_not_ended_by_the_next_store_of_the_same_request(server: Server) -> None:
+    """A copy that raised; then the other chunk was evicted, and the request stores both again."""
+    left = server.prepare("a")
+    second = server.prepare("a", chunk=0)
+    assert server.commit("a") is True
+    assert server.committed == [("a", ["there already"])]
+    assert (left.write_lock.is_locked(), second.write_lock.is_locked()) == (True, False)
+    server.end()
+    assert (server.l1.at("a"), server.l1.freed, server.context.counters) == (None, [], {"kept_apart": 1})
 
 
 def test_what_one_sends_says_nothing_of_what_is_reserved_for_another(server: Server) -> None:
