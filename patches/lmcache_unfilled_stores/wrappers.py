@@ -23,7 +23,7 @@ Call = Callable[..., Any]
 Store = tuple[int, Any, "str | None"]
 """A worker's number, the key of what it stores, and the request. LMCache knows a store that was begun by the first two
 alone; requests may store the same, and to 0.4.7 processes of two containers may have one number. No request: a store
-that its worker has left, and asked for again.
+that was asked for again before it ended, so that nobody's word ends it.
 """
 
 STORAGE = "lmcache.v1.distributed.storage_manager"
@@ -68,16 +68,21 @@ class Rooms:
         self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
         self.for_good: list[tuple[Any, Any]] = []  # of two stores by one name, whose ends cannot be told apart
 
-    def asked_for(self, store: Store) -> None:
-        """Room is to be made. What is kept of an earlier store by that name stays so: whose end comes is not known."""
+    def asked_for(self, store: Store) -> bool:
+        """Room is to be made; whether an earlier store by that name has not ended. What is kept of it stays so."""
         with self.lock:
-            self.for_good += self.kept.pop(store, [])
+            kept = self.kept.pop(store, [])
+            self.for_good += kept
+        return bool(kept) or any(held.store == store for held in list(self.held))
 
-    def hold(self, storage: Any, store: Store, keys: list[Any]) -> None:
-        """Room was made for these keys. What is held for an earlier store by that name will not be filled."""
+    def leave(self, store: Store) -> None:
+        """Nobody's word ends an earlier store by that name any more."""
         for held in list(self.held):
             if held.store == store:
                 held.store = (*store[:2], None)
+
+    def hold(self, storage: Any, store: Store, keys: list[Any]) -> None:
+        """Room was made for these keys."""
         for l1 in l1s(storage):
             with l1._lock:
                 for key in keys:
@@ -167,10 +172,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         asked = named(args, kwargs)
         store = store_of(module, **asked)
         with making(store[0]):
-            rooms.asked_for(store)
+            # Two engines of one number may have one request, too (`stable-request-ids`): whose word comes is not known.
+            unclear = rooms.asked_for(store) and hasattr(module, "_non_gpu_contexts")
+            if unclear:
+                rooms.leave(store)
             answer = wrapped(*args, **kwargs)
             if answer.context.get("slots"):  # else all is there, or goes through messages
-                hold(module, answer, store)
+                rooms.leave(store)  # its worker has
+                hold(module, answer, (*store[:2], None) if unclear else store)
         return answer
 
     def making(worker: int) -> threading.Lock:
