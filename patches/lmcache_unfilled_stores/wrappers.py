@@ -68,12 +68,15 @@ class Rooms:
         self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
         self.for_good: list[tuple[Any, Any]] = []  # of two stores by one name, whose ends cannot be told apart
 
-    def asked_for(self, store: Store) -> bool:
-        """Room is to be made; whether an earlier store by that name has not ended. What is kept of it stays so."""
+    def asked_for(self, store: Store, one_number: bool) -> bool:
+        """Room is to be made; whether nobody will know whose word comes: an earlier store by that name may be copied to.
+
+        What is kept of that one stays so. `one_number`: two engines may have it, and one request (`stable-request-ids`).
+        """
         with self.lock:
             kept = self.kept.pop(store, [])
             self.for_good += kept
-        return bool(kept) or any(held.store == store for held in list(self.held))
+        return bool(kept) or (one_number and any(held.store == store for held in list(self.held)))
 
     def leave(self, store: Store) -> None:
         """Nobody's word ends an earlier store by that name any more."""
@@ -172,13 +175,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         asked = named(args, kwargs)
         store = store_of(module, **asked)
         with making(store[0]):
-            # Two engines of one number may have one request, too (`stable-request-ids`): whose word comes is not known.
-            unclear = rooms.asked_for(store) and hasattr(module, "_non_gpu_contexts")
+            unclear = rooms.asked_for(store, hasattr(module, "_non_gpu_contexts"))
             if unclear:
                 rooms.leave(store)
             answer = wrapped(*args, **kwargs)
             if answer.context.get("slots"):  # else all is there, or goes through messages
-                rooms.leave(store)  # its worker has
+                rooms.leave(store)  # as its worker has
                 hold(module, answer, (*store[:2], None) if unclear else store)
         return answer
 
