@@ -66,17 +66,24 @@ class Rooms:
         self.lock = threading.Lock()  # of `kept`; `held` is changed by single calls, each under its L1's own lock
         self.held: dict[Held, None] = {}
         self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
+        self.again: set[Store] = set()  # of `kept`, what was asked for again, when no room was needed
         self.for_good: list[tuple[Any, Any]] = []  # of two stores by one name, whose ends cannot be told apart
 
-    def asked_for(self, store: Store, one_number: bool) -> bool:
-        """Room is to be made; whether nobody will know whose word comes: an earlier store by that name may be copied to.
+    def asked_again(self, store: Store, given: bool, one_number: bool) -> bool:
+        """Room was asked for, and `given` or not; whether an earlier store by that name may be copied to still.
 
-        What is kept of that one stays so. `one_number`: two engines may have it, and one request (`stable-request-ids`).
+        Then nobody knows whose word comes. `one_number`: two engines may have it, and one request too.
         """
+        held = any(held.store == store for held in list(self.held))
         with self.lock:
-            kept = self.kept.pop(store, [])
-            self.for_good += kept
-        return bool(kept) or (one_number and any(held.store == store for held in list(self.held)))
+            kept = store in self.kept
+            if kept and given:
+                self.for_good += self.kept.pop(store)
+            elif kept:
+                self.again.add(store)
+        if held and (given or one_number):
+            self.leave(store)
+        return kept or (held and one_number)
 
     def leave(self, store: Store) -> None:
         """Nobody's word ends an earlier store by that name any more."""
@@ -126,6 +133,10 @@ class Rooms:
 
     def not_used(self, store: Store) -> int:
         """A worker does not copy into the room that was made for a store: it is free. How many objects."""
+        with self.lock:
+            if store in self.again:  # that is said of the later one, for which no room was made
+                self.again.discard(store)
+                return 0
         for held in [held for held in list(self.held) if held.store == store]:
             self._taken_out(held)
         return self.copied(store)
@@ -134,6 +145,7 @@ class Rooms:
         """The worker has copied after all: its room is free. How many objects."""
         with self.lock:
             kept = self.kept.pop(store, [])
+            self.again.discard(store)
         for l1, memory in kept:
             with l1._lock:
                 l1._memory_manager.free([memory])
@@ -175,12 +187,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         asked = named(args, kwargs)
         store = store_of(module, **asked)
         with making(store[0]):
-            unclear = rooms.asked_for(store, hasattr(module, "_non_gpu_contexts"))
-            if unclear:
-                rooms.leave(store)
             answer = wrapped(*args, **kwargs)
-            if answer.context.get("slots"):  # else all is there, or goes through messages
-                rooms.leave(store)  # as its worker has
+            given = bool(answer.context.get("slots"))  # else all is there, or goes through messages
+            unclear = rooms.asked_again(store, given, hasattr(module, "_non_gpu_contexts"))
+            if given:
                 hold(module, answer, (*store[:2], None) if unclear else store)
         return answer
 

@@ -461,9 +461,31 @@ def test_what_a_worker_sends_says_nothing_of_an_earlier_copy(server: Server) -> 
     server.look("a", 7, {"slots": [], "chunk_indices": []})
     assert server.commit("a", sent=b"chunks") is True
     assert server.l1.freed == []
-    server.prepare("a", memory="other memory")
+    another = server.prepare("a", memory="other memory")  # by the name of what may be copied to still
     assert server.commit("a", sent=b"chunks") is True
-    assert server.l1.freed == ["other memory"]
+    assert (server.l1.freed, another.write_lock.is_locked()) == ([], True)
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["needs no room", "is refused"])
+def test_what_is_asked_for_again_in_vain_leaves_the_first_its_word(server: Server, refused: bool) -> None:
+    """The registration ended within a copy, and the same request asks again: the first copy's end is still to come."""
+    server.prepare("a")
+    server.end()
+    if refused:
+
+        def within() -> None:
+            raise ValueError("not registered")
+
+        with pytest.raises(ValueError, match="not registered"):
+            server.look("a", 7, within=within)
+    else:
+        server.look("a", 7, {"slots": [], "chunk_indices": []})
+    assert server.commit("a") is False
+    assert (server.l1.freed, server.committed) == (["memory"], [])
+    server.prepare("a", memory="other memory")
+    server.end()
+    assert server.commit("a", sent=b"chunks") is True
+    assert server.l1.freed == ["memory", "other memory"], "nothing is remembered of what was asked again"
 
 
 def test_what_can_be_read_is_not_taken_for_reserved(server: Server) -> None:
