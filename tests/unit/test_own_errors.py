@@ -726,7 +726,9 @@ def test_what_a_wrapper_calls_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "seen"), [("module:function", (None, (1, 2))), ("module:Class.method", (1, (2,)))], ids=["module", "class"]
+    ("target", "seen"),
+    [("module:function", (None, (1, 2))), ("module:Class.method", (1, (2,)))],
+    ids=["module", "class"],
 )
 def test_a_function_of_a_module_has_no_instance(target: str, seen: tuple[Any, Any]) -> None:
     calls: list[Any] = []
