@@ -219,6 +219,6 @@ def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_kept_result_says_when_and_of_which_revision_it_is(file: Path) -> None:
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", kept["date"])
-    assert re.fullmatch(r"[0-9a-f]{7,}", kept.get("kept_by") or kept["revision"])
-    assert "kept_by" in kept or kept["machine"]
+    assert re.fullmatch(r"[0-9a-f]{7,}", kept["revision"])
+    assert kept["machine"]
     assert figures.made(kept) in file.parent.with_suffix(".md").read_text(encoding="utf-8")

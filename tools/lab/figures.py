@@ -109,9 +109,7 @@ def markdown(place: Path) -> str:
 
 
 def made(result: dict[str, Any]) -> str:
-    """When, with what and where a result was made. Of early ones only the commit that kept them is known."""
-    if "kept_by" in result:
-        return f"{result['date']}, kept by commit {result['kept_by']}; the machine was not recorded"
+    """When, with what and where a result was made."""
     return f"{result['date']}, revision {result['revision']}, {result['machine']}"
 
 
