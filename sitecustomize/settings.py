@@ -49,11 +49,11 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
     for patch in patches:
         known |= {variable(patch.name), *(variable(patch.name, option.name) for option in patch.options)}
     unknown = sorted(name for name in environ if name.startswith("LIVEPATCH_") and name not in known)
-    notes = tuple(f"{name} is unknown, and nothing reads it{_meant(name, known)}" for name in unknown)
+    notes = tuple(f"{name} is unknown, and nothing reads it{_did_you_mean(name, known)}" for name in unknown)
     return Environment(mode, toggles, options, tuple(errors), notes, keep=keep)
 
 
-def _meant(name: str, known: Collection[str]) -> str:
+def _did_you_mean(name: str, known: Collection[str]) -> str:
     import difflib  # a process that has no such variable does without it
 
     near = difflib.get_close_matches(name, sorted(known), 1, 0.8)

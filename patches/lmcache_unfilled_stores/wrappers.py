@@ -6,6 +6,9 @@ been filled. Nobody knows then whether the worker copies still: its room leaves 
 everybody until the worker says that it has copied. A worker that could not map the shared memory (in a container of its
 own) is made room for too, and sends what it stores in a message: LMCache then keeps the room, and drops the message.
 
+LMCache takes stores of one worker's number and one key for the same. Here the request is looked at as well, so that the
+end of one is not another's; where that is one too, no COMMIT_STORE ends what may be another's.
+
 Source: docs/connector-completions.md, "What LMCache's worker waits for"; nothing upstream.
 """
 
@@ -20,10 +23,10 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 Call = Callable[..., Any]
-Store = tuple[int, Any, "str | None"]
+Store = tuple[int, Any, str | None]
 """A worker's number, the key of what it stores, and the request. LMCache knows a store that was begun by the first two
 alone; requests may store the same, and to 0.4.7 processes of two containers may have one number. No request: a store
-that was asked for again before it ended, so that nobody's word ends it.
+that no COMMIT_STORE ends, since it may be another's.
 """
 
 STORAGE = "lmcache.v1.distributed.storage_manager"
@@ -62,17 +65,19 @@ class Rooms:
     """What is reserved in one server's shared memory."""
 
     def __init__(self) -> None:
-        self.making: dict[int, threading.Lock] = {}  # by worker: its room is made or its registration ends, not both
-        self.lock = threading.Lock()  # of `kept`; `held` is changed by single calls, each under its L1's own lock
+        self.turns: dict[int, threading.Lock] = {}  # by worker: a store begins or ends, or its registration does
+        self.lock = threading.Lock()  # of what follows; `held` is changed by single calls, each under its L1's own lock
         self.held: dict[Held, None] = {}
         self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
-        self.again: set[Store] = set()  # of `kept`, what was asked for again, when no room was needed
+        self.refused: set[Store] = set()  # of `kept`, what was asked for again, and got no room
+        self.ambiguous: set[Store] = set()  # names by which several stores were begun, of which one may be copied to
         self.for_good: list[tuple[Any, Any]] = []  # of two stores by one name, whose ends cannot be told apart
 
     def asked_again(self, store: Store, given: bool, one_number: bool) -> bool:
-        """Room was asked for, and `given` or not; whether an earlier store by that name may be copied to still.
+        """Room was asked for, and `given` or not; whether its COMMIT_STORE may be an earlier one's of the same name.
 
-        Then nobody knows whose word comes. `one_number`: two engines may have it, and one request too.
+        `one_number`: two engines may have it, and one request, so that both copy. Else one worker asks again, which has
+        left the first, unless its registration has ended since.
         """
         held = any(held.store == store for held in list(self.held))
         with self.lock:
@@ -80,16 +85,14 @@ class Rooms:
             if kept and given:
                 self.for_good += self.kept.pop(store)
             elif kept:
-                self.again.add(store)
+                self.refused.add(store)
+            if (kept and given) or (held and one_number):
+                self.ambiguous.add(store)
         if held and (given or one_number):
-            self.leave(store)
-        return kept or (held and one_number)
-
-    def leave(self, store: Store) -> None:
-        """Nobody's word ends an earlier store by that name any more."""
-        for held in list(self.held):
-            if held.store == store:
-                held.store = (*store[:2], None)
+            for one in list(self.held):
+                if one.store == store:
+                    one.store = (*store[:2], None)
+        return store in self.ambiguous
 
     def hold(self, storage: Any, store: Store, keys: list[Any]) -> None:
         """Room was made for these keys."""
@@ -134,8 +137,8 @@ class Rooms:
     def not_used(self, store: Store) -> int:
         """A worker does not copy into the room that was made for a store: it is free. How many objects."""
         with self.lock:
-            if store in self.again:  # that is said of the later one, for which no room was made
-                self.again.discard(store)
+            if store in self.refused:  # the message is the later one's, for which no room was made
+                self.refused.discard(store)
                 return 0
         for held in [held for held in list(self.held) if held.store == store]:
             self._taken_out(held)
@@ -145,7 +148,7 @@ class Rooms:
         """The worker has copied after all: its room is free. How many objects."""
         with self.lock:
             kept = self.kept.pop(store, [])
-            self.again.discard(store)
+            self.refused.discard(store)
         for l1, memory in kept:
             with l1._lock:
                 l1._memory_manager.free([memory])
@@ -179,23 +182,23 @@ def take_out(l1: Any, key: Any) -> None:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """At each target: a look at its calls, or a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
-    # A patch that stands aside leaves the locks: each ends when its worker says that it has copied.
+    # A patch that stands aside leaves the locks: COMMIT_STORE ends each, without the patch too.
     rooms = Rooms()
 
     def prepare_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """Let no time end what is reserved."""
         asked = named(args, kwargs)
         store = store_of(module, **asked)
-        with making(store[0]):
+        with turn(store[0]):
             answer = wrapped(*args, **kwargs)
             given = bool(answer.context.get("slots"))  # else all is there, or goes through messages
-            unclear = rooms.asked_again(store, given, hasattr(module, "_non_gpu_contexts"))
+            ambiguous = rooms.asked_again(store, given, hasattr(module, "_non_gpu_contexts"))
             if given:
-                hold(module, answer, (*store[:2], None) if unclear else store)
+                hold(module, answer, (*store[:2], None) if ambiguous else store)
         return answer
 
-    def making(worker: int) -> threading.Lock:
-        return rooms.making.setdefault(worker, threading.Lock())
+    def turn(worker: int) -> threading.Lock:
+        return rooms.turns.setdefault(worker, threading.Lock())
 
     def hold(module: Any, answer: Any, store: Store) -> None:
         worker, key, _ = store
@@ -216,7 +219,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def release_entry(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """A registration has ended. LMCache ends the loads that it began, and finds no stores to be ended."""
         worker = args[0] if args else kwargs["instance_id"]
-        with making(worker):
+        with turn(worker):
             ended(module, worker)
             return wrapped(*args, **kwargs)
 
@@ -226,10 +229,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         in_message = asked.pop("cpu_data")
         store = store_of(module, **asked)
         if in_message:
-            with making(store[0]):
+            with turn(store[0]):
                 sent(module, store)
             return wrapped(*args, **kwargs)
-        with making(store[0]):  # else its registration could end, and another store begin, before LMCache ends this one
+        with turn(store[0]):  # else its registration could end, and another store begin, before LMCache ends this one
             number = rooms.copied(store)
             if number:
                 livepatch.count("given_back", number)

@@ -231,7 +231,7 @@ def test_its_memory_comes_back_when_it_has_been_copied_to(server: Server) -> Non
 
 
 def test_of_two_stores_by_one_name_nobody_knows_which_has_copied(server: Server) -> None:
-    """The first may be copied to still, and its worker's word would end the second."""
+    """The first may be copied to still, and its COMMIT_STORE would end the second."""
     made = Memory()
     memory = weakref.ref(made)
     server.prepare("a", memory=made)
@@ -466,8 +466,23 @@ def test_what_a_worker_sends_says_nothing_of_an_earlier_copy(server: Server) -> 
     assert (server.l1.freed, another.write_lock.is_locked()) == ([], True)
 
 
+def test_a_name_that_two_stores_have_had_is_never_taken_for_the_last_ones(server: Server) -> None:
+    """Either of the first two may be copied to still, after two goodbyes."""
+    for memory in ("first", "second"):
+        server.prepare("a", memory=memory)
+        server.end()
+        server.registered[7] = None
+    third = server.prepare("a", memory="third")
+    for _ in range(3):
+        server.commit("a")
+        assert third.write_lock.is_locked()
+    assert server.l1.freed == []
+
+
 @pytest.mark.parametrize("refused", [False, True], ids=["needs no room", "is refused"])
-def test_what_is_asked_for_again_in_vain_leaves_the_first_its_word(server: Server, refused: bool) -> None:
+def test_a_store_that_is_asked_for_again_and_gets_no_room_is_ended_by_its_own_commit(
+    server: Server, refused: bool
+) -> None:
     """The registration ended within a copy, and the same request asks again: the first copy's end is still to come."""
     server.prepare("a")
     server.end()

@@ -14,7 +14,7 @@ from vllm_livepatch.sitecustomize.decision import Option, Patch, variable
 from vllm_livepatch.tools.bundled import summary as plain
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.compatibility.check import Checked
-from vllm_livepatch.tools.compatibility.drift import Drift, numbers_of
+from vllm_livepatch.tools.compatibility.drift import Drift, version_key
 
 COLOURS = {
     "needed": "green",
@@ -65,7 +65,7 @@ def _table(*columns: str) -> Table:
 def releases(patch: Patch, verdict: str) -> list[str]:
     """The releases of a verdict, oldest first."""
     found = [release for variant in patch.variants if variant.verdict == verdict for release in variant.releases]
-    return sorted(found, key=numbers_of)
+    return sorted(found, key=version_key)
 
 
 def span(found: list[str]) -> str:
@@ -143,7 +143,7 @@ def print_page(console: Console, patch: Patch) -> None:
         console.print(Text(f"threads: {', '.join(about['threads'])}"))
     console.print(Text("\nReleases", style="bold"))
     table = _table("verdict", "releases", "fingerprint of the first target")
-    for variant in sorted(patch.variants, key=lambda variant: [*map(numbers_of, variant.releases)]):
+    for variant in sorted(patch.variants, key=lambda variant: [*map(version_key, variant.releases)]):
         first = variant.code[patch.targets_of(variant)[0]]
         table.add_row(coloured(variant.verdict), ", ".join(variant.releases), first)
     console.print(table)

@@ -110,10 +110,10 @@ def _first(node: Any) -> int:
 
 def _distance(variant: Variant, release: str | None) -> tuple[tuple[int, ...], str]:
     """How far a variant's closest release is from `release`, and which that is; an unknown release is the newest."""
-    wanted = numbers_of(release) if release is not None else (1 << 30,)
+    wanted = version_key(release) if release is not None else (1 << 30,)
 
     def far(candidate: str) -> tuple[int, ...]:
-        parts = numbers_of(candidate)
+        parts = version_key(candidate)
         length = max(len(parts), len(wanted))
         padded = [[*numbers, *[0] * (length - len(numbers))] for numbers in (parts, wanted)]
         return tuple(abs(one - other) for one, other in zip(*padded, strict=True))
@@ -122,8 +122,8 @@ def _distance(variant: Variant, release: str | None) -> tuple[tuple[int, ...], s
     return far(closest), closest
 
 
-def numbers_of(release: str) -> tuple[int, ...]:
-    """To order releases by; what is no version comes last."""
+def version_key(release: str) -> tuple[int, ...]:
+    """A key to sort releases by; what is no version comes last."""
     try:
         return Version(release).release
     except InvalidVersion:

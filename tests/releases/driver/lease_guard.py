@@ -306,16 +306,27 @@ def hybrid(story: Story) -> dict[str, Any]:
 
 
 class Held:
-    """A binding of NIXL's that says of one transfer that it is still under way."""
+    """A binding of NIXL's that says of one transfer that it is still under way, and notes which others are."""
 
     def __init__(self, real: Any, handle: int) -> None:
         self.real, self.handle = real, handle
+        self.answers: dict[int, Any] = {}  # the last one of each other transfer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
+    def postXferReq(self, handle: int, *more: Any) -> Any:
+        self.answers[handle] = answer = self.real.postXferReq(handle, *more)
+        return answer
+
     def getXferStatus(self, handle: int) -> Any:
-        return nixl_bindings.NIXL_IN_PROG if handle == self.handle else self.real.getXferStatus(handle)
+        if handle == self.handle:
+            return nixl_bindings.NIXL_IN_PROG
+        self.answers[handle] = answer = self.real.getXferStatus(handle)
+        return answer
+
+    def all_ended(self) -> bool:
+        return bool(self.answers) and nixl_bindings.NIXL_IN_PROG not in self.answers.values()
 
 
 def two_reads(story: Story) -> dict[str, Any]:
@@ -330,10 +341,14 @@ def two_reads(story: Story) -> dict[str, Any]:
     second = worker._recving_transfers["d-two"][1]
     agent = worker.nixl_wrapper
     agent.agent = Held(agent.agent, second._handle)
-    ended = []
-    for _ in range(100):  # enough for what is asked of prefill after the first
-        ended += story.decode.ended()[1]
-        time.sleep(0.001)
+    ended: list[str] = []
+
+    def step() -> bool:
+        ended.extend(story.decode.ended()[1])
+        return bool(agent.agent.all_ended())
+
+    wait(step)  # for the first read, and for what is then read of prefill's leases
+    step()
     agent.agent = agent.agent.real
     result = {"while_read": ended, "failed": story.received("d-two", [21, 22])["failed"]}
     return {**result, "afterwards": sorted(set().union(*(story.decode.ended()[1] for _ in range(20))))}

@@ -28,7 +28,6 @@ calm.keep()
 import asyncio
 import atexit
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -308,7 +307,6 @@ class Pair:
     def outcome(self, name: str, places: list[int], patience: float = sides.SECONDS) -> str:
         def heard() -> bool:
             self.decode.step()
-            time.sleep(0.02)
             return f"d-{name}" in self.decode.received
 
         if not wait(heard, patience):
