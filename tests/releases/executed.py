@@ -1,8 +1,9 @@
 """The record of what a run of the release tests executed, and what is kept of it for the matrix.
 
-Each driver's run leaves a line: the test, the releases, and the patches that its process reports as applied. A patch's
-cell is executed on stock where a test that names the patch ran that release without it, and patched where one ran it
-with it. `needed` takes both; where the release is to be left alone, the run without it shows that.
+Each driver's run leaves a line: the test, the releases, and the patches that its process reports as applied. A file of
+tests says as PATCH (or PATCHES) which fault it shows. It has executed that patch's cell on stock where it ran that
+release without the patch, and patched where it ran it with it. `needed` takes both, of one file; where the release is
+to be left alone, the run without it shows that. What is kept says by which file.
 
 CI runs some files on one release of each form of the code. LIVEPATCH_TEST_RELEASES=all (or names of releases) runs them
 on the others, by hand: `--keep-record` then keeps what CI does not run, with date, revision and the patch's code.
@@ -10,6 +11,7 @@ on the others, by hand: `--keep-record` then keeps what CI does not run, with da
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -21,7 +23,6 @@ from typing import Any
 
 from packaging.version import Version
 from vllm_livepatch.tools.commands.matrix import Matrix, Run
-from vllm_livepatch.tools.upkeep import newrelease
 
 VARIABLE = "LIVEPATCH_TEST_RECORD"
 """Names the directory of the record, for the workers of one test run."""
@@ -34,8 +35,14 @@ HEAD_BY_HAND = (
     "# LIVEPATCH_TEST_RELEASES=all pytest tests/releases/test_NAME.py --keep-record\n\n"
 )
 
-Record = dict[str, dict[tuple[str, str], set[str]]]
-"""By patch and (package, release): "stock", "patched", or both."""
+Modes = dict[tuple[str, str], set[str]]
+"""By (package, release): "stock", "patched", or both."""
+Record = dict[str, dict[str, Modes]]
+"""By patch and file of tests."""
+Releases = Mapping[str, Collection[str]]
+"""By package."""
+Shown = Mapping[str, Mapping[str, Releases]]
+"""By patch and file of tests."""
 
 
 def chosen(in_ci: Sequence[str], every: Iterable[str]) -> list[str]:
@@ -78,55 +85,72 @@ def note(driver: str, releases: Mapping[str, str], state: Path | None, with_stoc
 
 
 def gathered(lines: Iterable[Mapping[str, Any]], about: Mapping[str, Iterable[str]]) -> Record:
-    """The record of lines; `about` has the patches that each file of tests names."""
-    record: Record = defaultdict(lambda: defaultdict(set))
+    """The record of lines; `about` has the patches whose fault each file of tests shows."""
+    record: Record = defaultdict(lambda: defaultdict(lambda: defaultdict(set)))
     for line in lines:
         for patch in about.get(line["file"], ()):
             modes = {"patched" if patch in line["applied"] else "stock", *(["stock"] if line.get("with_stock") else [])}
             for release in line["releases"].items():
-                record[patch][release] |= modes
+                record[patch][Path(line["file"]).name][release] |= modes
     return record
+
+
+def shown_by(file: Path) -> list[str]:
+    """The patches whose fault a file of tests shows: its PATCH, or PATCHES."""
+    found: list[str] = []
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in ("PATCH", "PATCHES"):
+            value = ast.literal_eval(statement.value)
+            found += [value] if isinstance(value, str) else value
+    return found
 
 
 def read(place: Path) -> Record:
     """What the workers of a test run left."""
     texts = [file.read_text(encoding="utf-8") for file in sorted(place.glob("*.jsonl"))]
     lines = [json.loads(line) for text in texts for line in text.splitlines()]
-    return gathered(lines, {file: newrelease.patches_of(ROOT / file) for file in {line["file"] for line in lines}})
+    return gathered(lines, {file: shown_by(ROOT / file) for file in {line["file"] for line in lines}})
 
 
-def fully(matrix: Matrix, record: Record) -> dict[str, dict[str, list[str]]]:
-    """The releases on which each patch was executed as its cell's verdict asks for, by patch and package."""
-    found: dict[str, dict[str, list[str]]] = {}
+def fully(matrix: Matrix, record: Record) -> dict[str, dict[str, dict[str, list[str]]]]:
+    """The releases on which a file of tests executed a patch as its cell's verdict asks for: by patch, file, package."""
+    found: dict[str, dict[str, dict[str, list[str]]]] = {}
     for patch, row in matrix.cells.items():
-        for release, cell in row.items():
-            wanted = {"stock", "patched"} if cell.verdict == "needed" else {"stock"}
-            if wanted <= record.get(patch, {}).get(release, set()):
-                found.setdefault(patch, {}).setdefault(release[0], []).append(release[1])
+        for file, ran in sorted(record.get(patch, {}).items()):
+            for release, cell in row.items():
+                wanted = {"stock", "patched"} if cell.verdict == "needed" else {"stock"}
+                if wanted <= ran.get(release, set()):
+                    found.setdefault(patch, {}).setdefault(file, {}).setdefault(release[0], []).append(release[1])
     return found
 
 
-def overclaimed(kept: Mapping[str, Mapping[str, list[str]]], ran: Mapping[str, Mapping[str, list[str]]]) -> list[str]:
+def overclaimed(kept: Shown, ran: Shown) -> list[str]:
     """What is kept as executed, and was not run."""
     return [
-        f"{patch} on {package}=={release}"
-        for patch, packages in kept.items()
+        f"{patch} on {package}=={release}, by {file}"
+        for patch, files in kept.items()
+        for file, packages in files.items()
         for package, releases in packages.items()
         for release in releases
-        if release not in ran.get(patch, {}).get(package, ())
+        if release not in ran.get(patch, {}).get(file, {}).get(package, ())
     ]
 
 
-def both(
-    kept: Mapping[str, Mapping[str, Collection[str]]], ran: Mapping[str, Mapping[str, Collection[str]]]
-) -> dict[str, dict[str, list[str]]]:
+def both(kept: Shown, ran: Shown) -> dict[str, dict[str, dict[str, list[str]]]]:
     """What is kept, and what was run."""
     return {
         patch: {
-            package: sorted({*kept.get(patch, {}).get(package, ()), *ran.get(patch, {}).get(package, ())}, key=Version)
-            for package in sorted({*kept.get(patch, {}), *ran.get(patch, {})}, reverse=True)
+            file: _joined(kept.get(patch, {}).get(file, {}), ran.get(patch, {}).get(file, {}))
+            for file in sorted({*kept.get(patch, {}), *ran.get(patch, {})})
         }
         for patch in sorted({*kept, *ran})
+    }
+
+
+def _joined(one: Releases, other: Releases) -> dict[str, list[str]]:
+    return {
+        package: sorted({*one.get(package, ()), *other.get(package, ())}, key=Version)
+        for package in sorted({*one, *other}, reverse=True)
     }
 
 
@@ -142,25 +166,24 @@ def revision() -> str:
 
 
 def with_runs(
-    kept: Mapping[str, Sequence[Run]],
-    ran: Mapping[str, Mapping[str, Collection[str]]],
-    in_ci: Mapping[str, Mapping[str, Collection[str]]],
-    code: Mapping[str, str],
-    where: str,
+    kept: Mapping[str, Sequence[Run]], ran: Shown, in_ci: Shown, code: Mapping[str, str], where: str
 ) -> dict[str, list[Run]]:
     """What is kept of runs by hand, after one more of revision `where`: the newest of each release that CI leaves out."""
     runs: dict[str, list[Run]] = {}
     for name in sorted({*kept, *ran} & {*code}):
-        now: Run = {"code": code[name], "date": time.strftime("%Y-%m-%d"), "revision": where, "releases": {}}
-        now["releases"] = {package: [*found] for package, found in ran.get(name, {}).items()}
-        earlier = [_without(run, now["releases"]) for run in kept.get(name, ())]
-        found = _of_code([_without(run, in_ci.get(name, {})) for run in (*earlier, now)], code[name])
+        found: list[Run] = []
+        for file in sorted({run["file"] for run in kept.get(name, ())} | {*ran.get(name, {})}):
+            releases = {package: [*some] for package, some in ran.get(name, {}).get(file, {}).items()}
+            now = Run(file=file, code=code[name], date=time.strftime("%Y-%m-%d"), revision=where, releases=releases)
+            earlier = [_without(run, releases) for run in kept.get(name, ()) if run["file"] == file]
+            left = [_without(run, in_ci.get(name, {}).get(file, {})) for run in (*earlier, now)]
+            found += _of_code(left, code[name])
         if found:
             runs[name] = found
     return runs
 
 
-def _without(run: Run, others: Mapping[str, Collection[str]]) -> Run:
+def _without(run: Run, others: Releases) -> Run:
     left = {
         package: [one for one in found if one not in others.get(package, ())]
         for package, found in run["releases"].items()
@@ -175,8 +198,6 @@ def _of_code(runs: Iterable[Run], code: str) -> list[Run]:
         if run["code"] != code or not any(run["releases"].values()):
             continue
         whole = merged.setdefault((run["date"], run["revision"]), {**run, "releases": {}})
-        for package, found in run["releases"].items():
-            both = {*whole["releases"].get(package, ()), *found}
-            if both:
-                whole["releases"][package] = sorted(both, key=Version)
+        joined = _joined(whole["releases"], run["releases"])
+        whole["releases"] = {package: releases for package, releases in joined.items() if releases}
     return list(merged.values())

@@ -16,6 +16,7 @@ from packaging.version import Version
 from test_mooncake_layerwise import ALL, EVERY, expected
 from test_mooncake_models import ON
 
+PATCH = "mooncake-layerwise"
 ROWS = [release for release in EVERY if Version(release) >= Version("0.32")]
 """From there on layers that lie one behind the other in each block's row are written as one region."""
 CASES = ["by_layer", "hits", "preempted", "failed_and_aborted"]
@@ -52,7 +53,7 @@ def test_rows_leave_by_chunk(
     run = warm.run("mooncake_rows", {"vllm": release}, tmp_path, **given)
     by_chunk = {**expected(release, layers.chunk.PATCHED, CASES), "by_layer": layers.BY_CHUNK_STEPS}
     assert run["cases"] == rows(by_chunk)
-    counters = interpreter.reported(tmp_path, "mooncake-layerwise")["counters"]
+    counters = interpreter.reported(tmp_path, PATCH)["counters"]
     assert counters["early"] > 0
     assert "layers" not in counters
 
@@ -75,4 +76,4 @@ def test_more_asks_than_tasks(
     given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5"], "environ": environ}
     run = warm.run("mooncake_crowd", {"vllm": release}, tmp_path, **given)
     assert run["cases"] == crowd(release, early=2)
-    assert "failed" not in interpreter.reported(tmp_path, "mooncake-layerwise")["counters"]
+    assert "failed" not in interpreter.reported(tmp_path, PATCH)["counters"]

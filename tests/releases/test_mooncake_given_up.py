@@ -13,6 +13,7 @@ import interpreter
 import pytest
 from test_mooncake_layerwise import EVERY, FAILED, NOTHING
 
+PATCH = "mooncake-layerwise"
 DRIVER = "mooncake_given_up"
 STOCK: dict[str, Any] = {
     "after_another": [0, 0, False, 0],
@@ -45,5 +46,5 @@ def test_patched(
     given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5"], "environ": environ}
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, **given)
     assert run["cases"] == PATCHED
-    patch = interpreter.reported(tmp_path, "mooncake-layerwise")
+    patch = interpreter.reported(tmp_path, PATCH)
     assert patch["counters"]["failed"] == 2

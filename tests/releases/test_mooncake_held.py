@@ -12,6 +12,7 @@ import executed
 import interpreter
 import pytest
 
+PATCH = "mooncake-failed-loads"
 DRIVER = "mooncake_held"
 RELEASES = executed.chosen(["0.30.0", "0.33.0"], ["0.30.0", "0.31.0", "0.32.0", "0.33.0"])
 """From vLLM PR#50984 on, which reports such loads as failed; before, their requests wait."""
@@ -52,7 +53,7 @@ def test_patched(
     }
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, path=mooncake, arguments=["60"], environ=environ)
     assert run["cases"] == PATCHED
-    patch = interpreter.reported(tmp_path, "mooncake-failed-loads")
+    patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
     gone = patch["counters"].pop("peer_gone")
     assert patch["counters"] == {"held": 5, "failed": 2, "given_back": 5, "not_asked": 1}

@@ -14,6 +14,7 @@ import pytest
 import test_mooncake_layerwise as chunk
 from test_mooncake_layerwise import ALL, EVERY, FAILED, NOTHING, expected
 
+PATCH = "mooncake-layerwise"
 DRIVER = "mooncake_layers"
 SHORT = ["by_layer", "amid_a_step", "rest_at_the_end", "some_layers", "aborted", "failed_and_aborted", "twice"]
 """Of the driver's cases."""
@@ -106,7 +107,7 @@ def test_patched(
     given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5", *only], "environ": environ}
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, **given)
     assert run["cases"] == expected(release, PATCHED, only)
-    patch = interpreter.reported(tmp_path, "mooncake-layerwise")
+    patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
     assert patch["counters"]["failed"] == (1 if only else 5)
     assert patch["counters"]["layers"] > 0

@@ -14,6 +14,7 @@ import interpreter
 import pytest
 from packaging.version import Version
 
+PATCH = "mooncake-layerwise"
 DRIVER = "mooncake_layerwise"
 SHORT = ["order", "chunks", "aborted", "failed_and_aborted", "decode_aborted"]
 """Of the driver's cases."""
@@ -118,6 +119,6 @@ def test_patched(
     given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5", *only], "environ": environ}
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, **given)
     assert run["cases"] == expected(release, PATCHED, only)
-    patch = interpreter.reported(tmp_path, "mooncake-layerwise")
+    patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
     assert patch["counters"]["failed"] == (1 if only else 5)

@@ -15,6 +15,7 @@ import test_mooncake_layers as layers
 from packaging.version import Version
 from test_mooncake_layerwise import EVERY, expected
 
+PATCH = "mooncake-layerwise"
 SHORT = ["by_layer", "amid_a_step", "hits", "preempted", "failed_and_aborted"]
 ON = {
     "LIVEPATCH_MOONCAKE_LAYERWISE": "on",
@@ -61,7 +62,7 @@ def test_mla(release: str, warm: interpreter.Interpreter, mooncake: list[Path], 
     given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5", *only], "environ": ON}
     run = warm.run("mooncake_mla", {"vllm": release}, tmp_path, **given)
     assert run["cases"] == expected(release, layers.PATCHED, only)
-    assert interpreter.reported(tmp_path, "mooncake-layerwise")["counters"]["layers"] > 0
+    assert interpreter.reported(tmp_path, PATCH)["counters"]["layers"] > 0
 
 
 @pytest.mark.parametrize("release", executed.chosen(["0.33.0"], EVERY))
@@ -87,6 +88,6 @@ def test_at_the_end(
     given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5", *models(release)], "environ": ON}
     run = warm.run("mooncake_groups", {"vllm": release}, tmp_path, **given)
     assert run["cases"] == at_the_end(release)
-    patch = interpreter.reported(tmp_path, "mooncake-layerwise")
+    patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"]) == ("applied", "needed")
     assert not any(patch["counters"].values()), patch["counters"]

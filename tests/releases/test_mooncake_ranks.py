@@ -14,6 +14,7 @@ import pytest
 from packaging.version import Version
 from test_mooncake_layerwise import EVERY
 
+PATCH = "mooncake-layerwise"
 DRIVER = "mooncake_ranks"
 SHAPES = ["2-2", "1-2", "2-1"]
 """Workers of prefill's and of decode's."""
@@ -86,7 +87,7 @@ def test_patched(
     given = {"bundle": bundle, "path": mooncake, "arguments": ["0.3", *SHAPES], "environ": environ}
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, **given)
     assert run["cases"] == patched(by)
-    patch = interpreter.reported(tmp_path, "mooncake-layerwise")
+    patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
     assert patch["counters"]["failed"] == 2
     assert ("layers" in patch["counters"]) == (by == "layer")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize.decision import Patch, Variant
+from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands.matrix import Cell, Matrix
 
 FILE = Path(__file__).parents[1] / "releases/executed.py"
@@ -20,7 +21,7 @@ executed: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(executed)
 
 PATCH = Patch("one-patch", "vllm", "One", ("vllm.a:f",), (), (Variant({"vllm.a:f": "0" * 16}, ("1.0",)),))
-ABOUT = {"test_one.py": ["one-patch"], "test_other.py": ["other"]}
+ABOUT = {"test_one.py": ["one-patch"], "test_half.py": ["one-patch"], "test_other.py": ["other"]}
 
 
 def ran(release: str, *applied: str, file: str = "test_one.py") -> dict[str, Any]:
@@ -33,7 +34,8 @@ def fully(verdict: Any, *lines: dict[str, Any]) -> dict[str, Any]:
     return dict(executed.fully(made, executed.gathered(lines, ABOUT)))
 
 
-WHOLE = {"one-patch": {"vllm": ["1.0"]}}
+FILE_OF = "test_one.py"
+WHOLE = {"one-patch": {FILE_OF: {"vllm": ["1.0"]}}}
 
 
 @pytest.mark.parametrize(
@@ -45,10 +47,14 @@ WHOLE = {"one-patch": {"vllm": ["1.0"]}}
         ([ran("1.0", "one-patch")], {}),
         ([ran("1.0"), ran("1.1", "one-patch")], {}),
         ([ran("1.0"), ran("1.0", "one-patch", file="test_other.py")], {}),
+        ([ran("1.0"), ran("1.0", "one-patch", file="test_half.py")], {}),
         ([ran("1.0"), ran("1.0", "one-patch")], WHOLE),
+        ([ran("1.0"), ran("1.0", "one-patch"), ran("1.0", file="test_half.py")], WHOLE),
     ],
 )
-def test_needed_takes_a_run_without_the_patch_and_one_with_it(lines: list[Any], found: dict[str, Any]) -> None:
+def test_needed_takes_a_run_without_the_patch_and_one_with_it_by_one_file(
+    lines: list[Any], found: dict[str, Any]
+) -> None:
     assert fully("needed", *lines) == found
 
 
@@ -59,7 +65,9 @@ def test_a_release_that_is_left_alone_takes_a_run_without_it() -> None:
 
 def test_what_is_kept_and_was_not_run_is_named() -> None:
     assert executed.overclaimed(WHOLE, WHOLE) == []
-    assert executed.overclaimed(WHOLE, {}) == ["one-patch on vllm==1.0"]
+    assert executed.overclaimed(WHOLE, {}) == ["one-patch on vllm==1.0, by test_one.py"]
+    other = {"one-patch": {"test_half.py": {"vllm": ["1.0"]}}}
+    assert executed.overclaimed(other, WHOLE) == ["one-patch on vllm==1.0, by test_half.py"]
     assert executed.overclaimed({}, WHOLE) == []
 
 
@@ -88,27 +96,59 @@ def test_of_many_releases_ci_has_every_sixth_with_the_first_and_the_last(monkeyp
 
 
 def test_a_run_of_some_files_adds_to_the_record() -> None:
-    other = {"one-patch": {"vllm": ["1.10", "1.9"]}, "two": {"lmcache": ["2.0"]}}
-    assert executed.both(WHOLE, other) == {"one-patch": {"vllm": ["1.0", "1.9", "1.10"]}, "two": {"lmcache": ["2.0"]}}
+    other = {"one-patch": {FILE_OF: {"vllm": ["1.10", "1.9"]}}, "two": {"test_two.py": {"lmcache": ["2.0"]}}}
+    joined = {"one-patch": {FILE_OF: {"vllm": ["1.0", "1.9", "1.10"]}}, "two": {"test_two.py": {"lmcache": ["2.0"]}}}
+    assert executed.both(WHOLE, other) == joined
 
 
-def run(code: str, revision: str, *releases: str, date: str = "2026-01-01") -> dict[str, Any]:
-    return {"code": code, "date": date, "revision": revision, "releases": {"vllm": [*releases]}}
+def test_a_file_says_which_faults_it_shows(tmp_path: Path) -> None:
+    file = tmp_path / "test_one.py"
+    file.write_text('PATCH = "one-patch"\nOTHER = "another"\n')
+    assert executed.shown_by(file) == ["one-patch"]
+    file.write_text('PATCHES = ("one-patch", "two")\n')
+    assert executed.shown_by(file) == ["one-patch", "two"]
+    file.write_text('def test():\n    PATCH = "one-patch"\n')
+    assert executed.shown_by(file) == []
+
+
+def test_every_patch_has_a_file_that_shows_its_fault() -> None:
+    shown = [name for file in sorted(FILE.parent.glob("test_*.py")) for name in executed.shown_by(file)]
+    assert {*shown} == {*catalogue.load()}
+
+
+def run(code: str, revision: str, *releases: str, date: str = "2026-01-01", file: str = FILE_OF) -> dict[str, Any]:
+    return {"file": file, "code": code, "date": date, "revision": revision, "releases": {"vllm": [*releases]}}
 
 
 def test_the_newest_run_by_hand_of_each_release_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CI runs is not kept, nor what was run of another code of the patch."""
     monkeypatch.setattr(executed.time, "strftime", lambda _: "2026-01-02")
     kept = {"one-patch": [run("old", "a", "1.0"), run("now", "b", "1.1", "1.2")], "two": [run("x", "c", "1.0")]}
-    ran_now = {"one-patch": {"vllm": ["1.2", "1.3", "1.4"]}, "two": {"vllm": ["1.4"]}}
-    in_ci = {"one-patch": {"vllm": ["1.4"]}, "two": {"vllm": ["1.4"]}}
+    ran_now = {
+        name: {FILE_OF: {"vllm": found}} for name, found in [("one-patch", ["1.2", "1.3", "1.4"]), ("two", ["1.4"])]
+    }
+    in_ci = {name: {FILE_OF: {"vllm": ["1.4"]}} for name in ("one-patch", "two")}
     found = executed.with_runs(kept, ran_now, in_ci, {"one-patch": "now", "two": "x"}, "d")
     assert found == {
         "one-patch": [run("now", "b", "1.1"), run("now", "d", "1.2", "1.3", date="2026-01-02")],
         "two": [run("x", "c", "1.0")],
     }
-    again = executed.with_runs(found, {"one-patch": {"vllm": ["1.10", "1.3"]}}, {}, {"one-patch": "now"}, "d")
+    more = {"one-patch": {FILE_OF: {"vllm": ["1.10", "1.3"]}}}
+    again = executed.with_runs(found, more, {}, {"one-patch": "now"}, "d")
     assert again == {"one-patch": [run("now", "b", "1.1"), run("now", "d", "1.2", "1.3", "1.10", date="2026-01-02")]}
+
+
+def test_runs_by_hand_of_two_files_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executed.time, "strftime", lambda _: "2026-01-02")
+    kept = {"one-patch": [run("now", "a", "1.0", "1.1"), run("now", "a", "1.0", file="test_half.py")]}
+    ran_now = {"one-patch": {"test_half.py": {"vllm": ["1.1"]}}}
+    in_ci = {"one-patch": {"test_half.py": {"vllm": ["1.0"]}}}
+    assert executed.with_runs(kept, ran_now, in_ci, {"one-patch": "now"}, "d") == {
+        "one-patch": [
+            run("now", "d", "1.1", date="2026-01-02", file="test_half.py"),
+            run("now", "a", "1.0", "1.1"),
+        ]
+    }
 
 
 def test_a_line_is_left_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

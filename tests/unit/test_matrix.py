@@ -22,7 +22,7 @@ CELLS = {
     ("vllm", "1.1"): Cell("needed", "executed", ""),
     ("vllm", "1.2"): Cell("unverified", "read", ""),
     ("vllm", "1.3"): Cell("needed", "executed", ""),
-    ("vllm", "1.4"): Cell("needed", "executed by hand", ""),
+    ("vllm", "1.4"): Cell("needed", "executed by hand", "", {"test_one.py": "executed by hand"}),
     ("vllm", "2.0"): Cell("fixed-upstream", "executed", ""),
     ("vllm", "2.1"): Cell("fixed-upstream", "read", ""),
 }
@@ -64,12 +64,34 @@ def test_json_is_as_in_the_contract_and_says_how_it_is_known() -> None:
     described = MADE.described()
     assert described["releases"][:2] == ["vllm==1.0", "vllm==1.1"]
     assert described["patches"]["one-patch"]["vllm==1.2"] == "unverified"
+    assert described["files"]["one-patch"]["vllm==1.4"] == {"test_one.py": "executed by hand"}
+    assert described["files"]["one-patch"]["vllm==1.2"] == {}
     assert described["known"]["one-patch"] == {f"vllm=={release}": cell.known for (_, release), cell in CELLS.items()}
 
 
+def ran(monkeypatch: pytest.MonkeyPatch, file: str, *releases: str) -> None:
+    monkeypatch.setattr(matrix, "executed", lambda: {"one-patch": {file: {"vllm": [*releases]}}})
+
+
+def ran_by_hand(monkeypatch: pytest.MonkeyPatch, file: str, *releases: str) -> None:
+    found = {"one-patch": {file: {"vllm": frozenset(releases)}}}
+    monkeypatch.setattr(matrix, "executed_by_hand", lambda: found)
+
+
+def test_a_patch_of_two_halves_is_known_as_the_half_that_is_run_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran(monkeypatch, "test_one.py", "1.0")
+    ran_by_hand(monkeypatch, "test_half.py", "1.0")
+    cell = matrix._cell(PATCH, "vllm", Installed("1.0", {"vllm.a:f": "0" * 16}))
+    assert cell.known == "executed by hand"
+    assert cell.files == {"test_half.py": "executed by hand", "test_one.py": "executed"}
+    ran_by_hand(monkeypatch, "test_one.py", "1.0")
+    cell = matrix._cell(PATCH, "vllm", Installed("1.0", {"vllm.a:f": "0" * 16}))
+    assert (cell.known, cell.files) == ("executed", {"test_one.py": "executed"})
+
+
 def test_what_was_run_counts_for_the_code_that_is_known_or_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "executed", lambda: {"one-patch": {"vllm": ["0.9", "1.0", "1.1"]}})
-    monkeypatch.setattr(matrix, "executed_by_hand", lambda: {"one-patch": {"vllm": frozenset({"0.8"})}})
+    ran(monkeypatch, "test_one.py", "0.9", "1.0", "1.1")
+    ran_by_hand(monkeypatch, "test_one.py", "0.8")
 
     def known(release: str, fingerprint: str | None) -> tuple[str, str]:
         cell = matrix._cell(PATCH, "vllm", Installed(release, {"vllm.a:f": fingerprint}))

@@ -13,10 +13,10 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from packaging.version import Version
 from rich.console import Console
@@ -41,6 +41,7 @@ from vllm_livepatch.tools.releases.registry import Pin
 from vllm_livepatch.tools.releases.sources import SourcesError
 from vllm_livepatch.tools.toml import tomllib
 
+T = TypeVar("T")
 Known = Literal["executed", "executed by hand", "read"]
 MARKS: Mapping[Known, str] = {"executed": "*", "executed by hand": "†", "read": ""}
 NAMES = {"vllm": "vLLM", "lmcache": "LMCache"}
@@ -49,8 +50,9 @@ BY_HAND_FILE = EXECUTED_FILE.with_name("executed_by_hand.toml")
 
 
 class Run(TypedDict):
-    """A patch's release tests, run by hand: `releases` by package, `code` of the patch's folder."""
+    """A patch's release tests of one file, run by hand: `releases` by package, `code` of the patch's folder."""
 
+    file: str
     code: str
     date: str
     revision: str
@@ -64,6 +66,8 @@ class Cell:
     verdict: Verdict
     known: Known
     detail: str
+    files: Mapping[str, Known] = field(default_factory=dict)
+    """The files of release tests that executed it, and where. A cell is known as the least of them is."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Matrix:
     def described(self) -> dict[str, Any]:
         """As `matrix --json` prints it."""
 
-        def rows(value: Callable[[Cell], str]) -> dict[str, dict[str, str]]:
+        def rows(value: Callable[[Cell], T]) -> dict[str, dict[str, T]]:
             return {
                 name: {f"{package}=={version}": value(cell) for (package, version), cell in row.items()}
                 for name, row in self.cells.items()
@@ -87,13 +91,14 @@ class Matrix:
             "releases": [f"{package}=={version}" for package, version in self.releases],
             "patches": rows(lambda cell: cell.verdict),
             "known": rows(lambda cell: cell.known),
+            "files": rows(lambda cell: dict(cell.files)),
         }
 
 
 @functools.cache
-def executed() -> Mapping[str, Mapping[str, list[str]]]:
-    """The releases on which the release tests executed a patch, by patch and package."""
-    found: Mapping[str, Mapping[str, list[str]]] = tomllib.loads(EXECUTED_FILE.read_text("utf-8"))
+def executed() -> Mapping[str, Mapping[str, Mapping[str, list[str]]]]:
+    """The releases on which the release tests executed a patch, by patch, file of tests and package."""
+    found: Mapping[str, Mapping[str, Mapping[str, list[str]]]] = tomllib.loads(EXECUTED_FILE.read_text("utf-8"))
     return found
 
 
@@ -105,16 +110,28 @@ def by_hand() -> Mapping[str, list[Run]]:
 
 
 @functools.cache
-def executed_by_hand() -> Mapping[str, Mapping[str, frozenset[str]]]:
-    """The releases of the runs by hand with our patches' code as it is now, by patch and package."""
-    found: dict[str, dict[str, frozenset[str]]] = {}
+def executed_by_hand() -> Mapping[str, Mapping[str, Mapping[str, frozenset[str]]]]:
+    """As `executed`: the releases of the runs by hand with our patches' code as it is now."""
+    found: dict[str, dict[str, dict[str, frozenset[str]]]] = {}
     for name, runs in by_hand().items():
         codes = {code_of(Path(place, name.replace("-", "_"))) for place in own_patches.__path__}
         for run in runs:
             for package, releases in run["releases"].items() if run["code"] in codes else ():
-                of_patch = found.setdefault(name, {})
-                of_patch[package] = of_patch.get(package, frozenset()) | {*releases}
+                of_file = found.setdefault(name, {}).setdefault(run["file"], {})
+                of_file[package] = of_file.get(package, frozenset()) | {*releases}
     return found
+
+
+def files_of(name: str, package: str, version: str) -> dict[str, Known]:
+    """The files of release tests that executed a patch on a release."""
+    found: dict[str, Known] = {}
+    for file, packages in executed_by_hand().get(name, {}).items():
+        if version in packages.get(package, ()):
+            found[file] = "executed by hand"
+    for file, releases in executed().get(name, {}).items():
+        if version in releases.get(package, ()):
+            found[file] = "executed"
+    return dict(sorted(found.items()))
 
 
 def code_of(folder: Path) -> str:
@@ -160,14 +177,12 @@ def _cell(patch: Patch, package: str, found: Installed) -> Cell:
     verdict, detail, form = judge(patch, found) if own else judge_companion(patch, package, found)
     release = found.release if own else found.companions.get(package)
     version = public_release(release or "")
-    known: Known = "read"
     # A release that has none of the code has no form either, and what was run there is what there is instead.
-    if version in form.releases if form is not None else verdict == "not-present":
-        if version in executed().get(patch.name, {}).get(package, ()):
-            known = "executed"
-        elif version in executed_by_hand().get(patch.name, {}).get(package, ()):
-            known = "executed by hand"
-    return Cell(verdict, known, detail)
+    counts = version in form.releases if form is not None else verdict == "not-present"
+    files = files_of(patch.name, package, version) if counts else {}
+    # One file's tests are about one half of a patch: it is known as the half that is run least.
+    known: Known = ("executed by hand" if "executed by hand" in files.values() else "executed") if files else "read"
+    return Cell(verdict, known, detail, files)
 
 
 def show(matrix: Matrix, console: Console) -> None:
@@ -200,8 +215,8 @@ def markdown(matrix: Matrix) -> str:
     verdicts = _seen(matrix)
     lines = [
         f"Releases: {_counts(matrix)}. **Bold**: executed, by a release test on this release, stock and patched",
-        "(†: on some of these not in CI but by hand, with this code of the patch; `matrix --json` says which);",
-        "the rest is read, by the fingerprints of the code.",
+        "(†: some of it not in CI but by hand, with this code of the patch; `matrix --json` says which, and by which file",
+        "of tests); the rest is read, by the fingerprints of the code.",
         "",
         "| patch | of | " + " | ".join(verdicts) + " | by default |",
         "|---" * (3 + len(verdicts)) + "|",
