@@ -215,7 +215,7 @@ def markdown(matrix: Matrix) -> str:
     verdicts = _seen(matrix)
     lines = [
         f"Releases: {_counts(matrix)}. **Bold**: executed, by a release test on this release, stock and patched",
-        "(†: some of it not in CI but by hand, with this code of the patch; `matrix --json` says which, and by which file",
+        "(†: some of it not in CI but by hand, with this code of the patch; `matrix --json` says which, by which file",
         "of tests); the rest is read, by the fingerprints of the code.",
         "",
         "| patch | of | " + " | ".join(verdicts) + " | by default |",
