@@ -83,32 +83,6 @@ def test_the_table_of_worlds_is_made_of_what_is_kept() -> None:
         assert f"{run['arm']}: {run['date']}, revision {run['revision']}, " in shown
 
 
-def test_the_readme_begins_with_what_is_kept() -> None:
-    arms = json.loads((ROOT / "docs/lab/lmcache-disconnects-0.32.0.json").read_text("utf-8"))["arms"]
-    begin = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", begin, re.M))
-    for kind in ("completed", "failed"):
-        assert rows[kind] == f"{arms['stock'][kind]} | {arms['patched'][kind]}"
-    assert rows["survived"].startswith(f"dead after {arms['stock']['died_after']:.1f} s")
-    assert rows["outputs that differ from an undisturbed run's"] == " | ".join(
-        str(arm["mismatches"]) for arm in arms.values()
-    )
-
-
-def test_the_readmes_wrong_answers_are_what_is_kept() -> None:
-    begin = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
-    table = begin.partition("| wrong answers, with HTTP 200 | stock | this bundle |")[2].partition("\n\n")[0]
-    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
-    for (written, *shown), name in zip(
-        rows, ("late-0.29.0", "late-0.32.0", "stopped-0.29.0", "stopped-0.32.0"), strict=True
-    ):
-        kept = json.loads((ROOT / f"docs/lab-lease/{name}.json").read_text("utf-8"))
-        assert written.endswith(kept["vllm"])
-        assert shown == [
-            f"{arm['mismatches']} of {arm['completed']}" for arm in (kept["arms"]["stock"], kept["arms"]["patched"])
-        ]
-
-
 def test_of_what_leaves_early_the_part_of_the_ideal_is_shown_for_one_prompt_on_a_link() -> None:
     seconds = {"stock": [0.3, 0.6, 0.7], "layer": [0.4], "chunk": [0.5], "prefill": [0.35]}
     rate, tokens = 400, 4069  # whose KV takes a second
