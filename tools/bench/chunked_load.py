@@ -3,9 +3,8 @@
     python -m vllm_livepatch.tools.bench.chunked_load [--rounds N] [--prompts N] [--pool N] [--arms ARM...] [--model M]
 
 Real engines (vLLM on CPU, random weights), each with a pool of a few prompts; all but the first with a real LMCache
-server. Every prompt is asked for once. Then a few are asked for one by one: computed, and loaded. Then, each round, an
-engine's own prefix cache is emptied and all prompts are asked for at once. The arms take turns, so what disturbs the
-machine disturbs all of them. Answers are compared with the arm's first ones, and those between arms. Ratios are round
+server. Every prompt is asked for once. Then, each round, a few are asked for one by one, and all of them at once, each
+time with the engine's own prefix cache emptied. The arms take turns, so what disturbs the machine disturbs all of them. Answers are compared with the arm's first ones, and those between arms. Ratios are round
 by round, over `off`.
 """
 
@@ -55,7 +54,7 @@ OUTPUT_TOKENS = (8, 16, 24, 32)
 HITS = "vllm:external_prefix_cache_hits_total"
 STEPS = "vllm:iteration_tokens_total_count"
 ALONE = 5
-"""Prompts that are asked for one by one."""
+"""Prompts that are asked for one by one, in each round and by each arm."""
 
 MODELS: dict[str, dict[str, int]] = {
     "wide": {
@@ -114,7 +113,7 @@ async def measure(
     deployed = {
         arm: deployment(arm, python, made, pool, variables(arm, injected, place / f"state-{arm}")) for arm in arms
     }
-    figures: dict[str, dict[str, Any]] = {arm: {"rounds": []} for arm in arms}
+    figures: dict[str, dict[str, Any]] = {arm: {"rounds": [], "alone": []} for arm in arms}
     supervisors = {arm: Supervisor(place / arm, lambda line: print(line, file=sys.stderr)) for arm in arms}
     try:
         for supervisor in supervisors.values():
@@ -123,11 +122,13 @@ async def measure(
         stored = await asyncio.gather(*(answers(deployed[arm].url, asked) for arm in arms))
         for arm, outputs in zip(arms, stored, strict=True):
             figures[arm]["outputs"] = outputs
-            async with Client(deployed[arm].url, topology.MODEL_NAME, 120) as client:
-                figures[arm]["alone"] = [await alone(client, prompt) for prompt in asked[:ALONE]]
         for number in range(rounds):
             first = number % len(arms)  # what an arm leaves behind is not always the same one's affair
-            for arm in (*arms[first:], *arms[:first]):
+            turns = (*arms[first:], *arms[:first])
+            for prompt in asked[:ALONE]:
+                for arm in turns:
+                    figures[arm]["alone"].append(await supervisors[arm].guard(alone(deployed[arm].url, prompt)))
+            for arm in turns:
                 one = supervisors[arm].guard(play(deployed[arm].url, asked, figures[arm]["outputs"], arm))
                 figures[arm]["rounds"].append(await one)
         for arm in arms:
@@ -149,13 +150,14 @@ async def answers(url: str, prompts: Sequence[Messages]) -> list[str]:
         return await asyncio.gather(*(client.complete(prompt, tokens) for prompt, tokens in each(prompts)))
 
 
-async def alone(client: Client, prompt: Messages) -> tuple[float, float]:
+async def alone(url: str, prompt: Messages) -> tuple[float, float]:
     """Seconds to the first token of a prompt that is asked for alone, and of its end that is never stored."""
     found = []
-    for words in (prompt, (" ".join(prompt[0].split()[-(PROMPT_TOKENS % topology.CHUNK_SIZE) :]),)):
-        await emptied(client)
-        _, pieces = await client.stream(words, 1)
-        found.append(pieces[0])
+    async with Client(url, topology.MODEL_NAME, 120) as client:
+        for words in (prompt, (" ".join(prompt[0].split()[-(PROMPT_TOKENS % topology.CHUNK_SIZE) :]),)):
+            await emptied(client)
+            _, pieces = await client.stream(words, 1)
+            found.append(pieces[0])
     return found[0], found[1]
 
 
@@ -244,10 +246,13 @@ def rows(figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             if "off" in figures and arm != "off":
                 text += f" ({ratio(of[key], [values[key] for values in figures['off']['rounds']])})"
             cells.append(text)
-        single = statistics.median(whole for whole, _ in entry["alone"])
+        single = [whole for whole, _ in entry["alone"]]
+        single_text = duration(statistics.median(single))
+        if "off" in figures and arm != "off":
+            single_text += f" ({ratio(single, [whole for whole, _ in figures['off']['alone']])})"
         shown = [f"{statistics.median(of['steps']):.0f}", f"{statistics.median(of['hit_share']):.0%}"]
         wrong = [f"{sum(of['failures']):.0f}", f"{sum(of['other_outputs']):.0f}"]
-        found.append([TITLES[arm], duration(single), *cells, *shown, *wrong])
+        found.append([TITLES[arm], single_text, *cells, *shown, *wrong])
     return found
 
 
