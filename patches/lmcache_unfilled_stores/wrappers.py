@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ class Held:
         entry.write_lock = self
 
     def is_locked(self) -> bool:
-        return True
+        """Where the patch has stood aside, as long as the release's own."""
+        return not self.rooms.aside() or self.own.is_locked()
 
     def lock(self) -> None:
         """Nobody locks what is locked."""
@@ -64,35 +66,33 @@ class Held:
 class Rooms:
     """What is reserved in one server's shared memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, aside: Callable[[], bool]) -> None:
+        self.aside = aside  # whether the patch has stood aside
         self.turns: dict[int, threading.Lock] = {}  # by worker: a store begins or ends, or its registration does
         self.lock = threading.Lock()  # of what follows; `held` is changed by single calls, each under its L1's own lock
         self.held: dict[Held, None] = {}
         self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
-        self.refused: set[Store] = set()  # of `kept`, what was asked for again, and got no room
+        self.refused: Counter[Store] = Counter()  # how often a name was asked for again, and got no room
         self.ambiguous: set[Store] = set()  # names by which several stores were begun, of which one may be copied to
         self.for_good: list[tuple[Any, Any]] = []  # of two stores by one name, whose ends cannot be told apart
 
-    def asked_again(self, store: Store, given: bool, one_number: bool) -> bool:
-        """Room was asked for, and `given` or not; whether its COMMIT_STORE may be an earlier one's of the same name.
+    def asked_again(self, store: Store, given: bool) -> bool:
+        """Room was asked for, and `given` or not; whether its COMMIT_STORE may be another's of the same name.
 
-        `one_number`: two engines may have it, and one request, so that both copy. Else one worker asks again, which has
-        left the first, unless its registration has ended since.
+        Who is given none does not copy: it sends a message, or nothing.
         """
-        held = any(held.store == store for held in list(self.held))
+        same = [held for held in list(self.held) if held.store == store]
         with self.lock:
-            kept = store in self.kept
-            if kept and given:
-                self.for_good += self.kept.pop(store)
-            elif kept:
-                self.refused.add(store)
-            if (kept and given) or (held and one_number):
-                self.ambiguous.add(store)
-        if held and (given or one_number):
-            for one in list(self.held):
-                if one.store == store:
-                    one.store = (*store[:2], None)
-        return store in self.ambiguous
+            if not same and store not in self.kept:
+                return store in self.ambiguous
+            if not given:
+                self.refused[store] += 1
+                return store in self.ambiguous
+            self.for_good += self.kept.pop(store, [])
+            self.ambiguous.add(store)
+        for held in same:
+            held.store = (*store[:2], None)
+        return True
 
     def hold(self, storage: Any, store: Store, keys: list[Any]) -> None:
         """Room was made for these keys."""
@@ -137,8 +137,8 @@ class Rooms:
     def not_used(self, store: Store) -> int:
         """A worker does not copy into the room that was made for a store: it is free. How many objects."""
         with self.lock:
-            if store in self.refused:  # the message is the later one's, for which no room was made
-                self.refused.discard(store)
+            if self.refused[store]:  # the message may be that one's
+                self.refused -= Counter([store])
                 return 0
         for held in [held for held in list(self.held) if held.store == store]:
             self._taken_out(held)
@@ -148,7 +148,6 @@ class Rooms:
         """The worker has copied after all: its room is free. How many objects."""
         with self.lock:
             kept = self.kept.pop(store, [])
-            self.refused.discard(store)
         for l1, memory in kept:
             with l1._lock:
                 l1._memory_manager.free([memory])
@@ -182,8 +181,8 @@ def take_out(l1: Any, key: Any) -> None:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """At each target: a look at its calls, or a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
-    # A patch that stands aside leaves the locks: COMMIT_STORE ends each, without the patch too.
-    rooms = Rooms()
+    # A patch that stands aside leaves the locks, as the release's own: COMMIT_STORE ends each, without the patch too.
+    rooms = Rooms(lambda: livepatch.aside)
 
     def prepare_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """Let no time end what is reserved."""
@@ -192,7 +191,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         with turn(store[0]):
             answer = wrapped(*args, **kwargs)
             given = bool(answer.context.get("slots"))  # else all is there, or goes through messages
-            ambiguous = rooms.asked_again(store, given, hasattr(module, "_non_gpu_contexts"))
+            ambiguous = rooms.asked_again(store, given)
             if given:
                 hold(module, answer, (*store[:2], None) if ambiguous else store)
         return answer

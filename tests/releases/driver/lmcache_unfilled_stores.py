@@ -29,19 +29,21 @@ import lmcache_server
 lmcache_server.compiled()
 
 import lmcache
-from lmcache_server import AFTER_A_PING, PATIENCE, Server, Worker, silence, until
+from lmcache_server import AFTER_A_PING, BLOCK, PATIENCE, Server, Worker, silence, until
 
 FIRST, SECOND = [1, 2, 3, 4], [5, 6, 7, 8]
 
 
 @contextlib.contextmanager
-def within_the_copy(act: Callable[[], None]) -> Iterator[None]:
-    """A worker has been told where to copy, and has not begun to."""
+def within_the_copy(act: Callable[[], None], copied: bool = False) -> Iterator[None]:
+    """A worker has been told where to copy, and has not begun to; or it has `copied`, and has not said so."""
     module = importlib.import_module("lmcache.v1.multiprocess.transfer_context.worker_transfer")
     copy = module.gather_paged_kv_to_cpu
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         module.gather_paged_kv_to_cpu = copy
+        if copied:
+            copy(*args, **kwargs)
         act()
         return copy(*args, **kwargs)
 
@@ -70,14 +72,14 @@ def begun(server: Server, prompt: int, act: Callable[[Worker], None]) -> Worker:
     return worker
 
 
-def loaded(worker: Worker, name: str, prompt: int) -> list[Any]:
+def loaded(worker: Worker, name: str, prompt: int, into: list[int] = SECOND) -> list[Any]:
     """How many tokens of a prompt are a hit, whether its load ends well, and whether what came is the prompt's."""
-    hit = worker.hit(name, prompt, 65)
+    hit = worker.hit(name, prompt, len(into) * BLOCK + 1)
     if not hit:
         return [hit]
-    worker.load(name, prompt, SECOND)
+    worker.load(name, prompt, into)
     _, loads, failed = worker.finished()
-    return [hit, loads == [name] and not failed, worker.holds(prompt, SECOND)]
+    return [hit, loads == [name] and not failed, worker.holds(prompt, into)]
 
 
 def stored_and_loaded(worker: Worker, name: str, prompt: int) -> list[Any]:
@@ -228,6 +230,47 @@ def another_of_its_number(server: Server) -> Any:
     return result
 
 
+def two_of_one_request(server: Server) -> Any:
+    """A request stores a prompt's second half, is preempted, and stores both, since the first half was evicted. The end
+    of the first store comes when the second has begun: from 0.5.2 on a worker's threads say it one after the other.
+
+    What others load of the first half then, and when the second store has ended too.
+    """
+    others, worker = Worker(server.port, 1.0), Worker(server.port, 1.0)
+    context = getattr(worker.adapter.transfer_ctx, "_engine_driven_context", None)
+    context = context or worker.adapter.transfer_ctx._non_gpu_context  # to 0.4.7
+    asked: list[tuple[Any, ...]] = []
+    prepare = context.prepare_store
+    context.prepare_store = lambda *store: (asked.append(store), prepare(*store))[1]
+    worker.fill(80, FIRST)
+    result = []
+
+    def first_half(prompt: int) -> None:
+        others.fill(prompt, FIRST)
+        others.store(f"half of {prompt}", prompt, FIRST[:2])
+        others.finished(f"half of {prompt}")
+
+    def first_ends() -> None:
+        context.commit_store(*asked[0], [])
+        result.append(loaded(others, "within", 80, SECOND[:2]))
+
+    def preempted() -> None:
+        server.ask("evict")
+        first_half(81)  # in the same memory
+        server.ask("evict")
+        with within_the_copy(first_ends):
+            worker.store("request", 80, FIRST)
+        dies()  # its end has been said
+
+    first_half(80)
+    with within_the_copy(preempted, copied=True), contextlib.suppress(Died):
+        worker.store("request", 80, FIRST)
+    result.append(loaded(others, "after", 80, SECOND[:2]))
+    for one in (worker, others):
+        one.close()
+    return result
+
+
 CASES: tuple[Callable[[Server], Any], ...] = (
     goodbye,
     death,
@@ -236,6 +279,7 @@ CASES: tuple[Callable[[Server], Any], ...] = (
     copies_for_long,
     cannot_map_the_pool,
     another_of_its_number,
+    two_of_one_request,
 )
 
 
