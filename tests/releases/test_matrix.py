@@ -17,14 +17,15 @@ from packaging.version import Version
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.releases import registry
+from vllm_livepatch.tools.toml import tomllib
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = catalogue.load()
 
 
 @cache
-def driven(selection: str | None = None) -> dict[str, set[str]]:
-    """The releases that each file of release tests is run on, as pytest collects them: in CI, or by hand."""
+def collected(selection: str | None = None) -> list[str]:
+    """The release tests, as pytest collects them: in CI, or by hand."""
     environ = {name: value for name, value in os.environ.items() if name != executed.SELECTION}
     command = [
         sys.executable,
@@ -38,11 +39,15 @@ def driven(selection: str | None = None) -> dict[str, set[str]]:
     ]
     environ |= {executed.SELECTION: selection} if selection else {}
     listed = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if "::" in line]
+
+
+def driven(selection: str | None = None) -> dict[str, set[str]]:
+    """The releases that each file of release tests is run on."""
     found: dict[str, set[str]] = defaultdict(set)
-    for line in listed.splitlines():
+    for line in collected(selection):
         file, _, test = line.partition("::")
-        if test:
-            found[Path(file).name].update(re.findall(r"\d+\.\d+\.\d+", test.partition("[")[2]))
+        found[Path(file).name].update(re.findall(r"\d+\.\d+\.\d+", test.partition("[")[2]))
     return found
 
 
@@ -92,6 +97,12 @@ def test_every_release_that_is_driven_is_in_it_and_none_has_drifted(made: matrix
         only_read = {(pin.package, pin.version) for one in packages for pin in registry.all_pins(one) if pin.read}
         lost = [release for release, cell in row.items() if cell.verdict == "drifted" and release not in only_read]
         assert lost == [], name
+
+
+def test_the_release_tests_that_mutants_get_are_those_of_ci() -> None:
+    """What pytest cannot find ends with an error, which would count as a mutant that was noticed."""
+    asked = tomllib.loads((ROOT / "tools/upkeep/mutation.toml").read_text("utf-8"))["releases"]
+    assert {test for tests in asked.values() for test in tests} - {*collected()} == set()
 
 
 def test_the_readme_has_the_matrix(made: matrix.Matrix) -> None:

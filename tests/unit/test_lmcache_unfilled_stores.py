@@ -146,18 +146,18 @@ class Server:
 
         assert self.targets[f"{self.module}.prepare_store"](prepare, self, (key, worker), {}) is answer
 
-    def end(self, worker: int = 7) -> None:
-        if self.module == patch.MODULE:
-            self.registered.pop(worker, None)
-            release = self.targets[f"{self.module}._release_entry"]
-            release(lambda *args: self.released.append(args[0]), self, (worker, "entry"), {})
-            return
-
-        def unregister(instance_id: int) -> None:
+    def end(self, worker: int = 7, within: Call = lambda: None) -> None:
+        def released(instance_id: int, entry: str = "") -> None:
             self.registered.pop(instance_id, None)
+            within()
             self.released.append(instance_id)
 
-        self.targets[f"{self.module}.unregister_kv_cache"](unregister, self, (), {"instance_id": worker})
+        if self.module == patch.MODULE:
+            self.registered.pop(worker, None)
+            self.targets[f"{self.module}._release_entry"](released, self, (worker, "entry"), {})
+            return
+
+        self.targets[f"{self.module}.unregister_kv_cache"](released, self, (), {"instance_id": worker})
 
     def commit(
         self, name: str, worker: int = 7, sent: bytes = b"", within: Call = lambda: None, request: str = "one"
@@ -349,6 +349,24 @@ def test_a_registration_that_ends_waits_until_a_store_has_ended(server: Server) 
     ends.join()
     assert (server.l1.at("a"), server.l1.gone, entry.write_lock.is_locked()) == (entry, [], False)
     assert (server.released, server.context.counters) == ([8, 7], {})
+
+
+def test_what_a_worker_sends_waits_until_its_registration_has_ended(server: Server) -> None:
+    """Another worker's does not."""
+    server.prepare("a", memory="of 7")
+    server.prepare("b", memory="of 8", worker=8)
+    sends = threading.Thread(target=lambda: server.commit("a", sent=b"chunks"))
+
+    def within() -> None:
+        sends.start()
+        sends.join(0.1)
+        assert server.l1.freed == []
+        server.commit("b", worker=8, sent=b"chunks")
+        assert server.l1.freed == ["of 8"]
+
+    server.end(within=within)
+    sends.join()
+    assert server.l1.freed == ["of 8", "of 7"]
 
 
 def test_requests_that_store_the_same_end_what_was_reserved_for_each(server: Server) -> None:

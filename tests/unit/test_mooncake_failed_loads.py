@@ -469,6 +469,30 @@ def test_from_0_30_to_0_32_a_load_that_one_worker_refuses_is_reported_with_the_l
     asyncio.run(play())
 
 
+def test_from_0_30_to_0_32_only_what_another_worker_may_write_is_counted_as_held() -> None:
+    """Of two loads that one worker of prefill's refuses, the other may still write for one."""
+
+    async def play() -> None:
+        decode = Decode(reports=True)
+        alone = SimpleNamespace(**{**vars(decode.pull), "d_req_id": "alone", "pull_tasks_count": 1})
+        pulls = {"alone": alone, "d": decode.pull}
+        decode.call("receive_kv", lambda engine, pulls: None, "p", pulls)
+
+        async def refuses(address: str, asked: Any) -> None:
+            names = [*asked]
+            refused = {"err_reqs": names, "err_msg": "P num blocks less than D"}
+            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **refused}))
+            decode._handle_failed_recv(asked, names, "P num blocks less than D")
+
+        with listening() as address:
+            await asyncio.wait_for(decode.call("receive_kv_from_single_worker", refuses, address, pulls), 60)
+        assert [names for names in decode.reports if names] == [["alone"]]
+        assert decode.context.counters == {"held": 1}
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
 def test_what_was_never_asked_for_is_reported_at_once() -> None:
     """As by the release where the bootstrap server does not know the prefill engine."""
 
@@ -727,6 +751,54 @@ def test_after_an_error_of_its_own_an_answer_that_is_overdue_is_the_release_s(mo
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("why", ["begun before the patch", "aside", "no blocks"])
+def test_an_answer_that_is_overdue_is_the_release_s_where_the_patch_has_no_part_in_it(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The release gives up as it would, by an error that it knows, and nothing is held for it."""
+    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
+
+    async def play() -> None:
+        decode = Held()
+        raised: list[str] = []
+
+        async def receive() -> str:
+            raise Again
+
+        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: socket_of(receive))
+
+        async def release(address: str, pulls: Any) -> None:
+            asking = decode.async_zmq_ctx.socket("dealer")
+            await asking.send(b"an ask")
+            if why == "aside":
+                decode.context.stand_aside("elsewhere", RuntimeError())
+            try:
+                await asking.recv()
+            except Exception as error:  # as the release, which takes any for the end of the ask
+                raised.append(type(error).__name__)
+            decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, "ok_reqs": ["d"]}))
+
+        async def ask(pull: Any) -> None:
+            asked = decode.call("receive_kv_from_single_worker", release, address, {"d": pull})
+            await asyncio.wait_for(asked, 60)
+
+        with listening() as address:
+            if why == "begun before the patch":
+                await decode.ask(address, well)  # since then the worker's sockets are followed
+                pull = SimpleNamespace(**vars(decode.pull))
+                del pull._livepatch_load
+                await ask(pull)
+            else:
+                if why == "no blocks":
+                    decode.pull.local_block_ids = []
+                await ask(decode.pull)
+        assert raised == ["Again"]
+        assert "held" not in decode.context.counters
+        assert len(decode.aside) == (why == "aside")
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("fields", [{"ok_reqs": ["d"]}, {"err_reqs": ["d"], "err_msg": "few"}, {}])
 def test_to_0_29_an_answer_that_comes_late_is_taken(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill engine lives on: it has said all that it will."""
@@ -816,6 +888,26 @@ def test_a_worker_may_be_asked_with_arguments_by_name(given: int) -> None:
         await asyncio.wait_for(decode.call("receive_kv_from_single_worker", release, *args, **asked), 60)
         assert released == [("nobody:1", ["d"])]
         assert not decode.aside
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_an_engine_that_its_bootstrap_server_does_not_know_may_be_looked_for_with_arguments_by_name(given: int) -> None:
+    """To 0.29.0 the release logs that, and its requests would wait for ever."""
+
+    async def play() -> None:
+        decode = Decode()
+        asked = {"remote_engine_id": "unknown", "pull_metas": {"d": decode.pull}}
+        args = [asked.pop(name) for name in [*asked][:given]]
+        released: list[Any] = []
+
+        async def release(remote_engine_id: str, pull_metas: Any) -> None:
+            released.append((remote_engine_id, [*pull_metas]))
+
+        await decode.call("handle_new_engine_id", release, *args, **asked)
+        assert released == [("unknown", ["d"])]
+        assert decode.reported() == ({"d"}, {3, 4})
 
     asyncio.run(play())
 

@@ -405,6 +405,29 @@ def test_several_layers_leave_in_one_write_of_a_useful_size_and_no_larger(monkey
     run(small)
 
 
+def test_a_layer_of_blocks_that_are_larger_than_a_write_is_to_be_leaves_when_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a model with many layers whose blocks are of many tokens: one layer at a time."""
+    monkeypatch.setattr(early, "PIECE_BYTES", 8)
+
+    async def case(worker: Worker) -> None:
+        worker.livepatch_writes._block_bytes = 60  # twenty of each layer
+        worker.livepatch_writes._piece = 1
+        asked = worker.ask("d", "t", [10, 11])
+        worker.beginning("t", [1], 2)
+        await base.turns()
+        await worker.saved("a")
+        assert worker.written == [[(1, 10, "a")]]
+        await worker.saved("b", "c")
+        await base.turns(60)
+        assert worker.written[1:] == [[(1, 10, "b")], [(1, 10, "c")]]
+        worker.end("t", [1, 2])
+        await asked
+
+    run(case)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_layer_is_read_when_the_device_has_computed_it_and_the_release_would_still_write(kept: bool) -> None:
     computed, logged = asyncio.Event(), list[str]()

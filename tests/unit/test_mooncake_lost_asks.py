@@ -342,9 +342,15 @@ def test_an_engine_is_named_when_all_of_its_workers_are_known(
     assert context.counters == ({} if whole else {"not_whole": 1})
 
 
-def test_a_bootstrap_server_that_stands_alone_names_all_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [(None, None), (2, None), (None, 2)])
+def test_a_bootstrap_server_that_stands_alone_names_all_that_it_knows(
+    sizes: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or in a process whose groups are not all made."""
     engines = {0: engine((0, 0))}
-    assert known(engines, None, None, monkeypatch)[0] == engines
+    found, context = known(engines, *sizes, monkeypatch)
+    assert found == engines
+    assert not context.aside
 
 
 def test_where_nobody_knows_which_are_whole_the_release_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -882,6 +888,8 @@ def test_a_port_that_zmq_closes_late_is_waited_for(monkeypatch: pytest.MonkeyPat
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
+        if seconds < 0:  # as the real one
+            raise ValueError("sleep length must be non-negative")
         slept.append(seconds)
         if len(slept) > 1:
             server.close()

@@ -4,8 +4,8 @@
 
 Real engines (vLLM on CPU, random weights), each with a pool of a few prompts; all but the first with a real LMCache
 server. Every prompt is asked for once. Then, each round, a few are asked for one by one, and all of them at once, each
-time with the engine's own prefix cache emptied. The arms take turns, so what disturbs the machine disturbs all of them. Answers are compared with the arm's first ones, and those between arms. Ratios are round
-by round, over `off`.
+time with the engine's own prefix cache emptied. The arms take turns, so what disturbs the machine disturbs all of them.
+Answers are compared with the arm's first ones, and those between arms. Ratios are round by round, over `off`.
 """
 
 from __future__ import annotations

@@ -38,10 +38,8 @@ says which test notices it now; 15 were run by hand, with the test that is about
 says that each of its mutants was looked at, and not what the tests would notice of others: that is in its draws.
 Nor in the second draw of `patches/`, of 2026-11-25. It was run with the unit tests alone at first; six patches that had
 few of them, or none, got their release tests too. Then tests were written for its survivors, and these were run again,
-those that still survived with the release tests. It has none of the Mooncake patches. The third draw
-was ended early, and its survivors have no tests yet. Some modules were changed since
-their first draw and are in no second one: their figures are of the text that they had then. Where a share is of about
-ten mutants it says little: see its interval.
+those that still survived with the release tests. It has none of the Mooncake patches, which are in the fourth and
+fifth. The third draw was ended early. Where a share is of about ten mutants it says little: see its interval.
 Modules that are not listed were not measured.
 """
 
