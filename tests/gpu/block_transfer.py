@@ -99,6 +99,7 @@ def main() -> int:
         print("torch sees no device: nothing was tried", file=sys.stderr)
         return 0
     drivers = ROOT / "tests" / "releases" / "driver"
+    sys.path.insert(0, str(drivers))  # they import one of their own
     transfer = load(ROOT / "patches" / "mp_block_transfer" / "transfer.py").transfer
     stdout = sys.stdout
     driver, bench = load(drivers / "block_transfer.py"), load(drivers / "block_transfer_bench.py")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -13,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import executed
+import interpreter
 import pytest
 import tomli_w
 from filelock import FileLock
-from interpreter import Interpreter
 from packaging.version import Version
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import matrix
@@ -33,9 +31,9 @@ OUTCOMES = "outcomes"
 
 @pytest.fixture(scope="session")
 def engine_python() -> Path:
-    """The interpreter that has torch and all else that vLLM imports: LIVEPATCH_TEST_PYTHON, else one built for it."""
-    given = os.environ.get("LIVEPATCH_TEST_PYTHON")
-    return Path(given) if given else environments.engine()
+    """The interpreter that the drivers run in."""
+    python: Path = interpreter.engine_python()
+    return python
 
 
 @pytest.fixture(scope="session")
@@ -48,20 +46,18 @@ def mooncake(engine_python: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def warm(engine_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+def warm(engine_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[interpreter.Interpreter]:
     """Interpreters that start warm: one server for each worker of the test run."""
-    interpreter = Interpreter(engine_python, tmp_path_factory.mktemp("warm"))
-    yield interpreter
-    interpreter.close()
+    opened = interpreter.Interpreter(engine_python, tmp_path_factory.mktemp("warm"))
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle, made by the command that users make theirs with."""
-    directory = tmp_path_factory.mktemp("bundle") / "bundle"
-    command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "generate", "--out", str(directory)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return directory
+    """A bundle of all patches."""
+    made: Path = interpreter.made_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
+    return made
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -34,6 +34,19 @@ SERVED = "LIVEPATCH_TEST_WARM"
 """The folder of a server that outlives a test run (`python interpreter.py FOLDER`): FIFOs `jobs` and `answers`."""
 
 
+def engine_python() -> Path:
+    """The interpreter that has torch and all else that vLLM imports: LIVEPATCH_TEST_PYTHON, else one built for it."""
+    given = os.environ.get("LIVEPATCH_TEST_PYTHON")
+    return Path(given) if given else environments.engine()
+
+
+def made_bundle(directory: Path) -> Path:
+    """A bundle in this directory, which is not there yet, made by the command that users make theirs with."""
+    command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "generate", "--out", str(directory)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return directory
+
+
 class Interpreter:
     """Runs drivers, one at a time, each in a process of its own. Close it when done."""
 

@@ -17,32 +17,22 @@ DRIVER = "early_sends"
 PATCH = "stale-finished-recving"
 SOME = executed.chosen(["0.14.1", "0.20.2", "0.29.0", "0.33.0"], [pin.version for pin in registry.pins("vllm")])
 
-# By case: what is passed on step by step. The step that tells of the request's end is the second (the third where two
-# were scheduled before it).
-STOCK = {
-    "first_is_early": ["S", "", ""],
-    "second_is_early": ["S", "", ""],
-    "other_with_the_news": ["S", "", ""],
-    "both_early_at_once": ["S", "", ""],
-    "both_early_one_after_the_other": ["S", "S", "", ""],
-    "one_announces": ["S", "", ""],
-    "three": ["S", "", "", ""],
-    "nested": ["S", "", "", ""],
-    "receive_does_not_wait": ["SR", "", ""],
-    "none_is_early": ["", "", "", "S"],
+# By case: what is passed on step by step, on stock and patched. The step that tells of the request's end is the second
+# (the third where two were scheduled before it).
+CASES = {
+    "first_is_early": (["S", "", ""], ["", "", "S"]),
+    "second_is_early": (["S", "", ""], ["", "", "S"]),
+    "other_with_the_news": (["S", "", ""], ["", "S", ""]),
+    "both_early_at_once": (["S", "", ""], ["", "S", ""]),
+    "both_early_one_after_the_other": (["S", "S", "", ""], ["", "", "S", ""]),
+    "one_announces": (["S", "", ""], ["", "S", ""]),
+    "three": (["S", "", "", ""], ["", "", "", "S"]),
+    "nested": (["S", "", "", ""], ["", "", "", "S"]),
+    "receive_does_not_wait": (["SR", "", ""], ["R", "", "S"]),
+    "none_is_early": (["", "", "", "S"], ["", "", "", "S"]),
 }
-PATCHED = {
-    "first_is_early": ["", "", "S"],
-    "second_is_early": ["", "", "S"],
-    "other_with_the_news": ["", "S", ""],
-    "both_early_at_once": ["", "S", ""],
-    "both_early_one_after_the_other": ["", "", "S", ""],
-    "one_announces": ["", "S", ""],
-    "three": ["", "", "", "S"],
-    "nested": ["", "", "", "S"],
-    "receive_does_not_wait": ["R", "", "S"],
-    "none_is_early": ["", "", "", "S"],
-}
+STOCK = {name: stock for name, (stock, _) in CASES.items()}
+PATCHED = {name: patched for name, (_, patched) in CASES.items()}
 EARLY = 11
 """How many sends come early in all of the cases."""
 

@@ -104,6 +104,15 @@ def expected(release: str, cases: dict[str, Any], only: list[str]) -> dict[str, 
     return {name: came for name, came in cases.items() if not only or name in only}
 
 
+def expect_needed(run: dict[str, Any], work: Path, cases: dict[str, Any], only: list[str]) -> dict[str, Any]:
+    """Expect of a run in `work` that its cases came to these, by a patch that is needed. Return what it counted."""
+    patch = interpreter.reported(work, PATCH)
+    assert run["cases"] == cases
+    assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
+    assert patch["counters"]["failed"] == (1 if only else 5)
+    return dict(patch["counters"])
+
+
 @pytest.mark.parametrize("release", executed.chosen(["0.20.2", "0.33.0"], EVERY))
 def test_stock(release: str, warm: interpreter.Interpreter, mooncake: list[Path], tmp_path: Path) -> None:
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, path=mooncake, arguments=["0.2", *SHORT])
@@ -118,7 +127,4 @@ def test_patched(
     environ = {"LIVEPATCH_MOONCAKE_LAYERWISE": "on", "LIVEPATCH_MOONCAKE_FAILED_LOADS_LOOK_SECONDS": "0.2"}
     given = {"bundle": bundle, "path": mooncake, "arguments": ["0.5", *only], "environ": environ}
     run = warm.run(DRIVER, {"vllm": release}, tmp_path, **given)
-    assert run["cases"] == expected(release, PATCHED, only)
-    patch = interpreter.reported(tmp_path, PATCH)
-    assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
-    assert patch["counters"]["failed"] == (1 if only else 5)
+    expect_needed(run, tmp_path, expected(release, PATCHED, only), only)

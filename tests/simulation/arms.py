@@ -17,7 +17,10 @@ RELEASE_TESTS = ROOT / "tests" / "releases"
 if str(RELEASE_TESTS) not in sys.path:
     sys.path.insert(0, str(RELEASE_TESTS))
 
-from interpreter import DRIVERS, Interpreter  # noqa: E402  (found by the line above, as by pytest's conftest)
+# Found by the line above, as by pytest's conftest.
+from interpreter import DRIVERS, Interpreter  # noqa: E402
+from interpreter import engine_python as engine_python  # noqa: E402
+from interpreter import made_bundle as made_bundle  # noqa: E402
 
 DRIVER = "../../simulation/driver"
 """Where Interpreter.run, which looks in its own folder, finds ours."""

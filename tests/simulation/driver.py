@@ -8,17 +8,17 @@ Run by a fresh interpreter with the release's sources, and a bundle or none, on 
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 import time
 
-STARTED = time.perf_counter()
-gc.disable()
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+from result import begin_driver, print_result
 
+STARTED = time.perf_counter()
+begin_driver()
+
+import gc
 import json
+import os
+import sys
 import tempfile
 import traceback
 from dataclasses import asdict
@@ -100,8 +100,7 @@ def main() -> None:
             if one and any(world["faults"] for world in worlds):
                 break
     seconds = {"import": imported - STARTED, "worlds": time.perf_counter() - imported}
-    print(json.dumps({"vllm": vllm.__file__, "worlds": worlds, "seconds": seconds}), file=RESULT, flush=True)
-    sys.stderr.flush()
+    print_result({"worlds": worlds, "seconds": seconds}, vllm)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from schedulers_connector import SchedulersConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 
 from tests.simulation.connectors import BEHAVIOURS, Multi
 
@@ -23,7 +24,7 @@ class Metadata(KVConnectorMetadata):  # type: ignore[misc]
         self.loads = loads
 
 
-class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class SimulatedConnector(SchedulersConnector, SupportsHMA):  # type: ignore[misc]
     """The scheduler's side."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -55,22 +56,6 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         return self.world.begin_sends(request, block_ids), None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Belong to the worker's side, which is the world's."""
-        raise NotImplementedError
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Belong to the worker's side."""
-        raise NotImplementedError
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Belong to the worker's side."""
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        """Belong to the worker's side."""
-        raise NotImplementedError
 
 
 for _behaviour in BEHAVIOURS.values():

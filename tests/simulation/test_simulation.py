@@ -15,7 +15,6 @@ from vllm_livepatch.tools.releases import registry
 from tests.releases import executed
 from tests.simulation import answers, arms, shrink
 from tests.simulation.cases import CASES, LATE_OLDEST, LOST, Case
-from tests.simulation.conftest import python_of_engine
 from tests.simulation.mutants import MUTANTS, Mutant
 
 RELEASES = [pin.version for pin in registry.pins("vllm")]
@@ -147,7 +146,7 @@ def test_a_load_deadlock_beyond_0_30_0_is_a_fault(warm: arms.Interpreter) -> Non
 def test_a_seed_tells_the_same_story_in_two_interpreters(warm: arms.Interpreter, bundle: Path) -> None:
     """Each seed goes the same way in a process that shares nothing with the first."""
     arm = arms.Arm(NEWEST, bundle, tell=True)
-    with arms.interpreters(1, python_of_engine()) as (another,):
+    with arms.interpreters(1, arms.engine_python()) as (another,):
         reported = arms.run(another, arm, TAME, losses=TAME)
     assert arms.run(warm, arm, TAME, losses=TAME) == reported
     assert all(world["story"] for world in reported)

@@ -328,9 +328,7 @@ class World:
         """Schedule a step, and note the block tables that the worker would be given."""
         scheduled = self.scheduler.schedule()
         self.scheduled += 1
-        cached = scheduled.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts = real.computed_before(scheduled)
         work = []
         output = real.run_model(scheduled)
         for index, name in enumerate(output.req_ids):

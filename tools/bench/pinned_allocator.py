@@ -28,10 +28,11 @@ from vllm_livepatch.tools.releases import registry, sources
 
 GIB = 1 << 30
 CODE = """
-import ctypes, json, os, sys, time
+import sys
 sys.path.insert(0, sys.argv[2])
 import pinned_allocator_double as double
-print(json.dumps(double.measure(int(sys.argv[1]))), file=double.RESULT)
+from result import print_result
+print_result(double.measure(int(sys.argv[1])))
 """
 
 

@@ -7,18 +7,18 @@ A case's memory is one buffer of random bytes, in which the cache's tensors and 
 
 from __future__ import annotations
 
+from result import print_result, take_stdout
+
+take_stdout()
+
 import enum
 import importlib.util
 import itertools
 import json
-import os
 import random
 import sys
 from types import SimpleNamespace
 from typing import Any
-
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
 
 import torch
 
@@ -213,7 +213,7 @@ def main() -> None:
     result: dict[str, Any] = {"wrong": [differences(case, module.transfer) for case in cases]}
     if cases:
         result["refused"] = refused(cases[0], module.transfer)
-    print(json.dumps(result), file=RESULT, flush=True)
+    print_result(result)
 
 
 if __name__ == "__main__":

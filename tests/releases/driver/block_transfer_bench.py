@@ -12,13 +12,11 @@ The ways take turns; a turn is as many calls in a row as take TURN_SECONDS, one 
 
 from __future__ import annotations
 
-import os
+from result import print_result, take_stdout
 
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+take_stdout()
 
 import importlib.util
-import json
 import math
 import sys
 import time
@@ -210,7 +208,7 @@ def main() -> None:
             found[direction] = times
             found["bytes"] = shape.memory.nbytes
         result["shapes"][name] = found
-    print(json.dumps(result), file=RESULT, flush=True)
+    print_result(result)
 
 
 if __name__ == "__main__":

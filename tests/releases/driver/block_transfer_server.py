@@ -10,17 +10,16 @@ imported at all, so it finds one that lacks the operation (a build for ROCm); fr
 
 from __future__ import annotations
 
-import os
+from result import print_result, take_stdout
 
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+take_stdout()
 
 import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
-import json
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -277,11 +276,11 @@ def main() -> None:
     compiled_without_the_operation()
     import lmcache
 
-    result: dict[str, Any] = {"lmcache": lmcache.__file__}
+    result: dict[str, Any] = {}
     result["forms"] = {form: outcome(lambda form=form: there_and_back(form)) for form in FORMS}  # type: ignore[misc]
     result["wrong_block"] = outcome(wrong_block)
     result["asked"] = sorted(name for name in vars(sys.modules["lmcache.c_ops"]) if name.endswith("kv_transfer"))
-    print(json.dumps(result), file=RESULT, flush=True)
+    print_result(result, lmcache)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ of its definitions a wrapper is around.
 
 from __future__ import annotations
 
-import os
+from result import print_result, take_stdout
 
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+take_stdout()
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,4 +75,4 @@ def compare(name: str, sources: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     modules = {name: compare(name, Path(sys.argv[1])) for name in sys.argv[2:]}
-    print(json.dumps({"vllm": sys.modules["vllm"].__file__, "modules": modules}), file=RESULT, flush=True)
+    print_result({"modules": modules}, sys.modules["vllm"])

@@ -10,22 +10,19 @@ none of this script's business.
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 import time
 
-STARTED = time.perf_counter()
-gc.disable()
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+from result import begin_driver, outcome_of, print_result
 
+STARTED = time.perf_counter()
+begin_driver()
+
+import gc
 import importlib
-import json
 import logging
 import random
+import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +41,7 @@ gc.enable()
 
 BUILT_IN = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector"
 SHIPPED = "lmcache.integration.vllm.lmcache_mp_connector"
+MODULES = {"builtin": BUILT_IN, "lmcache": SHIPPED}
 
 real.MAX_MODEL_LEN = 2048
 real.NUM_BLOCKS = paged_world.POOL_BLOCKS
@@ -120,11 +118,7 @@ def mix(seed: int, *, faults: bool) -> list[Plan]:
 def play(mode: str, model_config: Any, connector: tuple[str, str], plans: list[Plan], seed: int) -> dict[str, Any]:
     """Run one world; return what it came to and its figures."""
     world = World(mode, model_config, connector, plans, seed)
-    try:
-        outcome = world.run()
-    except Exception as error:
-        traceback.print_exc()
-        outcome = f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+    outcome = outcome_of(world.run)
     return {
         "outcome": outcome,
         "hit": sum(plan.hit for plan in plans),
@@ -164,6 +158,20 @@ def class_name(module: str) -> str:
     return upstream if module == BUILT_IN and hasattr(found, upstream) else "LMCacheMPConnector"
 
 
+def quiet() -> None:
+    """Leave only errors in vLLM's log, and less in LMCache's."""
+    real.quiet()
+    logging.getLogger("lmcache").setLevel(logging.CRITICAL)
+
+
+def connector_alone(which: str) -> tuple[str, str]:
+    """Module and class of the one connector that a process plays with; the log is quiet."""
+    quiet()
+    if which == "builtin":
+        hide_later_adapter()
+    return MODULES[which], class_name(MODULES[which])
+
+
 def play_all(mode: str, model_config: Any, module: str, mixes: int) -> dict[str, Any]:
     """Play everything with one scheduler class and one connector class."""
     connector = (module, class_name(module))
@@ -177,26 +185,21 @@ def play_all(mode: str, model_config: Any, module: str, mixes: int) -> dict[str,
 
 def main() -> None:
     """Play everything with all connector classes asked for."""
-    real.quiet()
-    logging.getLogger("lmcache").setLevel(logging.CRITICAL)
-    modules = {"builtin": BUILT_IN, "lmcache": SHIPPED}
+    quiet()
     hide_later_adapter()
     imported = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
         worlds = {
-            f"{which} {mode}": play_all(mode, model_config, modules[which], int(sys.argv[1]))
+            f"{which} {mode}": play_all(mode, model_config, MODULES[which], int(sys.argv[1]))
             for which in sys.argv[2:]
             for mode in real.SCHEDULERS
         }
     result = {
-        "vllm": vllm.__file__,
-        "lmcache": lmcache.__file__,
         "worlds": worlds,
         "seconds": {"import": imported - STARTED, "worlds": time.perf_counter() - imported},
     }
-    print(json.dumps(result), file=RESULT, flush=True)
-    sys.stderr.flush()
+    print_result(result, vllm, lmcache)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,9 @@ CONNECTOR is `builtin` or `lmcache`; each CASE is the name of a function here. S
 
 from __future__ import annotations
 
-import json
-import logging
 import random
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +22,7 @@ import real_scheduler as real
 import vllm
 from chunked_lmcache_load import tokens
 from paged_world import BLOCK, CHUNK, STEP_TOKENS, Plan, World
+from result import outcome_of, print_result
 
 Made = tuple[str, list[Plan], dict[str, Any]]
 """A world's name, its requests, and what else World is made with."""
@@ -144,11 +142,7 @@ def play(world: World) -> dict[str, Any]:
         return ask(*args, **named)
 
     world.scheduler.connector.get_num_new_matched_tokens = count
-    try:
-        outcome = world.run()
-    except Exception as error:
-        traceback.print_exc()
-        outcome = f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+    outcome = outcome_of(world.run)
     return {
         "outcome": outcome,
         "steps": world.now,
@@ -171,23 +165,16 @@ CASES: dict[str, Callable[[], Iterator[Made]]] = {
 
 def main() -> None:
     """Play the cases asked for with both scheduler classes."""
-    real.quiet()
-    logging.getLogger("lmcache").setLevel(logging.CRITICAL)
-    if sys.argv[1] == "builtin":
-        base.hide_later_adapter()
-    module = {"builtin": base.BUILT_IN, "lmcache": base.SHIPPED}[sys.argv[1]]
+    connector = base.connector_alone(sys.argv[1])
     played: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        connector = (module, base.class_name(module))
         for case in sys.argv[2:]:
             for mode in real.SCHEDULERS:
                 for name, plans, made in CASES[case]():
                     world = World(mode, model_config, connector, plans, **made)
                     played[f"{case} {name} {mode}"] = play(world)
-    result = {"vllm": vllm.__file__, "lmcache": lmcache.__file__, "worlds": played}
-    print(json.dumps(result), file=base.RESULT, flush=True)
-    sys.stderr.flush()
+    print_result({"worlds": played}, vllm, lmcache)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ the bundle, and takes from it what it needs. TIMES is at how many of a line's ru
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 import tempfile
 import traceback
@@ -25,6 +23,7 @@ import real_scheduler as real
 import vllm
 from chunked_lmcache_load import tokens
 from paged_world import BLOCK, CHUNK, Plan, World
+from result import print_result, raised
 from vllm.v1.core.sched.scheduler import Scheduler
 
 sys.path += map(str, Path(sys.argv[3]).glob("livepatch-*"))
@@ -94,7 +93,7 @@ def play(mode: str, model_config: Any, connector: tuple[str, str], at: int | Non
     except Exception as error:
         sys.settrace(None)
         traceback.print_exc()
-        outcome = f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+        outcome = raised(error)
     finally:
         sys.settrace(None)
         for name, original in originals.items():
@@ -106,17 +105,12 @@ def play(mode: str, model_config: Any, connector: tuple[str, str], at: int | Non
 
 def main() -> None:
     """Play a world for each line."""
-    real.quiet()
-    logging.getLogger("lmcache").setLevel(logging.CRITICAL)
-    if sys.argv[1] == "builtin":
-        base.hide_later_adapter()
-    module = {"builtin": base.BUILT_IN, "lmcache": base.SHIPPED}[sys.argv[1]]
+    connector = base.connector_alone(sys.argv[1])
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
     reached: set[int] = set()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        connector = (module, base.class_name(module))
         for mode in real.SCHEDULERS:
             outcome, lines, _ = play(mode, model_config, connector, None)
             outcomes[f"no error: {outcome}"] += 1
@@ -132,14 +126,11 @@ def main() -> None:
                     if outcome not in ("finishes", "read locks never released"):
                         wrong.append(f"{mode}, line {line}, run {index}: {outcome}; {failures}")
     result = {
-        "vllm": vllm.__file__,
-        "lmcache": lmcache.__file__,
         "outcomes": dict(outcomes),
         "wrong": wrong,
         "reached": sorted(reached),
     }
-    print(json.dumps(result), file=base.RESULT, flush=True)
-    sys.stderr.flush()
+    print_result(result, vllm, lmcache)
 
 
 if __name__ == "__main__":

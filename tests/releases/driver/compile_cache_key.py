@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import os
+from result import print_result, take_stdout
 
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+take_stdout()
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,4 +35,4 @@ result = {
     "model file": model._get_cache_filename(),
     "stock model file": stock_of(_LazyRegisteredModel._get_cache_filename)(model),
 }
-print(json.dumps(result), file=RESULT, flush=True)
+print_result(result)

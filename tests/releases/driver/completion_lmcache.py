@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -47,6 +48,25 @@ def lmcache_adapter(adapter_class: type, **attributes: Any) -> Any:
     given |= {"parallel_strategy": MagicMock(), "_heartbeat": MagicMock(), **attributes}
     given["_health_event"].set()
     return bare(adapter_class, **given)
+
+
+def working_adapter(module: Any, begin: Callable[..., Any], **others: Any) -> Any:
+    """Return a worker's adapter of a module of LMCache's, in which `begin` stands for what sends the server a store or load."""
+    if hasattr(module, "send_lmcache_request"):  # to 0.4.5 they are sent without a context
+        module.send_lmcache_request = begin
+    given: dict[str, Any] = {
+        "_create_key": MagicMock(),
+        "_block_ids_per_group": MagicMock(),
+        "_ensure_heartbeat_started": MagicMock(),
+        "transfer_ctx": SimpleNamespace(submit_store=begin, submit_retrieve=begin),
+        "mq_client": None,
+        "instance_id": 1,
+        "kv_caches": {},
+        "blocks_in_chunk": 1,
+        "lazy_offload": False,
+        "_kv_events_enabled": False,
+    }
+    return lmcache_adapter(module.LMCacheMPWorkerAdapter, **{**given, **others})
 
 
 def lmcache_connector(connector_class: type) -> Any:
@@ -112,8 +132,7 @@ def unhealthy(adapter: Any) -> None:
 def lmcache_own() -> dict[str, Any]:
     """LMCache's own adapter and connector: well, with its server gone at several moments, and an id used twice."""
     package = "lmcache.integration.vllm"
-    if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
-        lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
+    native_double.device_ops(lmcache)
     adapter_class = importlib.import_module(f"{package}.vllm_multi_process_adapter").LMCacheMPWorkerAdapter
     connector_class = importlib.import_module(f"{package}.lmcache_mp_connector").LMCacheMPConnector
 

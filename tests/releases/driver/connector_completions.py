@@ -9,18 +9,12 @@ tells it of completions (the worker's `get_finished`). What to expect of which r
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
+from result import all_attempted, attempted, begin_driver, print_result
 
-gc.disable()
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
-import json
 import logging
-import traceback
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,21 +35,11 @@ from completion_lmcache import lmcache_own, vllm_lmcache_mp
 from completion_passing import moriio_changes, multis
 
 
-def attempted(case: Callable[[], Any]) -> Any:
-    """What a case came to; an error is an outcome too, so that one connector's does not hide the others'."""
-    try:
-        return case()
-    except Exception:
-        traceback.print_exc()
-        return "raises: " + traceback.format_exc().strip().splitlines()[-1]
-
-
 def main() -> None:
     native_double.stand_in()
     logging.disable(logging.CRITICAL)
-    result: dict[str, Any] = {"vllm": vllm.__file__, "lmcache": lmcache.__file__}
     if sys.argv[1:] == ["own"]:
-        result["cases"] = attempted(lmcache_own)
+        came = attempted(lmcache_own)
     else:
         cases: dict[str, Callable[[], Any]] = {
             "lmcache_mp": vllm_lmcache_mp,
@@ -72,9 +56,8 @@ def main() -> None:
             "hf3fs": hf3fs,
             "multi": multis,
         }
-        result["cases"] = {name: attempted(case) for name, case in cases.items()}
-    json.dump(result, RESULT)
-    RESULT.flush()
+        came = all_attempted(cases)
+    print_result({"cases": came}, vllm, lmcache)
 
 
 if __name__ == "__main__":

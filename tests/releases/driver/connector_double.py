@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from schedulers_connector import SchedulersConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 LOADED_TOKENS = 32
 """Tokens that a request with `load` finds elsewhere: whole blocks, and fewer than its prompt."""
 
 
-class ConnectorDouble(KVConnectorBase_V1):  # type: ignore[misc]
+class ConnectorDouble(SchedulersConnector):
     """The scheduler's side of a connector with asynchronous loads and stores."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -44,19 +45,3 @@ class ConnectorDouble(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Ask to keep the blocks of a request with `delay_free` until they were sent."""
         return request.kv_transfer_params["delay_free"], None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Belong to the worker's side, which does not exist here."""
-        raise NotImplementedError
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Belong to the worker's side."""
-        raise NotImplementedError
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Belong to the worker's side."""
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        """Belong to the worker's side."""
-        raise NotImplementedError

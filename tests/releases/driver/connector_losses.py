@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from schedulers_connector import SchedulersConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 
 LOADED_TOKENS = 32
 """Tokens that a request with `load` finds elsewhere: whole blocks, and fewer than its prompt."""
@@ -18,7 +19,7 @@ class Metadata(KVConnectorMetadata):  # type: ignore[misc]
         self.loads = loads
 
 
-class ConnectorLosses(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class ConnectorLosses(SchedulersConnector, SupportsHMA):  # type: ignore[misc]
     """The scheduler's side of a connector that loads in the step itself (`now`), or beside it (`later`)."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -57,19 +58,3 @@ class ConnectorLosses(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         """Keep nothing."""
         return False, None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Belong to the worker's side, which is the driver's."""
-        raise NotImplementedError
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Belong to the worker's side."""
-        raise NotImplementedError
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Belong to the worker's side."""
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        """Belong to the worker's side."""
-        raise NotImplementedError

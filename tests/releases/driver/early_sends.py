@@ -8,17 +8,11 @@ requests that there were when it was scheduled, and `ahead` steps were scheduled
 
 from __future__ import annotations
 
-import gc
-import os
+from result import all_attempted, begin_driver, print_result
 
-gc.disable()
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
-import json
 import logging
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,15 +108,7 @@ CASES: dict[str, Any] = {
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
-    result: dict[str, Any] = {"vllm": vllm.__file__, "cases": {}}
-    for name, case in CASES.items():
-        try:
-            result["cases"][name] = case()
-        except Exception:
-            traceback.print_exc()
-            result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
-    json.dump(result, RESULT)
-    RESULT.flush()
+    print_result({"cases": all_attempted(CASES)}, vllm)
 
 
 if __name__ == "__main__":

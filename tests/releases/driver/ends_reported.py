@@ -3,18 +3,11 @@
 
 from __future__ import annotations
 
-import gc
-import os
+from result import begin_driver, print_result
 
-gc.disable()
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
-import json
-import tempfile
 from collections import Counter, deque
-from pathlib import Path
 from typing import Any
 
 import real_scheduler as real
@@ -64,13 +57,7 @@ def reported(name: str, model_config: Any) -> dict[str, int]:
 
 
 def main() -> None:
-    real.quiet()
-    result: dict[str, Any] = {"vllm": vllm.__file__}
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        result["reported"] = {name: reported(name, model_config) for name in real.SCHEDULERS}
-    json.dump(result, RESULT)
-    RESULT.flush()
+    print_result({"reported": real.with_each_scheduler(reported)}, vllm)
 
 
 if __name__ == "__main__":

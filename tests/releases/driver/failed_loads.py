@@ -9,31 +9,23 @@ own. What to expect of which release is none of this script's business.
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 import time
 
-STARTED = time.perf_counter()
-gc.disable()
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+from result import begin_driver, print_result, raised
 
-import json
-import tempfile
-import traceback
-from collections import deque
+STARTED = time.perf_counter()
+begin_driver()
+
+import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import real_scheduler as real
 import vllm
+from worlds import RIGHT, WRONG, Serving, Work
 
 gc.enable()
 
-RIGHT, WRONG = 7, 99
-"""The token that the model samples of right KV, and of any other."""
 ANSWER = 6
 LONGER = real.PROMPT_TOKENS + real.BLOCK_SIZE
 """Tokens of a prompt that takes from the prefix cache also what others computed behind a load."""
@@ -42,27 +34,19 @@ LOST = object()
 """What is in a slot that was not loaded, or that was computed on such a one."""
 
 
-class World:
+class World(Serving):
     """A scheduler, its clients, the slots, and what was loaded, read and delivered."""
 
     def __init__(self, mode: str, model_config: Any, policy: str, hybrid: bool = False, idle: bool = False) -> None:
         self.windows = [0, WINDOW] if hybrid else [0]  # tokens that a group attends to, 0 for all
-        self.scheduler = real.make_scheduler(
-            mode, model_config, ("connector_losses", "ConnectorLosses"), windows=[w for w in self.windows if w]
-        )
+        connector = ("connector_losses", "ConnectorLosses")
+        super().__init__(real.make_scheduler(mode, model_config, connector, windows=[w for w in self.windows if w]))
         # As `__init__` does it, of kv_load_failure_policy.
         self.scheduler.recompute_kv_load_failures = policy == "recompute"
-        self.all_blocks = real.free_blocks(self.scheduler)
-        self.steps_ahead = 1 if mode == "AsyncScheduler" else 0
-        self.unanswered: deque[tuple[Any, list[tuple[Any, ...]], Any]] = deque()
         self.slots: dict[tuple[int, int], Any] = {}
-        self.clients: dict[str, list[int]] = {}
-        self.ends: dict[str, str] = {}
-        self.prompts: dict[str, list[int]] = {}
         self.fails: dict[str, list[tuple[int, int]]] = {}  # of a request: (group, block of the table) not loaded
         self.arriving: list[tuple[str, set[int]]] = []
         self.reports = 0  # how many reports of failed blocks there were
-        self.wrong: list[str] = []
         self.idle = idle
         if not idle:
             self.add("witness", answer=20)
@@ -74,42 +58,24 @@ class World:
         """A client comes; its prompt is its own, or begins with that of the request `like`."""
         prompt = more.get("prompt", real.PROMPT_TOKENS)
         request = real.make_request(like or name, load=load, tokens=more.get("answer", ANSWER), prompt=prompt)
-        request.request_id = name
-        self.clients[name] = []
         self.fails[name] = list(fails)
-        self.prompts[name] = list(request.prompt_token_ids)
-        self.scheduler.add_request(request)
-
-    def content(self, name: str, place: int) -> tuple[int, ...]:
-        """What the slot of a token holds: the KV of a token is told by all tokens up to it."""
-        prompt = self.prompts[name]
-        return tuple((prompt + [RIGHT] * place)[: place + 1])
+        self.come(name, request)
 
     def step(self, between: Callable[[], None] = lambda: None) -> None:
         """Schedule a step, run the oldest that is not answered, and answer it."""
         scheduled = self.scheduler.schedule()
-        cached = scheduled.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        work = []
-        for name, number in scheduled.num_scheduled_tokens.items():
-            request = self.scheduler.requests[name]
-            tables = tuple(list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(name))
-            end = starts[name] + number
-            self.expect(end < len(self.prompts[name]) + request.max_tokens, f"{name} runs past its end")
-            work.append((name, tables, starts[name], end, end >= request.num_tokens))
+        work = self.work_of(scheduled)
+        for name, _, _, end, _ in work:
+            longest = len(self.prompts[name]) + self.scheduler.requests[name].max_tokens
+            self.expect(end < longest, f"{name} runs past its end")
         self.unanswered.append((scheduled, work, real.run_model(scheduled)))
         between()
-        if len(self.unanswered) > self.steps_ahead:
+        if len(self.unanswered) > self.ahead:
             scheduled, work, output = self.unanswered.popleft()
             output.kv_connector_output = self.run(scheduled, work, output)
-            for outputs in self.scheduler.update_from_output(scheduled, output).values():
-                for each in outputs.outputs:
-                    self.clients[each.request_id] += each.new_token_ids
-                    if each.finish_reason is not None:
-                        self.ends[each.request_id] = str(each.finish_reason).rpartition(".")[2].lower()
+            self.deliver(scheduled, output)
 
-    def run(self, scheduled: Any, work: list[tuple[Any, ...]], output: Any) -> Any:
+    def run(self, scheduled: Any, work: list[Work], output: Any) -> Any:
         """The worker: loads, the model, and the report of what has ended or failed."""
         transfers = real.transfers([name for name, _ in self.arriving], ())
         failed = set().union(*(blocks for _, blocks in self.arriving))
@@ -156,27 +122,10 @@ class World:
                 return False
         return True
 
-    def steps(self, count: int) -> None:
-        """Run steps."""
-        for _ in range(count):
-            self.step()
-
-    def expect(self, true: bool, otherwise: str) -> None:
-        """Note what is wrong where `true` is not."""
-        if not true and otherwise not in self.wrong:
-            self.wrong.append(otherwise)
-
     def finish(self) -> None:
         """Let all requests end, then look at what clients got, and for whatever is left behind."""
-        for _ in range(80):
-            if not self.scheduler.has_unfinished_requests():
-                break
-            self.step()
-        self.expect(not self.scheduler.has_unfinished_requests(), "requests never end")
-        self.steps(3)
-        self.expect(not self.scheduler.requests, "requests never freed")
-        pool_full = real.free_blocks(self.scheduler) == self.all_blocks and not real.held_blocks(self.scheduler)
-        self.expect(pool_full, "pool not full")
+        self.expect_ends(80, 3)
+        self.expect_full_pool()
         self.expect(self.reports > 0, "no load failed")
         self.expect(self.idle or self.clients["witness"] == [RIGHT] * 20, "others disturbed")
         for name, tokens in self.clients.items():
@@ -285,21 +234,16 @@ def outcome(mode: str, model_config: Any, case: str) -> dict[str, Any]:
         world = World(mode, model_config, policy, hybrid, idle=case.endswith("idle"))
         play(world)
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1].name
-        return {"outcome": f"{type(error).__name__} in {where}", "ends": {}}
+        return {"outcome": raised(error), "ends": {}}
     ends = {name: end for name, end in sorted(world.ends.items()) if end == "error"}
     return {"outcome": ", ".join(world.wrong) or "right", "ends": ends}
 
 
 def main() -> None:
     """Run every case with both schedulers."""
-    real.quiet()
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        found = {mode: {case: outcome(mode, model_config, case) for case in CASES} for mode in real.SCHEDULERS}
+    found = real.with_each_scheduler(lambda mode, config: {case: outcome(mode, config, case) for case in CASES})
     seconds = time.perf_counter() - STARTED
-    print(json.dumps({"vllm": vllm.__file__, "seconds": seconds, **found}), file=RESULT, flush=True)
-    sys.stderr.flush()
+    print_result({"seconds": seconds, **found}, vllm)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ is known beforehand by its place, so a token that is lost, doubled or out of ord
 from __future__ import annotations
 
 import random
-import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import real_scheduler as real
+from result import outcome_of
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -146,9 +146,7 @@ class World:
 
     def work(self, scheduled: Any) -> Iterator[Work]:
         """What each request is to compute in a step."""
-        cached = scheduled.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts = real.computed_before(scheduled)
         for name, count in scheduled.num_scheduled_tokens.items():
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
             end = starts[name] + count
@@ -215,10 +213,6 @@ def make_request(plan: Plan) -> Any:
 
 def play(world: World, limit: int) -> dict[str, Any]:
     """Run a world; return what it came to and its figures."""
-    try:
-        outcome = world.run(limit)
-    except Exception as error:
-        traceback.print_exc()
-        outcome = f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+    outcome = outcome_of(lambda: world.run(limit))
     preemptions = sum(request.num_preemptions for request in world.requests)
     return {"outcome": outcome, "steps": world.now, "preemptions": preemptions, "loaded": world.loaded}

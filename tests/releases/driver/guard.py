@@ -7,13 +7,11 @@ engine arguments ask for plugins.
 
 from __future__ import annotations
 
+from result import print_result, take_stdout
+
+take_stdout()
+
 import os
-
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
-
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -108,8 +106,8 @@ def worker() -> None:
     wrapper.init_worker([{"vllm_config": config}])
 
 
-result: dict[str, Any] = {"vllm": vllm.__file__}
-result["ways"] = {name: in_a_child(lambda given=given: load(given)) for name, given in WAYS.items()}
+ways = {name: in_a_child(lambda given=given: load(given)) for name, given in WAYS.items()}
+result: dict[str, Any] = {"ways": ways}
 if sys.argv[1:]:
     result["places"] = {ask.__name__: imported(ask) for ask in (engine_arguments, worker, engine_core)}
-print(json.dumps(result), file=RESULT, flush=True)
+print_result(result, vllm)

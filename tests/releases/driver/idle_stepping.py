@@ -10,16 +10,15 @@ machine. See idle_queue.py for the worker's part.
 
 from __future__ import annotations
 
-import gc
-import os
+from result import begin_driver, print_result
 
-gc.disable()
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
 import collections
+import gc
 import inspect
 import json
+import os
 import queue
 import sys
 import tempfile
@@ -422,7 +421,7 @@ def main() -> None:
         found = {"stock": as_released(lambda: played(model_config))}
         if BUNDLE:
             found["patched"] = played(model_config)
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), **found}), file=RESULT, flush=True)
+    print_result({"pid": os.getpid(), **found}, vllm)
 
 
 if __name__ == "__main__":

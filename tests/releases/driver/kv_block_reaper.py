@@ -9,20 +9,15 @@ a number that the cases set: the patch's clock.
 
 from __future__ import annotations
 
+from result import begin_driver, print_result, raised
+
+begin_driver()
+
 import gc
-import os
-import sys
-
-gc.disable()
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
-
 import inspect
-import json
+import sys
 import tempfile
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,6 +25,7 @@ from typing import Any
 
 import real_scheduler as real
 import vllm
+from worlds import Stepping
 
 gc.enable()
 
@@ -50,15 +46,11 @@ def later(seconds: float) -> None:
     now += seconds
 
 
-class World:
+class World(Stepping):
     """A scheduler, and what was told to it and seen of it."""
 
     def __init__(self, scheduler_name: str, connector: str, model_config: Any) -> None:
-        self.scheduler = real.make_scheduler(scheduler_name, model_config, ("reaper_connectors", connector))
-        self.all_blocks = real.free_blocks(self.scheduler)
-        self.steps_ahead = 1 if scheduler_name == "AsyncScheduler" else 0
-        self.unanswered: deque[tuple[Any, Any]] = deque()
-        self.wrong: list[str] = []
+        super().__init__(real.make_scheduler(scheduler_name, model_config, ("reaper_connectors", connector)))
         self.reported: list[tuple[list[str], list[str]]] = []
 
     def add(self, request_id: str, **options: Any) -> None:
@@ -69,18 +61,13 @@ class World:
         """Schedule a step, answer the oldest one with these completions, and return what was scheduled."""
         scheduled = self.scheduler.schedule()
         self.unanswered.append((scheduled, real.run_model(scheduled)))
-        if len(self.unanswered) > self.steps_ahead:
+        if len(self.unanswered) > self.ahead:
             answered, output = self.unanswered.popleft()
             if recving or sending:
                 output.kv_connector_output = real.transfers(recving, sending)
                 self.reported.append((sorted(recving), sorted(sending)))
             self.scheduler.update_from_output(answered, output)
         return scheduled
-
-    def steps(self, count: int) -> None:
-        """Run steps that report nothing."""
-        for _ in range(count):
-            self.step()
 
     def hold(self, *request_ids: str) -> None:
         """Have requests end whose blocks are to be sent; no word will come that they were."""
@@ -95,16 +82,10 @@ class World:
         request = self.scheduler.requests.get(request_id)
         return request is not None and bool(request.is_finished())
 
-    def expect(self, true: bool, otherwise: str) -> None:
-        """Note what is wrong where `true` is not."""
-        if not true and otherwise not in self.wrong:
-            self.wrong.append(otherwise)
-
     def expect_empty(self) -> None:
         """Expect all blocks in the pool, and nothing known."""
         self.expect(not self.scheduler.requests, "held for ever")
-        full = real.free_blocks(self.scheduler) == self.all_blocks and not real.held_blocks(self.scheduler)
-        self.expect(full, "pool not full")
+        self.expect_full_pool()
 
 
 def by_age(world: World) -> None:
@@ -170,7 +151,7 @@ def in_flight(world: World) -> None:
     world.add("next", tokens=1)
     world.expect("gone" not in world.scheduler.requests, "held for ever")
     world.expect(not fenced or real.free_blocks(world.scheduler) == before, "fence not kept")
-    while len(world.unanswered) > world.steps_ahead:
+    while len(world.unanswered) > world.ahead:
         answered, output = world.unanswered.popleft()
         world.scheduler.update_from_output(answered, output)
     world.steps(6)
@@ -306,8 +287,7 @@ def play(case: Callable[[World], None], scheduler: str, connector: str, model_co
         case(world)
     except Exception as error:
         traceback.print_exc()
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return [f"{type(error).__name__} in {frame.name}"]
+        return [raised(error)]
     return world.wrong
 
 
@@ -340,8 +320,7 @@ def main() -> None:
             for scheduler in real.SCHEDULERS
         }
         ages = real_ages(model_config) if code is not None else {}
-    result = {"vllm": vllm.__file__, "cases": cases, "ages": ages}
-    print(json.dumps(result), file=RESULT, flush=True)
+    print_result({"cases": cases, "ages": ages}, vllm)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ batch, until when a lease runs, what to read. Print one JSON object: of each cas
 
 from __future__ import annotations
 
-import atexit
+from result import begin_driver, leave, print_result
+
+begin_driver()
+
 import contextlib
 import gc
 import inspect
-import json
 import os
 import sys
 import tempfile
@@ -23,10 +25,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")  # vLLM logs to stdout, which here belongs to the result
-os.dup2(2, 1)
-gc.disable()
 
 import calm
 
@@ -386,10 +384,8 @@ def main() -> None:
         prefill.deaf()
         without.listen()
         result["prefill_without"] = {"in_time": in_time(Story(without, decode)), "late": late(Story(without, decode))}
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
-    sys.stderr.flush()
-    atexit._run_exitfuncs()  # the bundle's report among them
-    os._exit(0)
+    print_result({"pid": os.getpid(), "cases": result}, vllm)
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,23 +6,18 @@ The arguments are `mq_timeout`, in seconds, and the cases. What a step waited fo
 
 from __future__ import annotations
 
-import gc
-import os
+from result import attempted, begin_driver, leave, print_result
 
-gc.disable()
-# vLLM and LMCache log to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
-import atexit
 import contextlib
+import gc
 import importlib
-import json
+import os
 import signal
 import sys
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable
 from functools import partial
@@ -584,8 +579,7 @@ ONE_WORKER: tuple[Callable[[Asker], Any], ...] = (lost_and_forgotten, forgotten_
 
 
 def main() -> None:
-    result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
-    result["vllm"] = importlib.import_module("vllm").__file__
+    vllm = importlib.import_module("vllm")
     importlib.import_module("lmcache.v1.multiprocess.server")
     importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
     # All servers first: a process that has used ZMQ cannot be forked.
@@ -602,20 +596,15 @@ def main() -> None:
     cases["killed"] = lambda: killed(server, later, waits)
     cases["killed_under_a_store"] = lambda: killed_under_a_store(later if "killed" in sys.argv else server, waits)
     cases["maps_nothing_of_a_dead_server"] = lambda: maps_nothing_of_a_dead_server(forgetful, last, waits)
+    came: dict[str, Any] = {}
     for name in sys.argv[2:]:
         began = time.monotonic()
-        try:
-            result["cases"][name] = cases[name]()
-        except Exception:
-            traceback.print_exc()
-            result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
+        came[name] = attempted(cases[name])
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
     for one in (server, later, messages, forgetful, last):
         one.kill()
-    json.dump(result, RESULT)
-    RESULT.flush()
-    atexit._run_exitfuncs()  # the bundle's report among them
-    os._exit(0)  # not by the adapters' shutdown: their servers are gone
+    print_result({"cases": came}, lmcache, vllm)
+    leave()  # not by the adapters' shutdown: their servers are gone
 
 
 if __name__ == "__main__":

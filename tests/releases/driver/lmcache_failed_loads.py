@@ -8,34 +8,26 @@ a load is wrong where a block that it did not fill is not named as failed.
 
 from __future__ import annotations
 
-import gc
-import os
+from result import all_attempted, begin_driver, print_result
 
-gc.disable()
-# vLLM and LMCache log to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
 import importlib
 import inspect
-import json
 import logging
 import sys
-import traceback
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import native_double
 
 native_double.stand_in()
 
 import lmcache
-from completion_lmcache import lmcache_adapter, unhealthy
+from completion_lmcache import unhealthy, working_adapter
 from completion_world import V1, bare
 
-if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
-    lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
+native_double.device_ops(lmcache)
 MODULE = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
 SOURCE = inspect.getsource(MODULE)
 OLD = "of another request"
@@ -83,25 +75,11 @@ class World:
         self.slots = dict.fromkeys(range(16), OLD)
         self.loads: dict[str, Load] = {}
         self.asked: dict[str, list[int]] = {}
-        self.adapter = lmcache_adapter(MODULE.LMCacheMPWorkerAdapter)
+        blocks = {"_block_ids_per_group": lambda operation: [operation.block_ids]}
+        self.adapter = working_adapter(MODULE, self._begin, **blocks)
         for name in ("error_block_ids", "_dropped_retrieves"):  # from 0.4.2 on, and from 0.5.0 on
             if name not in SOURCE:
                 delattr(self.adapter, name)
-        given = {
-            "_create_key": MagicMock(),
-            "_block_ids_per_group": lambda operation: [operation.block_ids],
-            "_ensure_heartbeat_started": MagicMock(),
-            "transfer_ctx": SimpleNamespace(submit_retrieve=self._begin),
-            "mq_client": None,
-            "instance_id": 1,
-            "kv_caches": {},
-            "blocks_in_chunk": 1,
-            "lazy_offload": False,
-            "_kv_events_enabled": False,
-        }
-        vars(self.adapter).update(given)
-        if hasattr(MODULE, "send_lmcache_request"):  # to 0.4.5 a load is sent without a context
-            MODULE.send_lmcache_request = self._begin
         given = {"lazy_offload": False, "_can_store": True, "_report_request_errors": False}
         self.connector = bare(connector_class(), worker_adapter=self.adapter, **given)
 
@@ -238,17 +216,8 @@ CASES: dict[str, Any] = {
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
-    result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
     vllm = importlib.import_module("vllm")
-    result["vllm"] = vllm.__file__
-    for name, case in CASES.items():
-        try:
-            result["cases"][name] = case()
-        except Exception:
-            traceback.print_exc()
-            result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
-    json.dump(result, RESULT)
-    RESULT.flush()
+    print_result({"cases": all_attempted(CASES)}, lmcache, vllm)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,12 @@ future that ends when the case lets it end.
 
 from __future__ import annotations
 
-import gc
-import os
+from result import all_attempted, begin_driver, print_result
 
-gc.disable()
-# vLLM and LMCache log to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
 import importlib
-import json
 import logging
-import traceback
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +23,10 @@ import native_double
 native_double.stand_in()
 
 import lmcache
-from completion_lmcache import QueueFuture, lmcache_adapter, unhealthy
+from completion_lmcache import QueueFuture, unhealthy, working_adapter
 from completion_world import ID, reported
 
-if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
-    lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
+native_double.device_ops(lmcache)
 MODULE = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
 REQUESTS = 2000
 
@@ -63,22 +56,7 @@ class World:
     def __init__(self) -> None:
         self.begun: list[Store] = []
         self.events: list[weakref.ref[Event]] = []
-        self.adapter = lmcache_adapter(MODULE.LMCacheMPWorkerAdapter)
-        given = {
-            "_create_key": MagicMock(),
-            "_block_ids_per_group": MagicMock(),
-            "_ensure_heartbeat_started": MagicMock(),
-            "transfer_ctx": SimpleNamespace(submit_store=self._begin),
-            "mq_client": None,
-            "instance_id": 1,
-            "kv_caches": {},
-            "blocks_in_chunk": 1,
-            "lazy_offload": False,
-            "_kv_events_enabled": False,
-        }
-        vars(self.adapter).update(given)
-        if hasattr(MODULE, "send_lmcache_request"):  # to 0.4.5 a store is sent without a context
-            MODULE.send_lmcache_request = self._begin
+        self.adapter = working_adapter(MODULE, self._begin)
 
     def _begin(self, *args: Any) -> Store:
         self.begun.append(Store())
@@ -194,17 +172,8 @@ CASES: dict[str, Any] = {
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
-    result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
     vllm = importlib.import_module("vllm")
-    result["vllm"] = vllm.__file__
-    for name, case in CASES.items():
-        try:
-            result["cases"][name] = case()
-        except Exception:
-            traceback.print_exc()
-            result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
-    json.dump(result, RESULT)
-    RESULT.flush()
+    print_result({"cases": all_attempted(CASES)}, lmcache, vllm)
 
 
 if __name__ == "__main__":

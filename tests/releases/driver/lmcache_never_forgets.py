@@ -7,17 +7,13 @@ pinned memory is a double; its clocks are set forward.
 
 from __future__ import annotations
 
-import gc
-import os
+from result import begin_driver, print_result
 
-gc.disable()
-# vLLM and LMCache log to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
 import importlib
 import inspect
-import json
+import os
 import sys
 import time
 from typing import Any
@@ -32,8 +28,7 @@ import lmcache
 import prometheus_client
 import torch
 
-if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
-    lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
+native_double.device_ops(lmcache)
 from lmcache_server import PATIENCE
 from ports import free_port
 
@@ -102,7 +97,7 @@ def asked(port: int) -> Any:
 
 
 def main() -> None:
-    result: dict[str, Any] = {"lmcache": lmcache.__file__, "vllm": importlib.import_module("vllm").__file__}
+    vllm = importlib.import_module("vllm")
     port = free_port()
     keeper = transfers(started(port))
     others = len(inspect.signature(keeper.register_kv_cache).parameters) - 1
@@ -111,9 +106,7 @@ def main() -> None:
     monotonic, since_1970 = time.monotonic, time.time
     time.monotonic, time.time = lambda: monotonic() + TEN_DAYS, lambda: since_1970() + TEN_DAYS
     answers = [asked(port) for _ in range(2)]
-    result["cases"] = {"before": before, "after": known(keeper), "answers": answers}
-    json.dump(result, RESULT)
-    RESULT.flush()
+    print_result({"cases": {"before": before, "after": known(keeper), "answers": answers}}, lmcache, vllm)
     os._exit(0)  # the server's threads go on
 
 

@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-import gc
-import os
+from result import attempted, begin_driver, print_result
 
-gc.disable()
-# vLLM and LMCache log to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
 import importlib
-import json
 import sys
 import threading
 import time
-import traceback
 import weakref
+from functools import partial
 from typing import Any
 
 import lmcache_server
@@ -307,27 +302,28 @@ CASES: dict[str, Any] = {
 """Of one server: the last one ends it."""
 
 
+def with_a_worker(name: str, server: Server) -> Any:
+    """Play a case with a worker of its own."""
+    server.leaves_out = False
+    worker = Worker(server.port, TIMEOUT)
+    step_waits(PATIENCE)
+    came = CASES[name](server, worker)
+    if name not in ("shut_down", "server_gone"):
+        worker.close()
+    return came
+
+
 def main() -> None:
-    result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
-    result["vllm"] = importlib.import_module("vllm").__file__
+    vllm = importlib.import_module("vllm")
     importlib.import_module("lmcache.v1.multiprocess.server")
     server = Server()  # before anything else: a process that has used ZMQ cannot be forked
+    came: dict[str, Any] = {}
     for name in sys.argv[1:] or CASES:
         began = time.monotonic()
-        try:
-            server.leaves_out = False
-            worker = Worker(server.port, TIMEOUT)
-            step_waits(PATIENCE)
-            result["cases"][name] = CASES[name](server, worker)
-            if name not in ("shut_down", "server_gone"):
-                worker.close()
-        except Exception:
-            traceback.print_exc()
-            result["cases"][name] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
+        came[name] = attempted(partial(with_a_worker, name, server))
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
     server.kill()
-    json.dump(result, RESULT)
-    RESULT.flush()
+    print_result({"cases": came}, lmcache, vllm)
 
 
 if __name__ == "__main__":

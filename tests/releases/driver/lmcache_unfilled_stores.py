@@ -6,21 +6,15 @@ The arguments are the cases. Blocks have contents: those of a prompt are filled 
 
 from __future__ import annotations
 
-import gc
-import os
+from result import attempted, begin_driver, leave, print_result
 
-gc.disable()
-# vLLM and LMCache log to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
-import atexit
 import contextlib
 import importlib
-import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,25 +278,19 @@ CASES: tuple[Callable[[Server], Any], ...] = (
 
 
 def main() -> None:
-    result: dict[str, Any] = {"lmcache": lmcache.__file__, "cases": {}}
-    result["vllm"] = importlib.import_module("vllm").__file__
+    vllm = importlib.import_module("vllm")
     importlib.import_module("lmcache.v1.multiprocess.server")
     importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
     # All servers first: a process that has used ZMQ cannot be forked.
     cases = [case for case in CASES if case.__name__ in sys.argv]
     servers = [Server(held=True) for _ in cases]
+    came: dict[str, Any] = {}
     for case, server in zip(cases, servers, strict=True):
         server.start()
-        try:
-            result["cases"][case.__name__] = case(server)
-        except Exception:
-            traceback.print_exc()
-            result["cases"][case.__name__] = "raises: " + traceback.format_exc().strip().splitlines()[-1]
+        came[case.__name__] = attempted(partial(case, server))
         server.kill()
-    json.dump(result, RESULT)
-    RESULT.flush()
-    atexit._run_exitfuncs()  # the bundle's report among them
-    os._exit(0)  # not by the adapters' shutdown: their servers are gone
+    print_result({"cases": came}, lmcache, vllm)
+    leave()  # not by the adapters' shutdown: their servers are gone
 
 
 if __name__ == "__main__":

@@ -11,23 +11,17 @@ each, and a client each of a real TCPStore; what one of them has lost, those of 
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
+from result import begin_driver, print_result, raised
 
-gc.disable()
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
 import copy
-import json
+import gc
 import pickle
-import tempfile
+import sys
 import traceback
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -38,8 +32,7 @@ native_double.stand_in()
 
 import lmcache
 
-if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
-    lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
+native_double.device_ops(lmcache)
 import real_scheduler as real
 import torch
 import vllm
@@ -48,10 +41,10 @@ from lmcache.v1.config import LMCacheEngineConfig
 from torch.distributed import TCPStore, distributed_c10d
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from worlds import RIGHT, WRONG, Serving, Work
 
 gc.enable()
 
-RIGHT, WRONG = 7, 99
 ANSWER = 6
 BLOCK = real.BLOCK_SIZE
 CHUNK = 2 * BLOCK
@@ -179,7 +172,7 @@ def stores(number: int) -> list[TCPStore]:
     return [first, *(TCPStore("127.0.0.1", first.port, is_master=False, timeout=within) for _ in range(1, number))]
 
 
-class World:
+class World(Serving):
     """A scheduler, each worker's connector and slots, and what clients got."""
 
     def __init__(
@@ -195,8 +188,8 @@ class World:
         """`later`: with speculative decoding, from vLLM 0.20, stores come when the step's failed loads were fetched.
         `silent`: a worker that tells the others nothing, as one without the patch."""
         ENGINES[:] = [Engine() for _ in range(workers)]
-        options = {"max_num_batched_tokens": budget}
-        self.scheduler = real.make_scheduler(mode, model_config, ("lmcache_within_step", "InProcess"), options=options)
+        options, connector = {"max_num_batched_tokens": budget}, ("lmcache_within_step", "InProcess")
+        super().__init__(real.make_scheduler(mode, model_config, connector, options=options))
         self.scheduler.recompute_kv_load_failures = True
         config, kv_cache_config = self.scheduler.vllm_config, self.scheduler.kv_cache_config
         self.workers = [worker_of(config, kv_cache_config, rank, workers, stages) for rank in range(workers)]
@@ -207,37 +200,19 @@ class World:
         self.stores = stores(workers) if workers > 1 else []
         self.later = later
         self.silent = silent
-        self.ahead = int(mode == "AsyncScheduler")
-        self.unanswered: deque[tuple[Any, list[tuple[Any, ...]]]] = deque()
-        self.clients: dict[str, list[int]] = {}
-        self.prompts: dict[str, list[int]] = {}
         self.reported = 0
         self.loaded: set[str] = set()
         self.left: set[str] = set()
-        self.wrong: list[str] = []
 
     def add(self, name: str, like: str = "", prompt: int = PROMPT) -> None:
         """A client comes; its prompt is its own, or that of the request `like`."""
         request = real.make_request(like or name, tokens=ANSWER, prompt=prompt)
-        request.request_id = name
         request.kv_transfer_params = None
-        self.clients[name] = []
-        self.prompts[name] = list(request.prompt_token_ids)
-        self.scheduler.add_request(request)
-
-    def content(self, name: str, place: int) -> tuple[int, ...]:
-        return tuple((self.prompts[name] + [RIGHT] * place)[: place + 1])
+        self.come(name, request)
 
     def step(self) -> None:
         scheduled = self.scheduler.schedule()
-        cached = scheduled.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        work = []
-        for name, number in scheduled.num_scheduled_tokens.items():
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            end = starts[name] + number
-            work.append((name, list(table), starts[name], end, end >= self.scheduler.requests[name].num_tokens))
+        work = self.work_of(scheduled)
         for request in scheduled.kv_connector_metadata.requests:
             if request.load_spec is not None and request.load_spec.can_load:
                 self.loaded.add(request.req_id)
@@ -251,7 +226,7 @@ class World:
             distributed_c10d._get_default_store = lambda: self.stores[rank]
         return self.workers[rank]
 
-    def answer(self, metadata: bytes, scheduled: Any, work: list[tuple[Any, ...]]) -> None:
+    def answer(self, metadata: bytes, scheduled: Any, work: list[Work]) -> None:
         output = real.run_model(scheduled)
         ranks = range(len(self.workers))
         for rank in ranks:
@@ -259,7 +234,7 @@ class World:
             # In a process of its own, a worker has a copy.
             worker.bind_connector_metadata(self.for_worker(rank, metadata))
             worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
-        for index, (name, table, start, end, samples) in enumerate(work):
+        for index, (name, (table,), start, end, samples) in enumerate(work):
             right = self.compute(name, table, start, end)
             output.sampled_token_ids[index] = [RIGHT if right else WRONG] if samples else []
         invalid: set[int] = set()
@@ -277,9 +252,7 @@ class World:
         transfers.invalid_block_ids = invalid
         self.reported += bool(invalid)
         output.kv_connector_output = transfers
-        for answered in self.scheduler.update_from_output(scheduled, output).values():
-            for one in answered.outputs:
-                self.clients[one.request_id] += one.new_token_ids
+        self.deliver(scheduled, output)
 
     def for_worker(self, rank: int, data: bytes) -> Any:
         metadata = pickle.loads(data)
@@ -301,18 +274,6 @@ class World:
                     (places[place], self.content(name, place) if right else LOST) for place in range(start, end)
                 )
         return right
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
-
-    def forget(self) -> None:
-        """Let the prefix cache lose all, as when others needed the blocks."""
-        self.scheduler.kv_cache_manager.evict_blocks(set(range(1, real.NUM_BLOCKS)))
-
-    def expect(self, true: bool, otherwise: str) -> None:
-        if not true and otherwise not in self.wrong:
-            self.wrong.append(otherwise)
 
 
 def play(world: World, gone: int, between: Callable[[World], None], loser: int = 0) -> None:
@@ -409,18 +370,15 @@ def outcome(mode: str, model_config: Any, case: str) -> str:
         play(world, gone, between, loser)
     except Exception as error:
         traceback.print_exc()
-        return f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+        return raised(error)
     return ", ".join(world.wrong) or "right"
 
 
 def main() -> None:
-    real.quiet()
-    cases = [*CASES, *SEVERAL]
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        found = {mode: {case: outcome(mode, model_config, case) for case in cases} for mode in real.SCHEDULERS}
-    print(json.dumps({"vllm": vllm.__file__, "lmcache": lmcache.__file__, **found}), file=RESULT, flush=True)
-    sys.stderr.flush()
+    found = real.with_each_scheduler(
+        lambda mode, config: {case: outcome(mode, config, case) for case in (*CASES, *SEVERAL)}
+    )
+    print_result(found, vllm, lmcache)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@ none of this script's business.
 
 from __future__ import annotations
 
-import os
+from result import print_result, take_stdout
 
-# LMCache logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+take_stdout()
 
 import importlib
-import json
 import sys
 from typing import Any
 from unittest.mock import MagicMock
@@ -26,8 +23,7 @@ sys.modules["cupy"] = native_double.NativeDouble("cupy")
 
 import lmcache
 
-if not hasattr(lmcache, "device_ops"):  # chosen among the compiled modules, which the pinned sources lack
-    lmcache.device_ops = native_double.NativeDouble("lmcache.device_ops")
+native_double.device_ops(lmcache)
 
 MP = "lmcache.v1.multiprocess"
 TRANSFERS = {"engine_driven_transfer": "EngineDrivenTransferModule", "non_gpu_transfer": "NonGPUTransferModule"}
@@ -49,7 +45,7 @@ def transfers() -> Any:
 def main() -> None:
     importlib.import_module(f"{MP}.server")
     requests = importlib.import_module(f"{MP}.protocol").RequestType.__members__
-    result: dict[str, Any] = {"lmcache": lmcache.__file__, "asked": "PREPARE_STORE" in requests, "serves": None}
+    result: dict[str, Any] = {"asked": "PREPARE_STORE" in requests, "serves": None}
     serving = transfers()
     if serving is not None:
         server = MagicMock()
@@ -59,7 +55,7 @@ def main() -> None:
         if not result["keeps_what_is_reserved"]:
             answer = module.prepare_store(MagicMock(), 1)
             result["answer"], result["reserves"] = answer.context, server.storage_manager.reserve_write.called
-    print(json.dumps(result), file=RESULT, flush=True)
+    print_result(result, lmcache)
 
 
 if __name__ == "__main__":

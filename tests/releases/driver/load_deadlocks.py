@@ -10,19 +10,14 @@ See fenced_world.py for what is real and what is stood in for. The connector ans
 
 from __future__ import annotations
 
+from result import begin_driver, print_result
+
+begin_driver()
+
 import gc
-import os
-import sys
-
-gc.disable()
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
-
-import json
 import random
-import tempfile
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import real_scheduler as real
@@ -109,17 +104,13 @@ KINDS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Play all worlds with both schedulers."""
     mixes, limit = int(sys.argv[1]), int(sys.argv[2])
-    real.quiet()
-    played: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        for mode in real.SCHEDULERS:
-            made = {shape.__name__: shape() for shape in SHAPES}
-            made |= {f"{kind} {seed}": (mix(seed), more) for kind, more in KINDS.items() for seed in range(mixes)}
-            played[mode] = {
-                name: play(World(mode, model_config, plans, **more), limit) for name, (plans, more) in made.items()
-            }
-    print(json.dumps({"vllm": vllm.__file__, "worlds": played}), file=RESULT, flush=True)
+
+    def play_all(mode: str, model_config: Any) -> dict[str, Any]:
+        made = {shape.__name__: shape() for shape in SHAPES}
+        made |= {f"{kind} {seed}": (mix(seed), more) for kind, more in KINDS.items() for seed in range(mixes)}
+        return {name: play(World(mode, model_config, plans, **more), limit) for name, (plans, more) in made.items()}
+
+    print_result({"worlds": real.with_each_scheduler(play_all)}, vllm)
 
 
 if __name__ == "__main__":

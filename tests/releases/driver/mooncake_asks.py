@@ -8,23 +8,21 @@ of their own. `mooncake_asks.py PATIENCE`: how many seconds to wait for what sto
 
 from __future__ import annotations
 
+from result import begin_driver, leave, print_result
+
+begin_driver()
+
 import gc
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
-
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")  # vLLM logs to stdout, which here belongs to the result
-os.dup2(2, 1)
-gc.disable()
 
 import calm
 
 calm.keep()
 
 import asyncio
-import atexit
 import contextlib
 import ctypes
 import resource
@@ -581,9 +579,8 @@ def main() -> None:
         if hasattr(decode.module.MooncakeXferMetadata, "remote_pp_size"):  # a prefill engine may have several stages
             result["one_of_two"] = one_of_two(pair, apart)
         result |= {case.__name__: case(Pair(apart, decode)) for case in LAST}
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
-    atexit._run_exitfuncs()  # the bundle's last report
-    os._exit(0)  # sockets that wait would be waited for
+    print_result({"pid": os.getpid(), "cases": result}, vllm)
+    leave()
 
 
 if __name__ == "__main__":

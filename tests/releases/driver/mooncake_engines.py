@@ -10,23 +10,21 @@ seconds to wait for what never comes.
 
 from __future__ import annotations
 
+from result import begin_driver, leave, print_result
+
+begin_driver()
+
 import gc
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
-
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")  # vLLM logs to stdout, which here belongs to the result
-os.dup2(2, 1)
-gc.disable()
 
 import calm
 
 calm.keep()
 
 import asyncio
-import atexit
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -206,9 +204,7 @@ class Engine:
 
     def written(self, scheduled: Any) -> Iterator[tuple[int, int, int, int]]:
         """The blocks that a step writes into: which, of which prompt, where in it, and how many tokens it has then."""
-        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        cached = scheduled.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed = real.computed_before(scheduled)
         for name, tokens in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
@@ -378,6 +374,5 @@ def drive(play: Callable[[Any], Any], *model: Any, word: str = "cases", **others
         sides.begin_distributed(model_config, Path(directory) / "rendezvous")
         init_none_hash(sha256)
         result = play(model_config)
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), word: result}), file=RESULT, flush=True)
-    atexit._run_exitfuncs()  # the bundle's last report
-    os._exit(0)  # sockets that wait would be waited for
+    print_result({"pid": os.getpid(), word: result}, vllm)
+    leave()

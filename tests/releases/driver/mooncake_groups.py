@@ -15,6 +15,7 @@ from typing import Any
 import mooncake_engines as engines
 import mooncake_layers as layers
 import mooncake_sides as sides
+import real_scheduler as real
 import torch
 from mooncake_engines import PATIENCE, PROMPT, SIZE
 from mooncake_sides import LAYERS, Side, wait
@@ -111,9 +112,7 @@ class Grouped(engines.Engine):
 
     def steps(self, scheduled: Any) -> Iterator[tuple[str, int, int]]:
         """Which requests, from which token to which."""
-        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        cached = scheduled.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed = real.computed_before(scheduled)
         for name, tokens in scheduled.num_scheduled_tokens.items():
             yield name, computed[name], computed[name] + tokens
 

@@ -9,19 +9,15 @@ What to expect of which release is none of this script's business.
 
 from __future__ import annotations
 
-import gc
-import os
+from result import begin_driver, print_result
 
-gc.disable()
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import inspect
-import json
 import logging
 import traceback
 import typing
@@ -362,7 +358,7 @@ def driven() -> dict[str, Any]:
 def main() -> None:
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
     result = driven() if BACKENDS else {"lacking": lacking()}
-    print(json.dumps({"vllm": vllm.__file__, **result}), file=RESULT, flush=True)
+    print_result(result, vllm)
 
 
 if __name__ == "__main__":

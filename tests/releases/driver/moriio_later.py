@@ -8,18 +8,13 @@ says so in its outcome; what to expect of which release is none of this script's
 
 from __future__ import annotations
 
+from result import begin_driver, leave, print_result
+
+begin_driver()
+
 import gc
-import os
-import sys
-
-gc.disable()
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
-
-import atexit
-import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +23,7 @@ from typing import Any
 import vllm
 from mori import orders
 from moriio_engines import Engine, Pair, set_up
-from moriio_worker import HOST, LAYERS, until
+from moriio_worker import HOST, LAYERS, Running, until
 
 gc.freeze()
 gc.enable()
@@ -50,13 +45,13 @@ class Waits(logging.Handler):
         self.number += "_ready_flag" in str(record.msg)
 
 
-class World:
+class World(Running):
     """The engine that is looked at, and its peers."""
 
     def __init__(self, read: bool) -> None:
+        super().__init__()
         orders.let(orders.AT_ONCE)
         self.read = read
-        self.wrong: list[str] = []
         self.engine = self._engine(producer=not read, value=1.0 - read)
         self.engines = [self.engine]
 
@@ -66,32 +61,6 @@ class World:
     def peer(self, answers: str = "yes") -> Engine:
         self.engines.append(self._engine(producer=self.read, value=float(self.read), answers=answers))
         return self.engines[-1]
-
-    def expect(self, true: object, otherwise: str) -> bool:
-        """Note what is wrong where `true` is not."""
-        if not true and otherwise not in self.wrong:
-            self.wrong.append(otherwise)
-        return bool(true)
-
-    def runs(self, action: Callable[[], None], seconds: float) -> bool:
-        """Run something in a thread of its own; whether it ended, in time and well."""
-        ended = threading.Event()
-        raised: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                action()
-            except BaseException as error:
-                raised.append(error)
-            ended.set()
-
-        threading.Thread(target=run, daemon=True).start()
-        if not self.expect(ended.wait(seconds), "never returns"):
-            return False
-        for error in raised:
-            print(f"raised: {error!r}", file=sys.stderr)
-            self.expect(False, f"raises {type(error).__name__}")
-        return not raised
 
     def heard(self, pair: Pair) -> None:
         """Wait until the prefill engine has heard of the decode engine's blocks."""
@@ -345,10 +314,8 @@ def main() -> None:
         begin = time.monotonic()
         outcomes[name] = drive(*CASES[name])
         print(f"{name}: {outcomes[name]} ({time.monotonic() - begin:.2f} s)", file=sys.stderr)
-    print(json.dumps({"vllm": vllm.__file__, "cases": outcomes}), file=RESULT, flush=True)
-    # The report is written; threads that never end are not waited for.
-    atexit._run_exitfuncs()
-    os._exit(0)
+    print_result({"cases": outcomes}, vllm)
+    leave()
 
 
 if __name__ == "__main__":

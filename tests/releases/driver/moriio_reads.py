@@ -9,19 +9,15 @@ its tokens say, else WRONG. Prints as JSON what came of each case's requests.
 
 from __future__ import annotations
 
+from result import begin_driver, leave, print_result
+
+begin_driver()
+
 import gc
-import os
-import sys
-
-gc.disable()
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
-
-import atexit
 import inspect
 import itertools
-import json
+import os
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -187,9 +183,7 @@ class World:
 
     def execute(self, scheduled: Any, placed: dict[str, list[int]]) -> Any:
         """The worker's part: the connector's as the release's own runner calls it, and the model's double."""
-        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        old = scheduled.scheduled_cached_reqs
-        starts |= dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        starts = engine.computed_before(scheduled)
         sampled: dict[str, list[int]] = {}
         with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as transferred:
             for name, number in scheduled.num_scheduled_tokens.items():
@@ -534,10 +528,8 @@ def main() -> None:
             for name, (case, options) in cases.items():
                 found[name] = drive(case, World(scheduler, policy, model, **options))
                 print(f"{scheduler}, {policy}, {name}: {found[name]}", file=sys.stderr)
-    print(json.dumps({"vllm": vllm.__file__, "host": HOST, "cases": outcomes}), file=RESULT, flush=True)
-    # The report is written; a stock worker's threads that never end are not waited for.
-    atexit._run_exitfuncs()
-    os._exit(0)
+    print_result({"host": HOST, "cases": outcomes}, vllm)
+    leave()
 
 
 if __name__ == "__main__":

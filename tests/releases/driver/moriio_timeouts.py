@@ -8,20 +8,16 @@ would want says so in its outcome; what to expect of which release is none of th
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
+from result import begin_driver, leave, print_result
 
-gc.disable()
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+begin_driver()
 
-import atexit
 import contextlib
-import json
+import gc
 import logging
+import os
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -30,7 +26,7 @@ from typing import Any
 
 import vllm
 from mori import orders
-from moriio_worker import LAYERS, Peer, Sent, Worker, connector, save, set_up, spinning_ends, step, until
+from moriio_worker import LAYERS, STEP, Peer, Running, Sent, Worker, connector, save, set_up, spinning_ends, step, until
 from ports import free_port
 
 gc.freeze()  # nor is any of it later: a collection that looked at it all would be a pause of a second
@@ -39,18 +35,16 @@ gc.enable()
 PATIENCE = float(sys.argv[1])
 HEALTHY = 10.0
 """Longest time for what no fault is in the way of; it takes a few milliseconds."""
-STEP = "a step of the model"
-"""The name of the thread that `World.runs` makes."""
 
 
-class World:
+class World(Running):
     """A prefill worker, its peers, and what it reported as done."""
 
     def __init__(self, **options: Any) -> None:
+        super().__init__()
         orders.let(orders.AT_ONCE)
         self.peers: list[Peer] = []
         self.done: Counter[str] = Counter()
-        self.wrong: list[str] = []
         self.others = set(threading.enumerate())
         self.worker = Worker(**options)
         self.worker.register()
@@ -58,31 +52,6 @@ class World:
     def peer(self, answers: str = "yes", value: float = 0.0) -> Peer:
         self.peers.append(Peer(answers, value))
         return self.peers[-1]
-
-    def expect(self, true: object, otherwise: str) -> None:
-        """Note what is wrong where `true` is not."""
-        if not true and otherwise not in self.wrong:
-            self.wrong.append(otherwise)
-
-    def runs(self, action: Callable[[], None], seconds: float) -> bool:
-        """Run something in a thread of its own; whether it ended, in time and well."""
-        ended = threading.Event()
-        raised: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                action()
-            except BaseException as error:
-                raised.append(error)
-            ended.set()
-
-        threading.Thread(target=run, name=STEP, daemon=True).start()
-        if not ended.wait(seconds):
-            self.expect(False, "never returns")
-            return False
-        for error in raised:
-            self.expect(False, f"raises {type(error).__name__}")
-        return not raised
 
     def writer_is_dead(self) -> bool:
         """Whether the worker's writer thread has ended, which it does of an error only."""
@@ -459,11 +428,8 @@ def main() -> None:
         print(f"{name}: {outcomes[name]} ({time.monotonic() - begin:.2f} s)", file=sys.stderr)
     if cases is CASES:
         outcomes["port_is_taken"] = port_is_taken()
-    result = {"vllm": vllm.__file__, "cases": outcomes, "knows_xgmi": knows_xgmi}
-    print(json.dumps(result), file=RESULT, flush=True)
-    # The report is written; a stock worker's threads that never end are not waited for.
-    atexit._run_exitfuncs()
-    os._exit(0)
+    print_result({"cases": outcomes, "knows_xgmi": knows_xgmi}, vllm)
+    leave()
 
 
 if __name__ == "__main__":

@@ -7,16 +7,15 @@ wrapper wraps. Arguments: how many rounds, how many transfers.
 
 from __future__ import annotations
 
-import json
-import os
+from result import print_result, take_stdout
+
+take_stdout()
+
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
-
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
 
 from mori.io import StatusCode, TransferStatus
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio import moriio_connector
@@ -64,7 +63,7 @@ def main() -> None:
                     times[kind][way].append(wall)
     wall, busy = waited(ways["patched"], number, PENDING_SECONDS)
     result = {"times": times, "busy": busy / wall, "module": moriio_connector.__file__}
-    print(json.dumps(result), file=RESULT, flush=True)
+    print_result(result)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections import UserDict
@@ -21,6 +22,7 @@ import msgpack
 import torch
 import zmq
 from ports import free_port
+from result import Expecting
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio import moriio_common as common
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio import moriio_connector as connector
@@ -28,6 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.moriio import moriio_connector
 LAYERS = ("layer.0", "layer.1")
 BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 8, 4, 2, 8
 HOST = "127.0.0.1"
+STEP = "a step of the model"
+"""The name of the thread that `Running.runs` makes."""
 
 
 class Event:
@@ -73,6 +77,30 @@ def caches(value: float) -> dict[str, Any]:
     shape = (2, BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)
     size = torch.Size(shape).numel()
     return {name: value * (torch.arange(size) + 1000 * i).view(shape) for i, name in enumerate(LAYERS)}
+
+
+class Running(Expecting):
+    """A world that runs what may never return."""
+
+    def runs(self, action: Callable[[], None], seconds: float) -> bool:
+        """Run something in a thread of its own; whether it ended, in time and well."""
+        ended = threading.Event()
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                action()
+            except BaseException as error:
+                raised.append(error)
+            ended.set()
+
+        threading.Thread(target=run, name=STEP, daemon=True).start()
+        if not self.expect(ended.wait(seconds), "never returns"):
+            return False
+        for error in raised:
+            print(f"raised: {error!r}", file=sys.stderr)
+            self.expect(False, f"raises {type(error).__name__}")
+        return not raised
 
 
 class Worker:

@@ -7,15 +7,14 @@ The configuration, the children's statistics, their way to the API server and th
 
 from __future__ import annotations
 
-import json
-import os
+from result import print_result, take_stdout
+
+take_stdout()
+
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")  # vLLM logs to stdout, which here belongs to the result
-os.dup2(2, 1)
 
 import mooncake_sides as sides
 import real_scheduler as real
@@ -83,14 +82,13 @@ def main() -> None:
     log.observe(stats(*CHILDREN))
     log.log(lambda *words: logged.extend(words))
     result = {
-        "vllm": vllm.__file__,
         "before": before,
         "after": shown(),
         "raised": raised,
         "logged": all(name in str(logged) for name in ("MooncakeConnector", "Nixl")),
         "tell": [name for name in CHILDREN if tells(name)],
     }
-    print(json.dumps(result), file=RESULT, flush=True)
+    print_result(result, vllm)
 
 
 if __name__ == "__main__":

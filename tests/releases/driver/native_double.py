@@ -27,3 +27,9 @@ def stand_in() -> None:
     """Put the modules where `import` finds them."""
     for name in NAMES:
         sys.modules.setdefault(f"lmcache.{name}", NativeDouble(f"lmcache.{name}"))
+
+
+def device_ops(lmcache: Any) -> None:
+    """Give the package the operations that it chooses, where it does, among the compiled modules."""
+    if not hasattr(lmcache, "device_ops"):
+        lmcache.device_ops = NativeDouble("lmcache.device_ops")

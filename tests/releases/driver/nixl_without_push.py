@@ -6,14 +6,11 @@ What to expect of which release is none of this script's business.
 
 from __future__ import annotations
 
-import os
+from result import print_result, take_stdout
 
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+take_stdout()
 
 import importlib
-import json
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -43,13 +40,12 @@ def module(name: str) -> bool:
 
 def main() -> None:
     result = {
-        "vllm": vllm.__file__,
         "pull": connector("NixlConnector"),
         "push": connector("NixlPushConnector"),
         "worker": module(f"{V1}.nixl.push_worker"),
         "asked_for_work": hasattr(KVConnectorBase_V1, "has_pending_push_work"),
     }
-    print(json.dumps(result), file=RESULT, flush=True)
+    print_result(result, vllm)
 
 
 if __name__ == "__main__":

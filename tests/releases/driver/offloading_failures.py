@@ -10,23 +10,18 @@ outputs are the release's own; what the workers say is pickled on its way. Stood
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 import time
 
-STARTED = time.perf_counter()
-gc.disable()
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+from result import begin_driver, print_result, raised
 
-import json
+STARTED = time.perf_counter()
+begin_driver()
+
+import gc
 import pickle
-import tempfile
+import sys
 import traceback
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import offloading_backend as backend
@@ -39,26 +34,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Trans
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.worker import kv_connector_model_runner_mixin as runner
+from worlds import RIGHT, WRONG, Serving, Work
 
 gc.enable()
 
 runner.get_forward_context = lambda: None
 
-RIGHT, WRONG = 7, 99
-"""The token that the model samples of right KV, and of any other."""
 ANSWER = 6
 BLOCK = real.BLOCK_SIZE
 PROMPT = 4 * BLOCK + 5
 CONNECTOR = ("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector", "OffloadingConnector")
 
 
-class World:
+class World(Serving):
     """A scheduler, its workers' connectors, their memory, and what clients got."""
 
     def __init__(self, mode: str, model_config: Any, policy: str, workers: int, within_step: bool = False) -> None:
         extra = {"spec_name": "Spec", "spec_module_path": "offloading_backend", "cpu_bytes_to_use": 1}
         budget = {"sync_load_budget_bytes": 1 << 40} if within_step else {}
-        self.scheduler = real.make_scheduler(mode, model_config, CONNECTOR, extra=extra | budget)
+        super().__init__(real.make_scheduler(mode, model_config, CONNECTOR, extra=extra | budget))
         self.scheduler.recompute_kv_load_failures = policy == "recompute"
         self.offloading = self.scheduler.connector.connector_scheduler
         self.offloading.config = self.offloading.config._replace(num_workers=workers)
@@ -66,43 +60,21 @@ class World:
         self.workers = [OffloadingConnector(*given) for _ in range(workers)]
         self.movers = [backend.begin(worker.connector_worker) for worker in self.workers]
         self.aggregator = KVOutputAggregator(workers)
-        self.all_blocks = real.free_blocks(self.scheduler)
-        self.ahead = int(mode == "AsyncScheduler")
-        self.unanswered: deque[tuple[Any, list[tuple[Any, ...]]]] = deque()
-        self.clients: dict[str, list[int]] = {}
         self.answers: dict[str, int] = {}
-        self.ends: dict[str, str] = {}
-        self.prompts: dict[str, list[int]] = {}
         self.loads: dict[str, int] = {}
-        self.wrong: list[str] = []
         self.add("witness", answer=60)
 
     def add(self, name: str, like: str = "", answer: int = ANSWER, prompt: int = PROMPT) -> None:
         """A client comes; its prompt is its own, or begins with that of the request `like`."""
         request = real.make_request(like or name, tokens=answer, prompt=prompt)
-        request.request_id = name
         request.kv_transfer_params = None
-        self.clients[name] = []
         self.answers[name] = answer
-        self.prompts[name] = list(request.prompt_token_ids)
-        self.scheduler.add_request(request)
-
-    def content(self, name: str, place: int) -> tuple[int, ...]:
-        """The KV of a token: all tokens up to it."""
-        prompt = self.prompts[name]
-        return tuple((prompt + [RIGHT] * place)[: place + 1])
+        self.come(name, request)
 
     def step(self, between: Callable[[], None] = lambda: None) -> None:
         """Schedule a step, run the oldest that is not answered, and answer it."""
         scheduled = self.scheduler.schedule()
-        cached = scheduled.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        work = []
-        for name, number in scheduled.num_scheduled_tokens.items():
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            end = starts[name] + number
-            work.append((name, list(table), starts[name], end, end >= self.scheduler.requests[name].num_tokens))
+        work = self.work_of(scheduled)
         for load in scheduled.kv_connector_metadata.load_jobs.values():
             self.loads[load.req_id] = self.loads.get(load.req_id, 0) + 1
         self.unanswered.append((scheduled, work))
@@ -110,7 +82,7 @@ class World:
         if len(self.unanswered) > self.ahead:
             self.answer(*self.unanswered.popleft())
 
-    def answer(self, scheduled: Any, work: list[tuple[Any, ...]]) -> None:
+    def answer(self, scheduled: Any, work: list[Work]) -> None:
         """Let each worker run a step, and tell the scheduler what all of them said."""
         outputs = []
         sampled: dict[str, bool] = {}
@@ -121,7 +93,7 @@ class World:
             kv_transfer_state._KV_CONNECTOR_AGENT = worker
             worker.handle_preemptions(given.kv_connector_metadata)
             with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(given) as connector_output:
-                for name, table, start, end, _ in work:
+                for name, (table,), start, end, _ in work:
                     sampled[name] = self.compute(mover, name, table, start, end) and sampled.get(name, True)
             output.kv_connector_output = pickle.loads(pickle.dumps(connector_output))
             outputs.append(output)
@@ -129,11 +101,7 @@ class World:
         for name, _, _, _, samples in work:
             index = output.req_id_to_index[name]
             output.sampled_token_ids[index] = [RIGHT if sampled[name] else WRONG] if samples else []
-        for answered in self.scheduler.update_from_output(scheduled, output).values():
-            for one in answered.outputs:
-                self.clients[one.request_id] += one.new_token_ids
-                if one.finish_reason is not None:
-                    self.ends[one.request_id] = str(one.finish_reason).rpartition(".")[2].lower()
+        self.deliver(scheduled, output)
 
     def compute(self, mover: backend.Mover, name: str, table: list[int], start: int, end: int) -> bool:
         """Read what a request attends to, and write its KV; whether what was read is its own."""
@@ -145,34 +113,14 @@ class World:
             mover.device[block] = (*slots, self.content(name, place) if right else backend.LOST)
         return right
 
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
-
-    def forget(self) -> None:
-        """Let the prefix cache lose all, as when others needed the blocks."""
-        self.scheduler.kv_cache_manager.evict_blocks(set(range(1, real.NUM_BLOCKS)))
-
     def plan(self, kind: str, fate: str, worker: int = 0) -> None:
         """What becomes of a worker's next load or store."""
         self.movers[worker].plan[kind] = fate
 
-    def expect(self, true: bool, otherwise: str) -> None:
-        """Note what is wrong where `true` is not."""
-        if not true and otherwise not in self.wrong:
-            self.wrong.append(otherwise)
-
     def finish(self) -> None:
         """Let all requests end, then look at what clients got, and for whatever is left behind."""
-        for _ in range(120):
-            if not self.scheduler.has_unfinished_requests():
-                break
-            self.step()
-        self.expect(not self.scheduler.has_unfinished_requests(), "requests never end")
-        self.steps(6)
-        self.expect(not self.scheduler.requests, "requests never freed")
-        pool_full = real.free_blocks(self.scheduler) == self.all_blocks and not real.held_blocks(self.scheduler)
-        self.expect(pool_full, "pool not full")
+        self.expect_ends(120, 6)
+        self.expect_full_pool()
         self.expect(not self.offloading._jobs, "jobs never end")
         self.expect(not any(mover.plan for mover in self.movers), "nothing failed")
         for name, tokens in self.clients.items():
@@ -323,22 +271,17 @@ def outcome(mode: str, model_config: Any, case: str) -> dict[str, Any]:
         play(world)
     except Exception as error:
         traceback.print_exc()
-        where = traceback.extract_tb(error.__traceback__)[-1].name
-        return {"outcome": f"{type(error).__name__} in {where}", "ends": []}
+        return {"outcome": raised(error), "ends": []}
     ends = sorted(name for name, end in world.ends.items() if end == "error")
     return {"outcome": ", ".join(world.wrong) or "right", "ends": ends}
 
 
 def main() -> None:
     """Run every case with both schedulers."""
-    real.quiet()
     wanted = sys.argv[1:] or list(CASES)
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        found = {mode: {case: outcome(mode, model_config, case) for case in wanted} for mode in real.SCHEDULERS}
+    found = real.with_each_scheduler(lambda mode, config: {case: outcome(mode, config, case) for case in wanted})
     seconds = time.perf_counter() - STARTED
-    print(json.dumps({"vllm": vllm.__file__, "seconds": seconds, **found}), file=RESULT, flush=True)
-    sys.stderr.flush()
+    print_result({"seconds": seconds, **found}, vllm)
 
 
 if __name__ == "__main__":

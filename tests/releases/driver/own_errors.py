@@ -6,13 +6,10 @@ The arguments are methods of it, which are also pickled as Ray and vLLM do it.
 
 from __future__ import annotations
 
-import os
+from result import print_result, take_stdout
 
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+take_stdout()
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -41,11 +38,10 @@ for _ in range(STEPS):
     output.kv_connector_output = real.transfers(loaded, sent)
     scheduler.update_from_output(scheduled, output)
 result = {
-    "vllm": vllm.__file__,
     "steps": steps,
     "left": sorted(scheduler.requests),
     "free again": real.free_blocks(scheduler) == free,
     # By reference, as what it stands for: else these were the code, and the bundle's at that.
     "cloudpickled": [cloudpickle.dumps(getattr(real.Scheduler, name)).hex() for name in sys.argv[1:]],
 }
-print(json.dumps(result), file=RESULT, flush=True)
+print_result(result, vllm)

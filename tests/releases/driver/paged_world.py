@@ -292,10 +292,7 @@ class World:
 
     def compute(self, scheduled: Any, name: str) -> bool:
         """Run a request's share of the step; every slot before it must hold what is its own. Tell if it has a token."""
-        cached = scheduled.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        start = starts[name]
+        start = real.computed_before(scheduled)[name]
         end = start + scheduled.num_scheduled_tokens[name]
         for group in self.groups():
             self.compute_group(name, group, start, end)

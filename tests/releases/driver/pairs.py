@@ -10,17 +10,16 @@ server gets.
 
 from __future__ import annotations
 
+from result import print_result, take_stdout
+
+take_stdout()
+
 import contextlib
 import importlib
 import inspect
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
-
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
 
 import lmcache
 import real_scheduler as real
@@ -105,8 +104,7 @@ def main() -> None:
     model_config = real.make_model_config(Path.cwd())
     ways = [(name, path or None) for name, _, path in (word.partition("=") for word in sys.argv[1:])]
     outcomes = [outcome(model_config, name, path) for name, path in ways]
-    answer = {"vllm": vllm.__file__, "lmcache": lmcache.__file__, "outcomes": outcomes}
-    print(json.dumps(answer), file=answers, flush=True)
+    print_result({"outcomes": outcomes}, vllm, lmcache)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ Only the pin call is stood in for: what the release calls to register host memor
 
 from __future__ import annotations
 
-import os
+from result import print_result, take_stdout
 
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+take_stdout()
 
 import importlib
-import json
 import sys
 import threading
 from collections.abc import Callable
@@ -296,10 +294,8 @@ CASES: list[Callable[[], Any]] = [
 
 def main() -> None:
     """Run all cases, or the one that the patch does not outlive."""
-    result: dict[str, Any] = {"lmcache": lmcache.__file__}
-    for case in CASES if len(sys.argv) == 1 else [stands_aside]:
-        result[case.__name__] = case()
-    print(json.dumps(result), file=RESULT, flush=True)
+    result = {case.__name__: case() for case in (CASES if len(sys.argv) == 1 else [stands_aside])}
+    print_result(result, lmcache)
 
 
 if __name__ == "__main__":

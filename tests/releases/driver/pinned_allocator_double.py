@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from result import take_stdout
+
+take_stdout()
+
 import ctypes
 import os
 import time
-
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
 
 import pinned_allocator as driver
 

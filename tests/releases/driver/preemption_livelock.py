@@ -9,19 +9,14 @@ fenced_world.py for what is real and what is stood in for.
 
 from __future__ import annotations
 
+from result import begin_driver, print_result
+
+begin_driver()
+
 import gc
-import os
-import sys
-
-gc.disable()
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
-
-import json
 import random
-import tempfile
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import real_scheduler as real
@@ -92,15 +87,12 @@ def worlds(mixes: int) -> Iterator[tuple[str, list[Plan], dict[str, Any]]]:
 def main() -> None:
     """Play all worlds with both schedulers."""
     mixes, limit = int(sys.argv[1]), int(sys.argv[2])
-    real.quiet()
-    played: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        for mode in real.SCHEDULERS:
-            played[mode] = {
-                name: play(World(mode, model_config, plans, options), limit) for name, plans, options in worlds(mixes)
-            }
-    print(json.dumps({"vllm": vllm.__file__, "worlds": played}), file=RESULT, flush=True)
+
+    def play_all(mode: str, model_config: Any) -> dict[str, Any]:
+        made = worlds(mixes)
+        return {name: play(World(mode, model_config, plans, options), limit) for name, plans, options in made}
+
+    print_result({"worlds": real.with_each_scheduler(play_all)}, vllm)
 
 
 if __name__ == "__main__":

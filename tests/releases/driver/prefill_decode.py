@@ -8,19 +8,15 @@ release takes a third of the time. What to expect of which release is none of th
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 import time
 
-STARTED = time.perf_counter()
-gc.disable()  # thousands of modules are about to be created, none of them garbage: collecting meanwhile costs 2 s of 10
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+from result import begin_driver, leave, print_result
 
-import atexit
-import json
+STARTED = time.perf_counter()
+begin_driver()
+
+import gc
+import os
 import tempfile
 from pathlib import Path
 
@@ -50,11 +46,8 @@ def main() -> None:
         ids = request_ids.play(model_config)
         agents = nixl_agents.play(model_config, Path(directory))
     seconds = {"import": imported - STARTED, "cases": time.perf_counter() - imported}
-    result = {"vllm": vllm.__file__, "pid": os.getpid(), "ids": ids, "agents": agents, "seconds": seconds}
-    print(json.dumps(result), file=RESULT, flush=True)
-    sys.stderr.flush()
-    atexit._run_exitfuncs()  # the bundle's report among them; taking the modules and agents apart would cost 3 s of 12
-    os._exit(0)
+    print_result({"pid": os.getpid(), "ids": ids, "agents": agents, "seconds": seconds}, vllm)
+    leave()
 
 
 if __name__ == "__main__":

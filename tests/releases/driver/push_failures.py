@@ -10,10 +10,8 @@ killed ("killed" as an argument). What their schedulers would tell them is told 
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
-import json
 import multiprocessing
 import os
 import signal
@@ -37,6 +35,7 @@ import vllm
 from lease_guard import OTHER, READER
 from nixl import _bindings as nixl_bindings
 from ports import free_port
+from result import leave, print_result
 
 QUIET_SECONDS = 0.3
 """How long decode is looked at where it is to hear nothing yet."""
@@ -430,10 +429,8 @@ def main() -> None:
         if CHILD is not None:
             OURS.send(directory)
             result["killed"] = killed(Side(model_config), OURS, CHILD)
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=lease_guard.RESULT, flush=True)
-    sys.stderr.flush()
-    atexit._run_exitfuncs()  # the bundle's report among them
-    os._exit(0)
+    print_result({"pid": os.getpid(), "cases": result}, vllm)
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,6 +95,14 @@ def as_on_a_gpu(vllm_config: Any, scheduler: str) -> None:
     vllm_config.scheduler_config.async_scheduling = scheduler == AsyncScheduler.__name__
 
 
+def with_each_scheduler(play: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return what `play` comes to with each scheduler class, by its name: it is given that, and a model's configuration."""
+    quiet()
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = make_model_config(Path(directory))
+        return {name: play(name, model_config) for name in SCHEDULERS}
+
+
 def make_scheduler(
     name: str,
     model_config: Any,
@@ -173,6 +182,13 @@ def make_request(
 def end_token_named_per_request() -> dict[str, int]:
     """Older requests carry the end token themselves; later ones find it in their sampling parameters."""
     return {"eos_token_id": 2} if "eos_token_id" in inspect.signature(Request).parameters else {}
+
+
+def computed_before(scheduled: Any) -> dict[str, int]:
+    """Return how many tokens of each request in a step were computed before it."""
+    cached = scheduled.scheduled_cached_reqs
+    computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    return {**computed, **dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))}
 
 
 def run_model(scheduled: Any) -> Any:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import lease_guard as leases  # its first lines are this driver's too
 
 # isort: split
-import atexit
 import inspect
-import json
 import os
 import sys
 import tempfile
@@ -24,7 +22,8 @@ from typing import Any
 import nixl_agents
 import real_scheduler as real
 import vllm.platforms
-from lease_guard import PORT, RESULT, Side, Story, wait
+from lease_guard import PORT, Side, Story, wait
+from result import leave, print_result
 
 PATIENCE = float(sys.argv[1])
 LEASE = 0.2
@@ -76,10 +75,8 @@ def main() -> None:
         story = Story(prefill, Side(model_config))
         assert leases.in_time(story)["was_notified"], "they know each other"
         result = {"behind_a_renewed_one": behind_a_renewed_one(story)}
-    print(json.dumps({"vllm": vllm.__file__, "pid": os.getpid(), "cases": result}), file=RESULT, flush=True)
-    sys.stderr.flush()
-    atexit._run_exitfuncs()  # the bundle's report among them
-    os._exit(0)
+    print_result({"pid": os.getpid(), "cases": result}, vllm)
+    leave()
 
 
 if __name__ == "__main__":

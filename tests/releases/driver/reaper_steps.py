@@ -10,17 +10,16 @@ many again have ended and hold blocks that are not due.
 
 from __future__ import annotations
 
+from result import print_result, take_stdout
+
+take_stdout()
+
 import gc
-import json
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
 
 import real_scheduler as real
 
@@ -86,8 +85,7 @@ def main() -> None:
             if turn:  # the first round warms up
                 times[name].append((time.process_time() - begin) / STEPS)
     running = len(load.scheduler.running)
-    print(json.dumps({"times": times, "live": live, "running": running, "held": len(watch.holds)}), file=RESULT)
-    RESULT.flush()
+    print_result({"times": times, "live": live, "running": running, "held": len(watch.holds)})
 
 
 if __name__ == "__main__":

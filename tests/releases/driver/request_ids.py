@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import real_scheduler as real
+from result import raised
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import sha256
@@ -292,6 +293,5 @@ def play(model_config: Any) -> dict[str, Any]:
             result[case.__name__] = case(model_config)
         except Exception as error:
             traceback.print_exc()
-            where = traceback.extract_tb(error.__traceback__)[-1].name
-            result[case.__name__] = {"engine": f"{type(error).__name__} in {where}"}
+            result[case.__name__] = {"engine": raised(error)}
     return result

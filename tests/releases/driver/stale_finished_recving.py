@@ -9,28 +9,21 @@ what was wrong at its end. What to expect of which release is none of this scrip
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 import time
 
-STARTED = time.perf_counter()
-# Thousands of modules are about to be created, none of them garbage: collecting meanwhile costs 2 s of 10.
-gc.disable()
-# vLLM logs to stdout, which here belongs to the result.
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+from result import begin_driver, print_result, raised
 
-import json
-import tempfile
+STARTED = time.perf_counter()
+begin_driver()
+
+import gc
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import real_scheduler as real
 import vllm
+from worlds import Stepping
 
 gc.enable()
 
@@ -38,19 +31,14 @@ WITNESS_TOKENS = 40
 """Longer than any case: the witness runs throughout, so a case shows whether others are disturbed."""
 
 
-class World:
+class World(Stepping):
     """A scheduler with one running request, the witness, and what was told to it and seen of it."""
 
     def __init__(self, scheduler_name: str, model_config: Any) -> None:
         connector = ("connector_double", "ConnectorDouble")
-        self.scheduler = real.make_scheduler(scheduler_name, model_config, connector)
-        self.all_blocks = real.free_blocks(self.scheduler)
-        # As the engine core does: with asynchronous scheduling, one more step is scheduled than was answered.
-        self.steps_ahead = 1 if scheduler_name == "AsyncScheduler" else 0
-        self.unanswered: deque[tuple[Any, Any]] = deque()
+        super().__init__(real.make_scheduler(scheduler_name, model_config, connector))
         self.reported: list[tuple[list[str], list[str]]] = []
         self.ran: dict[str, int] = {}
-        self.wrong: list[str] = []
         self.add("witness", tokens=WITNESS_TOKENS)
         self.steps(2)
 
@@ -76,23 +64,13 @@ class World:
         for request_id in scheduled.num_scheduled_tokens:
             self.ran[request_id] = self.ran.get(request_id, 0) + 1
         before_answer()
-        if len(self.unanswered) > self.steps_ahead:
+        if len(self.unanswered) > self.ahead:
             scheduled, output = self.unanswered.popleft()
             # Workers report on every step that runs the model, if only that nothing ended.
             if recving or sending or scheduled.num_scheduled_tokens:
                 output.kv_connector_output = real.transfers(recving, sending)
                 self.reported.append((sorted(recving), sorted(sending)))
             self.scheduler.update_from_output(scheduled, output)
-
-    def steps(self, count: int) -> None:
-        """Run steps that report nothing."""
-        for _ in range(count):
-            self.step()
-
-    def expect(self, true: bool, otherwise: str) -> None:
-        """Note what is wrong where `true` is not."""
-        if not true and otherwise not in self.wrong:
-            self.wrong.append(otherwise)
 
     def expect_loading(self, request_id: str) -> None:
         """Expect a request to wait for its KV, holding blocks."""
@@ -117,17 +95,9 @@ class World:
 
     def finish(self) -> None:
         """Let all requests end, then look for whatever is left behind."""
-        for _ in range(2 * WITNESS_TOKENS):
-            if not self.scheduler.has_unfinished_requests():
-                break
-            self.step()
-        self.expect(not self.scheduler.has_unfinished_requests(), "requests never end")
-        # Blocks freed while a step was in flight come back when it, and the one behind it, were answered.
-        self.steps(3)
-        self.expect(not self.requests, "requests never freed")
+        self.expect_ends(2 * WITNESS_TOKENS, 3)
         self.expect(not self.scheduler.finished_recving_kv_req_ids, "ids linger")
-        pool_full = real.free_blocks(self.scheduler) == self.all_blocks and not real.held_blocks(self.scheduler)
-        self.expect(pool_full, "pool not full")
+        self.expect_full_pool()
         self.expect(self.ran["witness"] >= WITNESS_TOKENS, "others disturbed")
 
 
@@ -355,7 +325,7 @@ def stopped_while_loading(world: World) -> None:
     So it is with three pipeline stages. From 0.27 such a request is not let in again before. Of the releases before it,
     those with a queue of their own for what loads look for it only in the other, and end at the next step.
     """
-    scheduler, connector, steps_ahead = world.scheduler, world.scheduler.connector, world.steps_ahead
+    scheduler, connector, ahead = world.scheduler, world.scheduler.connector, world.ahead
     if hasattr(scheduler, "skipped_waiting") or hasattr(scheduler, "kv_holding_waiting"):
         return
     world.add("gone", tokens=1)
@@ -367,12 +337,12 @@ def stopped_while_loading(world: World) -> None:
     scheduler.running.remove(request)  # as `schedule` does where blocks are short
     scheduler._preempt_request(request, time.monotonic())
     connector.get_num_new_matched_tokens = lambda asked, computed: (16, True) if asked is request else (0, False)
-    world.steps_ahead += 2
+    world.ahead += 2
     world.step()
     del connector.get_num_new_matched_tokens
     world.expect(real.status_name(request) == "WAITING_FOR_REMOTE_KVS", "does not load again")
-    world.steps_ahead = steps_ahead
-    while len(world.unanswered) > steps_ahead:
+    world.ahead = ahead
+    while len(world.unanswered) > ahead:
         scheduler.update_from_output(*world.unanswered.popleft())
     world.expect_kept("gone")
     world.steps(2)
@@ -441,25 +411,20 @@ def play(case: Callable[[World], None], scheduler_name: str, model_config: Any) 
         outcome = ", ".join(world.wrong) or "survives"
     except Exception as error:
         traceback.print_exc()
-        outcome = f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+        outcome = raised(error)
     return {"outcome": outcome, "connector_saw_all": world.scheduler.connector.notified == world.reported}
 
 
 def main() -> None:
     """Play all cases on all scheduler classes."""
-    real.quiet()
     imported = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        cases = {name: {case.__name__: play(case, name, model_config) for case in CASES} for name in real.SCHEDULERS}
+    cases = real.with_each_scheduler(lambda name, config: {case.__name__: play(case, name, config) for case in CASES})
     result = {
-        "vllm": vllm.__file__,  # an installed vLLM must never be what was driven in a release's stead
         "counts_fetches": real.counts_fetches(),
         "cases": cases,
         "seconds": {"import": imported - STARTED, "cases": time.perf_counter() - imported},
     }
-    print(json.dumps(result), file=RESULT, flush=True)
-    sys.stderr.flush()
+    print_result(result, vllm)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,18 @@ Every request's life has both kinds of completion, each valid, as a deployment w
 
 from __future__ import annotations
 
+from result import print_result, take_stdout
+
+take_stdout()
+
 import gc
 import inspect
-import json
-import os
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
 
 import real_scheduler as real
 from _vllm_livepatch.sitecustomize import guard
@@ -90,7 +89,7 @@ def main() -> None:
             begun += sum(load.begun for load in loads.values())
             for name in times if turn else ():  # the first round warms up
                 times[name].append(statistics.median(spent[name]))
-    print(json.dumps({"times": times, "requests": begun, "wrapped": sorted(patched)}), file=RESULT, flush=True)
+    print_result({"times": times, "requests": begun, "wrapped": sorted(patched)})
 
 
 if __name__ == "__main__":

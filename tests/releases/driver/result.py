@@ -1,0 +1,93 @@
+"""A driver's result: the stdout that is kept for it, the cases that it is made of, and its one JSON object.
+
+Other drivers' modules may be imported beside this one; only functions act, so that importing this does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import IO, Any, NoReturn
+
+_stdout: IO[str] | None = None
+"""Where the result goes, once a driver has taken it."""
+
+
+def take_stdout() -> None:
+    """Keep stdout for the result; what others print goes to stderr. Before vLLM and LMCache are imported: they log to it.
+
+    Where a driver's module imports another's, the first has taken it.
+    """
+    global _stdout
+    if _stdout is None:
+        _stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+
+def begin_driver() -> None:
+    """Take stdout, and collect no garbage until the driver says so.
+
+    Thousands of modules are about to be created, none of them garbage: collecting meanwhile costs 2 s of 10.
+    """
+    gc.disable()
+    take_stdout()
+
+
+def attempted(case: Callable[[], Any]) -> Any:
+    """What a case came to; an error is an outcome too, so that one case's does not hide the others'."""
+    try:
+        return case()
+    except Exception:
+        traceback.print_exc()
+        return "raises: " + traceback.format_exc().strip().splitlines()[-1]
+
+
+def all_attempted(cases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What each case came to, by its name."""
+    return {name: attempted(case) for name, case in cases.items()}
+
+
+def raised(error: Exception) -> str:
+    """An error as an outcome: what it is, and in which function it was raised."""
+    return f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+
+
+def outcome_of(run: Callable[[], str]) -> str:
+    """What a run came to: its own word, or what it raised."""
+    try:
+        return run()
+    except Exception as error:
+        traceback.print_exc()
+        return raised(error)
+
+
+class Expecting:
+    """A case's world, in which it is noted what is wrong."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+
+    def expect(self, true: object, otherwise: str) -> bool:
+        """Note what is wrong where `true` is not; whether it is."""
+        if not true and otherwise not in self.wrong:
+            self.wrong.append(otherwise)
+        return bool(true)
+
+
+def print_result(result: Mapping[str, Any], *packages: ModuleType) -> None:
+    """Print the result, with the file that each package was imported from: it must be the release's that was asked for."""
+    files = {package.__name__: package.__file__ for package in packages}
+    print(json.dumps({**files, **result}), file=_stdout, flush=True)
+
+
+def leave() -> NoReturn:
+    """End this process, and wait for nothing: not for threads or sockets, nor for modules and agents to be taken apart."""
+    sys.stderr.flush()
+    atexit._run_exitfuncs()  # the bundle's last report among them
+    os._exit(0)
