@@ -61,6 +61,13 @@ def chunked_load() -> Iterator[str]:
     apart = 100 * abs(over("on", "off", "prompts_a_second") - 1)
     where = "within" if apart <= max(spread["on"], spread["off"]) else "beyond"
     yield f"What `on` differs from `off` ({apart:.0f} %) is {where} that."
+    mine, others = ([whole for whole, _ in details["arms"][arm]["alone"]] for arm in ("on", "off"))
+    low, high = figures.interval([one - other for one, other in zip(mine, others, strict=True)])
+    assert low < 0 < high, "then say which is later"
+    yield (
+        f"A prompt alone takes {figures.difference(mine, others)} longer with `on`, of {len(mine)} pairs: "
+        "no difference that they show."
+    )
     yield f"here, {1 / over('none', 'off', 'prompts_a_second'):.1f} times the prompts a second."
     mean, p99 = over("none", "off", "between_mean"), over("none", "off", "between_p99")
     yield f"Without it the mean time between tokens is {mean:.1f} times as long, and its p99 {p99:.1f} times"
