@@ -112,7 +112,7 @@ class Applier:
         return True
 
     def _raised(self, state: PatchState, detail: str) -> None:
-        """A wrapper's own error: the patch stands aside. Said, and no more: what serves already is not ended."""
+        """A wrapper's own error: the patch stands aside. Printed, and no more: what serves already is not ended."""
         with self._patches.lock:
             state.settle("failed", "raised", detail)
         self._reporter.no_longer_applied(state)

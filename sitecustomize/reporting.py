@@ -52,7 +52,7 @@ class Reporter:
         self._greeting.behind(message)
 
     def no_longer_applied(self, state: PatchState) -> None:
-        """Said, and no more: what serves already is not ended, not even under strict."""
+        """Printed, and no more: what serves already is not ended, not even under strict."""
         to_stderr(f"{state.patch.name} is no longer applied ({state.reason}): {state.detail}")
 
     def imported(self) -> None:

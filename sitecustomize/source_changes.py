@@ -18,7 +18,7 @@ from .installed import Overlay, Tree
 
 _LAZY = getattr(importlib.util, "_LazyModule", None)  # LazyLoader's: executed when it is first used
 GiveUp = Callable[[list[str], str, set[str]], None]
-"""Told of the patches that are dropped, why, and their modules that stay changed, having been loaded long before."""
+"""Called with the patches that are dropped, why, and their modules that stay changed, loaded long before."""
 
 
 def placed(changes: Sequence[Change], tree: Tree) -> dict[str, str]:

@@ -45,7 +45,7 @@ class _Loads:
     Invariant: when nothing runs, the blocks that these requests still need are free. So whichever load arrives first,
     its request can run.
 
-    An error of this class's own may come anywhere. So until the connector has been told of a part, its request is as if
+    An error of this class's own may come anywhere. So until a part was reported to the connector, its request is as if
     that part had failed to load, and from then on it waits for it.
     """
 
@@ -58,7 +58,7 @@ class _Loads:
         self.arrived: list[Any] = []  # requests whose load has arrived, and that do not run yet
         self.short: list[Any] = []  # those whose next part finds no blocks in this step
         self.refused: str | None = None  # the request, first in this step, that does not fit
-        self.let_in: list[Any] = []  # requests that the scheduler was told to let in, in this step
+        self.let_in: list[Any] = []  # requests that the scheduler was made to let in, in this step
         self.in_vain = False  # whether it found no blocks for one of them in the step before, and looked no further
         self.stopped = False  # whether the pool has no blocks for `refused`, until this step ends
         self.allocates: Any = None  # what the pool's `allocate_slots` is otherwise, where another patch put it there
@@ -138,8 +138,8 @@ class _Loads:
     def look_no_further(self) -> bool:
         """Let the scheduler find no blocks for `refused`; False where what has arrived may still have to run behind it.
 
-        It then ends its walk, as where it finds none by itself. Told to ask later, it would look at all that wait, in
-        each step.
+        It then ends its walk, as where it finds none by itself. If it had to ask later, it would look at all that
+        wait, in each step.
         """
         if any(other.status.name != "RUNNING" for other in self.arrived):
             return False

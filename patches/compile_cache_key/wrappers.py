@@ -22,7 +22,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     alone = uuid.uuid4().hex
 
     def key() -> str:
-        """What patches make of traced code; where that cannot be told, a key that nobody else has.
+        """What patches make of traced code; where that is not known, a key that nobody else has.
 
         Stock's own key would give this process the graphs of stock code, and stock processes those of ours.
         """

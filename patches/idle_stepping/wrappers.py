@@ -65,7 +65,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             messages.not_empty.wait_for(lambda: messages.queue, seconds)
 
     def read(messages: Any, args: Any, kwargs: Any, message: Any) -> None:
-        """Let a worker's next wait be one for a notification, if it was told of a step that a waiting core has made."""
+        """Let a worker's next wait be one for a notification, if it was sent a step that a waiting core has made."""
         if not isinstance(message, tuple) or len(message) != 4 or message[0] != "execute_model":
             return
         condition = messages._spin_condition
@@ -104,7 +104,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 def nothing_but_holds(engine: Any) -> bool:
     """Whether the engine core goes on stepping only to learn that a finished request's transfer has ended."""
     scheduler = engine.scheduler
-    # What waits for its KV is unfinished. Of a request that has just finished the workers are still to be told.
+    # What waits for its KV is unfinished. Of a request that has just finished the workers are still to be informed.
     if scheduler.has_unfinished_requests() or scheduler.finished_req_ids or not scheduler.has_finished_requests():
         return False
     # Who pushes KV does so in the steps, and a decode engine waits for it.

@@ -29,7 +29,7 @@ RENEWED_SECONDS = 3600.0
 only the workers hear of it. A lease that is renewed no more is theirs to end, after 30 s."""
 
 REMEMBERED = 65536
-"""How many freed ids are remembered, so that their completions can be told when they come after all."""
+"""How many freed ids are remembered, so that their completions are recognised when they come after all."""
 
 Call = Callable[..., Any]
 _STATE = "_livepatch_kv_block_reaper"
@@ -129,7 +129,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     only_idle: bool = livepatch.options["ONLY_IDLE"]
     # The connectors that lose completions in these releases; which one serves is only known now.
     needed_by: list[str] = livepatch.facts.get("needed_by", [])
-    # To 0.15 `_free_request` is not told that a receive is pending.
+    # To 0.15 `_free_request` does not learn that a receive is pending.
     knows_receives: bool = livepatch.facts.get("knows_receives", True)
 
     def begun(connector: Any) -> Watch | None:

@@ -49,9 +49,9 @@ class Workers:
             store.delete_key(word((scheduler, number - KEPT), self.rank))
 
     def hear(self, step: Step) -> set[int] | None:
-        """The blocks that the others did not load in it; None where one of them has not said so within the time.
+        """The blocks that the others did not load in it; None where one of them has not reported within the time.
 
-        One that has never said anything, as where it lacks the patch, is waited for once.
+        One that has never reported, as where it lacks the patch, is waited for once.
         """
         if not self.others:
             return set()

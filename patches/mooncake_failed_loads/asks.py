@@ -39,7 +39,7 @@ class Asked(dict[str, Any]):
         self.named: set[str] = set()  # in an answer, from 0.30.0 on
         self.broken: set[str] = set()  # of these, whose write has failed: no answer says when its rest has ended
         self.sent = False  # prefill's worker may have it, and has not answered that it began nothing
-        self.over = False  # prefill's worker has said its last word, and does no more for this ask
+        self.over = False  # prefill's worker has sent its last answer, and does no more for this ask
 
     def copy(self) -> Asked:
         return self

@@ -60,7 +60,7 @@ def unpacked(carrier: Any) -> Word:
 
 
 class Holds:
-    """A worker's. Its event loop holds and lets go, and each of its steps takes what is to be said."""
+    """A worker's. Its event loop holds and lets go, and each of its steps takes what is to be reported."""
 
     def __init__(self) -> None:
         self._now: dict[str, frozenset[int]] = {}  # that are held now, by key: of two workers that write one, twice

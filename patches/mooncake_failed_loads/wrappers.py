@@ -1,4 +1,4 @@
-"""Decode's scheduler is told of each load that came to nothing, once nothing can write into its blocks any more.
+"""Each failed load is reported to decode's scheduler, once nothing can write into its blocks any more.
 
 To 0.29.0 the worker logs what a prefill engine, or the way to it, refused, and the request waits for ever. In every
 release it waits for a prefill engine that is gone as long as for one that is slow.
@@ -64,7 +64,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def report(worker: Any, pull: Any) -> None:
         blocks = blocks_of(pull)
         if not blocks:
-            return  # it only told prefill to let go; no request waits for it
+            return  # it only asked prefill to let go; no request waits for it
         livepatch.count("failed")
         livepatch.say("failed", "a load came to nothing, and is told to the scheduler")
         getattr(worker, LOST).put(blocks)

@@ -20,7 +20,7 @@ them."""
 
 @dataclass
 class _Prefill:
-    """A request whose KV a decode engine fetches. `computed`: its tokens, after the step that was told last."""
+    """A request whose KV a decode engine fetches. `computed`: its tokens, after the step that was announced last."""
 
     request: Any
     transfer: str
@@ -41,7 +41,7 @@ class Prefills:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._kept: dict[str, _Prefill] = {}
-        self._held: dict[str, tuple[str, list[int]]] = {}  # as it is told next
+        self._held: dict[str, tuple[str, list[int]]] = {}  # as it is announced next
 
     def progress(self, connector: Any, step: Any) -> Progress | None:
         """What to tell with a step, before the release makes its metadata of it. None: nothing."""

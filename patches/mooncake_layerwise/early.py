@@ -63,7 +63,7 @@ class Writes:
         self._saved: list[str] = []  # the layers that this step has computed
         self._step = 0
         self._only: dict[int, Sequence[str]] = {}  # by the identity of an early ask's metadata: which layers
-        self._last: Any = None  # the event on the device behind what was told last
+        self._last: Any = None  # the event on the device behind what was handed over last
         self._asks: dict[int, Ask] = {}  # by the identity of the ask's metadata
         self._failed: list[tuple[str, frozenset[int], float]] = []  # of writes that failed: the transfer, prefill's
         # blocks that were read, and the `perf_counter` until which a rest is taken to read them
@@ -100,7 +100,7 @@ class Writes:
         self._look(set(progress["whole"]))
 
     def over(self, transfers: Iterable[str]) -> None:
-        """The release sends these now: what it has not been told of early."""
+        """The release sends these now: what was not handed over early."""
         for transfer in transfers:
             self._whole.pop(transfer, None)
             self._coming.pop(transfer, None)

@@ -27,7 +27,7 @@ class Part:
     blocks: int = 0  # of the whole prompt, as the first write found it
     closed: bool = False  # nothing more is begun
     void: bool = False  # what was sent, or is under way, counts for nothing
-    failed: str | None = None  # what was said of a write that failed, of which a rest may be under way
+    failed: str | None = None  # the error of a write that failed, of which a rest may be under way
     under_way: asyncio.Task[None] | None = None
     reads: frozenset[int] = frozenset()  # prefill's blocks that are read by what is under way
 

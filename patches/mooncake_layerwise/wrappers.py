@@ -1,6 +1,6 @@
 """Prefill's KV leaves while later parts of the prompt are computed; at its end only what is missing is sent.
 
-Which blocks are whole after a step is told with the connector's metadata (computed.py), and what of them decode
+Which blocks are whole after a step is sent with the connector's metadata (computed.py), and what of them decode
 has asked for is written at once (early.py). The last answer to an ask stays the release's.
 """
 

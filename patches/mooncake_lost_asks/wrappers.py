@@ -190,7 +190,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         # Earlier decode engines take the end of what was no load for the end of one, and die of it.
         done = list(empty) if livepatch.facts.get("empty_is_no_load") else []
         answered = False
-        while True:  # until all is said: while it is, more may be let go
+        while True:  # until all answers are sent: meanwhile more may be let go
             counting = [asks.counting[transfer] for transfer, _ in rest.values() if transfer in asks.counting]
             if counting:
                 await asyncio.wait(counting)

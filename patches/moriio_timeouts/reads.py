@@ -2,7 +2,7 @@
 And, for both sides, whose blocks are kept when their request has finished.
 
 To 0.22.1 the connector answers that the KV is there at once, begins to read it in the step that computes on it, and
-waits for nothing. Here the scheduler is told that the KV comes later. What it does for such loads is right already: the
+waits for nothing. Here it answers that the KV comes later. What the scheduler does for such loads is right already: the
 request waits in WAITING_FOR_REMOTE_KVS, its blocks stay its own until the worker says that the read has ended, also
 when its client goes meanwhile, and no token is sampled on what is reported as failed.
 
@@ -154,7 +154,7 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         return requests
 
     def planned(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
-        """Remember whose blocks the worker is told to write to a peer."""
+        """Remember whose blocks the worker is to write to a peer."""
         metadata = wrapped(*args, **kwargs)
         if side.is_producer:
             asked_for(side).update(metadata.reqs_to_save)

@@ -202,7 +202,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         elif writer._write_task_q.empty():
             engine = writer.worker.moriio_wrapper
             writes = writes_of(engine)
-            if writes.ended:  # nothing is queued that they would have to be told from
+            if writes.ended:  # nothing is queued that they would have to be distinguished from
                 with engine.lock:
                     for request_id in [name for name, until in writes.ended.items() if until < math.inf]:
                         del writes.ended[request_id]

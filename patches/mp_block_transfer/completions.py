@@ -1,4 +1,4 @@
-"""What LMCache 0.4.6 also needs a compiled module for: to be told when a device's stream has come to some point."""
+"""What LMCache 0.4.6 also needs a compiled module for: a call when a device's stream has come to some point."""
 
 from __future__ import annotations
 

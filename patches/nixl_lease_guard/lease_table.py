@@ -46,7 +46,7 @@ class LeaseTable:
     # What this worker says
 
     def publish(self, request_id: str) -> bool:
-        """Say that the request's blocks are kept for its reader; False where that cannot be said.
+        """Publish that the request's blocks are kept for its reader; False where that is not possible.
 
         An id whose lease has ended unread is not vouched for again: a late reader of the first request's blocks could
         not tell them from the second's.
@@ -65,7 +65,7 @@ class LeaseTable:
         return False
 
     def withdraw(self, request_id: str, unread: bool = False) -> bool:
-        """Say no more of the request; whether something was said. Call it before its blocks can be given away."""
+        """Take the request's entry back; whether there was one. Call it before its blocks can be given away."""
         place = self._places.pop(request_id, None)
         if place is None:
             return False

@@ -32,7 +32,7 @@ class Reading:
 
 
 class _Read:
-    """A transfer that reads blocks: of whom, what is to be said when it was right, and the read of the table."""
+    """A transfer that reads blocks: of whom, what is to be sent when it was right, and the read of the table."""
 
     __slots__ = ("agent_name", "answer", "check", "landing", "notification", "reading", "since")
 
@@ -101,7 +101,7 @@ class Guard:
     # Reads
 
     def make_prepped_xfer(self, wrapped: Call, agent: Any, *args: Any, **kwargs: Any) -> Any:
-        """A read of blocks does not tell the other side that it has ended: that is told when it was right."""
+        """A read of blocks does not notify the other side of its end: that is sent when it was right."""
         name = None
         if self.reading is not None and args[0] == "READ":
             name = self._sides.get(args[3])
@@ -142,10 +142,10 @@ class Guard:
         read.reading.failed()
 
     def _is_early(self, failed: _Read) -> bool:
-        """Whether a failure cannot be told yet: another read of the same request goes on.
+        """Whether a failure cannot be reported yet: another read of the same request goes on.
 
         From 0.22.1 to 0.29.0 the first failure is the request's end: its blocks are given to others, which a read from
-        another rank would still write, and the end of that one is an error. So the failures of one request are told
+        another rank would still write, and the end of that one is an error. So the failures of one request are reported
         in one round of the worker's, which asks in the order in which the reads were begun.
         """
         reads = [read for read in self._reads.values() if read.reading.reader == failed.reading.reader]

@@ -113,7 +113,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         return result
 
     def delivered(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        """All of a request's readers have told that they have read it."""
+        """All of a request's readers have reported that they have read it."""
         result = wrapped(*args, **kwargs)
         guard = guard_of(worker)
         if guard is not None:
@@ -122,7 +122,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         return result
 
     def finished(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        """Of what the scheduler is about to be told that it may free, the rest are leases that have ended.
+        """Of what the scheduler is about to be allowed to free, the rest are leases that have ended.
 
         And those whose time is over although the release does not say so yet: 0.22.1 to 0.30.0 looks at the oldest
         only, and `kv-block-reaper` may free the others' blocks meanwhile.
@@ -158,7 +158,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def mark(worker: Any, request_id: str) -> None:
         """Name the blocks of a failed load where the release does not, and would compute on them."""
-        loading = worker._recving_metadata.get(request_id)  # None where the release has told its end already
+        loading = worker._recving_metadata.get(request_id)  # None where the release has reported its end already
         if hybrid and worker._is_hma_required and loading is not None:
             blocks = {block for group in loading.local_block_ids for block in group}
             if hybrid == "queue":

@@ -55,7 +55,7 @@ class Line:
         self._outgoing.put(message)
 
     def call(self, address: tuple[str, int]) -> None:
-        """Connect, in a thread; what is said meanwhile waits."""
+        """Connect, in a thread; what is to be sent meanwhile waits."""
         _begin("calls", self._call, address)
 
     def take(self, connection: socket.socket) -> None:

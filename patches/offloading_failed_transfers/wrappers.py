@@ -1,7 +1,7 @@
 """A transfer of the OffloadingConnector that failed ends no engine, and nothing that it left behind is used.
 
 Each worker tells the scheduler which jobs have ended (`OffloadingWorkerMetadata.completed_jobs`, a count by job), and
-has no word for one that failed. Here a failed store is told under the job's complement, a negative number: the counts
+has no word for one that failed. Here a failed store has the job's complement, a negative number: the counts
 of several workers are added up as those of any job, and a release that is not patched never takes it for a store that
 went well.
 
@@ -39,7 +39,7 @@ class _Jobs:
         # Of a load under way: the blocks that it fills. None of one within the step (0.33.0, `sync_load_budget_bytes`):
         # what is computed on it is being stored when its failure is heard of, so that ends the engine, as without us.
         self.loads: dict[int, set[int] | None] = {}
-        self.failed: set[int] = set()  # jobs that ended without success, or were not begun, and are not told yet
+        self.failed: set[int] = set()  # jobs that ended without success, or were not begun, and are not reported yet
         self.lost: set[int] = set()  # blocks of loads that failed, for the next report
 
 
@@ -107,7 +107,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if blocks is None:
                 metadata.mark_completed(~job)
                 continue
-            lose(connector, jobs, blocks)  # before its end is told
+            lose(connector, jobs, blocks)  # before its end is reported
             metadata.mark_completed(job)  # its source may be dropped, or read by others
             answer[1].add(worker._load_jobs.pop(job))
             livepatch.count("failed_loads")
@@ -128,7 +128,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     # The scheduler's side
 
     def update_connector_output(scheduler: Any, args: Any, kwargs: Any) -> None:
-        """Of a job that is told under its complement, a store has failed, and has ended on that many workers."""
+        """Of a job that is reported under its complement, a store has failed, and has ended on that many workers."""
         output = args[0] if args else kwargs["connector_output"]
         completed = getattr(output.kv_connector_worker_meta, "completed_jobs", None) or {}
         complements = [job for job in completed if job < 0]
@@ -162,7 +162,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
         return complete_store
 
-    # What was taken from the release is told, also after the patch has stood aside.
+    # What was taken from the release is reported, also after the patch has stood aside.
     return {
         f"{WORKER}.start_kv_transfers": livepatch.before(start_kv_transfers),
         f"{CONNECTOR}.get_finished": livepatch.lasting(livepatch.after(get_finished)),

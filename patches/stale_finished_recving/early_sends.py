@@ -1,9 +1,9 @@
-"""A MultiConnector passes a send on when the last of the children that announced it has said that it has ended.
+"""A MultiConnector passes a send on when the last of the children that announced it has reported its end.
 
 Its worker learns how many announced one with the metadata of the step that tells of the request's end. A child may say
-so earlier, while a step is running that was scheduled before the request ended: NIXL's reader is told to read when the
+so earlier, while a step is running that was scheduled before the request ended: NIXL's reader is asked to read when the
 request ends, and may be fast. Stock passes that on at once, and the blocks are freed while the other children still
-read them. So what a child says is kept back until the worker has been told that the request has ended.
+read them. So what a child says is kept back until the request's end has reached the worker.
 
 Source: docs/connector-completions.md, "MultiConnector".
 """
@@ -22,13 +22,13 @@ Call = Callable[..., Any]
 MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
 
 REMEMBERED = 65536
-"""How many ids of ended requests are remembered for each child, of which it has not said that their send has ended."""
+"""How many ids of ended requests are remembered for each child, of which it has not reported that they were sent."""
 
 PATIENCE = 64
-"""How many calls the send of a request is kept back of whose end the worker is not told.
+"""How many calls the send of a request is kept back whose end does not reach the worker.
 
 As many as steps may be under way at once, and more: one a pipeline stage. Who has not been named by then was named
-before, and is remembered no more, or has said so twice.
+before, and is remembered no more, or has reported twice.
 """
 
 _SEEN = "_livepatch_early_sends"
@@ -43,7 +43,7 @@ class ChildSends:
     def __init__(self, livepatch: PatchContext) -> None:
         self.livepatch = livepatch
         self.calls = 0
-        self.ended: dict[str, None] = {}  # requests that the worker was told of, oldest first, until the child's send
+        self.ended: dict[str, None] = {}  # requests whose end reached the worker, oldest first, until the child's send
         self.held: dict[str, int] = {}  # request id: the call in which the child reported its send, too early
 
     def __call__(self, wrapped: Call, child: Any, args: Any, kwargs: Any) -> Any:

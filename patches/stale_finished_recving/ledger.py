@@ -25,7 +25,7 @@ class Held:
     `empty_send`: the connector announced a send of a request that never ran, so that there is nothing to send. Its
     completion may come, or not (see docs/connector-completions.md): nobody waits for it.
     `announced`: the scheduler's set in which the workers hear that it has finished, where a completion that comes
-    before that must be told apart; None otherwise, and once the step that told them has ended.
+    before that must be distinguished; None otherwise, and once the step that announced it has ended.
     """
 
     __slots__ = ("announced", "empty_send", "receive", "request", "send")

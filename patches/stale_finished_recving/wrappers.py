@@ -181,8 +181,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def stand_in(scheduler: Any, ledger: Ledger, connector: Any) -> None:
         """Stand where the scheduler tells its connector, which it does first in every release.
 
-        The connector may change what it is told (MoRI-IO does), so the ids are sorted between the connector's look at
-        them and the scheduler's; afterwards the output has again what the connector left in it.
+        The connector may change what is passed to it (MoRI-IO does), so the ids are sorted between the connector's look
+        at them and the scheduler's; afterwards the output has again what the connector left in it.
         """
         see = connector.update_connector_output
 
@@ -289,7 +289,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return announced, params
 
     def hear(scheduler: Any) -> None:
-        """Look at each step that ends, until the workers have heard of the requests that must be told apart."""
+        """Look at each step that ends, until the workers have heard of the requests that must be distinguished."""
         own, ledger = vars(scheduler), ledger_of(scheduler)
         if HEARING not in own:
             if ledger.heard is None:

@@ -34,8 +34,8 @@ def rows(cases: dict[str, Any]) -> dict[str, Any]:
 
 def crowd(release: str, early: int) -> dict[str, Any]:
     """`early`: how many blocks have come after a step."""
-    told_again = [1, early, [ALL, ALL], 0] if Version(release) >= LAYOUTS else None
-    return {"crowd": [TASKS, early > 0, [ALL] * ASKS, 0], "layout": told_again}
+    layout = [1, early, [ALL, ALL], 0] if Version(release) >= LAYOUTS else None
+    return {"crowd": [TASKS, early > 0, [ALL] * ASKS, 0], "layout": layout}
 
 
 @pytest.mark.parametrize("release", executed.chosen(["0.33.0"], ROWS))

@@ -83,9 +83,9 @@ def runs_and_quantises_once(result: dict[str, Any], release: str) -> None:
         assert (run["quantised"], run["given"]) == (way.quantised, way.given), name
         assert run["away"] <= (ONE_ROUNDING if way.quantised else 0), name
         assert run["distance"] < FP8_DISTANCE, name
-        # To 0.19.1 MoRI is told of FP8 and scales also where it gets neither.
-        told_right = run["told"] == [way.given[0], way.scales]
-        assert told_right is (way.scales > 0 or not before(release, "0.20.2")), name
+        # To 0.19.1 FP8 and scales are announced to MoRI also where it gets neither.
+        as_sent = run["announced"] == [way.given[0], way.scales]
+        assert as_sent is (way.scales > 0 or not before(release, "0.20.2")), name
     assert result["elsewhere"], "AITER's experts must go on asking where MoRI is not used"
 
 
@@ -144,7 +144,7 @@ def test_fixed_release(release: str, warm: interpreter.Interpreter, tmp_path: Pa
     runs_and_quantises_once(result, release)
     would_show(result)
     assert asked(result) == {False}
-    assert result["prepare_can_be_told"]
+    assert result["prepare_can_defer"]
     # From 0.24.0 on the layer's configuration asserts that AITER is on.
     assert result["layer"] == REFUSED_LAYER.replace(
         "__init__", "__init__" if before(release, "0.24.0") else "__post_init__"
@@ -156,7 +156,7 @@ def test_before_prepare_could_refuse(release: str, warm: interpreter.Interpreter
     """AITER's experts ask already, but nobody can pass that on to MoRI's `prepare`: it quantises, and nothing else does."""
     result = drive(warm, release, tmp_path, None, {})
     assert asked(result) == {True}
-    assert not result["prepare_can_be_told"]
+    assert not result["prepare_can_defer"]
     runs_and_quantises_once(result, release)
     would_show(result)
     assert result["layer"] == REFUSED_LAYER

@@ -59,7 +59,7 @@ def test_a_share_of_sends_is_lost_and_the_same_ones_each_time() -> None:
         sent, received = step(ids, {"received"})
         reported.append(sent)
         assert received == {"received"}
-        assert context.counters == {"lost": 200 - len(sent), "told": len(sent)}
+        assert context.counters == {"lost": 200 - len(sent), "passed_on": len(sent)}
         assert sent < ids
         assert 70 < len(sent) < 130
     assert reported[0] == reported[1]

@@ -158,7 +158,7 @@ class Worker:
     def __init__(self, *states: str) -> None:
         self.livepatch = context()
         self.notified: list[tuple[str, str, int]] = []
-        self.moriio_wrapper = SimpleNamespace(send_notify=lambda *said: self.notified.append(said))
+        self.moriio_wrapper = SimpleNamespace(send_notify=lambda *sent: self.notified.append(sent))
         self._recving_transfers = {"one": [Transfer(state) for state in states]} if states else {}
         self._recving_transfers_callback_addr = {"one": ("prefill", 5)}
         self.seen: list[list[str]] = []

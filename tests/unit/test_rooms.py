@@ -11,7 +11,7 @@ from vllm_livepatch import tools
 
 ROOT = Path(next(iter(tools.__path__)))
 LEVELS = (
-    ("errors", "measured", "threads", "toml", "user_cache"),
+    ("comments", "errors", "measured", "threads", "toml", "user_cache"),
     ("bundled",),
     ("releases",),
     ("compatibility",),

@@ -33,7 +33,7 @@ from vllm_livepatch.sitecustomize.decision import (
     module_of,
     public_release,
 )
-from vllm_livepatch.tools import threads
+from vllm_livepatch.tools import comments, threads
 from vllm_livepatch.tools.commands.rendering import COLOURS, DEFAULTS
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published, registry, releases_file
@@ -135,10 +135,12 @@ def files_of(name: str, package: str, version: str) -> dict[str, Known]:
 
 
 def code_of(folder: Path) -> str:
-    """Tells apart the versions of a patch's code, options and targets; not those of what is written about it."""
+    """Tells apart the versions of a patch's code, options and targets; not those of what is written about them."""
     facts = tomllib.loads((folder / "patch.toml").read_text("utf-8"))
     parts = [repr([sorted(facts.get(key, [])) for key in ("targets", "calls")]), repr(facts.get("option"))]
-    parts += [file.read_text("utf-8") for file in sorted(folder.glob("*.py"))]
+    for file in sorted(folder.glob("*.py")):
+        lines = comments.left_out(file.read_text("utf-8")).split("\n")
+        parts.append("\n".join(line for line in lines if line))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

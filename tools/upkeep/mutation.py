@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from vllm_livepatch.tools import comments
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.toml import tomllib
 from vllm_livepatch.tools.upkeep import mutation_reach, mutation_report
@@ -124,7 +125,7 @@ class Kept:
 
     def __init__(self, place: Path, module: str, text: str, possible: int) -> None:
         self.file = place / (module.removesuffix(".py").replace("/", ".") + ".json")
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = hashlib.sha256(comments.left_out(text).encode()).hexdigest()
         old = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
         self.found: dict[tuple[str, int], dict[str, Any]] = {}
         if old.get("sha256") == digest:

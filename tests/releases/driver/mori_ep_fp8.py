@@ -121,7 +121,7 @@ def quantised(weights: Any, scheme: str) -> tuple[Any, Any]:
 
 
 def prepare_and_finalize(config: Any, quant_config: Any) -> tuple[Any, dict[str, Any]]:
-    """MoRI's part of the kernel as the release makes it, and what it told MoRI of the tokens that will be sent."""
+    """MoRI's part of the kernel as the release makes it, and what it announced to MoRI of the tokens that will be sent."""
     asked: dict[str, Any] = {}
 
     def handle(arguments: dict[str, Any]) -> Any:
@@ -201,7 +201,7 @@ def experts_run(
             block_shape=[128, 128] if scheme == "block" else None,
         )
     config = moe_config(backend)
-    prepare, told = prepare_and_finalize(config, quant_config)
+    prepare, announced = prepare_and_finalize(config, quant_config)
     experts = aiter_experts(scheme, config, quant_config)
     kernel_class = getattr(modular_kernel, "FusedMoEKernel", None) or modular_kernel.FusedMoEModularKernel
     kernel = kernel_class(prepare, experts)
@@ -243,7 +243,7 @@ def experts_run(
         "outcome": "runs",
         "quantised": quantised_here,
         "given": [str(dtype) for dtype in given],
-        "told": [str(told["quant_dtype"]), told["scale_dim"]],
+        "announced": [str(announced["quant_dtype"]), announced["scale_dim"]],
         "away": away,
         "distance": distance,
     }
@@ -351,8 +351,8 @@ def driven() -> dict[str, Any]:
             "spoilt": {spoil.__name__: experts_run("token", spoil=spoil) for spoil in (as_if_unquantised, again)},
             "elsewhere": asks_for_unquantised(aiter_experts("none", other, moe.FUSED_MOE_UNQUANTIZED_CONFIG)),
         }
-    can_be_told = inspect.signature(mori_prepare_finalize.MoriPrepareAndFinalize.prepare).parameters
-    return {**run, "prepare_can_be_told": "defer_input_quant" in can_be_told, "layer": layer_built(BACKENDS[0])}
+    parameters = inspect.signature(mori_prepare_finalize.MoriPrepareAndFinalize.prepare).parameters
+    return {**run, "prepare_can_defer": "defer_input_quant" in parameters, "layer": layer_built(BACKENDS[0])}
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         if output.finished_sending:
             reported = {request_id for request_id in sorted(output.finished_sending) if not lost()}
             livepatch.count("lost", len(output.finished_sending) - len(reported))
-            livepatch.count("told", len(reported))
+            livepatch.count("passed_on", len(reported))
             output.finished_sending = reported
 
     return {TARGET: lossy}
