@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ PROMPT_TOKENS = 20 * topology.BLOCK_SIZE + 5
 _SETTLE_SECONDS = 1.5
 """After which a worker that hears nothing spins no more: upstream's is a second."""
 _LOOK_SECONDS = 0.01
+_TRIES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,35 +114,57 @@ async def back(client: Client, begun: float) -> float:
     return time.monotonic() - begun
 
 
+class Late(Exception):
+    """The lease ended before what was to be measured within it had begun or ended, by this process's clock.
+
+    An engine that steps all the time on a machine of two processors can leave this process none for that long.
+    """
+
+
 async def play(
     parts: Supervisor, url: str, prompts: Sequence[Messages], times: Times, dice: random.Random
 ) -> dict[str, Any]:
     """One round of one arm, which holds nothing before and after."""
     async with Client(url, topology.MODEL_NAME, 120) as client:
+        await back(client, time.monotonic())  # of a turn that was late
+        await client.reset_prefix_cache()
         await asyncio.sleep(_SETTLE_SECONDS)
         found: dict[str, Any] = {"idle": await processors(parts, times.window)}
         await hold(url, prompts[0])
         begun = time.monotonic()
         await asyncio.sleep(_SETTLE_SECONDS)
         found["holding"] = await processors(parts, times.window)
-        if not await client.metric(USAGE):
-            raise RuntimeError("the blocks came back while processors were counted: a longer lease is needed")
+        if time.monotonic() - begun > times.lease:
+            raise Late
         found["back"] = await back(client, begun) - times.lease
         found["first_token"] = {"idle": [], "holding": []}
         for name, firsts in found["first_token"].items():
             if name == "holding":
                 await hold(url, prompts[1])
+                begun = time.monotonic()
             for prompt in prompts[2 : 2 + times.requests]:
                 await asyncio.sleep(times.between * dice.uniform(0.5, 1.5))
+                if name == "holding" and time.monotonic() - begun > times.lease:
+                    break  # the engine answered too late: this one, and the next, would come to one that holds nothing
                 _, pieces = await client.stream(prompt, 1)
-                if name == "holding" and not await client.metric(USAGE):
-                    break  # an engine that answers too late: this one, and the next, came to one that holds nothing
                 firsts.append(pieces[0])
             if not firsts:
-                raise RuntimeError("the blocks came back before a request was answered: a longer lease is needed")
+                raise Late
         await back(client, begun)
-        await client.reset_prefix_cache()
     return found
+
+
+@contextlib.contextmanager
+def stopped(others: Iterable[Supervisor]) -> Iterator[None]:
+    """The other arms' engines make no use of the machine meanwhile: a NIXL worker's own thread is busy all the time."""
+    paused = [(parts, name) for parts in others for name in {entry["part"] for entry in parts.processes()}]
+    try:
+        for parts, name in paused:
+            parts.pause(name)
+        yield
+    finally:
+        for parts, name in paused:
+            parts.resume(name)
 
 
 async def measure(
@@ -166,8 +189,14 @@ async def measure(
         for number in range(-1, rounds):  # the first one warms up
             dice = random.Random(number)
             for arm in arms[:: -1 if number % 2 else 1]:
-                turn = play(supervisors[arm], deployed[arm].url, prompts, times, dice)
-                seen = await supervisors[arm].guard(turn)
+                with stopped(supervisors[other] for other in arms if other != arm):
+                    for late in range(_TRIES):
+                        turn = play(supervisors[arm], deployed[arm].url, prompts, times, dice)
+                        with contextlib.suppress(Late):
+                            seen = await supervisors[arm].guard(turn) | {"late": late}
+                            break
+                    else:
+                        raise SystemExit(f"{arm}: the lease ended too early {_TRIES} times: a longer one is needed")
                 print(f"{arm}, round {number}: {json.dumps(seen)}", file=sys.stderr)
                 if number >= 0:
                     found[arm].append(seen)
@@ -199,6 +228,7 @@ def table(found: Mapping[str, Sequence[Mapping[str, Any]]], release: str, comman
     for when, words in (("idle", "nothing held"), ("holding", "of a request that comes during a hold")):
         firsts = {arm: [t * 1e3 for one in rounds for t in one["first_token"][when]] for arm, rounds in found.items()}
         row(f"first token, {words}, ms", firsts, ".1f")
+    row("turns begun anew", {arm: [one["late"] for one in rounds] for arm, rounds in found.items()}, ".0f")
     count = len(next(iter(found.values())))
     return Figures(command, (f"vLLM {release}, median (and range) of {count} rounds", *found), rows)
 
