@@ -11,16 +11,17 @@ Place = tuple[int, int]
 
 
 def left_out(text: str) -> str:
-    """The module's lines without comments and docstrings. Lines stay where they are; spaces at their ends go.
+    """The module's lines without comments and docstrings, and the spaces before these. Lines stay where they are.
 
     Raises SyntaxError, tokenize.TokenError.
     """
     lines = text.split("\n")
     for (first, start), (last, end) in sorted([*_comments(text), *_docstrings(text)], reverse=True):
-        lines[last - 1] = (lines[first - 1][:start] if first == last else "") + lines[last - 1][end:]
-        if first != last:
-            lines[first - 1 : last - 1] = [lines[first - 1][:start], *[""] * (last - first - 1)]
-    return "\n".join(line.rstrip() for line in lines)
+        before, after = lines[first - 1][:start], lines[last - 1][end:]
+        lines[first - 1 : last] = [before, *[""] * (last - first)]
+        lines[last - 1] += after
+        lines[first - 1] = lines[first - 1].rstrip()
+    return "\n".join(lines)
 
 
 def _comments(text: str) -> list[tuple[Place, Place]]:

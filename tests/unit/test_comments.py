@@ -65,6 +65,7 @@ def test_comments_and_docstrings_are_left_out_and_lines_stay_where_they_are() ->
         ("# no comment", "# not one", False),
         ("# nor this", "", False),
         ('"a", "', '"b", "', False),
+        ("# nor this", "# nor this  ", False),  # spaces at the end of a line of a string
         ("-> str:", "-> str:\n        self.count += 1", False),
     ],
 )
