@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from prometheus_client import generate_latest
@@ -144,8 +143,10 @@ class Unprivileged:
 def ask(capfd: pytest.CaptureFixture[str], *arguments: str) -> Done:
     """The bundle's own `status`, in this process: another user may not read what the tests' own would import."""
     none = verdicts.Catalogue("0", (), {})  # these modules are in no bundle
-    with Unprivileged(), patch.object(verdicts, "catalogue", lambda: none), pytest.raises(SystemExit) as ended:
-        command.main("/livepatch", ["status", *arguments])
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(verdicts, "catalogue", lambda: none)
+        with Unprivileged(), pytest.raises(SystemExit) as ended:
+            command.main("/livepatch", ["status", *arguments])
     captured = capfd.readouterr()
     return Done(int(str(ended.value.code)), captured.out, captured.err)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import wrapt
 from vllm_livepatch.sitecustomize import guard
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -524,7 +525,6 @@ def test_a_look_and_a_shortcut_around_a_method_of_one_object() -> None:
 
 def test_a_look_at_what_somebody_else_wrapped() -> None:
     """An object that binds in its own way, as wrapt's do."""
-    wrapt = pytest.importorskip("wrapt")
     bound: list[Any] = []
 
     def theirs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

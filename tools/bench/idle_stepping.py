@@ -3,9 +3,10 @@
     python -m vllm_livepatch.tools.bench.idle_stepping [--vllm X] [--rounds N] [--arms ARM...] [--out FILE] [--write]
 
 One prefill engine an arm (vLLM on CPU, a tiny model, NIXL), stock and with the bundle; a request's decode leg never
-comes, so its blocks are held to the lease's end. The arms take turns. Each round, of each process of the engine:
-processors that it uses while nothing is held, and while one request's blocks are. Then: how long after the answer the
-blocks are back, and the time to first token of requests that come while another's blocks are held.
+comes, so its blocks are held to the lease's end. The arms take turns, and the other's engine is paused meanwhile. Each
+round, of each process of the engine: processors that it uses while nothing is held, and while one request's blocks are.
+Then: how long after the lease's end the blocks are back, and the time to first token of requests that come while
+another's blocks are held.
 """
 
 from __future__ import annotations

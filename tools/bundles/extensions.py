@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import Any
 
 import wrapt
 from vllm_livepatch.sitecustomize import cache
+from vllm_livepatch.tools import user_cache
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.toml import tomllib
 
@@ -151,8 +151,7 @@ def _of_wheel(one: Extension, url: str, session: Any) -> bytes:
 
 
 def _place(one: Extension) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base, "vllm-livepatch", "extensions", f"{one.sha256[:16]}-{one.file}")
+    return user_cache.directory() / "extensions" / f"{one.sha256[:16]}-{one.file}"
 
 
 def pins_of(version: str) -> str:

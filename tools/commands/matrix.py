@@ -216,9 +216,10 @@ def markdown(matrix: Matrix) -> str:
     """A row for each patch, the releases of each verdict in spans; bold is executed."""
     verdicts = _seen(matrix)
     lines = [
-        f"Releases: {_counts(matrix)}. **Bold**: executed, by a release test on this release, stock and patched",
-        "(†: some of it not in CI but by hand, with this code of the patch; `matrix --json` says which, by which file",
-        "of tests); the rest is read, by the fingerprints of the code.",
+        f"Releases: {_counts(matrix)}. **Bold**: executed, by a release test on this release: stock and patched where",
+        "it is needed, elsewhere stock alone (†: some of it not in CI but by hand, with this code of the patch,",
+        "perhaps before the test last changed; `matrix --json` says which, by which file of tests). The rest is",
+        "read, by the fingerprints of the code.",
         "",
         "| patch | of | " + " | ".join(verdicts) + " | by default |",
         "|---" * (3 + len(verdicts)) + "|",
