@@ -18,9 +18,9 @@ PROMPTS, TOKENS = 32, 16
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the benchmark finds, in one round of two of its arms."""
+    """What the benchmark finds, in one round of two of its setups."""
     out = tmp_path_factory.mktemp("chunked-load") / "figures.json"
-    command = [sys.executable, "-m", "vllm_livepatch.tools.bench.chunked_load", "--arms", "none", "parts"]
+    command = [sys.executable, "-m", "vllm_livepatch.tools.bench.chunked_load", "--setups", "none", "parts"]
     command += ["--model", "tiny", "--rounds", "1", "--prompts", str(PROMPTS), "--out", str(out)]
     given = os.environ.get("LIVEPATCH_TEST_PYTHON")
     subprocess.run([*command, *(["--engine-python", given] if given else [])], check=True)
@@ -31,7 +31,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_outputs_are_those_without_offload(figures: dict[str, Any]) -> None:
     assert len(set(figures["none"]["outputs"])) > PROMPTS // 2, "a model that always says the same shows nothing"
     assert figures["parts"]["outputs"] == figures["none"]["outputs"]
-    assert [entry["other_outputs"] for arm in figures.values() for entry in arm["rounds"]] == [0, 0]
+    assert [entry["other_outputs"] for setup in figures.values() for entry in setup["rounds"]] == [0, 0]
 
 
 def test_what_is_stored_is_loaded_and_in_parts(figures: dict[str, Any]) -> None:

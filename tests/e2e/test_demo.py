@@ -73,7 +73,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_stock_dies_on_the_assertion_when_clients_hang_up(demo: Run) -> None:
-    stock = demo.result["arms"]["stock"]
+    stock = demo.result["setups"]["stock"]
     assert not stock["survived"]
     assert stock["completed"] > 0, "it was well as long as clients were patient"
     assert stock["assertion"][-1] == "AssertionError"
@@ -82,12 +82,12 @@ def test_stock_dies_on_the_assertion_when_clients_hang_up(demo: Run) -> None:
 
 
 def test_patched_lives_with_right_outputs_and_gives_all_blocks_back(demo: Run) -> None:
-    patched = demo.result["arms"]["patched"]
+    patched = demo.result["setups"]["patched"]
     assert patched["survived"]
     assert patched["failed"] == 0, patched["errors"]
     assert patched["errors_logged"] == {"lmcache": 0, "engine": 0}
     assert patched["mismatches"] == 0
-    assert patched["completed"] > demo.result["arms"]["stock"]["completed"]
+    assert patched["completed"] > demo.result["setups"]["stock"]["completed"]
     assert patched["disconnected"] > 0
     assert patched["loaded_tokens"] > 0
     assert patched["kv_usage_at_end"] == {"engine": 0}

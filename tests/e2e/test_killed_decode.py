@@ -22,8 +22,8 @@ import aiohttp
 import pytest
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.lab import environments, model, topology
-from vllm_livepatch.tools.lab.arm import USAGE, drained
 from vllm_livepatch.tools.lab.client import Client
+from vllm_livepatch.tools.lab.setups import USAGE, drained
 from vllm_livepatch.tools.lab.supervisor import Part, Supervisor
 from vllm_livepatch.tools.lab.topology import BLOCK_SIZE, MODEL_NAME
 

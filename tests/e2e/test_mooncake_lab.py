@@ -20,7 +20,7 @@ OPTIONS = ("LIVEPATCH_MOONCAKE_LAYERWISE=on", "LIVEPATCH_MOONCAKE_LAYERWISE_BY=l
 
 
 @pytest.fixture(scope="module")
-def arm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def setup(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("lab")
     command = [sys.executable, "-m", "vllm_livepatch.tools.cli", "lab", "pd-mooncake-both", "--load", LOAD]
     command += [word for fault in FAULTS for word in ("--fault", fault)]
@@ -28,21 +28,21 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # For so long prefill keeps what a client that hung up early has left: the lab waits until it is back.
     command += ["--with", "abort_timeout=8", "--seconds", "12", "--clients", "6", "--out", str(out)]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))["arms"]["patched"]
+    found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))["setups"]["patched"]
     return found
 
 
-def test_they_live_on_with_right_outputs(arm: dict[str, Any]) -> None:
-    assert arm["survived"]
-    assert (arm["mismatches"], arm["failed"]) == (0, 0), arm["errors"]
-    assert arm["completed"] > 0
-    assert arm["disconnected"] > 0
+def test_they_live_on_with_right_outputs(setup: dict[str, Any]) -> None:
+    assert setup["survived"]
+    assert (setup["mismatches"], setup["failed"]) == (0, 0), setup["errors"]
+    assert setup["completed"] > 0
+    assert setup["disconnected"] > 0
 
 
-def test_kv_left_early_and_was_of_use(arm: dict[str, Any]) -> None:
-    assert arm["loaded_tokens"] > 0
+def test_kv_left_early_and_was_of_use(setup: dict[str, Any]) -> None:
+    assert setup["loaded_tokens"] > 0
     counted: Counter[str] = Counter()
-    for process in arm["status"]:
+    for process in setup["status"]:
         for patch in process["patches"]:
             if patch["name"] == "mooncake-layerwise":
                 counted.update(patch["counters"])
@@ -50,5 +50,5 @@ def test_kv_left_early_and_was_of_use(arm: dict[str, Any]) -> None:
     assert counted["early"] > 0
 
 
-def test_no_block_is_held_in_the_end(arm: dict[str, Any]) -> None:
-    assert arm["kv_usage_at_end"] == {"prefill": 0, "decode": 0}
+def test_no_block_is_held_in_the_end(setup: dict[str, Any]) -> None:
+    assert setup["kv_usage_at_end"] == {"prefill": 0, "decode": 0}

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     reason="by hand, MOONCAKE_MLA=1: four engines come up, for which CI has not the time",
 )
 VLLM = "0.32.0"
-ARMS = (layerwise.STOCK, "layer")
+SETUPS = (layerwise.STOCK, "layer")
 LINKS = ("0", "20")
 """MB/s; 0 is the loopback."""
 TOKENS = (300, 1024)
@@ -42,15 +42,15 @@ BLOCK_SIZE = "16"
 @dataclass
 class Seen:
     answers: dict[str, list[list[str]]]
-    """The tokens of each answer, by arm."""
+    """The tokens of each answer, by setup."""
     second: list[str]
     """The second token of an engine by itself, of the same prompts."""
     early: dict[str, int]
     """Blocks that left early, by layer and by chunk."""
 
 
-def deployment(python: Path, made: Path, place: Path, arm: str) -> topology.Deployment:
-    injected = topology.with_path(layerwise.variables(arm, place), [str(environments.mooncake(python))])
+def deployment(python: Path, made: Path, place: Path, setup: str) -> topology.Deployment:
+    injected = topology.with_path(layerwise.variables(setup, place), [str(environments.mooncake(python))])
     found = layerwise.deployment(python, made, VLLM, model.CONTEXT, injected)
     return topology.Deployment(tuple(_with_mla(part) for part in found.parts), found.url)
 
@@ -69,15 +69,15 @@ async def play(place: Path, python: Path) -> Seen:
     made = mla_model.make(place / "model", seed=0)
     link = place / layerwise.LINK
     link.write_text(LINKS[0], encoding="utf-8")
-    answers: dict[str, list[list[str]]] = {arm: [] for arm in ARMS}
+    answers: dict[str, list[list[str]]] = {setup: [] for setup in SETUPS}
     second = []
     async with contextlib.AsyncExitStack() as stack:
         clients = {}
-        for arm in ARMS:
-            deployed = deployment(python, made, place, arm)
-            parts = await stack.enter_async_context(Supervisor(place / arm, print))
+        for setup in SETUPS:
+            deployed = deployment(python, made, place, setup)
+            parts = await stack.enter_async_context(Supervisor(place / setup, print))
             await parts.start(deployed.parts)
-            urls = {arm: deployed.url, f"{arm} prefill": deployed.parts[0].health.removesuffix("/health")}
+            urls = {setup: deployed.url, f"{setup} prefill": deployed.parts[0].health.removesuffix("/health")}
             for name, url in urls.items():
                 clients[name] = await stack.enter_async_context(Client(url, topology.MODEL_NAME, 100))
         for rate in LINKS:
@@ -88,9 +88,9 @@ async def play(place: Path, python: Path) -> Seen:
                     alone, _ = await clients["stock prefill"].stream((prompt,), 2)
                     first, following = alone.split()
                     second.append(following)
-                    for arm in ARMS:
-                        answer, _ = await clients[arm].stream((f"{prompt} {first}",), ANSWER_TOKENS)
-                        answers[arm].append(answer.split())
+                    for setup in SETUPS:
+                        answer, _ = await clients[setup].stream((f"{prompt} {first}",), ANSWER_TOKENS)
+                        answers[setup].append(answer.split())
     return Seen(answers, second, layerwise.counted(place))
 
 

@@ -18,8 +18,8 @@ import pytest
 import tomli_w
 from vllm_livepatch.sitecustomize import fingerprint
 from vllm_livepatch.tools.lab import demo, environments, loads, model, topology
-from vllm_livepatch.tools.lab.arm import drained
 from vllm_livepatch.tools.lab.client import Client
+from vllm_livepatch.tools.lab.setups import drained
 from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, tail
 from vllm_livepatch.tools.lab.tally import Tally

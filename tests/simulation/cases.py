@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, the scheduler class, a release on which it went wrong, in which arm, and which invariant it broke."""
+    """A plan, the scheduler class, a release on which it went wrong, in which setup, and which invariant it broke."""
 
     name: str
     found_in: str

@@ -19,7 +19,7 @@ from vllm_livepatch.tools.lab import environments
 from vllm_livepatch.tools.measured import measured_on
 from vllm_livepatch.tools.releases import registry
 
-from tests.simulation import answers, arms, losses, shrink
+from tests.simulation import answers, losses, setups, shrink
 
 REFERENCES = "reference, or the name of a wrong one in reference.py"
 
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     """What can be asked for."""
     parsed = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parsed.add_argument("--release", action="append", help="a pinned vLLM release; may be given again (default: all)")
-    parsed.add_argument("--mode", action="append", choices=arms.MODES, help="the scheduler class (default: both)")
+    parsed.add_argument("--mode", action="append", choices=setups.MODES, help="the scheduler class (default: both)")
     parsed.add_argument("--seed", type=int, help="one world: shrink it where it fails, and tell its story")
     parsed.add_argument("--plan", type=Path, help="the same of a plan in a file of JSON")
     parsed.add_argument("--seeds", type=int, default=200, help="how many worlds a release and mode (default: 200)")
@@ -39,13 +39,13 @@ def parser() -> argparse.ArgumentParser:
         "--losses", action="store_true", help="seeds are those of losses.py: loads, peers, servers are lost"
     )
     parsed.add_argument(
-        "--answers", choices=answers.ANSWERS, help="how workers answer for what is lost (default: the arm's)"
+        "--answers", choices=answers.ANSWERS, help="how workers answer for what is lost (default: the setup's)"
     )
     parsed.add_argument("--tame", action="store_true", help="nobody aborts or lies, nothing is lost or fails")
     parsed.add_argument("--whole", action="store_true", help="with --seed or --plan: do not shrink")
     parsed.add_argument("--processes", type=int, default=2, help="warm interpreters (default: 2)")
     parsed.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parsed.add_argument("--arm", default="", help="what the figures' arm is called (default: stock, or the bundle)")
+    parsed.add_argument("--setup", default="", help="what the figures' setup is called (default: stock, or the bundle)")
     return parsed
 
 
@@ -57,11 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"there is no bundle in {asked.bundle}", file=sys.stderr)
         return 2
     given = [
-        arms.Arm(
+        setups.Setup(
             release,
             asked.bundle and asked.bundle.resolve(),
             asked.policy,
-            asked.mode or arms.MODES,
+            asked.mode or setups.MODES,
             asked.tame,
             answers=asked.answers or "",
         )
@@ -72,55 +72,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.seed is None and asked.plan is None:
             status, output = many(given, asked)
         else:
-            with arms.interpreters(1, environments.engine()) as (warm,):
+            with setups.interpreters(1, environments.engine()) as (warm,):
                 status, output = tell(warm, given[0], asked)
     print(output)
     return status
 
 
-def tell(warm: Any, arm: arms.Arm, asked: argparse.Namespace) -> tuple[int, str]:
+def tell(warm: Any, setup: setups.Setup, asked: argparse.Namespace) -> tuple[int, str]:
     """One world's story, and its plan, shrunk where it fails."""
-    arm.modes = arm.modes[:1]
+    setup.modes = setup.modes[:1]
     plan = (
         shrink.Plan.from_json(json.loads(asked.plan.read_text(encoding="utf-8")))
         if asked.plan
         else (losses.lose if asked.losses else shrink.draw)(asked.seed, asked.tame)
     )
-    broken = shrink.kinds(arms.run(warm, arm, plans=[plan.to_json()])[0])
+    broken = shrink.kinds(setups.run(warm, setup, plans=[plan.to_json()])[0])
     if broken and not asked.whole:
         print(f"broken: {', '.join(sorted(broken))}; shrinking", file=sys.stderr)
 
         def fails(plans: Sequence[Any]) -> list[bool]:
-            found = arms.run(warm, arm, plans=[each.to_json() for each in plans])
+            found = setups.run(warm, setup, plans=[each.to_json() for each in plans])
             return [bool(broken & shrink.kinds(world)) for world in found]
 
         plan = shrink.shrink(plan, fails)
-    arm.tell = True
-    (world,) = arms.run(warm, arm, plans=[plan.to_json()])
+    setup.tell = True
+    (world,) = setups.run(warm, setup, plans=[plan.to_json()])
     status = 1 if world["faults"] else 0
     if asked.json:
         return status, json.dumps({"plan": plan.to_json(), **world})
-    title = f"vLLM {arm.release}, {arm.modes[0]}, connector {plan.connector}, {plan.groups}, {plan.blocks} blocks"
+    title = f"vLLM {setup.release}, {setup.modes[0]}, connector {plan.connector}, {plan.groups}, {plan.blocks} blocks"
     return status, "\n".join([title, *world["story"], json.dumps(plan.to_json())])
 
 
-def many(given: Sequence[arms.Arm], asked: argparse.Namespace) -> tuple[int, str]:
+def many(given: Sequence[setups.Setup], asked: argparse.Namespace) -> tuple[int, str]:
     """Figures of many worlds: for each release, in how many each invariant was broken."""
-    began, found = time.monotonic(), {arm.release: figures() for arm in given}
-    ranges = range(asked.first, asked.first + asked.seeds, arms.AT_ONCE)
+    began, found = time.monotonic(), {setup.release: figures() for setup in given}
+    ranges = range(asked.first, asked.first + asked.seeds, setups.AT_ONCE)
     jobs = [
-        (arm, range(first, min(first + arms.AT_ONCE, asked.first + asked.seeds))) for first in ranges for arm in given
+        (setup, range(first, min(first + setups.AT_ONCE, asked.first + asked.seeds)))
+        for first in ranges
+        for setup in given
     ]
-    with arms.interpreters(asked.processes, environments.engine()) as warm:
+    with setups.interpreters(asked.processes, environments.engine()) as warm:
         free: Queue[Any] = Queue()
         for each in warm:
             free.put(each)
 
-        def one(job: tuple[arms.Arm, range]) -> tuple[str, list[Any]]:
+        def one(job: tuple[setups.Setup, range]) -> tuple[str, list[Any]]:
             interpreter = free.get()
             try:
                 drawn: dict[str, Any] = {"losses" if asked.losses else "seeds": job[1]}
-                return job[0].release, arms.run(interpreter, job[0], **drawn)
+                return job[0].release, setups.run(interpreter, job[0], **drawn)
             finally:
                 free.put(interpreter)
 
@@ -130,9 +132,9 @@ def many(given: Sequence[arms.Arm], asked: argparse.Namespace) -> tuple[int, str
                 seconds = time.monotonic() - began
                 print(f"\r{done} of {len(jobs)} jobs, {seconds:.0f} s, now {release} ", end="", file=sys.stderr)
     print(file=sys.stderr)
-    name = asked.arm or (asked.policy or (asked.bundle.name if asked.bundle else "stock"))
+    name = asked.setup or (asked.policy or (asked.bundle.name if asked.bundle else "stock"))
     result = {
-        "arm": name,
+        "setup": name,
         **measured_on(Path(__file__).parents[2]),
         "seeds": [asked.first, asked.seeds],
         "tame": asked.tame,

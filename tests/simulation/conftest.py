@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 from vllm_livepatch.tools.lab import revisions
 
-from tests.simulation import arms
+from tests.simulation import setups
 
 VERSION_0_1_0 = "26663bb"
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[arms.Interpreter]:
+def warm() -> Iterator[setups.Interpreter]:
     """An interpreter that has imported what all releases need."""
-    with arms.interpreters(1, arms.engine_python()) as (interpreter,):
+    with setups.interpreters(1, setups.engine_python()) as (interpreter,):
         yield interpreter
 
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of all patches."""
-    made: Path = arms.made_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
+    made: Path = setups.made_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
     return made
 
 

@@ -1,7 +1,7 @@
 """The table of docs/simulation.md, made of the figures in docs/simulation.json.
 
-python -m tests.simulation --seeds 5000 --json --arm stock >stock.json
-python -m tests.simulation --seeds 5000 --json --arm patched --bundle DIR >patched.json
+python -m tests.simulation --seeds 5000 --json --setup stock >stock.json
+python -m tests.simulation --seeds 5000 --json --setup patched --bundle DIR >patched.json
 python -m tests.simulation.report stock.json patched.json
 """
 
@@ -19,25 +19,25 @@ BEGIN = "## What the worlds came to"
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """For each arm and release: how many worlds broke each invariant, and in how many loads stood still by which shape."""
+    """For each setup and release: how many worlds broke each invariant, and in how many loads stood still by which shape."""
     rows = [row for run in runs for row in run["releases"].values()]
     kinds = sorted({kind for row in rows for kind in row["broken"]})
     kinds += sorted({note for row in rows for note in row["notes"] if note.startswith("load deadlock: ")})
     lines = [
-        "| arm | release | worlds | wrong | " + " | ".join(kinds) + " |",
+        "| setup | release | worlds | wrong | " + " | ".join(kinds) + " |",
         "|---|---|---|---|" + "---|" * len(kinds),
     ]
     for run in runs:
         for release, row in run["releases"].items():
             counts = " | ".join(str(row["broken"].get(kind, row["notes"].get(kind, 0))) for kind in kinds)
-            lines.append(f"| {run['arm']} | {release} | {row['worlds']} | {row['failed']} | {counts} |")
+            lines.append(f"| {run['setup']} | {release} | {row['worlds']} | {row['failed']} | {counts} |")
     lines += ["", f"{'; '.join(map(_made, runs))}."]
     return "\n".join(lines)
 
 
 def _made(run: Mapping[str, Any]) -> str:
     machine = run["machine"] or "the machine was not recorded"
-    return f"{run['arm']}: {run['date']}, revision {run['revision']}, {machine}"
+    return f"{run['setup']}: {run['date']}, revision {run['revision']}, {machine}"
 
 
 def write(files: Sequence[str], directory: Path = DOCS) -> None:

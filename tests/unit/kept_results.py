@@ -17,22 +17,22 @@ def kept(name: str) -> Any:
     return json.loads((ROOT / f"docs/{name}.json").read_text("utf-8"))
 
 
-def arms(name: str) -> list[Kept]:
-    return list(kept(name)["arms"].values())
+def setups(name: str) -> list[Kept]:
+    return list(kept(name)["setups"].values())
 
 
-def counted(arm: Kept, patch: str, counter: str) -> int:
-    """Over all processes of an arm."""
-    patches = [entry for process in arm["status"] for entry in process["patches"] if entry["name"] == patch]
+def counted(setup: Kept, patch: str, counter: str) -> int:
+    """Over all processes of a setup."""
+    patches = [entry for process in setup["status"] for entry in process["patches"] if entry["name"] == patch]
     return sum(entry["counters"].get(counter, 0) for entry in patches)
 
 
 def right(*of: Kept) -> None:
-    """What a sentence says of these arms: none failed, none differs."""
-    assert not any(arm["failed"] or arm["mismatches"] for arm in of)
+    """What a sentence says of these setups: none failed, none differs."""
+    assert not any(setup["failed"] or setup["mismatches"] for setup in of)
 
 
-def again(arm: Kept) -> float:
+def again(setup: Kept) -> float:
     """How long after a part's return something was loaded again."""
-    ((_, seconds),) = arm["loaded_again"]
+    ((_, seconds),) = setup["loaded_again"]
     return float(seconds)

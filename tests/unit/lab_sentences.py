@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vllm_livepatch.tools.lab import model, topology
 
-from .kept_results import Kept, again, arms, counted, kept, right
+from .kept_results import Kept, again, counted, kept, right, setups
 
 
 def lmcache_lost() -> Iterator[str]:
@@ -23,35 +23,35 @@ def lmcache_lost() -> Iterator[str]:
         )
     ]
 
-    def cell(arm: Kept | None, timeout: float) -> str:
-        if arm is None:
+    def cell(setup: Kept | None, timeout: float) -> str:
+        if setup is None:
             return "-"
-        asked = arm["completed"] + arm["failed"]
-        if arm["failed"]:
-            assert arm["errors"] == {f"no answer within {timeout:.0f} s": arm["failed"]}
-            return f"{arm['failed']} of {asked} got no answer within {timeout:.0f} s"
-        return f"{asked} of {asked} answered, the longest took {arm['longest_wait']:.1f} s"
+        asked = setup["completed"] + setup["failed"]
+        if setup["failed"]:
+            assert setup["errors"] == {f"no answer within {timeout:.0f} s": setup["failed"]}
+            return f"{setup['failed']} of {asked} got no answer within {timeout:.0f} s"
+        return f"{asked} of {asked} answered, the longest took {setup['longest_wait']:.1f} s"
 
     for run in runs:
         (fault,) = run["faults"]
         what = f"{'killed' if fault['kind'] == 'kill' else 'stopped'} at {fault['at']:.0f} s"
         call = run["injected"]["slow-lmcache"].get("LIVEPATCH_SLOW_LMCACHE_SECONDS", "0.3")
-        cells = [cell(run["arms"].get(arm), run["load"]["timeout"]) for arm in ("stock", "patched")]
+        cells = [cell(run["setups"].get(setup), run["load"]["timeout"]) for setup in ("stock", "patched")]
         yield f"| {what}, back {fault['lasts']:.0f} s later | {run['vllm']} | {call} s | {' | '.join(cells)} |"
-        right(run["arms"]["patched"])
-        assert not any(arm["mismatches"] for arm in run["arms"].values())
+        right(run["setups"]["patched"])
+        assert not any(setup["mismatches"] for setup in run["setups"].values())
     gave_up = sorted(
-        run["load"]["timeout"] for run in runs if "stock" in run["arms"] and run["arms"]["stock"]["failed"]
+        run["load"]["timeout"] for run in runs if "stock" in run["setups"] and run["setups"]["stock"]["failed"]
     )
     yield f"The clients gave up after {gave_up[0]:.0f} or {gave_up[-1]:.0f} s"
-    returns = [again(run["arms"]["patched"]) for run in runs]
+    returns = [again(run["setups"]["patched"]) for run in runs]
     yield f"that are loaded (patched, {min(returns):.1f} to {max(returns):.1f} s in these runs)"
     slow = kept("lab-lmcache-lost/kill-0.32.0")
     call, prompts = int(slow["injected"]["slow-lmcache"]["LIVEPATCH_SLOW_LMCACHE_SECONDS"]), slow["load"]["prompts"]
     yield f"two calls of {call} s, one after the other, of all requests of a step: {prompts} of them"
-    yield f"are {2 * call * prompts} of the {again(slow['arms']['patched']):.1f} s after the kill on {slow['vllm']}."
+    yield f"are {2 * call * prompts} of the {again(slow['setups']['patched']):.1f} s after the kill on {slow['vllm']}."
     forgotten = kept("lab-lmcache-lost/forgotten-0.29.0")
-    stock, patched = forgotten["arms"].values()
+    stock, patched = forgotten["setups"].values()
     yield f"the engine is stopped for {forgotten['faults'][0]['lasts']:.0f} s, {forgotten['vllm']})"
     assert stock["loaded_again"] == [["engine", None]]
     yield (
@@ -73,7 +73,7 @@ def lab_lease() -> Iterator[str]:
 def prefill_decode() -> Iterator[str]:
     place = "lab-prefill-decode"
     run, earlier = kept(f"{place}/kill-decode-0.29.0"), kept(f"{place}/kill-decode-again-0.29.0")
-    stock, patched = run["arms"].values()
+    stock, patched = run["setups"].values()
     held, kinder = stock["held"]["prefill"], patched["held"]["prefill"]
     yield f"pile up to {100 * held['share']:.1f} % until `other` has read what waits for it."
     yield f"come back when their lease of {run['settings']['lease']:.0f} s is over"
@@ -85,36 +85,39 @@ def prefill_decode() -> Iterator[str]:
     )
 
     def token(result: Kept) -> str:
-        medians = sorted(1000 * arm["between_tokens"]["0.5"] for arm in result["arms"].values())
+        medians = sorted(1000 * setup["between_tokens"]["0.5"] for setup in result["setups"].values())
         return f"{medians[0]:.0f} to {medians[-1]:.0f}"
 
     yield f"On {earlier['date']}, a machine on which a token takes {token(earlier)} ms (here {token(run)})"
-    before, after = (arm["held"]["prefill"] for arm in earlier["arms"].values())
+    before, after = (setup["held"]["prefill"] for setup in earlier["setups"].values())
     shares = f"{100 * before['share']:.1f} and {100 * after['share']:.1f} %"
-    (back,) = {f"{arm['back_after']:.0f}" for arm in earlier["arms"].values()}
+    (back,) = {f"{setup['back_after']:.0f}" for setup in earlier["setups"].values()}
     yield f"{before['seconds']:.0f} s on stock and {after['seconds']:.0f} s patched ({shares}), back {back} s after the load"
     yield f"{held['cores_then']:.2f} cores while it serves nobody, {held['cores_else']:.2f} when nothing is held."
     yield f"Patched (`idle-stepping`) it takes {kinder['cores_then']:.2f}, and {kinder['cores_else']:.2f}."
 
-    (long_died, usual), (died, short) = arms(f"{place}/kill-lmcache-300-0.29.0"), arms(f"{place}/kill-lmcache-0.29.0")
+    (long_died, usual), (died, short) = (
+        setups(f"{place}/kill-lmcache-300-0.29.0"),
+        setups(f"{place}/kill-lmcache-0.29.0"),
+    )
     yield f"{long_died['died_after']:.1f} s and {died['died_after']:.1f} s after the load began (two runs)"
     right(usual, short)
     yield f"with 300 s, {usual['completed']} requests are answered, none fails, none differs, and the longest answer took"
     yield f"the longest answer took {usual['longest_wait']:.1f} s."
     yield f"the longest took {short['longest_wait']:.1f} s ({short['completed']} answered, none failed, none differs)."
-    backs = sorted(arm["back_after"] for arm in (usual, short))
+    backs = sorted(setup["back_after"] for setup in (usual, short))
     yield f"Blocks held after the load, for {backs[0]:.0f} to {backs[1]:.0f} s"
 
     slow = kept(f"{place}/slow-transfer-stop-decode-0.29.0")
-    (arm,) = slow["arms"].values()
-    right(arm)
+    (setup,) = slow["setups"].values()
+    right(setup)
     yield f"reported {slow['injected']['slow-transfer']['LIVEPATCH_SLOW_TRANSFER_SECONDS']} s later"
-    yield f"stopped for {slow['faults'][0]['lasts']:.0f} s: all {arm['completed']} requests are answered and right"
-    first = arm["first_token"]
+    yield f"stopped for {slow['faults'][0]['lasts']:.0f} s: all {setup['completed']} requests are answered and right"
+    first = setup["first_token"]
     yield f"the first token takes {first['0.5']:.1f} s in the median (99 %: {first['0.99']:.1f} s)"
 
     run = kept(f"{place}/lost-completions-0.29.0")
-    (reaped,), (off,) = run["arms"].values(), arms(f"{place}/lost-completions-off-0.29.0")
+    (reaped,), (off,) = run["setups"].values(), setups(f"{place}/lost-completions-off-0.29.0")
     right(reaped, off)
     yield f"With one of {run['toggles']['LIVEPATCH_KV_BLOCK_REAPER_IDLE_SECONDS']} s: "
     yield (
@@ -130,12 +133,12 @@ def prefill_decode() -> Iterator[str]:
 
 def lab() -> Iterator[str]:
     for version in ("0.29.0", "0.32.0"):
-        stock, patched = arms(f"lab/lmcache-disconnects-{version}")
+        stock, patched = setups(f"lab/lmcache-disconnects-{version}")
         assert stock["died_after"] < 10
         assert patched["kv_usage_at_end"] == {"engine": 0.0}
         right(patched)
     yield "dies on the scheduler's assertion within seconds. With the bundle nothing fails in ten minutes, no output differs"
-    (reaped,) = arms("lab-prefill-decode/lost-completions-0.29.0")
+    (reaped,) = setups("lab-prefill-decode/lost-completions-0.29.0")
     assert counted(reaped, "lost-completions", "lost") == counted(reaped, "kv-block-reaper", "reaped")
     yield f"as many sends reaped as lost, no block held {reaped['back_after']:.0f} s after the load"
 
@@ -143,7 +146,7 @@ def lab() -> Iterator[str]:
 def mooncake_lab() -> Iterator[str]:
     place = "lab-mooncake"
     hang_ups = kept(f"{place}/hang-ups-0.32.0")
-    stock, patched = hang_ups["arms"].values()
+    stock, patched = hang_ups["setups"].values()
     stands_still = max(second for second, count in enumerate(stock["per_second"]["completed"], 1) if count)
     share = f"{100 * hang_ups['load']['share']:.0f} %"
     yield f"| {share} of clients hang up, 0.32.0, answers not streamed | **total stall** after {stands_still} s: "
@@ -152,20 +155,20 @@ def mooncake_lab() -> Iterator[str]:
     right(patched)
     assert patched["kv_usage_at_end"]["decode"] == 0
     yield f"| {patched['completed']} answers, nothing fails, none differs, all of decode's blocks are free at the end |"
-    stock, patched = arms(f"{place}/hang-ups-0.29.0")
+    stock, patched = setups(f"{place}/hang-ups-0.29.0")
     right(patched)
     yield (
         f"| {share} of clients hang up, 0.29.0 | the decode engine is dead after {stock['died_after']:.1f} s, on the "
         f"scheduler's assertion | {patched['completed']} answers, nothing fails, none differs |"
     )
     stops = kept(f"{place}/stops-both-0.29.0")
-    stock, patched = stops["arms"].values()
+    stock, patched = stops["setups"].values()
     right(patched)
     yield f"while both legs were sent, 0.29.0, {stops['settings']['abort_timeout']:.0f} s for each wait"
     yield f"**stands still**: {stock['completed']} answers in {stops['load']['seconds']:.0f} s; each client waits"
     yield f"| {patched['completed']} answers, nothing fails, none differs; those prompts are computed by decode |"
     stopped = kept(f"{place}/stop-prefill-0.32.0")
-    stock, patched = stopped["arms"].values()
+    stock, patched = stopped["setups"].values()
     right(patched)
     yield f"| prefill is stopped (SIGSTOP) for {stopped['faults'][0]['lasts']:.0f} s amid its transfers, 0.32.0, "
     yield f"{stopped['settings']['abort_timeout']:.0f} s for each wait, both legs sent"
@@ -174,14 +177,14 @@ def mooncake_lab() -> Iterator[str]:
     yield f"the eight are computed by decode after {patched['longest_wait']:.1f} s at most"
     held, back = (counted(patched, "mooncake-failed-loads", counter) for counter in ("held", "given_back"))
     yield f"{held} `held`, {back} `given_back`, none differs"
-    stock, patched = arms(f"{place}/lmcache-hang-ups-0.32.0")
+    stock, patched = setups(f"{place}/lmcache-hang-ups-0.32.0")
     right(patched)
     assert patched["kv_usage_at_end"]["decode"] == 0
     yield f"| {share} of clients hang up, an LMCache server behind prefill, 0.32.0 | the prefill engine's core is dead"
     yield f"core is dead after {stock['died_after']:.1f} s"
     yield f"| {patched['completed']} answers, nothing fails, none differs, all of decode's blocks are free at the end |"
     lost = kept(f"{place}/lost-prefills-0.29.0")
-    stock, patched = lost["arms"].values()
+    stock, patched = lost["setups"].values()
     right(patched)
     wait = f"{lost['settings']['abort_timeout']:.0f} s"
     assert counted(patched, "failed-loads", "recomputed") == 8
@@ -193,9 +196,9 @@ def mooncake_lab() -> Iterator[str]:
     )
 
     (stock, patched), (stock_later, later) = (
-        arms(f"{place}/kill-prefill-{version}") for version in ("0.29.0", "0.32.0")
+        setups(f"{place}/kill-prefill-{version}") for version in ("0.29.0", "0.32.0")
     )
-    assert not any(arm["mismatches"] for arm in (stock, patched, stock_later, later))
+    assert not any(setup["mismatches"] for setup in (stock, patched, stock_later, later))
     yield (
         f"decode loads from prefill again {again(patched):.1f} s (0.29.0) and {again(later):.1f} s (0.32.0) after its "
         f"return, and computes {counted(patched, 'failed-loads', 'recomputed')} and "
@@ -207,21 +210,21 @@ def mooncake_lab() -> Iterator[str]:
     )
 
     link = kept(f"{place}/link-2-0.32.0")
-    (arm,) = link["arms"].values()
+    (setup,) = link["setups"].values()
     blocks = -(-link["load"]["tokens"] // topology.BLOCK_SIZE)
     size = blocks * topology.BLOCK_SIZE * model.LAYERS * 2 * model.HIDDEN * 4  # K and V, float32
     rate = int(link["injected"]["link"]["LIVEPATCH_LINK_MB"])
     yield f"has {blocks} blocks, {size:,} bytes: at {rate} MB/s they take {size / rate / 1e6:.2f} s, and one client's"
-    yield f"one client's first token came after {arm['first_token']['0.5']:.2f} s, in the median"
+    yield f"one client's first token came after {setup['first_token']['0.5']:.2f} s, in the median"
     layer = kept(f"{place}/layer-hang-ups-0.32.0")
-    (arm,) = layer["arms"].values()
-    right(arm)
-    assert arm["kv_usage_at_end"]["decode"] == 0
-    yield f"a link of {layer['injected']['link']['LIVEPATCH_LINK_MB']} MB/s: {arm['completed']} answers, "
-    yield f"{arm['disconnected']} hang-ups, nothing fails, none differs"
-    yield f"{counted(arm, 'mooncake-layerwise', 'early')} blocks left early"
+    (setup,) = layer["setups"].values()
+    right(setup)
+    assert setup["kv_usage_at_end"]["decode"] == 0
+    yield f"a link of {layer['injected']['link']['LIVEPATCH_LINK_MB']} MB/s: {setup['completed']} answers, "
+    yield f"{setup['disconnected']} hang-ups, nothing fails, none differs"
+    yield f"{counted(setup, 'mooncake-layerwise', 'early')} blocks left early"
 
 
 def mooncake() -> Iterator[str]:
-    waits = [arms(f"lab-mooncake/kill-prefill-{version}")[1]["longest_wait"] for version in ("0.29.0", "0.32.0")]
+    waits = [setups(f"lab-mooncake/kill-prefill-{version}")[1]["longest_wait"] for version in ("0.29.0", "0.32.0")]
     yield f"in the lab's two runs the longest wait was {waits[0]:.1f} and {waits[1]:.1f} s."

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 
 from vllm_livepatch.tools.bench import figures
 
-from .kept_results import ROOT, arms, kept
+from .kept_results import ROOT, kept, setups
 from .lab_sentences import lab, lab_lease, lmcache_lost, mooncake, mooncake_lab, prefill_decode
 
 
 def readme() -> Iterator[str]:
     lives = kept("lab/lmcache-disconnects-0.32.0")
-    stock, patched = lives["arms"].values()
+    stock, patched = lives["setups"].values()
     load = lives["load"]
     yield f"| {load['clients']} clients, {load['share']:.0%} hang up, {load['seconds']:.0f} s (".replace("%", " %")
     assert patched["survived"]
@@ -38,30 +38,32 @@ def readme() -> Iterator[str]:
         (f"a decode engine is stopped for {lasts:.0f} s, three times", "stopped-0.29.0"),
         ("the same", "stopped-0.32.0"),
     ):
-        cells = [f"{arm['mismatches']} of {arm['completed']}" for arm in arms(f"lab-lease/{name}")]
+        cells = [f"{setup['mismatches']} of {setup['completed']}" for setup in setups(f"lab-lease/{name}")]
         yield f"| {written}, vLLM {kept(f'lab-lease/{name}')['vllm']} | {' | '.join(cells)} |"
 
 
 def chunked_load() -> Iterator[str]:
     details = kept("figures/chunked_load")["details"]
-    rounds = {arm: values["rounds"] for arm, values in details["arms"].items()}
+    rounds = {setup: values["rounds"] for setup, values in details["setups"].items()}
 
-    def of(arm: str, key: str) -> list[float]:
-        return [one[key] for one in rounds[arm]]
+    def of(setup: str, key: str) -> list[float]:
+        return [one[key] for one in rounds[setup]]
 
-    def over(arm: str, other: str, key: str) -> float:
-        return float(figures.ratio(of(arm, key), of(other, key)))
+    def over(setup: str, other: str, key: str) -> float:
+        return float(figures.ratio(of(setup, key), of(other, key)))
 
     prefill, load = details["costs"]["prefill"], details["costs"]["load"]
     times = f"{prefill / load:.0f} times as long"
     yield f"prefill takes {1000 * prefill:.0f} ms and the load {1000 * load:.0f} ms: {times}"
-    spread = {arm: 100 * (max(found) / min(found) - 1) for arm in rounds for found in [of(arm, "prompts_a_second")]}
+    spread = {
+        setup: 100 * (max(found) / min(found) - 1) for setup in rounds for found in [of(setup, "prompts_a_second")]
+    }
     each = f"`off` {spread['off']:.0f} %, `on` {spread['on']:.0f} %, no offload {spread['none']:.0f} %"
-    yield f"the prompts a second of an arm's rounds differ by up to {max(spread.values()):.0f} % ({each})."
+    yield f"the prompts a second of a setup's rounds differ by up to {max(spread.values()):.0f} % ({each})."
     apart = 100 * abs(over("on", "off", "prompts_a_second") - 1)
     where = "within" if apart <= max(spread["on"], spread["off"]) else "beyond"
     yield f"What `on` differs from `off` ({apart:.0f} %) is {where} that."
-    mine, others = ([whole for whole, _ in details["arms"][arm]["alone"]] for arm in ("on", "off"))
+    mine, others = ([whole for whole, _ in details["setups"][setup]["alone"]] for setup in ("on", "off"))
     low, high = figures.interval([one - other for one, other in zip(mine, others, strict=True)])
     assert low < 0 < high, "then say which is later"
     yield (
@@ -77,9 +79,9 @@ def chunked_load() -> Iterator[str]:
     yield (
         f"{others} answers were others than those of a prompt alone."
         if others
-        else "All answers were the same in all arms."
+        else "All answers were the same in all setups."
     )
-    steps = {arm: statistics.median(of(arm, "steps")) for arm in rounds}
+    steps = {setup: statistics.median(of(setup, "steps")) for setup in rounds}
     yield f"Above, {steps['parts']:.0f} steps where `off` takes {steps['off']:.0f}."
     median = "rises" if over("parts", "off", "between_median") > 1 else "falls"
     shorter = "falls" if over("parts", "off", "between_p99") < 1 else "rises"
@@ -89,7 +91,9 @@ def chunked_load() -> Iterator[str]:
 def chunked_load_patch() -> Iterator[str]:
     """Of patches/chunked_lmcache_load/patch.toml."""
     details = kept("figures/chunked_load")["details"]
-    rates = {arm: [one["prompts_a_second"] for one in details["arms"][arm]["rounds"]] for arm in ("none", "off")}
+    rates = {
+        setup: [one["prompts_a_second"] for one in details["setups"][setup]["rounds"]] for setup in ("none", "off")
+    }
     more = 1 / float(figures.ratio(rates["none"], rates["off"]))
     longer = details["costs"]["prefill"] / details["costs"]["load"]
     yield f"with {longer:.0f} times as long, {more:.1f} times the prompts a second were seen"
@@ -113,7 +117,7 @@ def idle_stepping() -> Iterator[str]:
 
 def steps() -> Iterator[str]:
     for version in ("0.29.0", "0.32.0"):
-        _, patched = arms(f"lab/lmcache-disconnects-{version}")
+        _, patched = setups(f"lab/lmcache-disconnects-{version}")
         assert 0.001 < patched["between_tokens"]["0.5"] < 0.1
     yield "A step of a real engine takes milliseconds."
 
@@ -126,15 +130,15 @@ def layerwise() -> Iterator[str]:
     yield f"takes {prefill / long['transfer']:.1f} times its transfer. The first token comes {layer - prefill:.1f} s after"
     yield f"a prefill engine by itself has finished ({layer:.1f} and {prefill:.1f} s)."
     short = {
-        arm: (round(1000 * min(seconds)), round(1000 * max(seconds)))
-        for arm, seconds in rows[0, 256, 1]["seconds"].items()
+        setup: (round(1000 * min(seconds)), round(1000 * max(seconds)))
+        for setup, seconds in rows[0, 256, 1]["seconds"].items()
     }
     (least, most), (low, high) = short["chunk"], short["stock"]
     yield f"its rounds, {least} to {most} ms, lie among stock's, {low} to {high} ms."
     even = rows[100, 256, 16]["seconds"]
     yield f"all come by {max(even['chunk']):.1f} s instead of {max(even['stock']):.1f} s."
     differ = {tokens: row["differ"] for (_, tokens, _), row in rows.items()}
-    assert [tokens for tokens, arm in differ.items() if len(set(arm.values())) > 1] == [3072]
+    assert [tokens for tokens, setup in differ.items() if len(set(setup.values())) > 1] == [3072]
     assert differ[3072] == {"stock": 0, "again": 0, "layer": 0, "chunk": 2}
     slower = [
         row["median"]["prefill"] / rows[row["link"], row["tokens"], row["at_once"]]["median"]["prefill"]
@@ -149,7 +153,7 @@ def simulation() -> Iterator[str]:
     worlds = {row["worlds"] for run in (stock, patched) for row in run["releases"].values()}
     (seeds,) = {run["seeds"][1] - run["seeds"][0] for run in (stock, patched)}
     assert worlds == {2 * seeds}
-    yield f"are of {2 * seeds:,} worlds a release and arm ({seeds:,} seeds with both schedulers)."
+    yield f"are of {2 * seeds:,} worlds a release and setup ({seeds:,} seeds with both schedulers)."
     yield f"at `{patched['revision']}`, {patched['date']}. Stock: {stock['date']}, of the worlds as they were at"
     yield f"as they were at `{stock['revision']}`"
     releases = patched["releases"]

@@ -297,9 +297,9 @@ def test_a_dry_run_shows_the_settings_of_the_patches(cli: Cli, tmp_path: Path) -
         given = [setting in shlex.split(parts[name]) for name in ("prefill:", "decode:", "router:")]
         assert given == [True, True, False], setting
     assert "storm, link=2, stop-prefill@5\n" in done.out
-    assert "the stock arm has only LIVEPATCH_MOONCAKE_ON_CPU, LIVEPATCH_LINK, LIVEPATCH_LINK_MB" in done.out
+    assert "the stock setup has only LIVEPATCH_MOONCAKE_ON_CPU, LIVEPATCH_LINK, LIVEPATCH_LINK_MB" in done.out
     out = tmp_path / "out"
-    assert "the stock arm has no bundle\n" in cli("lab", "lmcache", "--dry-run", "--compare", "--out", str(out)).out
+    assert "the stock setup has no bundle\n" in cli("lab", "lmcache", "--dry-run", "--compare", "--out", str(out)).out
     assert not out.exists()
 
 

@@ -72,6 +72,19 @@ def test_a_page_begins_with_what_one_sees(tmp_path: Path) -> None:
     assert "- vLLM 0.14.1 to" in page
 
 
+def test_where_a_patch_is_needed_its_page_says_whether_it_is_on_by_default() -> None:
+    """`needed` alone reads as if it applied."""
+    pages = {name: (ROOT / f"docs/patches/{name}.md").read_text("utf-8") for name in catalogue.load()}
+    lines = {name: re.findall(r"^- .*: needed.*$", page, re.M) for name, page in pages.items()}
+    assert all(lines.values())
+    assert lines["mooncake-layerwise"] == ["- vLLM 0.20.2 to 0.33.0: needed; by default: off"]
+    assert lines["mori-ep-fp8"][0].endswith("; by default: on ROCm")
+    switched = {name: {line.rpartition("; by default: ")[2] for line in found} for name, found in lines.items()}
+    assert {name for name, found in switched.items() if found == {"on"}} == {
+        name for name, entry in catalogue.load().items() if entry.patch.auto == "needed"
+    }
+
+
 def test_what_the_readme_says_applies_by_default_does() -> None:
     """On CUDA, with the releases of its quick start."""
     releases = dict(re.findall(r"--release (vllm|lmcache)==(\S+)", README))

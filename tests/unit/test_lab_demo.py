@@ -72,7 +72,7 @@ def result() -> dict[str, Any]:
     checks = [{"check": "one", "passed": True}, {"check": "two", "passed": False}]
     both = copy.deepcopy({"stock": STOCK, "patched": PATCHED})
     about = {"topology": "lmcache", "vllm": "1.0", "lmcache": "2.0", "faults": [], "disconnects": True, "seconds": 9.5}
-    return {**about, "checks": checks, "arms": both}
+    return {**about, "checks": checks, "setups": both}
 
 
 def test_the_assertion_is_found_without_the_loggers_prefixes() -> None:

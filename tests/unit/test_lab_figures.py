@@ -80,7 +80,7 @@ def test_the_table_of_worlds_is_made_of_what_is_kept() -> None:
     shown = (ROOT / "docs/simulation.md").read_text("utf-8").partition(report.BEGIN)[2]
     assert shown.strip() == report.table(kept)
     for run in kept:
-        assert f"{run['arm']}: {run['date']}, revision {run['revision']}, " in shown
+        assert f"{run['setup']}: {run['date']}, revision {run['revision']}, " in shown
 
 
 def test_of_what_leaves_early_the_part_of_the_ideal_is_shown_for_one_prompt_on_a_link() -> None:
@@ -120,8 +120,8 @@ def test_a_curve_is_thinned_to_its_ends() -> None:
         ["--load", "bench:rate=0.5,num=9", "--patches", "kv-block-reaper", "--set", "VLLM_X=a b", "--seed", "3"],
         ["--fault", "kill-engine@5", "--fault", "lost-completions=0.5", "--fault", "slow-transfer"],
         ["--fault", "stop-engine@2.5+1", "--fault", "kill-engine@5", "--clients", "4"],
-        ["--fault", "late-reads=3", "--compare", "--alone", "--arm", "0.1.0=26663bb"],
-        ["--arm", "before=HEAD~1", "--arm", "0.1.0=26663bb", "--seconds", "10"],
+        ["--fault", "late-reads=3", "--compare", "--alone", "--setup", "0.1.0=26663bb"],
+        ["--setup", "before=HEAD~1", "--setup", "0.1.0=26663bb", "--seconds", "10"],
     ],
 )
 def test_the_command_follows_from_the_result(
@@ -134,7 +134,7 @@ def test_the_command_follows_from_the_result(
     with pytest.raises(SystemExit):
         cli.main()
     _, options = conduct.call_args.args
-    found = lab.described(options) | {"arms": dict.fromkeys(options.arms)}
+    found = lab.described(options) | {"setups": dict.fromkeys(options.setups)}
     assert shlex.split(figures.command(json.loads(json.dumps(found)))) == [*start, *words]
     assert found["load"]["name"] in loads.KINDS
     assert found["faults"] == [asdict(fault) for fault in options.faults]
@@ -154,7 +154,7 @@ def test_upstreams_benchmark_compares_no_answers_and_hangs_up_on_nobody(
 
 def test_the_settings_of_a_topology_are_shown_where_they_are_not_the_usual() -> None:
     described = topology.set_up(topology.load("pd-nixl"), ["lease=6"])
-    found = lab.described(lab.Options(described, Path())) | {"arms": {"patched": {}}}
+    found = lab.described(lab.Options(described, Path())) | {"setups": {"patched": {}}}
     assert shlex.split(figures.command(found))[-2:] == ["--with", "lease=6"]
 
 
@@ -163,7 +163,7 @@ def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     undated = result() | shape
     (tmp_path / "undated.json").write_text(json.dumps(undated))
     long = undated | {"date": "2026-11-24", "revision": "abc1234", "machine": "2 cores"}
-    long["arms"]["stock"]["log_tail"] = ["File /place/of/x.py"]
+    long["setups"]["stock"]["log_tail"] = ["File /place/of/x.py"]
     (tmp_path / "result.json").write_text(json.dumps(long))
     (tmp_path / "doc.md").write_text(f"a\n<!-- {figures.NAME} -->\n<!-- /{figures.NAME} -->\nb\n")
 
@@ -184,7 +184,7 @@ def test_keeping_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = (tmp_path / "doc.md").read_text()
     assert "vllm-livepatch lab lmcache --vllm 1.0 --lmcache 2.0 --fault disconnects --compare\n" in text
     assert "| failures by kind | HTTP 500: 3<br>ClientOSError: 2 | - |" in text
-    assert "parts brought back" not in text, "no arm has any"
+    assert "parts brought back" not in text, "no setup has any"
     assert "(kept/one.json: 2026-11-24, revision abc1234, 2 cores)" in text
     assert text.endswith("\nb\n")
 

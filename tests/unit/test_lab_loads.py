@@ -15,11 +15,11 @@ import pytest
 from vllm_livepatch.tools import cli
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import bench, environments, lab, loads, model
-from vllm_livepatch.tools.lab.arm import falling_into
 from vllm_livepatch.tools.lab.bench import BenchServe, count
 from vllm_livepatch.tools.lab.client import RequestFailed
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.loads import Bench, Conversations, Storm, parse
+from vllm_livepatch.tools.lab.setups import falling_into
 from vllm_livepatch.tools.lab.supervisor import Part, PartFailed, Supervisor
 from vllm_livepatch.tools.lab.tally import Tally
 
@@ -85,9 +85,9 @@ def test_another_load_is_one_line_that_says_what_there_is(text: str, message: st
         ["--load", "bench:rate=x"],
         ["--load", "bench", "--fault", "disconnects"],
         ["--rounds", "0"],
-        ["--arm", "0.1.0"],
-        ["--arm", "stock=HEAD"],
-        ["--arm", "a/b=HEAD"],
+        ["--setup", "0.1.0"],
+        ["--setup", "stock=HEAD"],
+        ["--setup", "a/b=HEAD"],
     ],
 )
 def test_the_command_says_it_in_one_line_and_ends_with_2(arguments: list[str]) -> None:

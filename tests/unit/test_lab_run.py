@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 from vllm_livepatch.tools.lab import environments, faults, lab, topology
-from vllm_livepatch.tools.lab.arm import Arm
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.loads import Storm
+from vllm_livepatch.tools.lab.setups import Setup
 from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.supervisor import Part, PartFailed
 from vllm_livepatch.tools.lab.topology import Deployment, Role, Topology
@@ -74,14 +74,14 @@ def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, **options: Any) -> dict[str, Any]:
     given = {"seconds": 1.0, "clients": 4, "load": LOAD, "drain_seconds": 2.0, **options}
     result = asyncio.run(lab.run(lab.Options(out=tmp_path, **{"topology": DESCRIBED, **given})))
-    for name in result["arms"]:
+    for name in result["setups"]:
         assert not psutil.pid_exists(int(str(record(tmp_path / name, "engine")["pid"])))
     return result
 
 
 def test_stock_dies_of_a_hang_up_and_patched_does_not(tmp_path: Path) -> None:
-    result = run(tmp_path, arms=("stock", "patched"), disconnects=True)
-    stock, patched = result["arms"]["stock"], result["arms"]["patched"]
+    result = run(tmp_path, setups=("stock", "patched"), disconnects=True)
+    stock, patched = result["setups"]["stock"], result["setups"]["patched"]
     assert not stock["survived"]
     assert stock["death"] == "engine ended with exit code 3"
     assert 0 <= stock["died_after"] < 1
@@ -102,19 +102,19 @@ def test_stock_dies_of_a_hang_up_and_patched_does_not(tmp_path: Path) -> None:
     assert (tmp_path / "patched" / "status.json").is_file()
 
 
-def test_arms_take_turns_and_a_part_that_was_brought_back_is_counted(
+def test_setups_take_turns_and_a_part_that_was_brought_back_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fault = Fault("kill", "engine", at=0.6, lasts=0.2)
-    result = run(tmp_path, arms=("stock", "patched"), rounds=3, seconds=1.5, faults=(fault,))
-    for arm in result["arms"].values():
-        assert arm["survived"]
-        assert arm["restarts"] == {"engine": 1}
-        assert [part for part, _ in arm["loaded_again"]] == ["engine"]
-        assert arm["disconnected"] == arm["mismatches"] == 0
-        assert arm["failed"] > 0
-        assert arm["completed"] > 0
-        assert len(arm["per_second"]["completed"]) >= 2
+    result = run(tmp_path, setups=("stock", "patched"), rounds=3, seconds=1.5, faults=(fault,))
+    for setup in result["setups"].values():
+        assert setup["survived"]
+        assert setup["restarts"] == {"engine": 1}
+        assert [part for part, _ in setup["loaded_again"]] == ["engine"]
+        assert setup["disconnected"] == setup["mismatches"] == 0
+        assert setup["failed"] > 0
+        assert setup["completed"] > 0
+        assert len(setup["per_second"]["completed"]) >= 2
     lines = capsys.readouterr().err.splitlines()
     killed = [line.split("] ")[1] for line in lines if "was killed" in line or "load is over" in line]
     over = "the load is over; waiting for blocks to come back"
@@ -126,14 +126,14 @@ def test_arms_take_turns_and_a_part_that_was_brought_back_is_counted(
     ], "of three rounds, the second is begun by the other"
 
 
-def test_what_a_topology_cannot_run_without_rides_in_with_every_arm_and_alone_with_stock(tmp_path: Path) -> None:
+def test_what_a_topology_cannot_run_without_rides_in_with_every_setup_and_alone_with_stock(tmp_path: Path) -> None:
     needs = replace(DESCRIBED, changes=("mooncake-on-cpu",))
-    run(tmp_path, topology=needs, arms=("stock", "patched"))
+    run(tmp_path, topology=needs, setups=("stock", "patched"))
     patches = {}
-    for arm in ("stock", "patched"):
-        manifest = json.loads((tmp_path / f"bundle-{arm}" / "manifest.json").read_text(encoding="utf-8"))
-        patches[arm] = set(manifest["patches"])
-        environment = record(tmp_path / arm, "engine")["environment"]
+    for setup in ("stock", "patched"):
+        manifest = json.loads((tmp_path / f"bundle-{setup}" / "manifest.json").read_text(encoding="utf-8"))
+        patches[setup] = set(manifest["patches"])
+        environment = record(tmp_path / setup, "engine")["environment"]
         assert isinstance(environment, dict)
         assert environment["LIVEPATCH_MOONCAKE_ON_CPU"] == "on"
     assert patches["stock"] == {"mooncake-on-cpu"}
@@ -143,54 +143,54 @@ def test_what_a_topology_cannot_run_without_rides_in_with_every_arm_and_alone_wi
 def test_lost_prefills_begin_with_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: dict[str, list[bool]] = {}
 
-    def look(arm: Arm) -> None:
-        environment = record(tmp_path / arm.name, "engine")["environment"]
+    def look(setup: Setup) -> None:
+        environment = record(tmp_path / setup.name, "engine")["environment"]
         assert isinstance(environment, dict)
-        begun.setdefault(arm.name, []).append(Path(environment["LIVEPATCH_LOST_PREFILLS_AFTER"]).exists())
+        begun.setdefault(setup.name, []).append(Path(environment["LIVEPATCH_LOST_PREFILLS_AFTER"]).exists())
 
-    prepare, settle = Arm.prepare, Arm.settle
+    prepare, settle = Setup.prepare, Setup.settle
 
-    async def prepared(arm: Arm, *args: Any) -> None:
-        await prepare(arm, *args)
-        look(arm)
+    async def prepared(setup: Setup, *args: Any) -> None:
+        await prepare(setup, *args)
+        look(setup)
 
-    async def settled(arm: Arm, *args: Any) -> None:
-        look(arm)
-        await settle(arm, *args)
+    async def settled(setup: Setup, *args: Any) -> None:
+        look(setup)
+        await settle(setup, *args)
 
-    monkeypatch.setattr(Arm, "prepare", prepared)
-    monkeypatch.setattr(Arm, "settle", settled)
-    run(tmp_path, injected=faults.injected(["lost-prefills=0.5"]), arms=("stock", "patched"))
+    monkeypatch.setattr(Setup, "prepare", prepared)
+    monkeypatch.setattr(Setup, "settle", settled)
+    run(tmp_path, injected=faults.injected(["lost-prefills=0.5"]), setups=("stock", "patched"))
     assert begun == {"stock": [False, True], "patched": [False, True]}
 
 
 def test_the_right_answers_may_be_those_of_an_engine_that_is_asked_before_and_is_gone_then(tmp_path: Path) -> None:
-    result = run(tmp_path, arms=("stock", "patched"), alone=True)
+    result = run(tmp_path, setups=("stock", "patched"), alone=True)
     assert result["alone"]
-    for arm in result["arms"].values():
-        assert (arm["undisturbed_differ"], arm["mismatches"]) == (0, 0)
-        assert arm["completed"] > 0
+    for setup in result["setups"].values():
+        assert (setup["undisturbed_differ"], setup["mismatches"]) == (0, 0)
+        assert setup["completed"] > 0
     found = record(tmp_path / "alone", "engine")
     assert "LIVEPATCH_STATE_DIR" not in str(found["environment"])
     assert not psutil.pid_exists(int(str(found["pid"])))
-    assert "undisturbed_differ" not in run(tmp_path)["arms"]["patched"]
+    assert "undisturbed_differ" not in run(tmp_path)["setups"]["patched"]
 
 
-def test_an_arm_may_have_the_bundle_of_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setup_may_have_the_bundle_of_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    arms = ("stock", "earlier", "patched")
-    result = run(tmp_path, arms=arms, revisions={"earlier": "HEAD"}, disconnects=True)
-    assert tuple(result["arms"]) == arms
-    assert [arm["survived"] for arm in result["arms"].values()] == [False, True, True]
+    setups = ("stock", "earlier", "patched")
+    result = run(tmp_path, setups=setups, revisions={"earlier": "HEAD"}, disconnects=True)
+    assert tuple(result["setups"]) == setups
+    assert [setup["survived"] for setup in result["setups"].values()] == [False, True, True]
     assert result["revisions"] == {"earlier": "HEAD"}
     (used,) = (tmp_path / "cache").glob("vllm-livepatch/revisions/*/vllm_livepatch/tools/cli.py")
     assert used.is_file()
-    for arm in ("earlier", "patched"):
-        assert (tmp_path / f"bundle-{arm}" / "manifest.json").is_file()
-        environment = record(tmp_path / arm, "engine")["environment"]
+    for setup in ("earlier", "patched"):
+        assert (tmp_path / f"bundle-{setup}" / "manifest.json").is_file()
+        environment = record(tmp_path / setup, "engine")["environment"]
         assert isinstance(environment, dict)
-        assert environment["LIVEPATCH_STATE_DIR"] == str(tmp_path / f"state-{arm}")
-        assert (tmp_path / arm / "status.json").is_file()
+        assert environment["LIVEPATCH_STATE_DIR"] == str(tmp_path / f"state-{setup}")
+        assert (tmp_path / setup / "status.json").is_file()
 
 
 def test_a_part_that_dies_while_it_waits_for_its_turn_ends_the_run(
@@ -203,4 +203,4 @@ def test_a_part_that_dies_while_it_waits_for_its_turn_ends_the_run(
 
     monkeypatch.setattr(lab, "Visitors", Deadly)
     with pytest.raises(PartFailed, match="engine was ended by SIGKILL"):
-        run(tmp_path, arms=("stock", "patched"))
+        run(tmp_path, setups=("stock", "patched"))

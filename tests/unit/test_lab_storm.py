@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import pytest
 from aiohttp import web
-from vllm_livepatch.tools.lab.arm import drained
 from vllm_livepatch.tools.lab.client import Client, RequestFailed
 from vllm_livepatch.tools.lab.loads import Conversations, Storm
+from vllm_livepatch.tools.lab.setups import drained
 from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.tally import Tally, quantiles
 

@@ -57,7 +57,9 @@ def test_a_person_sees_spans_with_what_is_known_of_them_and_whether_the_patch_is
     assert [cell.strip() for cell in row.split("  ") if cell] == [
         "one-patch", "vLLM", "1.0 to 1.1*, 1.3 to 1.4†", "2.0*, 2.1", "1.2", "on",
     ]  # fmt: skip
-    assert notes[0].startswith("7 of vLLM (1.0 to 2.1); * executed on each of these, stock and patched; † on some")
+    assert notes[0].startswith(
+        "7 of vLLM (1.0 to 2.1); * executed on each of these: stock, and patched where it is needed"
+    )
 
 
 def test_json_is_as_in_the_contract_and_says_how_it_is_known() -> None:

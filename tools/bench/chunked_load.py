@@ -1,11 +1,11 @@
 """Stored prompts through a small pool: no offload, the patch off, on, and on in small parts.
 
-    python -m vllm_livepatch.tools.bench.chunked_load [--rounds N] [--prompts N] [--pool N] [--arms ARM...] [--model M]
+    python -m vllm_livepatch.tools.bench.chunked_load [--rounds N] [--prompts N] [--pool N] [--setups ...] [--model M]
 
 Real engines (vLLM on CPU, random weights), each with a pool of a few prompts; all but the first with a real LMCache
 server. Every prompt is asked for once. Then, each round, a few are asked for one by one, and all of them at once, each
-time with the engine's own prefix cache emptied. The arms take turns, so what disturbs the machine disturbs all of them.
-Answers are compared with the arm's first ones, and those between arms. Ratios are round by round, over `off`.
+time with the engine's own prefix cache emptied. The setups take turns, so what disturbs the machine disturbs them all.
+Answers are compared with the setup's first ones, and those between setups. Ratios are round by round, over `off`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ VLLM = "0.32.0"
 PATCH = "chunked-lmcache-load"
 NO_OFFLOAD = "none"
 PART_TOKENS = 256
-ARMS: dict[str, dict[str, str]] = {
+SETUPS: dict[str, dict[str, str]] = {
     NO_OFFLOAD: {},
     "off": {"": "off"},
     "on": {"": "on"},
     "parts": {"": "on", "_MAX_TOKENS": str(PART_TOKENS)},
 }
-"""Each arm's settings of the patch, by the end of the variable's name."""
+"""Each setup's settings of the patch, by the end of the variable's name."""
 TITLES = {
     NO_OFFLOAD: "no offload",
     "off": "LMCache, `off`",
@@ -54,7 +54,7 @@ OUTPUT_TOKENS = (8, 16, 24, 32)
 HITS = "vllm:external_prefix_cache_hits_total"
 STEPS = "vllm:iteration_tokens_total_count"
 ALONE = 5
-"""Prompts that are asked for one by one, in each round and by each arm."""
+"""Prompts that are asked for one by one, in each round and by each setup."""
 
 MODELS: dict[str, dict[str, int]] = {
     "wide": {
@@ -70,26 +70,26 @@ MODELS: dict[str, dict[str, int]] = {
 """`wide`: a prefill takes about eleven times as long as its load. `tiny`: the lab's, where it takes hardly longer."""
 
 
-def deployment(arm: str, python: Path, made: Path, pool: int, variables: Mapping[str, str]) -> topology.Deployment:
-    """The parts of an arm; its engine's pool holds `pool` prompts."""
+def deployment(setup: str, python: Path, made: Path, pool: int, variables: Mapping[str, str]) -> topology.Deployment:
+    """The parts of a setup; its engine's pool holds `pool` prompts."""
     # Engines share the machine: threads bound to cores would spin where another engine computes.
     shared = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **environments.vllm_cache(VLLM)}
     deployed = topology.local(topology.load("lmcache"), python, made, {**shared, **variables})
     server, engine = deployed.parts
     blocks = pool * -(-(PROMPT_TOKENS + max(OUTPUT_TOKENS)) // topology.BLOCK_SIZE) + 1  # one is never given out
     command = (*engine.command, "--num-gpu-blocks-override", str(blocks))
-    if arm == NO_OFFLOAD:
+    if setup == NO_OFFLOAD:
         place = command.index("--kv-transfer-config")
         alone = dataclasses.replace(engine, command=command[:place] + command[place + 2 :], beside=False)
         return topology.Deployment((alone,), deployed.url)
     return topology.Deployment((server, dataclasses.replace(engine, command=command)), deployed.url)
 
 
-def variables(arm: str, injected: Path, state: Path) -> dict[str, str]:
-    """What the processes of an arm get. Without offload: stock."""
-    if not ARMS[arm]:
+def variables(setup: str, injected: Path, state: Path) -> dict[str, str]:
+    """What the processes of a setup get. Without offload: stock."""
+    if not SETUPS[setup]:
         return {}
-    toggles = {f"LIVEPATCH_CHUNKED_LMCACHE_LOAD{end}": value for end, value in ARMS[arm].items()}
+    toggles = {f"LIVEPATCH_CHUNKED_LMCACHE_LOAD{end}": value for end, value in SETUPS[setup].items()}
     return {"PYTHONPATH": str(injected), "LIVEPATCH_STATE_DIR": str(state), **toggles}
 
 
@@ -103,36 +103,37 @@ async def emptied(client: Client, seconds: float = 30.0) -> None:
 
 
 async def measure(
-    arms: Sequence[str], python: Path, rounds: int, prompts: int, pool: int, shape: Mapping[str, int], place: Path
+    setups: Sequence[str], python: Path, rounds: int, prompts: int, pool: int, shape: Mapping[str, int], place: Path
 ) -> dict[str, dict[str, Any]]:
-    """Each arm's figures. Raises PartFailed where a server dies."""
+    """Each setup's figures. Raises PartFailed where a server dies."""
     made = model.make(place / "model", seed=1, shape=shape)
     asked = [(prompt,) for prompt in model.prompts(prompts, PROMPT_TOKENS, seed=1)]
     injected = place / "bundle"
     placing.write_directory(bundle.contents(catalogue.load()), injected)
     deployed = {
-        arm: deployment(arm, python, made, pool, variables(arm, injected, place / f"state-{arm}")) for arm in arms
+        setup: deployment(setup, python, made, pool, variables(setup, injected, place / f"state-{setup}"))
+        for setup in setups
     }
-    figures: dict[str, dict[str, Any]] = {arm: {"rounds": [], "alone": []} for arm in arms}
-    supervisors = {arm: Supervisor(place / arm, lambda line: print(line, file=sys.stderr)) for arm in arms}
+    figures: dict[str, dict[str, Any]] = {setup: {"rounds": [], "alone": []} for setup in setups}
+    supervisors = {setup: Supervisor(place / setup, lambda line: print(line, file=sys.stderr)) for setup in setups}
     try:
         for supervisor in supervisors.values():
             await supervisor.__aenter__()
-        await asyncio.gather(*(supervisors[arm].start(deployed[arm].parts) for arm in arms))
-        stored = await asyncio.gather(*(answers(deployed[arm].url, asked) for arm in arms))
-        for arm, outputs in zip(arms, stored, strict=True):
-            figures[arm]["outputs"] = outputs
+        await asyncio.gather(*(supervisors[setup].start(deployed[setup].parts) for setup in setups))
+        stored = await asyncio.gather(*(answers(deployed[setup].url, asked) for setup in setups))
+        for setup, outputs in zip(setups, stored, strict=True):
+            figures[setup]["outputs"] = outputs
         for number in range(rounds):
-            first = number % len(arms)  # what an arm leaves behind is not always the same one's affair
-            turns = (*arms[first:], *arms[:first])
+            first = number % len(setups)  # what a setup leaves behind is not always the same one's affair
+            turns = (*setups[first:], *setups[:first])
             for prompt in asked[:ALONE]:
-                for arm in turns:
-                    figures[arm]["alone"].append(await supervisors[arm].guard(alone(deployed[arm].url, prompt)))
-            for arm in turns:
-                one = supervisors[arm].guard(play(deployed[arm].url, asked, figures[arm]["outputs"], arm))
-                figures[arm]["rounds"].append(await one)
-        for arm in arms:
-            figures[arm]["counters"] = await settled(place / f"state-{arm}")
+                for setup in turns:
+                    figures[setup]["alone"].append(await supervisors[setup].guard(alone(deployed[setup].url, prompt)))
+            for setup in turns:
+                one = supervisors[setup].guard(play(deployed[setup].url, asked, figures[setup]["outputs"], setup))
+                figures[setup]["rounds"].append(await one)
+        for setup in setups:
+            figures[setup]["counters"] = await settled(place / f"state-{setup}")
     finally:
         for supervisor in supervisors.values():
             await supervisor.__aexit__(None, None, None)
@@ -161,11 +162,11 @@ async def alone(url: str, prompt: Messages) -> tuple[float, float]:
     return found[0], found[1]
 
 
-async def play(url: str, prompts: Sequence[Messages], outputs: Sequence[str], arm: str) -> dict[str, float]:
-    """One round of one arm: all prompts at once, none of them in the engine's own cache."""
+async def play(url: str, prompts: Sequence[Messages], outputs: Sequence[str], setup: str) -> dict[str, float]:
+    """One round of one setup: all prompts at once, none of them in the engine's own cache."""
     async with Client(url, topology.MODEL_NAME, 120) as client:
         await emptied(client)
-        counted = [STEPS] if arm == NO_OFFLOAD else [STEPS, HITS]
+        counted = [STEPS] if setup == NO_OFFLOAD else [STEPS, HITS]
         before = {name: await client.metric(name) for name in counted}
         begun = time.monotonic()
         streams = [client.stream(prompt, tokens) for prompt, tokens in each(prompts)]
@@ -214,7 +215,7 @@ async def settled(state: Path) -> dict[str, int]:
 
 
 def counters(state: Path) -> dict[str, int]:
-    """The patch's counters, added up over an arm's processes."""
+    """The patch's counters, added up over a setup's processes."""
     total: Counter[str] = Counter()
     for file in state.glob("*.json"):
         for patch in json.loads(file.read_text(encoding="utf-8"))["patches"]:
@@ -235,33 +236,33 @@ COLUMNS = {
 
 
 def rows(figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """An arm a row: medians over the rounds, in brackets over those of `off`."""
+    """A setup a row: medians over the rounds, in brackets over those of `off`."""
     found = []
-    for arm, entry in figures.items():
+    for setup, entry in figures.items():
         of = {key: [values[key] for values in entry["rounds"]] for key in entry["rounds"][0]}
         cells = []
         for key in COLUMNS:
             middle = statistics.median(of[key])
             text = f"{middle:.2f}" if key == "prompts_a_second" else duration(middle)
-            if "off" in figures and arm != "off":
+            if "off" in figures and setup != "off":
                 text += f" ({ratio(of[key], [values[key] for values in figures['off']['rounds']])})"
             cells.append(text)
         single = [whole for whole, _ in entry["alone"]]
         single_text = duration(statistics.median(single))
-        if "off" in figures and arm != "off":
+        if "off" in figures and setup != "off":
             single_text += f" ({ratio(single, [whole for whole, _ in figures['off']['alone']])})"
         shown = [f"{statistics.median(of['steps']):.0f}", f"{statistics.median(of['hit_share']):.0%}"]
         wrong = [f"{sum(of['failures']):.0f}", f"{sum(of['other_outputs']):.0f}"]
-        found.append([TITLES[arm], single_text, *cells, *shown, *wrong])
+        found.append([TITLES[setup], single_text, *cells, *shown, *wrong])
     return found
 
 
 def costs(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Seconds of a prompt's prefill and of its load, each beyond what the prompt's end takes that is never stored."""
     found = {}
-    for arm, name in ((NO_OFFLOAD, "prefill"), ("off", "load")):
-        if arm in figures:
-            found[name] = statistics.median(whole - end for whole, end in figures[arm]["alone"])
+    for setup, name in ((NO_OFFLOAD, "prefill"), ("off", "load")):
+        if setup in figures:
+            found[name] = statistics.median(whole - end for whole, end in figures[setup]["alone"])
     return found
 
 
@@ -269,8 +270,8 @@ def shown(figures: Mapping[str, Mapping[str, Any]], command: str) -> Figures:
     columns = [f"vLLM {VLLM}, LMCache 0.5.6", "one alone, first token", *COLUMNS.values(), "steps", "loaded of stored"]
     details = {
         "costs": costs(figures),
-        "arms": {
-            arm: {key: value for key, value in entry.items() if key != "outputs"} for arm, entry in figures.items()
+        "setups": {
+            setup: {key: value for key, value in entry.items() if key != "outputs"} for setup, entry in figures.items()
         },
         "same_answers": len({tuple(entry["outputs"]) for entry in figures.values()}) == 1,
     }
@@ -283,7 +284,7 @@ def measured(options: argparse.Namespace | None = None) -> Figures:
     python = options.engine_python or environments.engine(VLLM, "0.5.6")
     shape = MODELS[options.model]
     with tempfile.TemporaryDirectory() as temporary:
-        work = measure(options.arms, python, options.rounds, options.prompts, options.pool, shape, Path(temporary))
+        work = measure(options.setups, python, options.rounds, options.prompts, options.pool, shape, Path(temporary))
         figures = asyncio.run(work)
     if options.out:
         options.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -297,7 +298,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=32, help="asked for at once")
     parser.add_argument("--pool", type=int, default=4, help="prompts that the engine's KV cache holds")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--model", choices=MODELS, default="wide")
     parser.add_argument("--engine-python", type=Path, help="default: the engine's cached environment")
     parser.add_argument("--out", type=Path, help="a file for all that was measured, as JSON")

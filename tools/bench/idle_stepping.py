@@ -1,9 +1,9 @@
 """What an engine costs that only holds a finished request's blocks for others, and what the holding costs others.
 
-    python -m vllm_livepatch.tools.bench.idle_stepping [--vllm X] [--rounds N] [--arms ARM...] [--out FILE] [--write]
+    python -m vllm_livepatch.tools.bench.idle_stepping [--vllm X] [--rounds N] [--setups ...] [--out FILE] [--write]
 
-One prefill engine an arm (vLLM on CPU, a tiny model, NIXL), stock and with the bundle; a request's decode leg never
-comes, so its blocks are held to the lease's end. The arms take turns, and the other's engine is paused meanwhile. Each
+One prefill engine a setup (vLLM on CPU, a tiny model, NIXL), stock and with the bundle; a request's decode leg never
+comes, so its blocks are held to the lease's end. The setups take turns, and the other engine is paused meanwhile. Each
 round, of each process of the engine: processors that it uses while nothing is held, and while one request's blocks are.
 Then: how long after the lease's end the blocks are back, and the time to first token of requests that come while
 another's blocks are held.
@@ -36,7 +36,7 @@ from vllm_livepatch.tools.lab.client import Client, Messages
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-ARMS = ("stock", "patched")
+SETUPS = ("stock", "patched")
 USAGE = "vllm:kv_cache_usage_perc"
 PROMPT_TOKENS = 20 * topology.BLOCK_SIZE + 5
 _SETTLE_SECONDS = 1.5
@@ -125,7 +125,7 @@ class Late(Exception):
 async def play(
     parts: Supervisor, url: str, prompts: Sequence[Messages], times: Times, dice: random.Random
 ) -> dict[str, Any]:
-    """One round of one arm, which holds nothing before and after."""
+    """One round of one setup, which holds nothing before and after."""
     async with Client(url, topology.MODEL_NAME, 120) as client:
         await back(client, time.monotonic())  # of a turn that was late
         await client.reset_prefix_cache()
@@ -157,7 +157,7 @@ async def play(
 
 @contextlib.contextmanager
 def stopped(others: Iterable[Supervisor]) -> Iterator[None]:
-    """The other arms' engines make no use of the machine meanwhile: a NIXL worker's own thread is busy all the time."""
+    """Other setups' engines make no use of the machine meanwhile: a NIXL worker's own thread is busy all the time."""
     paused = [(parts, name) for parts in others for name in {entry["part"] for entry in parts.processes()}]
     try:
         for parts, name in paused:
@@ -169,38 +169,38 @@ def stopped(others: Iterable[Supervisor]) -> Iterator[None]:
 
 
 async def measure(
-    arms: Sequence[str], release: str, python: Path, rounds: int, times: Times, place: Path
+    setups: Sequence[str], release: str, python: Path, rounds: int, times: Times, place: Path
 ) -> dict[str, list[dict[str, Any]]]:
-    """Each arm's rounds. Raises PartFailed where an engine dies."""
+    """Each setup's rounds. Raises PartFailed where an engine dies."""
     tiny = model.make(place / "model", seed=1)
     prompts = [(prompt,) for prompt in model.prompts(2 + times.requests, PROMPT_TOKENS, seed=1)]
     injected = place / "bundle"
     placing.write_directory(bundle.contents(catalogue.load()), injected)
     deployed = {}
-    for arm in arms:
+    for setup in setups:
         variables = {"PYTHONPATH": str(injected), "LIVEPATCH_STATE_DIR": str(place / "state")}
-        deployed[arm] = deployment(python, tiny, times.lease, release, variables if arm == "patched" else {})
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+        deployed[setup] = deployment(python, tiny, times.lease, release, variables if setup == "patched" else {})
+    found: dict[str, list[dict[str, Any]]] = {setup: [] for setup in setups}
     async with contextlib.AsyncExitStack() as stack:
         supervisors = {}
-        for arm in arms:
-            one = Supervisor(place / arm, lambda line: print(line, file=sys.stderr))
-            supervisors[arm] = await stack.enter_async_context(one)
-        await asyncio.gather(*(supervisors[arm].start(deployed[arm].parts) for arm in arms))
+        for setup in setups:
+            one = Supervisor(place / setup, lambda line: print(line, file=sys.stderr))
+            supervisors[setup] = await stack.enter_async_context(one)
+        await asyncio.gather(*(supervisors[setup].start(deployed[setup].parts) for setup in setups))
         for number in range(-1, rounds):  # the first one warms up
             dice = random.Random(number)
-            for arm in arms[:: -1 if number % 2 else 1]:
-                with stopped(supervisors[other] for other in arms if other != arm):
+            for setup in setups[:: -1 if number % 2 else 1]:
+                with stopped(supervisors[other] for other in setups if other != setup):
                     for late in range(_TRIES):
-                        turn = play(supervisors[arm], deployed[arm].url, prompts, times, dice)
+                        turn = play(supervisors[setup], deployed[setup].url, prompts, times, dice)
                         with contextlib.suppress(Late):
-                            seen = await supervisors[arm].guard(turn) | {"late": late}
+                            seen = await supervisors[setup].guard(turn) | {"late": late}
                             break
                     else:
-                        raise SystemExit(f"{arm}: the lease ended too early {_TRIES} times: a longer one is needed")
-                print(f"{arm}, round {number}: {json.dumps(seen)}", file=sys.stderr)
+                        raise SystemExit(f"{setup}: the lease ended too early {_TRIES} times: a longer one is needed")
+                print(f"{setup}, round {number}: {json.dumps(seen)}", file=sys.stderr)
                 if number >= 0:
-                    found[arm].append(seen)
+                    found[setup].append(seen)
     return found
 
 
@@ -210,8 +210,8 @@ def table(found: Mapping[str, Sequence[Mapping[str, Any]]], release: str, comman
 
     def row(name: str, values: Mapping[str, Sequence[float]], form: str) -> None:
         cells = []
-        for arm in found:
-            ordered = sorted(values[arm])
+        for setup in found:
+            ordered = sorted(values[setup])
             middle, least, most = (
                 format(value, form) for value in (statistics.median(ordered), ordered[0], ordered[-1])
             )
@@ -220,16 +220,18 @@ def table(found: Mapping[str, Sequence[Mapping[str, Any]]], release: str, comman
 
     for name in sorted({name for rounds in found.values() for one in rounds for name in one["holding"]}):
         more = {
-            arm: [one["holding"].get(name, 0.0) - one["idle"].get(name, 0.0) for one in rounds]
-            for arm, rounds in found.items()
+            setup: [one["holding"].get(name, 0.0) - one["idle"].get(name, 0.0) for one in rounds]
+            for setup, rounds in found.items()
         }
         row(f"{name}: processors more while holding", more, ".2f")
-    back = {arm: [one["back"] for one in rounds] for arm, rounds in found.items()}
+    back = {setup: [one["back"] for one in rounds] for setup, rounds in found.items()}
     row("blocks back after the lease's end, s", back, ".3f")
     for when, words in (("idle", "nothing held"), ("holding", "of a request that comes during a hold")):
-        firsts = {arm: [t * 1e3 for one in rounds for t in one["first_token"][when]] for arm, rounds in found.items()}
+        firsts = {
+            setup: [t * 1e3 for one in rounds for t in one["first_token"][when]] for setup, rounds in found.items()
+        }
         row(f"first token, {words}, ms", firsts, ".1f")
-    row("turns begun anew", {arm: [one["late"] for one in rounds] for arm, rounds in found.items()}, ".0f")
+    row("turns begun anew", {setup: [one["late"] for one in rounds] for setup, rounds in found.items()}, ".0f")
     count = len(next(iter(found.values())))
     return Figures(command, (f"vLLM {release}, median (and range) of {count} rounds", *found), rows)
 
@@ -239,7 +241,7 @@ def main() -> None:
     parser.add_argument("--vllm", default="0.29.0")
     parser.add_argument("--lmcache", default="0.5.6", help="of the engine's environment; it is not used")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--lease", type=float, default=12.0, help="seconds for which blocks are held")
     parser.add_argument("--window", type=float, default=5.0, help="seconds over which processors are counted")
     parser.add_argument("--requests", type=int, default=8, help="that come during a hold")
@@ -249,7 +251,7 @@ def main() -> None:
     python = environments.engine(options.vllm, options.lmcache)
     times = Times(options.lease, options.window, 0.5 * options.lease / options.requests, options.requests)
     with tempfile.TemporaryDirectory() as temporary:
-        work = measure(options.arms, options.vllm, python, options.rounds, times, Path(temporary))
+        work = measure(options.setups, options.vllm, python, options.rounds, times, Path(temporary))
         found = asyncio.run(work)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

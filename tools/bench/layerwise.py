@@ -4,20 +4,20 @@
     python -m vllm_livepatch.tools.bench.layerwise --kept docs/layerwise.json --write docs/layerwise.md
 
 Real engines (vLLM on CPU, random weights) behind upstream's proxy, which asks both at once: the lab's topology
-pd-mooncake-both. Each arm has its own pair of engines; they take turns with the same prompts, and their answers are
+pd-mooncake-both. Each setup has its own pair of engines; they take turns with the same prompts, and their answers are
 compared with those of a prefill engine by itself. A link is the lab's fault `link`: what Mooncake writes takes as long
 as at so many MB/s; 0 is this machine's loopback.
 
 - stock: without the patch; an engine computes up to `--whole` tokens at once;
-- again: stock once more, for how far two equal arms differ; not among those measured by default;
+- again: stock once more, for how far two equal setups differ; not among those measured by default;
 - layer: the same, with the patch by layer;
 - chunk: with the patch by chunk; an engine computes `--step` tokens at once, since whole blocks leave after steps only;
 - before: by layer, with the bundle as the revision `--before` of this checkout makes it.
 
-One machine is to stand for two with a device each. So in each arm the thread that computes prefills has a core of its
+One machine is to stand for two with a device each. So in each setup the thread that computes prefills has a core of its
 own, and an engine that waits for KV makes fewer empty steps (the lab's `empty-steps`), which took the transfer's time.
 
-The ideal is max(prefill, transfer) and the transfer of the last layer. Prefill is what the stock arm's prefill engine
+The ideal is max(prefill, transfer) and the transfer of the last layer. Prefill is what the stock setup's prefill engine
 takes by itself, transfer the KV's bytes by the link's rate. `share` is how much of what the ideal would save is saved.
 `--out` is written after each row: what is cut off keeps those that are there.
 """
@@ -53,10 +53,10 @@ STOCK = "stock"
 AGAIN = "again"
 BEFORE = "before"
 PATCHED = ("layer", "chunk", BEFORE)
-"""Arms, the first two each by its option BY."""
-ARMS = (STOCK, AGAIN, *PATCHED)
+"""Setups, the first two each by its option BY."""
+SETUPS = (STOCK, AGAIN, *PATCHED)
 ALONE = "prefill"
-"""Beside the arms: the stock arm's prefill engine, asked by itself."""
+"""Beside the setups: the stock setup's prefill engine, asked by itself."""
 ANSWER_TOKENS = 2
 MEGABYTE = 1_000_000
 LINK = "link"
@@ -100,11 +100,11 @@ def deployment(
     return topology.Deployment(tuple(parts), deployed.url)
 
 
-def variables(arm: str, place: Path, before: str = "HEAD") -> dict[str, str]:
-    """What puts an arm's bundle into its engines: the lab's own patches, and of the catalogue the one, or none."""
-    wanted = ["mooncake-on-cpu", "link", "empty-steps", *([PATCH] if arm in PATCHED else [])]
-    directory = place / f"bundle-{arm}"
-    if arm == BEFORE:
+def variables(setup: str, place: Path, before: str = "HEAD") -> dict[str, str]:
+    """What puts a setup's bundle into its engines: the lab's own patches, and of the catalogue the one, or none."""
+    wanted = ["mooncake-on-cpu", "link", "empty-steps", *([PATCH] if setup in PATCHED else [])]
+    directory = place / f"bundle-{setup}"
+    if setup == BEFORE:
         then = revisions.checkout(before)
         own = then / "vllm_livepatch" / faults.PATCHES.relative_to(revisions.ROOT)
         chosen = [word for name in wanted for word in ("--patch", name)]
@@ -112,15 +112,19 @@ def variables(arm: str, place: Path, before: str = "HEAD") -> dict[str, str]:
     else:
         entries = catalogue.load([faults.PATCHES])
         placing.write_directory(bundle.contents({name: entries[name] for name in wanted}), directory)
-    found = {"PYTHONPATH": str(directory), "LIVEPATCH_STATE_DIR": str(place / f"state-{arm}")}
+    found = {"PYTHONPATH": str(directory), "LIVEPATCH_STATE_DIR": str(place / f"state-{setup}")}
     found |= {f"LIVEPATCH_{name.upper().replace('-', '_')}": "on" for name in wanted}
     found["LIVEPATCH_LINK_FILE"] = str(place / LINK)
-    return {**found, "LIVEPATCH_MOONCAKE_LAYERWISE_BY": "layer" if arm == BEFORE else arm} if arm in PATCHED else found
+    return (
+        {**found, "LIVEPATCH_MOONCAKE_LAYERWISE_BY": "layer" if setup == BEFORE else setup}
+        if setup in PATCHED
+        else found
+    )
 
 
 @dataclasses.dataclass
 class Times:
-    """Of prompts of one length, so many at once: by arm, and `prefill`, seconds to the first token, in order."""
+    """Of prompts of one length, so many at once: by setup, and `prefill`, seconds to the first token, in order."""
 
     seconds: dict[str, list[float]]
     differ: dict[str, int]
@@ -131,20 +135,20 @@ async def measure(options: argparse.Namespace, python: Path, place: Path, kept: 
     """A row for each link, length of prompts and number at once. Raises PartFailed where a server dies."""
     made = model.make(place / "model", seed=1, shape=SHAPE)
     transport = [str(environments.mooncake(python))]
-    steps = {arm: options.step if arm == "chunk" else options.whole for arm in options.arms}
+    steps = {setup: options.step if setup == "chunk" else options.whole for setup in options.setups}
     deployed = {}
-    for arm in options.arms:
-        injected = topology.with_path(variables(arm, place, options.before), transport)
-        deployed[arm] = deployment(python, made, options.vllm, steps[arm], injected, options.dtype)
+    for setup in options.setups:
+        injected = topology.with_path(variables(setup, place, options.before), transport)
+        deployed[setup] = deployment(python, made, options.vllm, steps[setup], injected, options.dtype)
     (place / LINK).write_text("0", encoding="utf-8")
     async with contextlib.AsyncExitStack() as stack:
         parts, clients = {}, {}
-        for arm in options.arms:
-            one = Supervisor(place / arm, lambda line: print(line, file=sys.stderr))
-            parts[arm] = await stack.enter_async_context(one)
-            clients[arm] = await stack.enter_async_context(Client(deployed[arm].url, topology.MODEL_NAME, 300))
-            await one.start(deployed[arm].parts)  # one after the other: together they may not get up in time
-        first = options.arms[0]
+        for setup in options.setups:
+            one = Supervisor(place / setup, lambda line: print(line, file=sys.stderr))
+            parts[setup] = await stack.enter_async_context(one)
+            clients[setup] = await stack.enter_async_context(Client(deployed[setup].url, topology.MODEL_NAME, 300))
+            await one.start(deployed[setup].parts)  # one after the other: together they may not get up in time
+        first = options.setups[0]
         engine = deployed[first].parts[0].health.removesuffix("/health")
         clients[ALONE] = await stack.enter_async_context(Client(engine, topology.MODEL_NAME, 300))
         for tokens in options.tokens:
@@ -194,14 +198,18 @@ async def asked(
     by_itself: Sequence[Answers],
 ) -> Times:
     """What came of `number` prompts at once, in as many rounds as a prefill engine has answered by itself."""
-    arms = list(parts)
-    found = Times({name: [] for name in (*arms, ALONE)}, dict.fromkeys(arms, 0))
+    setups = list(parts)
+    found = Times({name: [] for name in (*setups, ALONE)}, dict.fromkeys(setups, 0))
     for turn, right in enumerate(by_itself):
         # Each comes after each of the others about as often.
-        order = [arms[(turn + place) % len(arms)] for place in range(len(arms))][:: -1 if turn // len(arms) % 2 else 1]
-        came = {arm: await parts[arm].guard(together(clients[arm], prompts(tokens, number, turn))) for arm in order}
-        for arm in arms:
-            found.differ[arm] += sum(text != one for (text, _), (one, _) in zip(came[arm], right, strict=True))
+        order = [setups[(turn + place) % len(setups)] for place in range(len(setups))][
+            :: -1 if turn // len(setups) % 2 else 1
+        ]
+        came = {
+            setup: await parts[setup].guard(together(clients[setup], prompts(tokens, number, turn))) for setup in order
+        }
+        for setup in setups:
+            found.differ[setup] += sum(text != one for (text, _), (one, _) in zip(came[setup], right, strict=True))
         for name, answers in {**came, ALONE: right}.items():
             found.seconds[name] += [round(first, 4) for _, first in answers]
     return found
@@ -227,18 +235,18 @@ def row(link: float, tokens: int, number: int, times: Times, size: int = BYTES["
 
 
 def counted(place: Path) -> dict[str, int]:
-    """Blocks that left early so far, by the reports of each arm's processes."""
+    """Blocks that left early so far, by the reports of each setup's processes."""
     found = {}
-    for arm in PATCHED:
-        reports = [json.loads(file.read_text(encoding="utf-8")) for file in (place / f"state-{arm}").glob("*.json")]
+    for setup in PATCHED:
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in (place / f"state-{setup}").glob("*.json")]
         patches = [patch for one in reports for patch in one["patches"] if patch["name"] == PATCH]
-        found[arm] = sum(patch["counters"].get("early", 0) for patch in patches)
+        found[setup] = sum(patch["counters"].get("early", 0) for patch in patches)
     return found
 
 
 def rows(figures: Mapping[str, Any]) -> list[list[str]]:
-    """Columns, and a line for each row: milliseconds, and beside the patched arms the part of stock's time."""
-    names = [name for name in (*ARMS, ALONE) if name in figures["rows"][0]["median"]]
+    """Columns, and a line for each row: milliseconds, and beside the patched setups the part of stock's time."""
+    names = [name for name in (*SETUPS, ALONE) if name in figures["rows"][0]["median"]]
     lines = [["link, MB/s", "prompt", "at once", "transfer", *names, "of the ideal", "other answers"]]
     for one in figures["rows"]:
         middle, share = one["median"], one.get("share", {})
@@ -282,17 +290,17 @@ def main() -> None:
         "--rounds", type=int, default=7, help="how often at most; fewer where prompts are long, 3 at least"
     )
     parser.add_argument("--whole", type=int, default=2048, help="tokens that an engine computes at once")
-    parser.add_argument("--step", type=int, default=256, help="the same, of the arm by chunk")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[STOCK, "layer", "chunk"])
-    parser.add_argument("--before", help="the revision of this checkout whose bundle the arm `before` has")
+    parser.add_argument("--step", type=int, default=256, help="the same, of the setup by chunk")
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=[STOCK, "layer", "chunk"])
+    parser.add_argument("--before", help="the revision of this checkout whose bundle the setup `before` has")
     parser.add_argument("--dtype", choices=list(BYTES), default="bfloat16", help="of the model and its KV")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON, written after each row")
     parser.add_argument("--kept", type=Path, help="the JSON of an earlier run: nothing is run")
     parser.add_argument("--write", type=Path, help="a document, for its <!-- layerwise --> table")
     parser.add_argument("--table", default="layerwise", help="the table's name in that document")
     options = parser.parse_args()
-    if (BEFORE in options.arms) != (options.before is not None):
-        parser.error("--arms before and --before REVISION go together")
+    if (BEFORE in options.setups) != (options.before is not None):
+        parser.error("--setups before and --before REVISION go together")
     if options.kept:
         figures = json.loads(options.kept.read_text(encoding="utf-8"))
     else:

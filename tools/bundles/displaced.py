@@ -16,7 +16,7 @@ from vllm_livepatch.sitecustomize.changes import HunkError
 from vllm_livepatch.sitecustomize.decision import Patch, judge, module_of
 from vllm_livepatch.sitecustomize.source_changes import placed
 from vllm_livepatch.tools.bundles.catalogue import Entry
-from vllm_livepatch.tools.releases import published, registry
+from vllm_livepatch.tools.releases import published, registry, span
 from vllm_livepatch.tools.releases.sources import SourcesError
 
 TreeOf = Callable[[str, str], installed.Tree]
@@ -86,4 +86,4 @@ def spans(package: str, releases: Iterable[str]) -> str:
         elif release in wanted:
             runs.append([release])
         before = release in wanted
-    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    return ", ".join(map(span, runs))

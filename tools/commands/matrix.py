@@ -36,7 +36,7 @@ from vllm_livepatch.sitecustomize.decision import (
 from vllm_livepatch.tools import comments, threads
 from vllm_livepatch.tools.commands.rendering import COLOURS, DEFAULTS
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.releases import published, registry, releases_file
+from vllm_livepatch.tools.releases import published, registry, releases_file, span
 from vllm_livepatch.tools.releases.registry import Pin
 from vllm_livepatch.tools.releases.sources import SourcesError
 from vllm_livepatch.tools.toml import tomllib
@@ -199,7 +199,8 @@ def show(matrix: Matrix, console: Console) -> None:
         table.add_row(patch.name, _of(patch, package), *spans, _default(patch, package))
     console.print(table)
     console.print()
-    console.print(Text(f"{_counts(matrix)}; * executed on each of these, stock and patched; † on some of them by hand"))
+    console.print(Text(f"{_counts(matrix)}; * executed on each of these: stock, and patched where it is needed"))
+    console.print(Text("† executed likewise, on some of them not in CI but by hand"))
     console.print(Text("Without a mark: read, by the fingerprints of the code. Each release by itself: --json"))
 
 
@@ -208,8 +209,8 @@ def _default(patch: Patch, package: str) -> str:
 
 
 def _shown(matrix: Matrix, patch: Patch, package: str, verdict: Verdict) -> Iterator[Text]:
-    for span, known in _spans(matrix, patch, package, verdict):
-        yield Text(f"{span}{MARKS[known]}", style=COLOURS.get(verdict, ""))
+    for found, known in _spans(matrix, patch, package, verdict):
+        yield Text(f"{found}{MARKS[known]}", style=COLOURS.get(verdict, ""))
 
 
 def markdown(matrix: Matrix) -> str:
@@ -228,9 +229,7 @@ def markdown(matrix: Matrix) -> str:
         cells = []
         for verdict in verdicts:
             found = _spans(matrix, patch, package, verdict)
-            cells.append(
-                ", ".join(span if how == "read" else f"**{span}**{MARKS[how].strip('*')}" for span, how in found)
-            )
+            cells.append(", ".join(one if how == "read" else f"**{one}**{MARKS[how].strip('*')}" for one, how in found))
         cells.append(_default(patch, package))
         lines.append(f"| `{patch.name}` | {_of(patch, package)} | " + " | ".join(cells) + " |")
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -270,7 +269,7 @@ def _spans(matrix: Matrix, patch: Patch, package: str, verdict: Verdict) -> Iter
         if found == verdict:
             by_hand = any(cell.known == "executed by hand" for cell in cells.values())
             known: Known = "read" if read else "executed by hand" if by_hand else "executed"
-            yield versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}", known
+            yield span(versions), known
 
 
 def block(text: str, name: str = "matrix") -> str:

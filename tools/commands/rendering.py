@@ -15,6 +15,7 @@ from vllm_livepatch.tools.bundled import summary as plain
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.compatibility.check import Checked
 from vllm_livepatch.tools.compatibility.drift import Drift, version_key
+from vllm_livepatch.tools.releases import span
 
 COLOURS = {
     "needed": "green",
@@ -66,10 +67,6 @@ def releases(patch: Patch, verdict: str) -> list[str]:
     """The releases of a verdict, oldest first."""
     found = [release for variant in patch.variants if variant.verdict == verdict for release in variant.releases]
     return sorted(found, key=version_key)
-
-
-def span(found: list[str]) -> str:
-    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" if found else "none"
 
 
 def summary(patch: Patch) -> dict[str, Any]:

@@ -18,7 +18,7 @@ ENGINE = Topology("alone", "One engine that has no connector", "engine", (Role("
 async def answers(
     parts: Supervisor, deployed: Deployment, spec: Storm | Conversations, seed: int
 ) -> Sequence[Sequence[Turn]]:
-    """Bring the engine up, ask it for everything once, and stop it. Raises as ``Arm.prepare`` does."""
+    """Bring the engine up, ask it for everything once, and stop it. Raises as ``Setup.prepare`` does."""
     async with parts, Client(deployed.url, topology.MODEL_NAME, spec.timeout) as client:
         await parts.start(deployed.parts)
         visitors = Visitors(client, spec, 0, seed, Tally())

@@ -33,7 +33,7 @@ _ENDPOINTS = {"completions": ("openai", "/v1/completions"), "chat": ("openai-cha
 
 
 class BenchServe:
-    """The load of one arm. ``python`` is the engine's; ``target`` the URL, the model's name there, and its directory.
+    """The load of one setup. ``python`` is the engine's; ``target`` the URL, the model's name there, and its directory.
 
     ``engines`` are those whose prefix caches are reset before a run.
     """

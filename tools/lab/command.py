@@ -39,7 +39,7 @@ def command(
     settings: list[str] | None,
     compare: bool,
     alone: bool,
-    arm: list[str] | None,
+    setup: list[str] | None,
     rounds: int,
     seconds: float,
     clients: int,
@@ -61,7 +61,7 @@ def command(
         raise UserError(f"--set: {'; '.join(wrong)}")
     hang_up, planned = faults.parse(fault or (), [role.name for role in described.roles])
     inside = faults.injected(fault or ())
-    revisions = _revisions(arm or ())
+    revisions = _revisions(setup or ())
     if hang_up and isinstance(asked, loads.Bench):
         raise UserError(f"--fault {faults.DISCONNECTS}: vllm bench serve hangs up on nobody; use another --load")
     if alone and isinstance(asked, loads.Bench):
@@ -79,7 +79,7 @@ def command(
         disconnects=hang_up,
         alone=alone,
         injected=inside,
-        arms=(*(["stock"] if compare else []), *revisions, "patched"),
+        setups=(*(["stock"] if compare else []), *revisions, "patched"),
         revisions=revisions,
         rounds=rounds,
         seconds=seconds,
@@ -133,16 +133,16 @@ def conclude(result: dict[str, Any], place: Path) -> None:
     report.write(result, place / "result.json")
     report.completions(result, place / "completions.png")
     summary.picture(result, place / "blocks.png")
-    for arm, found in result["arms"].items():
+    for setup, found in result["setups"].items():
         if not found["survived"]:
-            print(f"{arm}: {found['death']}. From its log:")
+            print(f"{setup}: {found['death']}. From its log:")
             print("\n".join(f"  | {line}" for line in found["assertion"] or found["log_tail"]), end="\n\n")
     # As wide as the table is where nothing is known of the reader's screen.
     Console(width=None if sys.stdout.isatty() else 140).print(summary.table(result))
     for check in result.get("checks", ()):
         print(f"{'ok    ' if check['passed'] else 'FAILED'}  {check['check']}")
     print(f"\npictures: {place / 'completions.png'}, {place / 'blocks.png'}\nfigures:  {place / 'result.json'}")
-    print(f"logs:     {', '.join(str(place / arm) for arm in result['arms'])}\ntook {result['seconds']:.0f} s")
+    print(f"logs:     {', '.join(str(place / setup) for setup in result['setups'])}\ntook {result['seconds']:.0f} s")
 
 
 def _settings(texts: Any) -> dict[str, str]:
@@ -162,7 +162,9 @@ def _revisions(texts: Any) -> dict[str, str]:
     for text in texts:
         name, _, revision = text.partition("=")
         if not revision or not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or name in ("stock", "patched", "model"):
-            raise UserError(f"--arm {text}: write NAME=REVISION, with a name of small letters, digits, dots and dashes")
+            raise UserError(
+                f"--setup {text}: write NAME=REVISION, with a name of small letters, digits, dots and dashes"
+            )
         found[name] = revision
     return found
 
@@ -183,9 +185,9 @@ def _commands(options: lab.Options, asked: Sequence[str]) -> str:
     usual = topology.environment(Path("PYTHON"), {})
     lines = [f"# {described.title}: vLLM {options.vllm}, LMCache {options.lmcache}", f"# clients ask {deployed.url}"]
     lines.append(f"# load and faults: {', '.join(asked)}")
-    if "stock" in options.arms:
+    if "stock" in options.setups:
         names = ", ".join(lab.variables(options, "stock"))
-        lines.append(f"# the stock arm has {f'only {names}, and a bundle of these' if names else 'no bundle'}")
+        lines.append(f"# the stock setup has {f'only {names}, and a bundle of these' if names else 'no bundle'}")
     for part in deployed.parts:
         own = [f"{key}={value}" for key, value in part.environment.items() if usual.get(key) != value and key != "PATH"]
         lines += ["", f"# {part.name}: serves when {part.health} answers", shlex.join([*own, *part.command])]

@@ -37,14 +37,14 @@ def demo(
         out=command.directory(out, "demo"),
         load=loads.Storm(prompts=PROMPTS, calm=calm, stream="half", api="half"),
         disconnects=True,
-        arms=("stock", "patched"),
+        setups=("stock", "patched"),
         seconds=seconds,
         clients=CLIENTS,
         patch_dirs=tuple(entry.resolve() for entry in patch_dir or ()),
         seed=seed,
     )
     result = command.conduct("demo", options)
-    checks = judge(**result["arms"], seconds=seconds)
+    checks = judge(**result["setups"], seconds=seconds)
     result["checks"] = [{"check": check, "passed": passed} for check, passed in checks]
     result["ok"] = all(passed for _, passed in checks)
     command.conclude(result, options.out)

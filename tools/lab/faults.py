@@ -25,7 +25,7 @@ INJECTED = {
     "slow-lmcache": "SECONDS",
     "slow-transfer": "SECONDS",
 }
-"""Faults inside the parts, patches that ride in with every arm's bundle; and which option the number after `=` is."""
+"""Faults inside the parts, patches that ride in with every setup's bundle; and which option the number after `=` is."""
 _FORM = re.compile(r"(?P<kind>kill|stop)-(?P<part>[a-z]+)(?:@(?P<at>\d+(?:\.\d+)?))?(?:\+(?P<lasts>\d+(?:\.\d+)?))?")
 _USUAL_MOMENT = 5.0
 _USUAL_STOP = 10.0

@@ -35,13 +35,15 @@ def kept(result: dict[str, Any]) -> dict[str, Any]:
     Raises KeyError where it does not say when, with which revision and where it was made.
     """
     made(result)
-    arms = {}
-    for name, arm in result["arms"].items():
+    setups = {}
+    for name, setup in result["setups"].items():
         curves = {
-            kind: {engine: thinned(series) for engine, series in arm[kind].items()} for kind in _CURVES if kind in arm
+            kind: {engine: thinned(series) for engine, series in setup[kind].items()}
+            for kind in _CURVES
+            if kind in setup
         }
-        arms[name] = {key: value for key, value in arm.items() if key not in _NOT_KEPT} | curves
-    return {**result, "arms": arms}
+        setups[name] = {key: value for key, value in setup.items() if key not in _NOT_KEPT} | curves
+    return {**result, "setups": setups}
 
 
 def thinned(series: list[Any]) -> list[Any]:
@@ -78,10 +80,10 @@ def command(result: dict[str, Any]) -> str:
     of_patches = {variable(patch): "on" for patch in chosen}
     for toggle, value in result.get("toggles", {}).items():
         words += ["--set", f"{toggle}={value}"] if of_patches.get(toggle) != value else []
-    words += ["--compare"] * ("stock" in result["arms"])
+    words += ["--compare"] * ("stock" in result["setups"])
     words += ["--alone"] * result.get("alone", False)
-    for arm, revision in result.get("revisions", {}).items():
-        words += ["--arm", f"{arm}={revision}"]
+    for setup, revision in result.get("revisions", {}).items():
+        words += ["--setup", f"{setup}={revision}"]
     words += ["--rounds", str(result["rounds"])] if result["rounds"] > 1 else []
     words += ["--seconds", f"{seconds:g}"] if seconds != 60 else []
     words += ["--clients", str(clients)] if clients != 12 else []
@@ -100,7 +102,10 @@ def markdown(place: Path) -> str:
         lines = [f"### {summary.title(result)}", "", "```bash", command(result), "```", ""]
         note = file.with_suffix(".txt")
         lines += [note.read_text(encoding="utf-8").strip(), ""] if note.is_file() else []
-        lines += [f"| {result['cores']} cores | {' | '.join(result['arms'])} |", "|---|" + "---|" * len(result["arms"])]
+        lines += [
+            f"| {result['cores']} cores | {' | '.join(result['setups'])} |",
+            "|---|" + "---|" * len(result["setups"]),
+        ]
         for row in summary.rows(result):
             if any(cell != "-" for cell in row[1:]):
                 lines.append(f"| {' | '.join(cell.replace(chr(10), '<br>') for cell in row)} |")

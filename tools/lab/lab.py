@@ -1,7 +1,7 @@
 """One topology, brought up for real, loaded, hurt, and compared with and without the bundle.
 
-Every arm is a deployment of its own of the same model, asked for the same by the same clients, which draw the same
-hang-ups, and hurt at the same moments. All arms are brought up together; their loads take turns. What an arm answers
+Every setup is a deployment of its own of the same model, asked for the same by the same clients, which draw the same
+hang-ups, and hurt at the same moments. All setups are brought up together; their loads take turns. What a setup answers
 undisturbed, before its load, is what all of its later answers are compared with.
 """
 
@@ -21,11 +21,11 @@ from typing import Any
 
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools.lab import alone, environments, faults, loads, model, proxy, topology
-from vllm_livepatch.tools.lab.arm import LOADING, Arm, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.revisions import ROOT, checkout, command_line
+from vllm_livepatch.tools.lab.setups import LOADING, Setup, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.storm import Turn, Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, together
 from vllm_livepatch.tools.lab.topology import Topology
@@ -45,15 +45,15 @@ class Options:
     faults: tuple[Fault, ...] = ()
     disconnects: bool = False
     alone: bool = False
-    """Whether the right answers are those of an engine without a connector, which is asked before the arms."""
+    """Whether the right answers are those of an engine without a connector, which is asked before the setups."""
     injected: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Faults inside the engines of every arm: names of patches, and the variables that turn them on."""
-    arms: tuple[str, ...] = ("patched",)
+    """Faults inside the engines of every setup: names of patches, and the variables that turn them on."""
+    setups: tuple[str, ...] = ("patched",)
     """`stock`, `patched`, and names of ``revisions``."""
     revisions: Mapping[str, str] = field(default_factory=dict)
-    """Arms whose bundle is as a revision of this checkout makes it, by name."""
+    """Setups whose bundle is as a revision of this checkout makes it, by name."""
     rounds: int = 1
-    """In so many parts the load is cut; in each the arms take turns, in the other order than before."""
+    """In so many parts the load is cut; in each the setups take turns, in the other order than before."""
     seconds: float = 60.0
     clients: int = 12
     drain_seconds: float = 60.0
@@ -69,13 +69,13 @@ class Options:
 
 
 async def run(options: Options) -> dict[str, Any]:
-    """Run every arm; the result as it is written to ``result.json``.
+    """Run every setup; the result as it is written to ``result.json``.
 
     Raises ``PartFailed`` when a part does not come up, ``InstallationError`` when an environment cannot be built,
     ``CalledProcessError`` when there is no bundle to be had, ``UserError`` where a revision is not there.
     """
     begun = time.monotonic()
-    injected = {name: _injected(options, name) for name in options.arms}
+    injected = {name: _injected(options, name) for name in options.setups}
     python = await asyncio.to_thread(environments.engine, options.vllm, options.lmcache)
     kinds = {role.kind for role in options.topology.roles}
     router = await asyncio.to_thread(environments.router) if "router" in kinds else None
@@ -93,35 +93,35 @@ async def run(options: Options) -> dict[str, Any]:
         right = await alone.answers(parts, deployment, options.load, options.seed)
     async with contextlib.AsyncExitStack() as stack:
         supervisors = {}
-        for name in options.arms:
+        for name in options.setups:
             tell = functools.partial(_tell, begun, name)
             supervisors[name] = await stack.enter_async_context(Supervisor(options.out / name, tell))
         deployed = {}
-        for name in options.arms:
+        for name in options.setups:
             variables = topology.with_path({**environments.vllm_cache(options.vllm), **injected[name]}, needed)
             deployed[name] = topology.local(options.topology, python, tiny, variables, router)
         # Booting is importing, most of it on one core: several sides together take little longer than one.
         await together(*(parts.start(deployed[name].parts) for name, parts in supervisors.items()))
-        arms = []
+        setups = []
         for name, parts in supervisors.items():
             tell = functools.partial(_tell, begun, name)
-            arms.append(await stack.enter_async_context(Arm(name, parts, options.topology, deployed[name], tell)))
+            setups.append(await stack.enter_async_context(Setup(name, parts, options.topology, deployed[name], tell)))
         found: dict[str, Any] = {}
         for number in range(options.rounds):
-            for arm in arms[:: -1 if number % 2 else 1]:
-                if arm.name in found:
+            for setup in setups[:: -1 if number % 2 else 1]:
+                if setup.name in found:
                     continue
-                others = [other for other in arms if other is not arm and other.name not in found]
-                await guarded(others, _round(arm, number, rounded, tiny, python, right))
-                if not arm.alive or number == options.rounds - 1:
-                    found[arm.name] = arm.result(_planned(options))
-                    found[arm.name]["status"] = _status(options, arm.name) if injected[arm.name] else []
-                    await arm.parts.stop()
+                others = [other for other in setups if other is not setup and other.name not in found]
+                await guarded(others, _round(setup, number, rounded, tiny, python, right))
+                if not setup.alive or number == options.rounds - 1:
+                    found[setup.name] = setup.result(_planned(options))
+                    found[setup.name]["status"] = _status(options, setup.name) if injected[setup.name] else []
+                    await setup.parts.stop()
     return {
         **described(options),
         **measured_on(ROOT),
         "cores": os.cpu_count(),
-        "arms": {name: found[name] for name in options.arms},
+        "setups": {name: found[name] for name in options.setups},
         "seconds": round(time.monotonic() - begun, 1),
     }
 
@@ -162,53 +162,53 @@ def _planned(options: Options) -> float:
 
 
 async def _round(
-    arm: Arm, number: int, options: Options, tiny: Path, python: Path, right: Sequence[Sequence[Turn]]
+    setup: Setup, number: int, options: Options, tiny: Path, python: Path, right: Sequence[Sequence[Turn]]
 ) -> None:
     if number == 0:
-        await arm.prepare(*await _work(arm, options, tiny, python, right))
+        await setup.prepare(*await _work(setup, options, tiny, python, right))
     last = number == options.rounds - 1
-    await arm.load(options.seconds, falling_into(options.faults, number * options.seconds, options.seconds, last))
-    if last and arm.alive:
+    await setup.load(options.seconds, falling_into(options.faults, number * options.seconds, options.seconds, last))
+    if last and setup.alive:
         gone = [fault.part for fault in options.faults if fault.kind == "kill" and fault.lasts is None]
-        await arm.settle(options.drain_seconds, gone)
+        await setup.settle(options.drain_seconds, gone)
 
 
 async def _work(
-    arm: Arm, options: Options, tiny: Path, python: Path, right: Sequence[Sequence[Turn]]
+    setup: Setup, options: Options, tiny: Path, python: Path, right: Sequence[Sequence[Turn]]
 ) -> tuple[Work, Client]:
-    spec, engines = options.load, list(arm.engines.values())
+    spec, engines = options.load, list(setup.engines.values())
     if isinstance(spec, loads.Bench):
-        client = await arm.client(arm.url)
+        client = await setup.client(setup.url)
         environment = topology.environment(python, {})
-        words = (arm.url, topology.MODEL_NAME, tiny)
-        return BenchServe(arm.parts, python, environment, words, spec, options.seed, arm.tally, engines), client
-    client = await arm.client(arm.url, spec.timeout)
+        words = (setup.url, topology.MODEL_NAME, tiny)
+        return BenchServe(setup.parts, python, environment, words, spec, options.seed, setup.tally, engines), client
+    client = await setup.client(setup.url, spec.timeout)
     share = spec.share if options.disconnects else 0.0
     asked = replace(spec, share=share)
-    return Visitors(client, asked, options.clients, options.seed, arm.tally, engines, right), client
+    return Visitors(client, asked, options.clients, options.seed, setup.tally, engines, right), client
 
 
-def _tell(begun: float, arm: str, line: str) -> None:
-    print(f"[{time.monotonic() - begun:4.0f} s] {arm}: {line}", file=sys.stderr, flush=True)
+def _tell(begun: float, setup: str, line: str) -> None:
+    print(f"[{time.monotonic() - begun:4.0f} s] {setup}: {line}", file=sys.stderr, flush=True)
 
 
-def variables(options: Options, arm: str) -> dict[str, str]:
-    """The settings of the patches in an arm's bundle. The lab's own ride in it; of stock they are all of it."""
+def variables(options: Options, setup: str) -> dict[str, str]:
+    """The settings of the patches in a setup's bundle. The lab's own ride in it; of stock they are all of it."""
     own = _own_patches(options)
-    found = {} if arm == "stock" else dict(options.toggles or {})
+    found = {} if setup == "stock" else dict(options.toggles or {})
     found |= {key: value for entry in own.values() for key, value in entry.items()}
     if faults.LOST_PREFILLS in own:
-        found[variable(faults.LOST_PREFILLS, "AFTER")] = str(options.out / arm / LOADING)
+        found[variable(faults.LOST_PREFILLS, "AFTER")] = str(options.out / setup / LOADING)
     return found
 
 
-def _injected(options: Options, arm: str) -> dict[str, str]:
-    """What puts an arm's bundle into a process."""
+def _injected(options: Options, setup: str) -> dict[str, str]:
+    """What puts a setup's bundle into a process."""
     own = _own_patches(options)
-    if arm == "stock" and not own:
+    if setup == "stock" and not own:
         return {}
-    filled = replace(options, patches=tuple(own)) if arm == "stock" else options
-    return {**_bundle(filled, arm), **variables(options, arm)}
+    filled = replace(options, patches=tuple(own)) if setup == "stock" else options
+    return {**_bundle(filled, setup), **variables(options, setup)}
 
 
 def _own_patches(options: Options) -> dict[str, Mapping[str, str]]:
@@ -216,23 +216,23 @@ def _own_patches(options: Options) -> dict[str, Mapping[str, str]]:
     return {**{name: {variable(name): "on"} for name in options.topology.changes}, **options.injected}
 
 
-def _bundle(options: Options, arm: str) -> dict[str, str]:
-    place, state = options.out / f"bundle-{arm}", _state(options, arm)
+def _bundle(options: Options, setup: str) -> dict[str, str]:
+    place, state = options.out / f"bundle-{setup}", _state(options, setup)
     state.mkdir(exist_ok=True)
     own = _own_patches(options)
     patches = [*options.patches, *(own if options.patches else ())]
     chosen = [word for patch in dict.fromkeys(patches) for word in ("--patch", patch)]
     directories = [*options.patch_dirs, *([faults.PATCHES] if own else [])]
     further = [word for directory in directories for word in ("--patch-dir", str(directory))]
-    command_line("generate", "--out", str(place), *chosen, *further, path=_checkout(options, arm))
+    command_line("generate", "--out", str(place), *chosen, *further, path=_checkout(options, setup))
     return {"PYTHONPATH": str(place), "LIVEPATCH_STATE_DIR": str(state)}
 
 
-def _status(options: Options, arm: str) -> list[dict[str, Any]]:
+def _status(options: Options, setup: str) -> list[dict[str, Any]]:
     """What each live process says of its patches: name, state, counters. All that it says goes into a file."""
-    state = str(_state(options, arm))
-    text = command_line("status", "--json", "--state-dir", state, path=_checkout(options, arm))
-    (options.out / arm / "status.json").write_text(text, encoding="utf-8")
+    state = str(_state(options, setup))
+    text = command_line("status", "--json", "--state-dir", state, path=_checkout(options, setup))
+    (options.out / setup / "status.json").write_text(text, encoding="utf-8")
     kept = ("name", "state", "reason", "counters")
     return [
         {"pid": process["pid"], "patches": [{key: patch[key] for key in kept} for patch in process["patches"]]}
@@ -240,10 +240,10 @@ def _status(options: Options, arm: str) -> list[dict[str, Any]]:
     ]
 
 
-def _state(options: Options, arm: str) -> Path:
-    """Where the reports of an arm's processes are."""
-    return options.out / f"state-{arm}"
+def _state(options: Options, setup: str) -> Path:
+    """Where the reports of a setup's processes are."""
+    return options.out / f"state-{setup}"
 
 
-def _checkout(options: Options, arm: str) -> Path | None:
-    return checkout(options.revisions[arm]) if arm in options.revisions else None
+def _checkout(options: Options, setup: str) -> Path | None:
+    return checkout(options.revisions[setup]) if setup in options.revisions else None

@@ -42,7 +42,7 @@ def lab(
         str, typer.Option("--patches", metavar="NAME,...", help="Only these, turned on. Default: all, as they decide.")
     ] = "",
     setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="VARIABLE=VALUE", help="For the patched arm; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="VARIABLE=VALUE", help="For the patched setup; repeatable.")
     ] = None,
     patch_dir: Annotated[
         list[Path] | None, typer.Option("--patch-dir", metavar="DIR", help="Further patches; repeatable.")
@@ -54,13 +54,15 @@ def lab(
     alone: Annotated[
         bool, typer.Option("--alone", help="The right answers are those of an engine that has no connector.")
     ] = False,
-    arm: Annotated[
+    setup: Annotated[
         list[str] | None,
         typer.Option(
-            "--arm", metavar="NAME=REVISION", help="Also the bundle of that git revision of this checkout; repeatable."
+            "--setup",
+            metavar="NAME=REVISION",
+            help="Also the bundle of that git revision of this checkout; repeatable.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Cut the load into so many parts; the arms take turns.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Cut the load into so many parts; the setups take turns.")] = 1,
     seconds: Annotated[float, typer.Option(min=5, help="How long the load lasts.")] = 60,
     clients: Annotated[int, typer.Option(min=1)] = 12,
     seed: Annotated[int, typer.Option(help="Of the model, the prompts and the load.")] = 1,

@@ -12,30 +12,30 @@ _COLOURS = {"stock": "#c0392b", "patched": "#1f6fb2"}
 _FURTHER = ("#d68910", "#7d3c98", "#717d7e")
 
 
-def colours(arms: Iterable[str]) -> dict[str, str]:
-    """A colour for each arm."""
+def colours(setups: Iterable[str]) -> dict[str, str]:
+    """A colour for each setup."""
     further = cycle(_FURTHER)
-    return {arm: _COLOURS.get(arm) or next(further) for arm in arms}
+    return {setup: _COLOURS.get(setup) or next(further) for setup in setups}
 
 
 def completions(result: dict[str, Any], file: Path) -> None:
-    """Completions, added up over the seconds of load, a line an arm, as a PNG."""
-    arms: dict[str, dict[str, Any]] = result["arms"]
+    """Completions, added up over the seconds of load, a line a setup, as a PNG."""
+    setups: dict[str, dict[str, Any]] = result["setups"]
     from matplotlib.figure import Figure  # here: it takes a second to import
 
     figure = Figure(figsize=(9, 4.5), dpi=120)
     axes = figure.subplots()
-    end = max(len(arm["per_second"]["completed"]) for arm in arms.values())
-    shown = colours(arms)
-    for name, arm in arms.items():
-        counts = [0, *accumulate(arm["per_second"]["completed"])]
+    end = max(len(setup["per_second"]["completed"]) for setup in setups.values())
+    shown = colours(setups)
+    for name, setup in setups.items():
+        counts = [0, *accumulate(setup["per_second"]["completed"])]
         axes.plot(range(len(counts)), counts, color=shown[name], label=name, linewidth=2, zorder=3)
-        if not arm["survived"]:
-            died = (arm["hang_ups_from"] or 0.0) + arm["died_after"]
+        if not setup["survived"]:
+            died = (setup["hang_ups_from"] or 0.0) + setup["died_after"]
             axes.plot([died, end], [counts[-1]] * 2, color=shown[name], linestyle="--", linewidth=1, zorder=2)
             axes.plot([died], [counts[-1]], "x", color=shown[name], markersize=11, markeredgewidth=3, zorder=4)
             axes.annotate(
-                f"{name}: {arm['death'].split()[0]} dead, {counts[-1]} completions and no more",
+                f"{name}: {setup['death'].split()[0]} dead, {counts[-1]} completions and no more",
                 (end, counts[-1]),
                 xytext=(-6, 5),
                 textcoords="offset points",
@@ -43,7 +43,7 @@ def completions(result: dict[str, Any], file: Path) -> None:
                 ha="right",
             )
     if result["disconnects"]:
-        since = min(arm["hang_ups_from"] or 0.0 for arm in arms.values())
+        since = min(setup["hang_ups_from"] or 0.0 for setup in setups.values())
         axes.axvline(since, color="#777777", linestyle=":", linewidth=1.2)
         top = axes.get_xaxis_transform()
         axes.text(since, 0.98, "  clients begin to hang up", transform=top, color="#777777", va="top")

@@ -1,4 +1,4 @@
-"""What a lab run showed: a table with a column an arm, and a picture of the blocks in use over time."""
+"""What a lab run showed: a table with a column a setup, and a picture of the blocks in use over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from vllm_livepatch.tools.lab.report import colours
 
-Arm = dict[str, Any]
+Setup = dict[str, Any]
 _STYLES = ("-", "--", ":")
 
 
@@ -23,10 +23,10 @@ def title(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row a figure, a column an arm."""
+    """A row a figure, a column a setup."""
     built = Table(title=title(result), box=box.SIMPLE_HEAD, title_justify="left")
     built.add_column("")
-    for name in result["arms"]:
+    for name in result["setups"]:
         built.add_column(name, justify="right")
     for row in rows(result):
         built.add_row(*row)
@@ -34,41 +34,49 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """What a figure is called, and what it is in each arm; `-` where there is none. A cell may have several lines."""
-    figures: list[tuple[str, Callable[[Arm], Any]]] = [
-        ("survived", lambda arm: "yes" if arm["survived"] else f"no: {arm['death']}\ndead after {arm['died_after']} s"),
-        *((kind, lambda arm, kind=kind: arm[kind]) for kind in ("completed", "disconnected", "failed")),
-        ("failures by kind", lambda arm: _kinds(arm["errors"])),
-        ("undisturbed outputs that differ from those without a connector", lambda arm: arm.get("undisturbed_differ")),
-        ("outputs that differ from the undisturbed run's", lambda arm: arm["mismatches"]),
-        ("right completions a second", lambda arm: f"{arm['goodput']:.2f}"),
-        ("first token, median / 99 %", lambda arm: _seconds(arm["first_token"])),
-        ("between tokens, median / 99 %", lambda arm: _seconds(arm["between_tokens"])),
-        ("longest wait for an answer", lambda arm: _longest(arm.get("longest_wait"))),
-        ("tokens loaded from LMCache or another engine", lambda arm: arm.get("loaded_tokens")),
-        ("parts brought back", lambda arm: _kinds(arm["restarts"])),
-        ("after its return, something is loaded again in", lambda arm: _again(arm.get("loaded_again", []))),
-        ("lines of errors in logs", lambda arm: _kinds(arm["errors_logged"])),
-        ("KV usage at the end", lambda arm: _usage(arm.get("kv_usage_at_end"))),
-        ("after the load, back in", lambda arm: f"{arm['back_after']:.0f} s" if "back_after" in arm else None),
-        ("blocks held with no request left, and the CPU meanwhile", lambda arm: _held(arm.get("held", {}))),
-        ("done by patches", lambda arm: _counters(arm["status"])),
+    """What a figure is called, and what it is in each setup; `-` where there is none. A cell may have several lines."""
+    figures: list[tuple[str, Callable[[Setup], Any]]] = [
+        (
+            "survived",
+            lambda setup: "yes" if setup["survived"] else f"no: {setup['death']}\ndead after {setup['died_after']} s",
+        ),
+        *((kind, lambda setup, kind=kind: setup[kind]) for kind in ("completed", "disconnected", "failed")),
+        ("failures by kind", lambda setup: _kinds(setup["errors"])),
+        (
+            "undisturbed outputs that differ from those without a connector",
+            lambda setup: setup.get("undisturbed_differ"),
+        ),
+        ("outputs that differ from the undisturbed run's", lambda setup: setup["mismatches"]),
+        ("right completions a second", lambda setup: f"{setup['goodput']:.2f}"),
+        ("first token, median / 99 %", lambda setup: _seconds(setup["first_token"])),
+        ("between tokens, median / 99 %", lambda setup: _seconds(setup["between_tokens"])),
+        ("longest wait for an answer", lambda setup: _longest(setup.get("longest_wait"))),
+        ("tokens loaded from LMCache or another engine", lambda setup: setup.get("loaded_tokens")),
+        ("parts brought back", lambda setup: _kinds(setup["restarts"])),
+        ("after its return, something is loaded again in", lambda setup: _again(setup.get("loaded_again", []))),
+        ("lines of errors in logs", lambda setup: _kinds(setup["errors_logged"])),
+        ("KV usage at the end", lambda setup: _usage(setup.get("kv_usage_at_end"))),
+        ("after the load, back in", lambda setup: f"{setup['back_after']:.0f} s" if "back_after" in setup else None),
+        ("blocks held with no request left, and the CPU meanwhile", lambda setup: _held(setup.get("held", {}))),
+        ("done by patches", lambda setup: _counters(setup["status"])),
     ]
-    found = [[called, *(value(arm) for arm in result["arms"].values())] for called, value in figures]
+    found = [[called, *(value(setup) for setup in result["setups"].values())] for called, value in figures]
     return [["-" if cell is None else str(cell) for cell in row] for row in found]
 
 
 def picture(result: dict[str, Any], file: Path) -> None:
-    """The share of KV blocks in use over time, a line an engine and arm, as a PNG."""
+    """The share of KV blocks in use over time, a line an engine and setup, as a PNG."""
     from matplotlib.figure import Figure  # here: it takes a second to import
 
     figure = Figure(figsize=(9, 4.5), dpi=120)
     axes = figure.subplots()
-    shown = colours(result["arms"])
-    for arm, values in result["arms"].items():
+    shown = colours(result["setups"])
+    for setup, values in result["setups"].items():
         for style, (engine, series) in zip(_STYLES, sorted(values["kv_usage"].items()), strict=False):
             times, shares = [when for when, _ in series], [100 * used for _, used in series]
-            axes.plot(times, shares, _STYLES[0] if style == "-" else style, color=shown[arm], label=f"{arm}: {engine}")
+            axes.plot(
+                times, shares, _STYLES[0] if style == "-" else style, color=shown[setup], label=f"{setup}: {engine}"
+            )
     for fault in result["faults"]:
         axes.axvline(fault["at"], color="#777777", linestyle=":", linewidth=1.2)
         axes.text(

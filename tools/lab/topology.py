@@ -28,7 +28,7 @@ from vllm_livepatch.tools.toml import tomllib
 _PORTS = range(17001, 32768)
 """Below Linux's own for connections, and above those of which Mooncake's transfer engine takes two (15000 to 17000)."""
 _given: set[int] = set()
-"""Ports that were given out before: to another arm, whose parts may not have bound them yet."""
+"""Ports that were given out before: to another setup, whose parts may not have bound them yet."""
 _SHARED_CORES = Path(__file__).with_name("shared_cores")
 MODEL_NAME = "tiny"
 PROXY = "mooncake_connector_proxy.py"

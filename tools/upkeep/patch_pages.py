@@ -15,7 +15,7 @@ from vllm_livepatch.sitecustomize.decision import Patch, variable
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import ending, matrix, rendering
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.releases import registry
+from vllm_livepatch.tools.releases import registry, span
 
 FURTHER = {
     "chunked-lmcache-load": ("chunked-load.md",),
@@ -95,7 +95,7 @@ def _spans(patch: Patch) -> dict[str, str]:
     pinned = [pin.version for pin in registry.all_pins(patch.package)]
     # A release in which the code would be of an unknown form fails test_matrix.py.
     for verdict, group in groupby(pinned, lambda release: found.get(release, "not-present")):
-        spans.setdefault(verdict, []).append(rendering.span(list(group)))
+        spans.setdefault(verdict, []).append(span(list(group)))
     return {verdict: ", ".join(spans[verdict]) for verdict in _VERDICTS if verdict in spans}
 
 
@@ -110,7 +110,11 @@ def _link(thread: str) -> str:
 
 def _where(patch: Patch) -> list[str]:
     package = matrix.NAMES[patch.package]
-    return [f"- {package} {releases}: {_VERDICTS[verdict]}" for verdict, releases in _spans(patch).items()]
+    default = f"; by default: {rendering.DEFAULTS.get(patch.auto, 'on')}"
+    return [
+        f"- {package} {releases}: {_VERDICTS[verdict]}{default if verdict == 'needed' else ''}"
+        for verdict, releases in _spans(patch).items()
+    ]
 
 
 def _switch(patch: Patch) -> list[str]:

@@ -1,4 +1,4 @@
-"""For engines that share a small machine's cores, in every arm alike; no part of any bundle.
+"""For engines that share a small machine's cores, in every setup alike; no part of any bundle.
 
 Of four engines on two cores one that decoded fell to 1.4 tokens a second, and leases ran out while their renewals
 waited. Four causes. On CPU memory the NIXL connector binds its worker's first thread to the last core of each NUMA

@@ -48,7 +48,7 @@ class Work(Protocol):
         """What it has beside the tally, for JSON."""
 
 
-class Arm:
+class Setup:
     """Use as ``async with``, once its parts are up. ``alive`` turns false when a part dies: that is a result."""
 
     def __init__(self, name: str, parts: Supervisor, described: Topology, deployed: Deployment, say: Say) -> None:
@@ -63,7 +63,7 @@ class Arm:
         self._back: list[tuple[str, float]] = []
         self._result: dict[str, Any] = {"boot_seconds": parts.up_seconds(), "survived": True, "death": None}
 
-    async def __aenter__(self) -> Arm:
+    async def __aenter__(self) -> Setup:
         for name, url in self._urls().items():
             self.engines[name] = await self.client(url)
         return self
@@ -78,7 +78,7 @@ class Arm:
         return {part.name: part.health.removesuffix("/health") for part in engines}
 
     async def client(self, url: str, timeout: float = 60.0) -> Client:
-        """A client of the deployment, closed with the arm."""
+        """A client of the deployment, closed with the setup."""
         return await self._stack.enter_async_context(Client(url, topology.MODEL_NAME, timeout))
 
     async def prepare(self, work: Work, client: Client) -> None:
@@ -206,8 +206,8 @@ async def _first_transfer(client: Client) -> None:
                 raise
 
 
-def guarded(others: Sequence[Arm], work: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None]:
-    """``work``, which the failure of a part of the other arms, waiting for their turn, ends as well."""
+def guarded(others: Sequence[Setup], work: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None]:
+    """``work``, which the failure of a part of the other setups, waiting for their turn, ends as well."""
     for other in others:
         work = other.parts.guard(work)
     return work

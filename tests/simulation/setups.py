@@ -30,7 +30,7 @@ AT_ONCE = 400
 
 
 @dataclass
-class Arm:
+class Setup:
     """What is to be run on one release. `policy` is one of reference.py's, where there is no bundle."""
 
     release: str
@@ -48,7 +48,7 @@ class Arm:
 
 def run(
     warm: Interpreter,
-    arm: Arm,
+    setup: Setup,
     seeds: Sequence[int] = (),
     plans: Sequence[dict[str, Any]] = (),
     losses: Sequence[int] = (),
@@ -61,22 +61,22 @@ def run(
         job = {
             "seeds": list(seeds),
             "losses": list(losses),
-            "answers": arm.answers or ("patched" if arm.bundle or arm.policy else "stock"),
-            "until_one_fails": arm.until_one_fails,
+            "answers": setup.answers or ("patched" if setup.bundle or setup.policy else "stock"),
+            "until_one_fails": setup.until_one_fails,
             "plans": list(plans),
-            "modes": list(arm.modes),
-            "policy": arm.policy,
-            "tame": arm.tame,
-            "tell": arm.tell,
+            "modes": list(setup.modes),
+            "policy": setup.policy,
+            "tame": setup.tame,
+            "tell": setup.tell,
         }
         work = Path(directory)
         (work / "job.json").write_text(json.dumps(job), encoding="utf-8")
         result = warm.run(
             DRIVER,
-            {"vllm": arm.release},
+            {"vllm": setup.release},
             work,
-            bundle=arm.bundle,
-            environ=arm.environ,
+            bundle=setup.bundle,
+            environ=setup.environ,
             arguments=[str(work / "job.json")],
             path=[DRIVERS, ROOT],
         )
