@@ -69,7 +69,7 @@ def test_its_lines_run(block: str, place: Path) -> None:
     text = re.sub(r"\bDIR\b", str(sources.site_packages("vllm", newest)), text)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("LIVEPATCH", "PYTHON"))}
     path = f"{place / 'bin'}:{Path(sys.executable).parent}:{environ['PATH']}"
-    environ |= {"PATH": path, "LIVEPATCH_STATE_DIR": str(place / "state")}
+    environ |= {"PATH": path, "LIVEPATCH_STATE_DIR": str(place / "state"), "XDG_CACHE_HOME": str(place / "cache")}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text], cwd=place, env=environ, capture_output=True, text=True, timeout=120
     )

@@ -133,6 +133,7 @@ def test_refresh_adds_what_the_registry_has_and_the_data_lack(tmp_path: Path, mo
     pins = tmp_path / "releases.toml"
     pins.write_text(FILE, "utf-8")
     monkeypatch.setattr(registry, "PINS_FILE", pins)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     registry.all_pins.cache_clear()
     index = local_index.LocalIndex()
     for version in ("0.9", "1.0", "1.1", "1.2rc1", "2.0"):

@@ -31,6 +31,20 @@ def listening(port: int = 0) -> Iterator[str]:
         yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
+@contextlib.contextmanager
+def looked_at() -> Iterator[tuple[str, Callable[[int], Awaitable[None]]]]:
+    """As `listening`; with it what waits until so many looks have come, which are connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+
+        async def looks(number: int) -> None:
+            for _ in range(number):
+                peer, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(server), 60)
+                peer.close()
+
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}", looks
+
+
 def test_gone_is_who_refuses_at_two_looks_and_is_not_back(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr("vllm_livepatch.patches.mooncake_failed_loads.peers.time.monotonic", lambda: clock.now)
@@ -246,11 +260,11 @@ def test_after_a_write_that_failed_the_blocks_are_held_until_the_writer_is_gone(
         decode = Decode()
         decode.pull.pull_tasks_count = 1
         decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
-        with listening() as address:
+        with looked_at() as (address, looks):
             decode._remote_agents["p"][0][0] = address
             ask = decode.ask(address, broken)
-            done, _ = await asyncio.wait([ask], timeout=0.5)
-            assert not done
+            await looks(3)
+            assert not ask.done()
             assert decode.reported() == (set(), set())
         await asyncio.wait_for(ask, 60)
         assert decode.reported() == ({"d"}, {3, 4})
@@ -270,9 +284,10 @@ def test_to_0_29_what_is_not_answered_is_held_until_the_writer_is_gone() -> None
         decode = Decode()
         decode.pull.pull_tasks_count = 1
         decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
-        with listening() as address:
+        with looked_at() as (address, looks):
             ask = decode.ask(address, gives_up)
-            await asyncio.wait([ask], timeout=0.3)
+            await looks(3)
+            assert not ask.done()
             assert decode.reported() == (set(), set())
         await asyncio.wait_for(ask, 60)
         assert decode.reported() == ({"d"}, {3, 4})
@@ -404,11 +419,9 @@ def test_what_is_left_out_beside_what_is_held_is_reported_at_once() -> None:
         async def release(address: str, pulls: Any) -> None:
             await broken(lambda **fields: decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields})))
 
-        with listening() as address:
+        with looked_at() as (address, looks):
             ask = asyncio.ensure_future(decode.call("receive_kv_from_single_worker", release, address, pulls))
-            await asyncio.wait([ask], timeout=0.2)
-            while not decode.finished_recving_reqs:  # on a machine that stalls
-                await asyncio.sleep(0.01)
+            await looks(3)
             assert decode.reported() == ({"other"}, {5})
         await asyncio.wait_for(ask, 60)
         assert decode.finished_recving_reqs == {"d", "other"}
@@ -565,14 +578,14 @@ def test_of_a_write_that_failed_the_blocks_are_held_whatever_is_answered_later(s
             answer(status=Status.CONTINUE, err_reqs=["d"], err_msg="few; Mooncake transfer engine returned -1")
             answer(status=Status.FINISH)
 
-        with listening() as address:
+        with looked_at() as (address, looks):
             ask = decode.ask(address, answers)
             while (word := decode.word()) is None:
                 await asyncio.sleep(0.01)
             ((name, blocks),) = word.held.values()
             assert (name, blocks, word.over) == ("d", {3, 4}, set())
-            done, _ = await asyncio.wait([ask], timeout=0.3)
-            assert not done
+            await looks(3)
+            assert not ask.done()
             assert decode.word() is None, "said once"
         await asyncio.wait_for(ask, 60)
         assert decode.word().over == set(word.held)
