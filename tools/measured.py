@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 
-def measured_on(checkout: Path) -> dict[str, Any]:
-    """Today, the checkout's revision, and this machine."""
+def measured_on(checkout: Path, gpu: str | None = None) -> dict[str, Any]:
+    """Today, the checkout's revision, and this machine, with its GPU where that was used."""
     revision = subprocess.run(
         ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
+    parts = [f"{os.cpu_count()} cores", f"{platform.machine()}{_vectors()}", gpu, f"Python {platform.python_version()}"]
     return {
         "date": time.strftime("%Y-%m-%d"),
         "revision": revision or None,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}{_vectors()}, Python {platform.python_version()}",
+        "machine": ", ".join(filter(None, parts)),
     }
 
 

@@ -1,6 +1,6 @@
 """mp-block-transfer's operation on a device's memory: random layouts against the plain reference, and its speed there.
 
-    python tests/gpu/block_transfer.py [--device cuda] [--cases N]
+    python tests/gpu/block_transfer.py [--device cuda] [--cases N] [--json]
 
 For an interpreter with torch for CUDA or ROCm; nothing else is needed. Not part of the tests that run everywhere: those
 have no device. Without one it says so and ends; `--device cpu` shows that the script itself works.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import random
 import statistics
 import sys
@@ -94,6 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--json", action="store_true", help="one object on stdout, times in microseconds")
     options = parser.parse_args()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("torch sees no device: nothing was tried", file=sys.stderr)
@@ -104,18 +106,24 @@ def main() -> int:
     stdout = sys.stdout
     driver, bench = load(drivers / "block_transfer.py"), load(drivers / "block_transfer_bench.py")
     sys.stdout = stdout
-    failed = 0
+    tell = sys.stderr if options.json else sys.stdout
+    failed: list[dict[str, Any]] = []
     for seed in range(options.cases):
         given = drawn(driver, seed)
         if found := wrong(driver, transfer, given, options.device):
-            failed += 1
-            print(f"WRONG {found}: {given}")
-    print(f"{options.cases - failed} of {options.cases} layouts as the reference has them on {options.device}")
+            failed.append(given)
+            print(f"WRONG {found}: {given}", file=tell)
+    right = options.cases - len(failed)
+    print(f"{right} of {options.cases} layouts as the reference has them on {options.device}", file=tell)
+    times = {}
     for name in bench.SHAPES:
-        for to_cache in (False, True):
-            memcpy, ours, loop = speed(bench, transfer, name, options.device, to_cache)
-            to = "to cache" if to_cache else "to chunks"
-            print(f"{name}, {to}: {ours:,.0f} us, {memcpy / ours:.2f} of memcpy, {loop / ours:.2f} times the loop")
+        for to in ("to chunks", "to cache"):
+            memcpy, ours, loop = speed(bench, transfer, name, options.device, to == "to cache")
+            times[f"{name}, {to}"] = {"memcpy": round(memcpy, 1), "ours": round(ours, 1), "loop": round(loop, 1)}
+            compared = f"{memcpy / ours:.2f} of memcpy, {loop / ours:.2f} times the loop"
+            print(f"{name}, {to}: {ours:,.0f} us, {compared}", file=tell)
+    if options.json:
+        print(json.dumps({"device": options.device, "cases": options.cases, "wrong": failed, "microseconds": times}))
     return bool(failed)
 
 

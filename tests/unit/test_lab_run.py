@@ -59,7 +59,12 @@ LOAD = Storm(prompts=3, tokens=5, stream="no", within=0.04)
 @pytest.fixture(autouse=True)
 def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def local(
-        described: Topology, python: Path, tiny: Path, injected: Mapping[str, str], router: Any = None
+        described: Topology,
+        python: Path,
+        tiny: Path,
+        injected: Mapping[str, str],
+        router: Any = None,
+        device: str = "cpu",
     ) -> Deployment:
         (port,) = topology.free_ports(1)
         own = {name: value for name, value in injected.items() if name != "PYTHONPATH"}

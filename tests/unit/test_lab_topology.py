@@ -89,6 +89,21 @@ def test_with_shared_cores_nobody_is_bound_and_agents_rest_between_polls(tmp_pat
     assert json.loads(done.stdout) == [True, ["a", 100]]
 
 
+def test_on_a_gpu_engines_share_its_memory_and_the_server_moves_kv_as_it_does_by_default(tmp_path: Path) -> None:
+    described = topology.load("pd-nixl-lmcache")
+    here = topology.local(described, Path("python"), tmp_path, {}, device="cuda")
+    engines = [part for part in here.parts if "--model" in part.command]
+    assert len(engines) == 2
+    for part in engines:
+        assert option(part.command, "--kv-cache-memory-bytes") == str(1 << 30), "as much as on CPU"
+        assert 2 * len(engines) * float(option(part.command, "--gpu-memory-utilization")) < 1, "two setups side by side"
+        assert not [name for name in part.environment if name.startswith(("VLLM_CPU_", "OMP_"))]
+        assert '"kv_buffer_device": "cuda"' in option(part.command, "--kv-transfer-config")
+        assert '"cpu"' not in option(part.command, "--kv-transfer-config")
+    (server,) = (part for part in here.parts if part.name == "lmcache")
+    assert "--supported-transfer-mode" not in server.command
+
+
 def test_the_router_has_an_environment_of_its_own_and_nothing_injected(tmp_path: Path) -> None:
     python, router = tmp_path / "engine/bin/python", tmp_path / "router/bin/python"
     injected = {"PYTHONPATH": "/bundle"}

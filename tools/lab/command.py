@@ -22,7 +22,7 @@ from vllm_livepatch.tools import user_cache
 from vllm_livepatch.tools.bundled import verdicts
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import environments, faults, lab, loads, printing, report, summary, topology
+from vllm_livepatch.tools.lab import environments, faults, given, lab, loads, printing, report, summary, topology
 from vllm_livepatch.tools.lab.client import RequestFailed
 from vllm_livepatch.tools.lab.supervisor import PartFailed
 
@@ -31,6 +31,7 @@ def command(
     name: str,
     vllm: str,
     lmcache: str,
+    python: Path | None,
     load: str,
     fault: list[str] | None,
     patches: str,
@@ -71,6 +72,7 @@ def command(
             raise UserError(f"--print {form}: there are {', '.join(printing.FORMS)}")
         print(printing.FORMS[form](described, toggles), end="")
         return
+    engines = given.ask(python) if python else None
     options = lab.Options(
         topology=described,
         out=out or Path("OUT"),
@@ -88,8 +90,9 @@ def command(
         patch_dirs=tuple(entry.resolve() for entry in patch_dir or ()),
         toggles=toggles,
         seed=seed,
-        vllm=vllm,
-        lmcache=lmcache,
+        vllm=engines.vllm if engines else vllm,
+        lmcache=engines.lmcache if engines else lmcache,
+        given=engines,
     )
     if dry_run:
         print(_commands(options, [load, *(fault or ())]))
@@ -180,7 +183,12 @@ def _commands(options: lab.Options, asked: Sequence[str]) -> str:
     """The commands of a run on this machine, with the variables that differ from an ordinary environment."""
     described, variables = options.topology, lab.variables(options, "patched")
     deployed = topology.local(
-        described, Path("PYTHON"), Path("MODEL"), {"PYTHONPATH": "BUNDLE", **variables}, Path("ROUTER/python")
+        described,
+        Path("PYTHON"),
+        Path("MODEL"),
+        {"PYTHONPATH": "BUNDLE", **variables},
+        Path("ROUTER/python"),
+        options.device,
     )
     usual = topology.environment(Path("PYTHON"), {})
     lines = [f"# {described.title}: vLLM {options.vllm}, LMCache {options.lmcache}", f"# clients ask {deployed.url}"]

@@ -24,6 +24,7 @@ from vllm_livepatch.tools.lab import alone, environments, faults, loads, model, 
 from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.faults import Fault
+from vllm_livepatch.tools.lab.given import Given
 from vllm_livepatch.tools.lab.revisions import ROOT, checkout, command_line
 from vllm_livepatch.tools.lab.setups import LOADING, Setup, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.storm import Turn, Visitors
@@ -66,6 +67,13 @@ class Options:
     seed: int = 1
     vllm: str = "0.32.0"
     lmcache: str = "0.5.6"
+    given: Given | None = None
+    """What engines and servers run with, of these releases; None: what the lab installs."""
+
+    @property
+    def device(self) -> str:
+        """Where the engines' KV lies: ``cpu`` or ``cuda``."""
+        return self.given.device if self.given else "cpu"
 
 
 async def run(options: Options) -> dict[str, Any]:
@@ -76,19 +84,24 @@ async def run(options: Options) -> dict[str, Any]:
     """
     begun = time.monotonic()
     injected = {name: _injected(options, name) for name in options.setups}
-    python = await asyncio.to_thread(environments.engine, options.vllm, options.lmcache)
+    if options.given:
+        python = options.given.python
+    else:
+        python = await asyncio.to_thread(environments.engine, options.vllm, options.lmcache)
     kinds = {role.kind for role in options.topology.roles}
     router = await asyncio.to_thread(environments.router) if "router" in kinds else None
     if "proxy" in kinds:
         await asyncio.to_thread(proxy.fetch)
-    transports = [find for name, find in _TRANSPORTS.items() if name in options.topology.name]
+    # An environment of the user's has its transport: one for its GPU, where it has one.
+    transports = [find for name, find in _TRANSPORTS.items() if name in options.topology.name and not options.given]
     needed = [str(await asyncio.to_thread(find, python)) for find in transports]
     tiny = model.make(options.out / "model", seed=options.seed)
     rounded = _for_a_round(options)
     print(f"lab: logs are in {options.out}", file=sys.stderr)
     right: Sequence[Sequence[Turn]] = ()
     if options.alone and not isinstance(options.load, loads.Bench):
-        deployment = topology.local(alone.ENGINE, python, tiny, environments.vllm_cache(options.vllm))
+        cache = environments.vllm_cache(options.vllm)
+        deployment = topology.local(alone.ENGINE, python, tiny, cache, device=options.device)
         parts = Supervisor(options.out / "alone", functools.partial(_tell, begun, "alone"))
         right = await alone.answers(parts, deployment, options.load, options.seed)
     async with contextlib.AsyncExitStack() as stack:
@@ -99,7 +112,7 @@ async def run(options: Options) -> dict[str, Any]:
         deployed = {}
         for name in options.setups:
             variables = topology.with_path({**environments.vllm_cache(options.vllm), **injected[name]}, needed)
-            deployed[name] = topology.local(options.topology, python, tiny, variables, router)
+            deployed[name] = topology.local(options.topology, python, tiny, variables, router, options.device)
         # Booting is importing, most of it on one core: several sides together take little longer than one.
         await together(*(parts.start(deployed[name].parts) for name, parts in supervisors.items()))
         setups = []
@@ -119,7 +132,7 @@ async def run(options: Options) -> dict[str, Any]:
                     await setup.parts.stop()
     return {
         **described(options),
-        **measured_on(ROOT),
+        **measured_on(ROOT, options.given.gpu if options.given else None),
         "cores": os.cpu_count(),
         "setups": {name: found[name] for name in options.setups},
         "seconds": round(time.monotonic() - begun, 1),

