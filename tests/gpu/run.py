@@ -156,7 +156,7 @@ def main() -> int:
             found, wrong = CHECKS[name](runs)
         except Failed as error:
             found, wrong = {}, [str(error)]
-        result["checks"][name] = {"wrong": wrong, **found}
+        result["checks"][name] = {"wrong": wrong, "found": found}
         failed = failed or bool(wrong)
         print(f"{'FAILED' if wrong else 'ok    '}  {name}", *wrong, sep="\n        ", flush=True)
         if options.write:

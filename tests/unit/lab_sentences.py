@@ -228,3 +228,50 @@ def mooncake_lab() -> Iterator[str]:
 def mooncake() -> Iterator[str]:
     waits = [setups(f"lab-mooncake/kill-prefill-{version}")[1]["longest_wait"] for version in ("0.29.0", "0.32.0")]
     yield f"in the lab's two runs the longest wait was {waits[0]:.1f} and {waits[1]:.1f} s."
+
+
+def lab_gpu() -> Iterator[str]:
+    def differ(setup: Kept) -> str:
+        return f"{setup['mismatches']} of {setup['completed']:,}"
+
+    died, lived = setups("lab-gpu/hang-ups-0.26.0")
+    assert not died["survived"]
+    assert lived["survived"]
+    assert "assert req_id in self.requests" in "\n".join(died["assertion"])
+    assert lived["kv_usage_at_end"] == {"engine": 0.0}
+    yield f"Stock dies of the same assertion as on CPU, {died['died_after']:.2f} s after the first clients hang up"
+    (invariant,) = setups("lab-gpu/hang-ups-invariant-0.26.0")
+    right(invariant)
+    yield f"{differ(invariant)} differ. Without it"
+    (once_more,) = setups("lab-gpu/hang-ups-again-0.26.0")
+    yield f"{differ(lived)} and {differ(once_more)}."
+    stock, patched = setups("lab-gpu/no-connector-0.26.0")
+    assert kept("lab-gpu/no-connector-0.26.0")["topology"] == "engine"
+    yield f"stock {differ(stock)}, patched {differ(patched)}, since"
+    calm = setups("lab-gpu/calm-0.26.0")
+    assert differ(calm[0]) == differ(calm[1])
+    yield f"{differ(calm[0])} differ, stock and patched"
+
+    checks = kept("gpu")["checks"]
+    assert not any(check["wrong"] for check in checks.values())
+    moved = checks["mp-block-transfer"]["found"]
+    times = moved["microseconds"].values()
+    ours = [time["ours"] for time in times]
+    of_copy = [time["memcpy"] / time["ours"] for time in times]
+    of_loop = [time["loop"] / time["ours"] for time in times]
+    assert moved["wrong"] == []
+    yield f"{moved['cases']} random layouts"
+    yield (
+        f"{min(ours):.0f} to {max(ours):.0f} us a transfer, {min(of_copy):.2f} to {max(of_copy):.2f} of one copy of as many "
+        f"bytes, {min(of_loop):.0f} to {max(of_loop):.0f} times as fast as a loop"
+    )
+    pinned = checks["rocm-pinned-allocator"]["found"]
+    grown = sorted({state["pinned"] for state in pinned["patched"]["grows"]["states"]})
+    assert {state["pinned"] for state in pinned["stock"]["grows"]["states"]} == {grown[-1]}
+    yield f"stock: all {grown[-1]} MiB at once, with nothing stored. Patched: {', '.join(map(str, grown))} MiB"
+    sent = checks["mooncake-layerwise"]["found"]
+    for by in ("chunk", "layer"):
+        assert sent[by]["cpu"]["found"] == sent[by]["cuda"]["found"]
+        assert len(sent[by]["cpu"]["found"]) > 20
+        assert all("wrong: " in str(came) for came in sent[by]["unawaited"]["found"].values())
+    yield f"{sent['chunk']['cuda']['early']} steps, and {sent['layer']['cuda']['early']} layers, were still queued"

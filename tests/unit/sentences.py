@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from vllm_livepatch.tools.bench import figures
 
 from .kept_results import ROOT, kept, setups
-from .lab_sentences import lab, lab_lease, lmcache_lost, mooncake, mooncake_lab, prefill_decode
+from .lab_sentences import lab, lab_gpu, lab_lease, lmcache_lost, mooncake, mooncake_lab, prefill_decode
 
 
 def readme() -> Iterator[str]:
@@ -170,6 +170,7 @@ HELD: dict[str, Callable[[], Iterator[str]]] = {
     "docs/patches/chunked-lmcache-load.md": chunked_load_patch,
     "docs/idle-stepping.md": idle_stepping,
     "docs/lab.md": lab,
+    "docs/lab-gpu.md": lab_gpu,
     "docs/lab-lease.md": lab_lease,
     "docs/lab-lmcache-lost.md": lmcache_lost,
     "docs/lab-mooncake.md": mooncake_lab,

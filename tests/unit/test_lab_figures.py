@@ -21,7 +21,15 @@ from tests.simulation import report
 from tests.unit.test_lab_demo import result
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("lab", "lab-alive-and-right", "lab-lease", "lab-lmcache-lost", "lab-mooncake", "lab-prefill-decode")
+DOCUMENTS = (
+    "lab",
+    "lab-alive-and-right",
+    "lab-gpu",
+    "lab-lease",
+    "lab-lmcache-lost",
+    "lab-mooncake",
+    "lab-prefill-decode",
+)
 KEPT = sorted(file for name in DOCUMENTS for file in (ROOT / "docs" / name).glob("*.json"))
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 from vllm_livepatch.tools.cli import app
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import given
+from vllm_livepatch.tools.lab import figures, given, lab, topology
 from vllm_livepatch.tools.measured import measured_on
+
+from tests.unit.test_lab_demo import result
 
 TORCH = "class cuda:\n    is_available = staticmethod(lambda: {there})\n    get_device_name = staticmethod(lambda n: 'A GPU')\n"
 
@@ -81,3 +84,23 @@ def test_a_gpu_that_was_used_is_named_beside_the_machine() -> None:
     assert ", A GPU, Python " in measured_on(here, "A GPU")["machine"]
     assert measured_on(here)["machine"].count(",") == 2
     assert os.cpu_count() == int(measured_on(here)["machine"].split()[0])
+
+
+def test_what_env_says_is_in_every_setup_and_in_the_command_that_is_kept(tmp_path: Path) -> None:
+    options = lab.Options(
+        topology=topology.load("lmcache"), out=tmp_path, environment={"VLLM_X": "a b"}, setups=("stock", "patched")
+    )
+    assert lab._common(options)["VLLM_X"] == "a b"
+    made = result() | lab.described(options)
+    assert "--vllm 0.32.0 --lmcache 0.5.6 --env 'VLLM_X=a b'" in figures.command(made)
+    given_ = given.Given(tmp_path / "python", "0.26.0", "0.5.3", "A GPU")
+    options = replace(options, given=given_, vllm="0.26.0", lmcache="0.5.3")
+    assert options.device == "cuda"
+    words = figures.command(made | lab.described(options))
+    assert words.startswith("vllm-livepatch lab lmcache --python PYTHON --env"), "whose path is of one machine"
+    assert str(tmp_path) not in words
+
+
+def test_a_variable_without_a_value_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["lab", "lmcache", "--env", "VLLM_X", "--dry-run"])
+    assert "--env VLLM_X: write VARIABLE=VALUE" in done.output + str(done.exception)

@@ -17,6 +17,7 @@ from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import options, printing, proxy, topology
 
 NAMES = [
+    "engine",
     "lmcache",
     "lmcache-forgets",
     "pd-mooncake",
@@ -38,7 +39,7 @@ def option(command: Any, name: str) -> str:
 
 def test_the_topologies_are_those_of_the_documentation() -> None:
     assert options.names() == NAMES
-    with pytest.raises(UserError, match=r"no topology 'pd-nxil': there are lmcache, lmcache-forgets, pd-"):
+    with pytest.raises(UserError, match=r"no topology 'pd-nxil': there are engine, lmcache, lmcache-forgets, pd-"):
         topology.load("pd-nxil")
 
 

@@ -10,9 +10,9 @@ from vllm_livepatch.tools.lab.loads import Conversations, Storm
 from vllm_livepatch.tools.lab.storm import Turn, Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 from vllm_livepatch.tools.lab.tally import Tally
-from vllm_livepatch.tools.lab.topology import Deployment, Role, Topology
+from vllm_livepatch.tools.lab.topology import Deployment
 
-ENGINE = Topology("alone", "One engine that has no connector", "engine", (Role("engine", "engine"),))
+ENGINE = topology.load("engine")
 
 
 async def answers(

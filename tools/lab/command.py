@@ -36,6 +36,7 @@ def command(
     fault: list[str] | None,
     patches: str,
     setting: list[str] | None,
+    env: list[str] | None,
     patch_dir: list[Path] | None,
     settings: list[str] | None,
     compare: bool,
@@ -56,7 +57,7 @@ def command(
     entries = catalogue.load(patch_dir or ())
     ride = [change for change in described.changes if change in entries]
     bundled = catalogue.choose(entries, [*chosen, *ride] if chosen else [])
-    toggles = {variable(patch): "on" for patch in chosen} | _settings(setting or ())
+    toggles = {variable(patch): "on" for patch in chosen} | _variables("--set", setting or ())
     wrong = verdicts.unusable([entry.patch for entry in (*bundled.values(), *_own(described, fault or ()))], toggles)
     if wrong:
         raise UserError(f"--set: {'; '.join(wrong)}")
@@ -89,6 +90,7 @@ def command(
         patches=tuple(chosen),
         patch_dirs=tuple(entry.resolve() for entry in patch_dir or ()),
         toggles=toggles,
+        environment=_variables("--env", env or ()),
         seed=seed,
         vllm=engines.vllm if engines else vllm,
         lmcache=engines.lmcache if engines else lmcache,
@@ -148,13 +150,13 @@ def conclude(result: dict[str, Any], place: Path) -> None:
     print(f"logs:     {', '.join(str(place / setup) for setup in result['setups'])}\ntook {result['seconds']:.0f} s")
 
 
-def _settings(texts: Any) -> dict[str, str]:
-    """`VARIABLE=VALUE` texts as a table. Raises UserError."""
+def _variables(option: str, texts: Any) -> dict[str, str]:
+    """The `VARIABLE=VALUE` texts of an option as a table. Raises UserError."""
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise UserError(f"--set {text}: write VARIABLE=VALUE")
+            raise UserError(f"{option} {text}: write VARIABLE=VALUE")
         found[name] = value
     return found
 
@@ -186,7 +188,7 @@ def _commands(options: lab.Options, asked: Sequence[str]) -> str:
         described,
         Path("PYTHON"),
         Path("MODEL"),
-        {"PYTHONPATH": "BUNDLE", **variables},
+        {**options.environment, "PYTHONPATH": "BUNDLE", **variables},
         Path("ROUTER/python"),
         options.device,
     )

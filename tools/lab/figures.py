@@ -62,7 +62,12 @@ def command(result: dict[str, Any]) -> str:
         for option, value in load.items()
         if value != usual[option]
     ]
-    words = ["vllm-livepatch", "lab", result["topology"], "--vllm", result["vllm"], "--lmcache", result["lmcache"]]
+    words = ["vllm-livepatch", "lab", result["topology"]]
+    # An interpreter of its own has its releases; its path is one machine's.
+    releases = ["--vllm", result["vllm"], "--lmcache", result["lmcache"]]
+    words += ["--python", "PYTHON"] if result.get("given") else releases
+    for key, value in result.get("environment", {}).items():
+        words += ["--env", f"{key}={value}"]
     if name != "storm" or options:
         words += ["--load", ":".join(filter(None, [name, ",".join(options)]))]
     words += ["--fault", "disconnects"] * result["disconnects"]

@@ -64,6 +64,8 @@ class Options:
     patch_dirs: tuple[Path, ...] = ()
     """Directories of further patches for the bundle."""
     toggles: Mapping[str, str] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of engines and servers, in every setup."""
     seed: int = 1
     vllm: str = "0.32.0"
     lmcache: str = "0.5.6"
@@ -100,8 +102,7 @@ async def run(options: Options) -> dict[str, Any]:
     print(f"lab: logs are in {options.out}", file=sys.stderr)
     right: Sequence[Sequence[Turn]] = ()
     if options.alone and not isinstance(options.load, loads.Bench):
-        cache = environments.vllm_cache(options.vllm)
-        deployment = topology.local(alone.ENGINE, python, tiny, cache, device=options.device)
+        deployment = topology.local(alone.ENGINE, python, tiny, _common(options), device=options.device)
         parts = Supervisor(options.out / "alone", functools.partial(_tell, begun, "alone"))
         right = await alone.answers(parts, deployment, options.load, options.seed)
     async with contextlib.AsyncExitStack() as stack:
@@ -111,7 +112,7 @@ async def run(options: Options) -> dict[str, Any]:
             supervisors[name] = await stack.enter_async_context(Supervisor(options.out / name, tell))
         deployed = {}
         for name in options.setups:
-            variables = topology.with_path({**environments.vllm_cache(options.vllm), **injected[name]}, needed)
+            variables = topology.with_path({**_common(options), **injected[name]}, needed)
             deployed[name] = topology.local(options.topology, python, tiny, variables, router, options.device)
         # Booting is importing, most of it on one core: several sides together take little longer than one.
         await together(*(parts.start(deployed[name].parts) for name, parts in supervisors.items()))
@@ -145,6 +146,8 @@ def described(options: Options) -> dict[str, Any]:
         "topology": options.topology.name,
         "vllm": options.vllm,
         "lmcache": options.lmcache,
+        "given": options.given is not None,
+        "environment": dict(options.environment),
         "load": {**loads.described(options.load), "seconds": options.seconds, "clients": options.clients},
         "rounds": options.rounds,
         "seed": options.seed,
@@ -213,6 +216,11 @@ def variables(options: Options, setup: str) -> dict[str, str]:
     if faults.LOST_PREFILLS in own:
         found[variable(faults.LOST_PREFILLS, "AFTER")] = str(options.out / setup / LOADING)
     return found
+
+
+def _common(options: Options) -> dict[str, str]:
+    """The variables of engines and servers in every setup, and of the engine that is alone."""
+    return {**environments.vllm_cache(options.vllm), **options.environment}
 
 
 def _injected(options: Options, setup: str) -> dict[str, str]:

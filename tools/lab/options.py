@@ -53,6 +53,10 @@ def lab(
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="VARIABLE=VALUE", help="For the patched setup; repeatable.")
     ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="VARIABLE=VALUE", help="For engines and servers of every setup; repeatable."),
+    ] = None,
     patch_dir: Annotated[
         list[Path] | None, typer.Option("--patch-dir", metavar="DIR", help="Further patches; repeatable.")
     ] = None,
