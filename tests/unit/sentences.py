@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator
 
+from packaging.version import Version
 from vllm_livepatch.tools.bench import figures
 
 from .kept_results import ROOT, kept, setups
@@ -153,14 +154,19 @@ def simulation() -> Iterator[str]:
     worlds = {row["worlds"] for run in (stock, patched) for row in run["releases"].values()}
     (seeds,) = {run["seeds"][1] - run["seeds"][0] for run in (stock, patched)}
     assert worlds == {2 * seeds}
-    yield f"are of {2 * seeds:,} worlds a release and setup ({seeds:,} seeds with both schedulers)."
-    yield f"at `{patched['revision']}`, {patched['date']}. Stock: {stock['date']}, of the worlds as they were at"
-    yield f"as they were at `{stock['revision']}`"
-    releases = patched["releases"]
-    assert {row["broken"]["engine died"] for row in releases.values()} == {1}, "seed 814"
+    (made,) = {(run["date"], run["revision"]) for run in (stock, patched)}
+    yield f"are of {2 * seeds:,} worlds a release and setup ({seeds:,} seeds with both schedulers), {made[0]}, at `{made[1]}`."
+    old = {release: row for release, row in patched["releases"].items() if Version(release) <= Version("0.21.0")}
+    assert {kind for row in old.values() for kind in row["broken"]} == {"computed past its end", "never ends"}
     named = ("728", "1118", "2499")
-    more = max(row["failed"] for row in releases.values()) - 1 - len(named)
+    more = max(row["failed"] for row in old.values()) - len(named)
     yield f"- {', '.join(named[:-1])}, {named[-1]} and {more} more at most, 0.14.1 to 0.21.0"
+    rest = {release: row for release, row in patched["releases"].items() if release not in old and row["failed"]}
+    assert {tuple(row["first"].items()) for row in rest.values()} == {
+        (("freed while being loaded", "--seed 2404 --mode AsyncScheduler"),)
+    }
+    assert {row["failed"] for row in rest.values()} == {1}
+    yield f"- 2404, {' and '.join(rest)}: "
 
 
 HELD: dict[str, Callable[[], Iterator[str]]] = {
