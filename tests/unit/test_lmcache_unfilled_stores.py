@@ -465,6 +465,18 @@ def test_a_worker_that_sends_what_it_stores_does_not_copy(server: Server) -> Non
     assert server.context.counters == {"sent": 1}
 
 
+def test_the_room_that_one_of_two_senders_was_given_comes_back_with_the_last_message(server: Server) -> None:
+    """They have one number and one request: which of them was given none is not known before both have sent."""
+    server.prepare("a")
+    server.look("a", 7, {"slots": [], "chunk_indices": []})
+    freed = []
+    for _ in range(2):
+        assert server.commit("a", sent=b"chunks") is True
+        freed.append(list(server.l1.freed))
+    assert freed == [[], ["memory"]]
+    assert server.context.counters == {"sent": 1}
+
+
 def test_what_a_worker_sends_says_nothing_of_an_earlier_copy(server: Server) -> None:
     """It may be under way since before the worker registered again, and could not map the memory any more."""
     server.prepare("a")

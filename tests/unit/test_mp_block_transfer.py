@@ -1,10 +1,15 @@
-"""What `mp-block-transfer` says of a cache whose elements are not of the size that DTYPE names. It moves bytes."""
+"""`mp-block-transfer`, without torch: where blocks and chunks lie, what is refused, and what is logged of DTYPE.
+
+That the bytes arrive is in tests/releases, which have torch.
+"""
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from pytest_mock import MockerFixture
@@ -66,7 +71,9 @@ def test_a_block_that_the_cache_lacks_is_refused_before_it_is_staged(
 
 
 @pytest.mark.parametrize(
-    ("slots", "heads", "row"), [(1, 4, 64), (2, 1, 32), (2, 4, 16)], ids=["one slot", "one head", "several of both"]
+    ("slots", "heads", "row"),
+    [(1, 4, 64), (2, 1, 32), (2, 2, 16), (2, 4, 16)],
+    ids=["one slot", "one head", "two of both", "several of both"],
 )
 def test_a_block_whose_heads_come_first_is_moved_by_rows_of_a_slot_and_head_unless_it_is_one_row(
     slots: int, heads: int, row: int
@@ -82,3 +89,301 @@ def test_a_descriptor_that_no_cache_of_the_format_can_have_is_refused(wrong: dic
     given = dict(zip(transfer.FIELDS, (2, 3, 5, 2, 4, 8, 2), strict=True)) | wrong
     with pytest.raises(ValueError, match="cannot have the shape"):
         transfer._shape_of("NL_X_TWO_NB_BS_NH_HS", 0, *given.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("NB_NL_TWO_BS_NH_HS", ((), ("NB", "NL", "TWO"), False, False)),
+        ("NB_NL_TWO_NH_BS_HS", ((), ("NB", "NL", "TWO"), True, False)),
+        ("NL_X_TWO_NB_BS_NH_HS", (("NL",), ("TWO", "NB"), False, False)),
+        ("NL_X_NB_BS_HS", (("NL",), ("NB",), False, False)),
+        ("NL_X_NBBS_ONE_HS", (("NL",), ("NB",), False, True)),
+        ("TWO_X_NL_X_NBBS_NH_HS", (("TWO", "NL"), ("NB",), False, True)),
+        ("NB_BS_NH_HS", None),  # no layers
+        ("NL_X_NB_TWO_HS_BS", None),  # a block that none has
+        ("NB_X_NL_BS_HS", None),  # a tensor a block
+        ("TWO_X_NL_NB_BS_HS", None),  # two tensors of all layers
+    ],
+)
+def test_a_format_s_name_says_where_a_block_lies(name: str, layout: tuple[Any, ...] | None) -> None:
+    """One that says something else is refused: its blocks would be looked for where others lie."""
+    assert transfer.layout_of(name) == layout
+
+
+ROOM = {"kv_size": 2, "nl": 3, "nb": 5, "bs": 2, "nh": 4, "hs": 8, "element_size": 2}
+BLOCK = 2 * 4 * 8 * 2
+"""Bytes of one."""
+
+
+def room(name: str, apart: int) -> transfer.Shape:
+    return transfer._shape_of(name, apart // 2, *ROOM.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "apart", "strides"),
+    [
+        ("NB_NL_TWO_BS_NH_HS", 0, {"TWO": BLOCK, "NL": 2 * BLOCK, "NB": 6 * BLOCK}),
+        ("NB_NL_TWO_BS_NH_HS", 6 * BLOCK, {"TWO": BLOCK, "NL": 2 * BLOCK, "NB": 6 * BLOCK}),
+        ("NB_NL_TWO_BS_NH_HS", 6 * BLOCK + 16, {"TWO": BLOCK, "NL": 2 * BLOCK, "NB": 6 * BLOCK + 16}),
+        ("TWO_X_NL_X_NB_BS_NH_HS", BLOCK + 16, {"NB": BLOCK + 16}),
+        ("TWO_X_NL_X_NBBS_NH_HS", BLOCK, {"NB": BLOCK}),
+        ("NL_X_TWO_NB_BS_NH_HS", BLOCK, {"NB": BLOCK, "TWO": 5 * BLOCK}),
+    ],
+)
+def test_blocks_lie_as_far_apart_as_the_descriptor_says(name: str, apart: int, strides: dict[str, int]) -> None:
+    shape = room(name, apart)
+    assert shape.strides == strides
+    last = {"NB": 4, "NL": 2, "TWO": 1}
+    assert shape.extent == BLOCK + sum(last[dimension] * stride for dimension, stride in strides.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "apart"),
+    [
+        ("NB_NL_TWO_BS_NH_HS", 6 * BLOCK - 16),  # they would overlap
+        ("TWO_X_NL_X_NBBS_NH_HS", BLOCK + 16),  # the format's name has no room for it
+        ("NL_X_TWO_NB_BS_NH_HS", BLOCK + 16),
+    ],
+)
+def test_blocks_that_cannot_lie_so_far_apart_are_refused(name: str, apart: int) -> None:
+    with pytest.raises(ValueError, match=f"cannot be {apart} bytes apart"):
+        room(name, apart)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "skip", "pieces"),
+    [
+        ([10, 20, 30], 0, [(0, [10, 20, 30], 0)]),
+        ([10, 20, 30], 1, [(0, [10], 1), (1, [20, 30], 0)]),
+        ([10, 20, 30], 2, [(1, [20, 30], 0)]),
+        ([10, 20, 30], 5, [(2, [30], 1)]),
+        ([10, 20, 30], 6, []),
+        ([10, 20, 30], 7, []),
+        ([10, 20, 25, 30, 50], 0, [(0, [10, 20], 0), (2, [25, 30], 0), (4, [50], 0)]),
+        ([30, 20, 10], 0, [(0, [30], 0), (1, [20], 0), (2, [10], 0)]),
+        ([10, 10], 0, [(0, [10], 0), (1, [10], 0)]),
+    ],
+)
+def test_chunks_equally_far_apart_are_moved_at_once_but_for_what_is_skipped(
+    chunks: list[int], skip: int, pieces: list[tuple[int, list[int], int]]
+) -> None:
+    assert list(transfer._pieces(chunks, 2, skip)) == pieces
+
+
+class Rows(NamedTuple):
+    """What a tensor of memory would be made of."""
+
+    address: int
+    words: int
+    word: int
+    device: str
+    first: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.size
+
+    def is_contiguous(self) -> bool:
+        return False
+
+    def begin(self) -> list[int]:
+        """The addresses of its rows, in order."""
+        places = itertools.product(*(range(size) for size in self.size[:-1]))
+        within = [sum(map(operator.mul, place, self.stride)) for place in places]
+        return [self.address + (self.first + words) * self.word for words in within]
+
+
+@pytest.mark.parametrize("name", ["NL_X_TWO_NB_BS_NH_HS", "NL_X_TWO_NB_NH_BS_HS"])
+@pytest.mark.parametrize(("chunks", "skip"), [([4096, 8192, 12288], 0), ([4096, 8192], 0), ([4096], 0), ([4096], 2)])
+def test_the_rows_of_chunks_lie_where_lmcache_has_them(
+    name: str, chunks: list[int], skip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk is [keys and values, layers, slots, heads * head size], whatever the cache's layout is."""
+    monkeypatch.setattr(transfer, "_memory", Rows)
+    shape, slots, head = room(name, 0), 6, 8 * 2
+    rows: Rows = transfer._chunk_rows(chunks, shape, slots, skip, 16, "cpu")
+    heads = shape.layout.heads_first
+    assert rows.begin() == [
+        chunk + (((kv * 3 + layer) * slots + block * 2 + slot) * 4 + number) * head
+        for chunk in chunks
+        for kv in range(2)
+        for layer in range(3)
+        for block in range(skip, 3)
+        for slot in range(2 if heads else 1)
+        for number in range(4 if heads else 1)
+    ]
+    assert (rows.size[-1] * 16, rows.stride[-1]) == (head if heads else BLOCK, 1)
+    assert rows.address + rows.words * 16 == chunks[-1] + 2 * 3 * slots * 4 * head  # nothing behind it is asked for
+
+
+class Addresses:
+    """A tensor of addresses, of which LMCache writes none."""
+
+    def __init__(self, *addresses: int) -> None:
+        self.addresses = addresses
+
+    def tolist(self) -> list[int]:
+        return list(self.addresses)
+
+    def is_inference(self) -> bool:
+        return True
+
+
+def planned(addresses: tuple[int, ...], slots: int, skip: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(transfer, "_memory", Rows)
+    tensors: Any = transfer._tensors(Addresses(1 << 20, 2 << 20, 3 << 20))
+    tensors.array = lambda form, device, word: word
+    return tensors.plan(("NL_X_TWO_NB_BS_NH_HS", 0, *ROOM.values()), "cpu", addresses, slots, skip)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "slots", "skip", "why"),
+    [
+        ((), 4, 0, "the addresses of chunks are"),
+        ((4096, 0), 4, 0, "the addresses of chunks are"),
+        ((4096,), 5, 0, "chunks of 5 slots are not made of blocks of 2"),
+        ((4096,), 0, 0, "chunks of 0 slots are not made of blocks of 2"),
+        ((4096,), 4, -1, "skip_prefix_n_blocks is -1"),
+    ],
+)
+def test_chunks_that_cannot_be_moved_are_refused(
+    addresses: tuple[int, ...], slots: int, skip: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=f"{why}.*nothing was written"):
+        planned(addresses, slots, skip, monkeypatch)
+
+
+def test_each_chunk_is_given_its_own_block_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is skipped is a part of the first chunk alone."""
+    every = slice(None)
+    (whole,) = planned((4096, 8192), 4, 0, monkeypatch).moves
+    assert whole[0] is None
+    part, rest = planned((4096, 8192), 4, 1, monkeypatch).moves
+    assert (part[0], rest[0]) == (
+        (slice(0, 1), every, every, slice(1, None)),
+        (slice(1, 2), every, every, slice(0, None)),
+    )
+    plan = planned((4096, 8192), 4, 0, monkeypatch)
+    assert (plan.stride * plan.array, plan.nb, plan.blocks, plan.chunks) == (BLOCK, 5, 2, 2)
+
+
+@pytest.mark.parametrize(("addresses", "word"), [((4096, 8192), 16), ((4096, 8200), 8), ((4098,), 2)])
+def test_memory_is_moved_in_the_largest_words_that_all_of_it_is_made_of(
+    addresses: tuple[int, ...], word: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert planned(addresses, 4, 0, monkeypatch).array == word
+
+
+def test_addresses_are_read_again_when_they_were_written_to() -> None:
+    """Reading them waits for the device; keeping them would move blocks of a cache that is gone."""
+    addresses: Any = Addresses(1, 2)
+    first = transfer._tensors(addresses)
+    assert transfer._tensors(addresses) is first
+    addresses.is_inference = lambda: False
+    addresses._version, addresses.addresses = 3, (5, 6)
+    second = transfer._tensors(addresses)
+    assert (first.pointers, second.pointers) == ([1, 2], [5, 6])
+    assert transfer._tensors(addresses) is second
+
+
+@pytest.mark.parametrize(("ids", "named"), [([3, 8], 8), ([0, 9, 8], 9), ([-1, 9], -1)])
+def test_the_block_that_the_cache_lacks_is_named(ids: list[int], named: int) -> None:
+    with pytest.raises(ValueError, match=f"block {named} is none of the cache's 8"):
+        transfer.check_ids(ids, 8)
+
+
+def test_a_descriptor_says_nothing_until_it_is_filled() -> None:
+    """A block stride of 0 is a tight one."""
+    descriptor = transfer.PageBufferShapeDesc()
+    assert {getattr(descriptor, name) for name in descriptor.__slots__} == {0}
+
+
+def test_a_cache_without_keys_apart_from_values_has_one_of_both() -> None:
+    shape = transfer._shape_of("NL_X_NB_BS_HS", 0, *{**ROOM, "kv_size": 1, "nh": 1}.values())
+    assert (shape.kv, shape.nl, shape.strides) == (1, 3, {"NB": 2 * 8 * 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("NB_NL_TWO_BS_NH_HS", [[0, 0, 0], [0, 0, 0]]),
+        ("NL_X_TWO_NB_BS_NH_HS", [[0, 1, 2], [0, 1, 2]]),
+        ("TWO_X_NL_X_NBBS_NH_HS", [[0, 1, 2], [3, 4, 5]]),
+    ],
+)
+def test_which_of_a_cache_s_tensors_has_a_layer_s_keys_or_values(name: str, places: list[list[int]]) -> None:
+    shape = room(name, 0)
+    assert [[transfer._pointer(shape, kv, layer) for layer in range(3)] for kv in range(2)] == places
+
+
+class Numbers:
+    """A tensor of [keys and values, layers]."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = rows
+
+    def __getitem__(self, which: Any) -> Numbers:
+        assert which == (None, slice(None), slice(None), None)
+        return self
+
+    def __floordiv__(self, word: int) -> list[list[int]]:
+        return [[number // word for number in row] for row in self.rows]
+
+
+def arranged(name: str, addresses: list[int], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cache as one array, in words of 16 bytes."""
+    monkeypatch.setattr(transfer, "_memory", Rows)
+    torch: Any = SimpleNamespace(tensor=lambda planes, device: Numbers(planes))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return transfer._Tensors(Addresses(*addresses)).array((name, 0, *ROOM.values()), "cpu", 16)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "begin"),
+    [
+        ("NB_NL_TWO_BS_NH_HS", [MIB], [[0, 2 * BLOCK, 4 * BLOCK], [BLOCK, 3 * BLOCK, 5 * BLOCK]]),
+        (
+            "NL_X_TWO_NB_BS_NH_HS",
+            [3 * MIB, MIB, 2 * MIB],
+            [[2 * MIB, 0, MIB], [2 * MIB + 5 * BLOCK, 5 * BLOCK, MIB + 5 * BLOCK]],
+        ),
+        (
+            "TWO_X_NL_X_NBBS_NH_HS",
+            [MIB, 2 * MIB, 3 * MIB, 6 * MIB, 5 * MIB, 4 * MIB],
+            [[0, MIB, 2 * MIB], [5 * MIB, 4 * MIB, 3 * MIB]],
+        ),
+    ],
+)
+def test_a_cache_is_seen_from_its_first_byte_to_its_last(
+    name: str, addresses: list[int], begin: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no further: a block id that is none of its own must not reach what lies behind it."""
+    array = arranged(name, addresses, monkeypatch)
+    assert array.planes == [[number // 16 for number in row] for row in begin]
+    rows, row = array.rows, BLOCK // 16
+    assert (rows.address, rows.first, rows.stride) == (min(addresses), 0, (1, 1))
+    assert rows.address + rows.words * 16 == max(addresses) + room(name, 0).extent
+    assert rows.size == (rows.words - row + 1, row)
+    assert array.in_block is None
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses"),
+    [
+        ("NL_X_TWO_NB_BS_NH_HS", [MIB, 2 * MIB]),
+        ("NL_X_TWO_NB_BS_NH_HS", [MIB, 2 * MIB, 0]),
+        ("NB_NL_TWO_BS_NH_HS", [MIB, 2 * MIB]),
+        ("TWO_X_NL_X_NBBS_NH_HS", [MIB, 2 * MIB, 3 * MIB]),
+    ],
+)
+def test_a_cache_of_other_tensors_than_its_format_has_is_refused(
+    name: str, addresses: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="addresses of tensors are needed"):
+        arranged(name, addresses, monkeypatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import resource
 import socket
 import struct
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.patches.nixl_push_failures import decode, prefill, wrappers
 from vllm_livepatch.patches.nixl_push_failures.decode import HOST, PORT, TOKEN, Desk
-from vllm_livepatch.patches.nixl_push_failures.lines import Line, last_to_close
+from vllm_livepatch.patches.nixl_push_failures.lines import Line, last_to_close, listen
 from vllm_livepatch.patches.nixl_push_failures.prefill import Answers
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -214,6 +215,58 @@ def test_an_error_of_ours_leaves_the_connection_open() -> None:
             decode_end.recv(1)
 
 
+def test_an_error_of_ours_does_not_say_that_the_other_process_is_gone() -> None:
+    """Decode would give blocks to others to which prefill writes still."""
+    livepatch = context()
+    ends: list[bool] = []
+
+    def fail(*_: Any) -> None:
+        raise KeyError("ours")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        line = Line(fail, lambda line, gone: ends.append(gone), livepatch.stand_aside)
+        line.call(("127.0.0.1", listener.getsockname()[1]))
+        other, _ = listener.accept()
+    with other:
+        other.sendall(b"{}\n")
+        until(lambda: livepatch.aside)
+        assert (ends, line.alive) == ([False], False)
+
+
+@pytest.fixture
+def closed() -> Iterator[tuple[str, int]]:
+    """An address at which nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield "127.0.0.1", bound.getsockname()[1]
+
+
+def test_who_cannot_be_reached_is_not_taken_for_gone(closed: tuple[str, int]) -> None:
+    ends: list[bool] = []
+    line = Line(lambda line, message: None, lambda line, gone: ends.append(gone), context().stand_aside)
+    line.call(closed)
+    until(lambda: ends)
+    assert (ends, line.alive) == ([False], False)
+
+
+def test_an_error_at_the_end_of_a_connection_is_ours(closed: tuple[str, int]) -> None:
+    """It is raised in a thread of the line's, in which nobody else hears of it."""
+    livepatch = context()
+
+    def fail(line: Line, gone: bool) -> None:
+        raise KeyError("ours")
+
+    Line(lambda line, message: None, fail, livepatch.stand_aside)._call(closed)  # what that thread does
+    assert livepatch.aside
+
+
+def test_decode_listens_where_it_reaches_the_first_of_prefill_s_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best comes first; the way to another may be none of prefill's ways to decode."""
+    addresses = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (host, 9)) for host in ("127.0.0.1", "192.0.2.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+    assert listen(("prefill", 9), lambda connection: None)[0] == "127.0.0.1"
+
+
 def test_prefill_is_asked_once_it_is_late_and_can_be_reached() -> None:
     livepatch = context()
     desk = Desk(livepatch, 600)
@@ -279,6 +332,13 @@ def test_the_connection_is_closed_after_the_files_that_nixl_has_open() -> None:
     with socket.socket() as low, last_to_close(low) as high:
         assert high.fileno() > 500 > low.fileno()
         assert not high.get_inheritable()
+
+
+def test_the_connection_s_number_is_one_that_the_kernel_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives none beyond the soft limit, and the connection would keep a low one."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1 << 30))
+    with socket.socket() as low, last_to_close(low) as high:
+        assert 512 <= high.fileno() < 1024
 
 
 class Decode:

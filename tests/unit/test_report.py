@@ -464,3 +464,23 @@ def test_what_lies_in_the_way_of_a_report_is_neither_followed_nor_changed(
     left.write({}, [])
     assert left.error is not None
     assert not victim.exists()
+
+
+def test_a_process_that_has_left_no_report_does_not_look_for_it_at_its_end(
+    tmp_path: Path, mocker: MockerFixture
+) -> None:
+    """The directory may be one that does not answer, and its exit would wait for that."""
+    mine = report.ProcessReport({"LIVEPATCH_STATE_DIR": str(tmp_path)}, {})
+    looked = mocker.spy(report, "opened")
+    mine.remove()
+    assert looked.call_count == 0
+    mine.write({}, [])
+    assert len(list(tmp_path.iterdir())) == 1
+    mine.remove()
+    assert list(tmp_path.iterdir()) == []
+    mine.write({}, [])
+    mine.begin()  # it is a forked child now: what is there is its parent's
+    looked.reset_mock()
+    mine.remove()
+    assert looked.call_count == 0
+    assert len(list(tmp_path.iterdir())) == 1
