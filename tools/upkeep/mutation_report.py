@@ -34,7 +34,8 @@ may not be those that notice it.
 The draws are about as large for a small module as for a large one: the share of a folder is that of its draws.
 A survivor for which a test was written afterwards still counts as one, since it was that test's model; `run --since`
 says which test notices it now; 15 were run by hand, with the test that is about them. Not so in `sitecustomize/`: on
-2026-11-24 tests were written for its survivors, and all of these were run again, with 40 s of tests each. So its share
+2026-11-24 tests were written for its survivors, and all of these were run again, with 40 s of tests each; likewise on
+2026-11-27 in `report.py`, whose text had changed. So its share
 says that each of its mutants was looked at, and not what the tests would notice of others: that is in its draws.
 Nor in the second draw of `patches/`, of 2026-11-25. It was run with the unit tests alone at first; six patches that had
 few of them, or none, got their release tests too. Then tests were written for its survivors, and these were run again,
