@@ -215,8 +215,12 @@ def _bound_in(step: Applied) -> str | None:
     for name, module in list(sys.modules.items()):
         if module is step.owner or not isinstance(module, types.ModuleType) or name.partition(".")[0] == ours:
             continue
-        # Not vars(): a lazy module's would import it.
-        if any(value is step.original for value in list(object.__getattribute__(module, "__dict__").values())):
+        try:
+            # Not vars(): a lazy module's would import it.
+            names = object.__getattribute__(module, "__dict__")
+        except AttributeError:  # cffi's libraries, which cryptography has, only call themselves modules
+            continue
+        if any(value is step.original for value in list(names.values())):
             return name
     return None
 

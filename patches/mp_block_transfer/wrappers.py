@@ -6,6 +6,7 @@ Source: the field (ROCm); LMCache 0.4.3 to 0.4.6 call an operation that only the
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,19 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         pointers: Any, chunks: Any, ids: Any, device: Any, to: Any, desc: Any, slots: int, layout: Any, skip: int
     ) -> None:
         transfer.transfer(pointers, chunks, ids, device, to, desc, slots, layout, skip)
+        if getattr(device, "type", "") == "cuda" and copies_beside_streams():
+            import torch
+
+            # LMCache's stand-in copies what was moved here, or what is to be moved next, without asking the stream.
+            torch.cuda.current_stream(device).synchronize()
         livepatch.count("to_cache" if to.name == "H2D" else "to_chunks")
         if dtype != "auto" and int(desc.element_size) != SIZES[dtype]:
             livepatch.say("other_dtype", f"the cache's elements are no {dtype}; its blocks are moved as they are")
+
+    def copies_beside_streams() -> bool:
+        """Whether LMCache copies between its buffer and host memory by its stand-in (0.4.4 to 0.4.6)."""
+        copy = getattr(sys.modules[CONTEXT].lmc_ops, "lmcache_memcpy_async", None)
+        return isinstance(copy, types.FunctionType)
 
     def provide(ops: Any, **missing: Any) -> None:
         """Give the release's operations what they lack, by the names that the release calls."""

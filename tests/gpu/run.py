@@ -1,10 +1,12 @@
 """What runs on a machine with a GPU, one after the other, with and without a bundle; the results as one JSON file.
 
-    python tests/gpu/run.py --bundle DIR --write FILE [--python PATH] [NAME...]
+    python tests/gpu/run.py --bundle DIR --write FILE [--python PATH] [--lmcache DIR]... [NAME...]
 
 For an interpreter with torch for CUDA, LMCache and (for `mooncake-layerwise`) vLLM and Mooncake; `--python` names it
-where this one is another. The bundle is one that `vllm-livepatch generate` made. None of it is among the tests that run
-everywhere: those have no GPU. The exit code is 1 where something is not as it must be.
+where this one is another. The bundle is one that `vllm-livepatch generate` made. `mp-block-server` runs the releases of
+LMCache that are unpacked in the folders that `--lmcache` names, without their compiled operations (c_ops or cuda_ops),
+and, to compare, also one that has them.
+None of it is among the tests that run everywhere: those have no GPU. The exit code is 1 where something is not as it must be.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from vllm_livepatch.tools.measured import measured_on
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +30,11 @@ SECONDS = 240.0
 PINNED = {"LIVEPATCH_ROCM_PINNED_ALLOCATOR": "on", "LIVEPATCH_ROCM_PINNED_ALLOCATOR_STEP_GB": "0.1875"}
 LAYERWISE = {"LIVEPATCH_MOONCAKE_LAYERWISE": "on", "LIVEPATCH_MOONCAKE_FAILED_LOADS_LOOK_SECONDS": "0.2"}
 PATIENCE = "0.5"
+COMPILED = " with its operations"
+HAS_AN_OPERATION = Version("0.4.7")
+"""From this release on LMCache moves blocks where it has no compiled operations."""
+WORKERS = 10
+"""How many servers run at once, each with its worker."""
 
 
 class Failed(Exception):
@@ -35,16 +44,20 @@ class Failed(Exception):
 class Runs:
     """Runs drivers by an interpreter, each in a process of its own, with the bundle where one is asked for."""
 
-    def __init__(self, python: Path, bundle: Path) -> None:
+    def __init__(self, python: Path, bundle: Path, lmcache: list[Path]) -> None:
         self._python, self._bundle = python, bundle
+        self.lmcache = {release_in(folder): folder for folder in lmcache}
 
-    def driver(self, name: str, *words: str, patched: Mapping[str, str] | None) -> dict[str, Any]:
-        """A driver's result. Raises Failed."""
+    def driver(
+        self, name: str, *words: str, patched: Mapping[str, str] | None, lmcache: Path | None = None
+    ) -> dict[str, Any]:
+        """A driver's result, on an LMCache of its own where one is given. Raises Failed."""
         with tempfile.TemporaryDirectory() as place:
-            variables = {**os.environ, "LIVEPATCH_STATE_DIR": place}
+            parts = [patched is not None and str(self._bundle), lmcache and str(lmcache), os.environ.get("PYTHONPATH")]
+            path = os.pathsep.join(part for part in parts if part)
+            variables = {**os.environ, "LIVEPATCH_STATE_DIR": place, "PYTHONPATH": path}
             if patched is not None:
-                path = os.pathsep.join(filter(None, [str(self._bundle), os.environ.get("PYTHONPATH")]))
-                variables |= {"PYTHONPATH": path, "LIVEPATCH": "strict", **patched}
+                variables |= {"LIVEPATCH": "strict", **patched}
             command = [str(self._python), str(HERE / name), *words]
             try:
                 done = subprocess.run(
@@ -62,11 +75,54 @@ class Runs:
         return result
 
 
+def release_in(folder: Path) -> str:
+    """Which release of LMCache is unpacked there, and whether with its operations. Raises SystemExit where none is."""
+    found = [info.stem.partition("-")[2] for info in folder.glob("lmcache-*.dist-info")]
+    if len(found) != 1:
+        raise SystemExit(f"{folder}: no release of LMCache is unpacked there (lmcache-RELEASE.dist-info)")
+    return found[0] + (COMPILED if [*folder.glob("lmcache/c_ops.*.so"), *folder.glob("lmcache/cuda_ops.*.so")] else "")
+
+
 def block_transfer(runs: Runs) -> tuple[dict[str, Any], list[str]]:
     """mp-block-transfer's operation: random layouts on the GPU, byte for byte, and how fast it is."""
     found = runs.driver("block_transfer.py", "--json", patched=None)
     wrong = [] if found["wrong"] == [] and found["cases"] else [f"{len(found['wrong'])} layouts differ"]
     return found, wrong
+
+
+def block_server(runs: Runs) -> tuple[dict[str, Any], list[str]]:
+    """Whole servers without compiled operations: patched they are right; stock is not, by itself or behind a step."""
+
+    def of(label: str, patched: Mapping[str, str] | None) -> dict[str, Any]:
+        # To 0.4.6 no block is moved on stock: one case shows it.
+        words = (
+            ["K/V"] if patched is None and not label.endswith(COMPILED) and Version(label) < HAS_AN_OPERATION else []
+        )
+        found = runs.driver("block_server.py", *words, patched=patched, lmcache=runs.lmcache[label])["cases"]
+        return {"cases": found, "right": sorted(name for name, case in found.items() if is_right(case))}
+
+    def is_right(case: Mapping[str, Any]) -> bool:
+        return bool(case.get("same") and case.get("untouched", True) and not case.get("errors"))
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        begun = {
+            (label, setup): pool.submit(of, label, patched)
+            for setup, patched in (("patched", {}), ("stock", None))
+            for label in runs.lmcache
+            if setup == "stock" or not label.endswith(COMPILED)
+        }
+    came: dict[str, Any] = {label: {} for label in runs.lmcache}
+    wrong = [] if came else ["no release was given (--lmcache)"]
+    for (label, setup), one in begun.items():
+        try:
+            came[label][setup] = found = one.result()
+        except Failed as error:
+            wrong.append(f"{label}, {setup}: {error}")
+            continue
+        must_be_right = setup == "patched" or label.endswith(COMPILED)
+        if (len(found["right"]) == len(found["cases"])) is not must_be_right:
+            wrong.append(f"{label}, {setup}: right in {', '.join(found['right']) or 'no case'}")
+    return came, wrong
 
 
 def pinned_allocator(runs: Runs) -> tuple[dict[str, Any], list[str]]:
@@ -121,6 +177,7 @@ def mooncake_layerwise(runs: Runs) -> tuple[dict[str, Any], list[str]]:
 
 CHECKS: dict[str, Callable[[Runs], tuple[dict[str, Any], list[str]]]] = {
     "mp-block-transfer": block_transfer,
+    "mp-block-server": block_server,
     "rocm-pinned-allocator": pinned_allocator,
     "mooncake-layerwise": mooncake_layerwise,
 }
@@ -142,6 +199,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CHECKS)}; all of them otherwise")
     parser.add_argument("--python", type=Path, default=Path(sys.executable))
     parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--lmcache", type=Path, action="append", default=[], metavar="DIR")
     parser.add_argument("--write", type=Path, help="where to put the results")
     options = parser.parse_args()
     if unknown := set(options.names) - set(CHECKS):
@@ -149,9 +207,9 @@ def main() -> int:
     if not (options.bundle / "manifest.json").is_file():
         parser.error(f"{options.bundle} holds no bundle: vllm-livepatch generate --out {options.bundle}")
     result = measured_on(HERE, gpu(options.python)) | {"checks": {}}
-    runs = Runs(options.python, options.bundle.resolve())
+    runs = Runs(options.python, options.bundle.resolve(), [folder.resolve() for folder in options.lmcache])
     failed = False
-    for name in options.names or CHECKS:
+    for name in options.names or [name for name in CHECKS if name != "mp-block-server" or options.lmcache]:
         try:
             found, wrong = CHECKS[name](runs)
         except Failed as error:

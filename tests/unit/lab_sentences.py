@@ -257,13 +257,13 @@ def lab_gpu() -> Iterator[str]:
     moved = checks["mp-block-transfer"]["found"]
     times = moved["microseconds"].values()
     ours = [time["ours"] for time in times]
-    of_copy = [time["memcpy"] / time["ours"] for time in times]
-    of_loop = [time["loop"] / time["ours"] for time in times]
+    of_copy = [time["ours"] / time["memcpy"] for time in times]
+    of_loop = [time["ours"] / time["loop"] for time in times]
     assert moved["wrong"] == []
     yield f"{moved['cases']} random layouts"
     yield (
-        f"{min(ours):.0f} to {max(ours):.0f} us a transfer, {min(of_copy):.2f} to {max(of_copy):.2f} of one copy of as many "
-        f"bytes, {min(of_loop):.0f} to {max(of_loop):.0f} times as fast as a loop"
+        f"{min(ours):.0f} to {max(ours):.0f} us a transfer: {min(of_copy):.2f} to {max(of_copy):.2f} times one copy of as "
+        f"many bytes, {min(of_loop):.2f} to {max(of_loop):.2f} of a loop's time"
     )
     pinned = checks["rocm-pinned-allocator"]["found"]
     grown = sorted({state["pinned"] for state in pinned["patched"]["grows"]["states"]})

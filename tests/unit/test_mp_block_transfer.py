@@ -47,6 +47,36 @@ def test_another_size_than_that_of_dtype_is_logged_and_moved(
     assert livepatch.counters == {"contexts": 1, "to_cache": 1}
 
 
+@pytest.mark.parametrize(
+    ("device", "copy", "waits"),
+    [("cuda", lambda: None, True), ("cuda", print, False), ("cuda", None, False), ("cpu", lambda: None, False)],
+    ids=["stand-in", "compiled", "none", "CPU memory"],
+)
+def test_the_stream_is_waited_for_where_lmcache_copies_beside_it(
+    device: str, copy: Any, waits: bool, mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the transfer, on the stream on which it was launched."""
+    happened = mocker.Mock()
+    mocker.patch.object(transfer, "transfer", happened.transfer)
+    context: Any = ModuleType(wrappers.CONTEXT)
+    context.lmc_ops = ModuleType("lmcache.operations")
+    if copy:
+        context.lmc_ops.lmcache_memcpy_async = copy
+    monkeypatch.setitem(sys.modules, wrappers.CONTEXT, context)
+    torch: Any = ModuleType("torch")
+    torch.cuda = happened.cuda
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    livepatch = PatchContext("mp-block-transfer", {"DTYPE": "auto"}, {}, lambda: None)
+    wrappers.wrappers(livepatch)[f"{wrappers.CONTEXT}:GPUCacheContext.__init__"](lambda: None, None, (), {})
+    place, shape, to = SimpleNamespace(type=device), SimpleNamespace(element_size=2), SimpleNamespace(name="D2H")
+    getattr(context.lmc_ops, transfer.NAME)([1], [2], [3], place, to, shape, 16, 0, 0)
+    awaited = [mocker.call.cuda.current_stream(place), mocker.call.cuda.current_stream().synchronize()]
+    assert happened.mock_calls == [
+        mocker.call.transfer([1], [2], [3], place, to, shape, 16, 0, 0),
+        *(awaited if waits else []),
+    ]
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize(("ids", "refused"), [([0, 7], False), ([3, 8], True), ([-1, 3], True), ([], False)])
 def test_a_block_that_the_cache_lacks_is_refused_before_it_is_staged(

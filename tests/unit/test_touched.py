@@ -65,6 +65,13 @@ ALLOWED = {
     },
     "lmcache-failed-loads": {"livepatch_blocks": "what the patch itself sets"},
     "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
+    "lmcache-unordered-copies": {
+        **dict.fromkeys(("copy_", "current_stream", "device", "is_cuda", "nbytes", "synchronize", "view"), TORCH),
+        **dict.fromkeys(
+            ("address", "get_size", "meta", "parent", "raw_tensor"),
+            "of LMCache's MemoryObj, which the targets ask as well, whose whole fingerprints are in the facts",
+        ),
+    },
     "lmcache-unfilled-stores": dict.fromkeys(("entry", "key", "l1", "rooms", "store"), "of what the patch itself has"),
     "lmcache-unloaded-stores": {
         **dict.fromkeys(
@@ -86,6 +93,7 @@ ALLOWED = {
         **dict.fromkeys(("Event", "ExternalStream", "Tensor_out", "aten", "query", "record"), TORCH),
         **dict.fromkeys(("_construct_storage_from_data_pointer", "index_put_", "set_", "is_inference"), TORCH),
         **dict.fromkeys(("is_contiguous", "reshape", "shape", "tolist", "view"), TORCH),
+        **dict.fromkeys(("current_stream", "synchronize"), TORCH),
         "_replace": "of a named tuple of ours",
     },
     "moriio-timeouts": {

@@ -209,8 +209,10 @@ def test_who_imported_a_function_by_name_is_found_among_all_that_is_loaded(monke
     owner, holder = ModuleType("owner"), ModuleType("holder")
     vars(owner)["name"] = vars(holder)["name"] = original
     step = Applied("owner:name", owner, "name", original, None)
-    # What stands among the modules need not be one.
-    monkeypatch.setattr(sys, "modules", {"none": None, "odd": object(), "owner": owner})
+    # What stands among the modules need not be one, though it says so, as cffi's libraries do: these have no names.
+    lib = type("Lib", (), {"__slots__": (), "__class__": property(lambda self: ModuleType)})()
+    assert isinstance(lib, ModuleType)
+    monkeypatch.setattr(sys, "modules", {"none": None, "odd": object(), "lib": lib, "owner": owner})
     assert application._bound_in(step) is None
     sys.modules["holder"] = holder
     assert application._bound_in(step) == "holder"

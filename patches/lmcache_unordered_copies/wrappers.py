@@ -1,0 +1,93 @@
+"""Copies between LMCache's buffers on a device and its host memory keep to the order of the device's stream.
+
+Where LMCache has no compiled operations, a stand-in copies for them, beside the stream on which the blocks are moved
+into a buffer and out of it: before they are there, or while they are still to be read. From 0.4.7 on, a store or load
+counts as ended before the stream has come to its end, too.
+
+Source: LMCache's own code, run on a GPU (docs/lab-gpu.md).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+GPU_OPS = "lmcache.v1.gpu_connector.gpu_ops"
+MEMORY, BUFFER = "memory_obj", "gpu_buffer"
+
+
+def parts(size: int, offset: int, step: int) -> Iterator[slice]:
+    """How `size` bytes at `offset` of LMCache's memory, which is pinned in pieces of `step` bytes, are cut.
+
+    A device's copy must not go beyond a piece.
+    """
+    begin = 0
+    while begin < size:
+        end = min(size, begin + step - (offset + begin) % step)
+        yield slice(begin, end)
+        begin = end
+
+
+def is_stand_in() -> bool:
+    """Whether LMCache's copy is written in Python: where the compiled one is there, it is that."""
+    names = vars(sys.modules[GPU_OPS])
+    ops = names["device_ops"] if "device_ops" in names else names["lmc_ops"]  # from 0.5.4 on an object
+    return isinstance(ops.lmcache_memcpy_async, (types.FunctionType, types.MethodType))
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
+    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+
+    def is_beside_the_stream(memory: Any, buffer: Any) -> bool:
+        """Whether the release would leave the copy to its stand-in, or only an error to it."""
+        pieces = sys.modules[GPU_OPS].LazyMemoryAllocator
+        return (
+            isinstance(memory.parent(), pieces) and memory.raw_tensor is not None and memory.get_size() == buffer.nbytes
+        )
+
+    def copy(of: str, given: Mapping[str, Any]) -> None:
+        """Copy the chunk to the buffer or back, all its bytes, on the current stream."""
+        import torch
+
+        memory = given[MEMORY]
+        step = sys.modules[GPU_OPS].LazyMemoryAllocator.PIN_CHUNK_SIZE
+        ends = {MEMORY: memory.raw_tensor, BUFFER: given[BUFFER]}
+        flat = {name: tensor.view(-1).view(torch.uint8) for name, tensor in ends.items()}
+        source, target = (flat[MEMORY], flat[BUFFER]) if of == MEMORY else (flat[BUFFER], flat[MEMORY])
+        for part in parts(memory.get_size(), memory.meta.address, step):
+            target[part].copy_(source[part], non_blocking=True)
+
+    def copied(of: str, to: str) -> Callable[..., Any]:
+        """Around the copy from `of` to `to`."""
+
+        def around(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+            import torch
+
+            given = dict(zip((of, to), args, strict=False)) | kwargs
+            buffer = given[BUFFER]
+            if not buffer.is_cuda or not is_stand_in():
+                return wrapped(*args, **kwargs)
+            try:
+                if is_beside_the_stream(given[MEMORY], buffer):
+                    copy(of, given)
+                    livepatch.count("copies")
+                    answer = None
+                else:
+                    answer = wrapped(*args, **kwargs)
+                # What counts the store or load as ended does not ask the stream.
+                torch.cuda.current_stream(buffer.device).synchronize()
+            except Exception as error:  # the device's or the release's: its own copy would be in no order
+                raise livepatch.deliberate(error)  # noqa: B904 (the same error)
+            return answer
+
+        return around
+
+    return {
+        f"{GPU_OPS}:lmcache_memcpy_async_h2d": copied(MEMORY, BUFFER),
+        f"{GPU_OPS}:lmcache_memcpy_async_d2h": copied(BUFFER, MEMORY),
+    }
