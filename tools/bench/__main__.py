@@ -27,6 +27,7 @@ from vllm_livepatch.tools.bench import (
     idle_steps,
     long,
     moriio_wait,
+    name_resolution,
     offline_check,
     pinned_allocator,
     reaper,
@@ -54,6 +55,7 @@ BENCHMARKS: dict[str, Callable[[], Figures]] = {
         git_apply,
         idle_steps,
         chunked_load,
+        name_resolution,
     )
 }
 WITH_ENGINES = ("idle_stepping",)
