@@ -100,7 +100,7 @@ def chunked_load_patch() -> Iterator[str]:
     yield f"with {longer:.0f} times as long, {more:.1f} times the prompts a second were seen"
 
 
-def idle_stepping() -> Iterator[str]:
+def holds_seen_later() -> None:
     """The times that the patch's constants allow, which the measured ones keep."""
     later: dict[str, list[float]] = {}
     for name, *cells in kept("figures/idle_steps")["rows"]:
@@ -111,9 +111,18 @@ def idle_stepping() -> Iterator[str]:
     assert later.keys() == {"0.1", "2"}
     assert max(later["0.1"]) <= 100 / 8
     assert max(later["2"]) <= 50
+
+
+def idle_stepping() -> Iterator[str]:
+    holds_seen_later()
     yield "a hold that ends after 100 ms is seen 12 ms later at most, one that lasts longer 50 ms."
     if not (ROOT / "docs/figures/idle_stepping.json").is_file():
         yield "No table of it is kept yet."
+
+
+def idle_stepping_patch() -> Iterator[str]:
+    holds_seen_later()
+    yield "of one of a tenth of a second 12 ms, of a longer one 50 ms at most."
 
 
 def steps() -> Iterator[str]:
@@ -149,6 +158,18 @@ def layerwise() -> Iterator[str]:
     yield f"with much KV a token ({kept('layerwise')['token_bytes'] // 1024} KiB)"
 
 
+def layerwise_patch() -> Iterator[str]:
+    """Of one prompt at a time, of some thousand tokens at most: a longer one's prefill takes longer than its transfer."""
+    alone = [
+        row["transfer"] / row["median"]["prefill"]
+        for row in kept("layerwise")["rows"]
+        if (row["link"], row["at_once"]) == (400, 1) and row["tokens"] <= 3072
+    ]
+    assert len(alone) == 3
+    assert 2 / 3 < min(alone) <= max(alone) < 3 / 2
+    yield "on a link of 400 MB/s about as long again as the prefill itself."
+
+
 def simulation() -> Iterator[str]:
     stock, patched = kept("simulation")
     worlds = {row["worlds"] for run in (stock, patched) for row in run["releases"].values()}
@@ -174,6 +195,8 @@ HELD: dict[str, Callable[[], Iterator[str]]] = {
     "docs/benchmarks.md": steps,
     "docs/chunked-load.md": chunked_load,
     "docs/patches/chunked-lmcache-load.md": chunked_load_patch,
+    "docs/patches/idle-stepping.md": idle_stepping_patch,
+    "docs/patches/mooncake-layerwise.md": layerwise_patch,
     "docs/idle-stepping.md": idle_stepping,
     "docs/lab.md": lab,
     "docs/lab-gpu.md": lab_gpu,

@@ -73,6 +73,18 @@ def test_a_run_of_the_lab_is_kept_under_its_name_and_its_page_filled(tmp_path: P
     assert not one.on_gpu
 
 
+def test_the_simulation_is_played_with_the_bundle_by_every_setup_but_stock(tmp_path: Path) -> None:
+    (bundle, _), *played, (report, _) = long.kept(ROOT, tmp_path)["simulation"].commands
+    assert bundle[3:] == ("generate", "--out", str(tmp_path / "bundle"))
+    given = {words[words.index("--setup") + 1]: words for words, _ in played}
+    assert {"stock", "patched"} <= given.keys()
+    for setup, words in given.items():
+        bundles = [words[at + 1] for at, word in enumerate(words) if word == "--bundle"]
+        assert bundles == ([] if setup == "stock" else [str(tmp_path / "bundle")]), setup
+    assert report[3:] == tuple(str(output) for _, output in played)
+    assert len(set(report[3:])) == len(given)
+
+
 def made(root: Path, commands: list[tuple[str, Path | None]], on_gpu: bool = False) -> long.Long:
     page = root / "page.md"
     page.write_text("old\nsame\n", encoding="utf-8")

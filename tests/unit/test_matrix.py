@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -105,6 +107,34 @@ def test_what_was_run_counts_for_the_code_that_is_known_or_where_there_is_none(m
     assert known("0.9", None) == ("not-present", "executed")
     assert known("0.8", None) == ("not-present", "executed by hand")
     assert known("0.7", None) == ("not-present", "read")
+
+
+def test_a_run_by_hand_counts_for_the_code_that_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this every dagger of the matrix stands."""
+    folder = tmp_path / "one_patch"
+    folder.mkdir()
+    (folder / "patch.toml").write_text('targets = ["vllm.a:f"]\n', "utf-8")
+    (folder / "wrappers.py").write_text("A = 1\n", "utf-8")
+
+    def run(file: str, code: str, package: str, *releases: str) -> dict[str, Any]:
+        return {"file": file, "code": code, "date": "", "revision": "", "releases": {package: [*releases]}}
+
+    runs = [
+        run("test_one.py", matrix.code_of(folder), "vllm", "1.0"),
+        run("test_one.py", "of before", "vllm", "1.1"),
+        run("test_one.py", matrix.code_of(folder), "vllm", "1.2", "1.3"),
+        run("test_half.py", "of before", "vllm", "1.0"),
+        run("test_half.py", matrix.code_of(folder), "lmcache", "0.1"),
+    ]
+    monkeypatch.setattr(matrix, "own_patches", SimpleNamespace(__path__=[str(tmp_path)]))
+    monkeypatch.setattr(matrix, "by_hand", lambda: {"one-patch": runs})
+    counts = matrix.executed_by_hand.__wrapped__
+    found = {"test_one.py": {"vllm": {"1.0", "1.2", "1.3"}}, "test_half.py": {"lmcache": {"0.1"}}}
+    assert counts() == {"one-patch": found}
+    (folder / "wrappers.py").write_text("A = 1  # as it was\n", "utf-8")
+    assert counts() == {"one-patch": found}
+    (folder / "wrappers.py").write_text("A = 2\n", "utf-8")
+    assert counts() == {}
 
 
 def test_the_table_goes_between_the_markers(tmp_path: Path) -> None:

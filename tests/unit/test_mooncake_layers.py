@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent import futures
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,6 +174,23 @@ def test_blocks_that_are_given_back_count_for_nothing() -> None:
         worker.end("t", [1, 6])
         await asked
         assert worker.written[1:] == [[(1, 10, EVERY), (6, 11, EVERY)]]
+
+    run(case)
+
+
+def test_who_asks_when_the_memory_was_taken_away_amid_a_step_is_sent_nothing_of_it() -> None:
+    """As of a step that raised: nobody tells that it has been computed."""
+
+    async def case(worker: Worker) -> None:
+        worker.beginning("t", [1], 2)
+        await worker.saved("a")
+        await worker.livepatch_writes.asleep()
+        asked = worker.ask("d", "t", [10, 11])
+        await base.turns()
+        assert worker.written == []
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.written == [[(1, 10, EVERY), (2, 11, EVERY)]]
 
     run(case)
 
@@ -500,6 +520,82 @@ def test_the_connector_hears_of_layers_where_they_are_to_leave(by: str, monkeypa
         assert worker.written[-1][0] == (1, 10, EVERY if by == "chunk" else "a c other")
 
     asyncio.run(main())
+    assert not context.aside
+
+
+class Stream:
+    """A device's queue; each thread has one of its own that is current."""
+
+    def __init__(self) -> None:
+        self.queued: list[str] = []
+
+
+class Cuda:
+    """As much of `torch.cuda` as events take. `waited` has behind which work each was that somebody waited for."""
+
+    def __init__(self) -> None:
+        self.of_threads: dict[int, Stream] = {}
+        self.waited: list[list[str] | None] = []
+        cuda = self
+
+        class Event:
+            def __init__(self) -> None:
+                self.behind: list[str] | None = None  # who waits for one that was not recorded waits for nothing
+
+            def record(self, stream: Stream | None = None) -> None:
+                self.behind = [*(stream or cuda.current_stream()).queued]
+
+            def synchronize(self) -> None:
+                cuda.waited.append(self.behind)
+
+        self.Event = Event
+
+    def current_stream(self) -> Stream:
+        return self.of_threads.setdefault(threading.get_ident(), Stream())
+
+
+def test_before_blocks_are_read_all_is_awaited_that_their_step_had_queued_on_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=(cuda := Cuda())))
+    monkeypatch.setattr(Cache, "device", SimpleNamespace(type="cuda"))
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None)
+    wait_for_save: Any = patch.wrappers(context)[f"{patch.CONNECTOR}.wait_for_save"]
+
+    async def main() -> None:
+        worker = Worker(context)
+        worker.is_kv_consumer, worker.sender_loop = False, asyncio.get_running_loop()
+        worker.device_kv_caches = CACHES
+        connector = base.Connector(worker, [])
+        worker._registered.look(connector, (CACHES,), {}, None)
+        worker.livepatch_writes = getattr(worker, patch.WRITES)
+        asked = worker.ask("d", "t", [10, 11])
+        await base.turns()
+        progress = {"whole": {"t": ([1], 2)}, "back": [], "over": [], "held": {}}
+        connector._connector_metadata = SimpleNamespace(**{PROGRESS: progress})
+
+        def begins() -> None:
+            connector.bind_connector_metadata(connector._connector_metadata)
+            cuda.current_stream().queued.append("layer a")
+            connector.save_kv_layer("a", None, None)
+
+        def ends() -> None:
+            cuda.current_stream().queued.append("layers b and c")
+            wait_for_save.look(connector, (), {})
+
+        # The worker's thread is none of the loop's: there, another stream is the current one.
+        with futures.ThreadPoolExecutor(1) as steps:
+            for part, layers in ((begins, "a"), (ends, "b c other")):
+                await asyncio.wrap_future(steps.submit(part))
+                await base.turns()
+                await asyncio.gather(*(part.under_way for part in worker.livepatch_writes._parts() if part.under_way))
+                assert worker.written[-1] == [(1, 10, layers)]
+        worker.end("t", [1, 2])
+        await asked
+
+    asyncio.run(main())
+    assert cuda.waited == [["layer a"], ["layer a", "layers b and c"]]
     assert not context.aside
 
 

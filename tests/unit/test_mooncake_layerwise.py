@@ -321,6 +321,46 @@ def test_blocks_are_given_back_when_nothing_reads_them_and_all_is_sent_at_the_en
     run(case)
 
 
+def test_memory_is_taken_away_when_nothing_reads_it_and_all_is_sent_at_the_end() -> None:
+    """Also of a prefill that is over, of which an early write is still under way."""
+
+    async def case(worker: Worker) -> None:
+        worker.open.clear()
+        asked = worker.ask("d", "t", [10, 11])
+        over = worker.ask("e", "u", [20, 21])
+        worker.whole("t", [1], 2)
+        worker.whole("u", [5], 2)
+        await turns()
+        worker.livepatch_writes.over(["u"])
+        assert sorted(worker.written) == [[(1, 10)], [(5, 20)]]
+        sleeping = asyncio.ensure_future(worker.livepatch_writes.asleep())
+        await turns()
+        assert not sleeping.done()
+        worker.open.set()
+        await sleeping
+        assert not any(part.under_way for part in worker.livepatch_writes._parts())
+        worker.end("t", [1, 2])
+        worker.end("u", [5, 6])
+        await asyncio.gather(asked, over)
+        assert sorted(worker.written[2:]) == [[(1, 10), (2, 11)], [(5, 20), (6, 21)]]
+
+    run(case)
+
+
+def test_who_asks_when_the_memory_was_taken_away_is_sent_nothing_of_it_early() -> None:
+    async def case(worker: Worker) -> None:
+        worker.whole("t", [1], 2)
+        await worker.livepatch_writes.asleep()
+        asked = worker.ask("d", "t", [10, 11])
+        await turns()
+        assert worker.written == []
+        worker.end("t", [1, 2])
+        await asked
+        assert worker.written == [[(1, 10), (2, 11)]]
+
+    run(case)
+
+
 def test_who_asks_when_blocks_were_given_back_is_sent_nothing_of_them_early() -> None:
     async def case(worker: Worker) -> None:
         worker.whole("t", [1], 2)

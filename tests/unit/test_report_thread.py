@@ -75,6 +75,17 @@ def test_what_is_asked_for_later_is_slept_for(thread: Thread) -> None:
     assert thread.waits[2] > 50  # until the heartbeat
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_asks_for_it_now_waits_for_the_seconds_that_it_says(
+    ends: bool, thread: Thread, mocker: MockerFixture
+) -> None:
+    """A process waits so when its patches begin: a file system that hangs takes no more of it."""
+    wait_for = mocker.patch.object(thread.reporter._changed, "wait_for", autospec=True, return_value=ends)
+    assert thread.reporter.flush(7.0) is ends
+    ((_, seconds), _) = wait_for.call_args
+    assert seconds == 7.0
+
+
 def test_it_is_written_by_itself_once_a_minute(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_thread, "HEARTBEAT_SECONDS", 0.01)
     thread.reporter.soon(0.0)
