@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import typer
+from rich.console import Console
 from vllm_livepatch.tools.bundled import command as bundled
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases.sources import SourcesError
@@ -20,10 +21,11 @@ def end_with(
 
     ``bare`` is what it does without arguments, ``prog_name`` what its help calls it.
     """
+    # Rich would exit with 1 where its output is piped into head; typer has consoles of its own.
+    Console.on_broken_pipe = lambda self: bundled.drop_output()  # type: ignore[method-assign]
     try:
         code = app(sys.argv[1:] or list(bare), standalone_mode=False, prog_name=prog_name)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        bundled.say("", end="")
     except (UserError, SourcesError) as error:
         _fail(name, str(error))
     except KeyboardInterrupt:
