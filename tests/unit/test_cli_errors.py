@@ -177,6 +177,7 @@ def test_output_into_a_pipe_that_nobody_reads(sandbox: Sandbox, cli: Cli) -> Non
     words: list[tuple[list[str], int]] = [
         (["list"], 0),
         (["-h"], 0),
+        (["list", "--json"], 0),
         (["show", "kv-block-reaper"], 0),
         (["check", *place], 0),
         (["check", *other], 1),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
@@ -30,7 +31,9 @@ def end_with(
         _fail(name, str(error))
     except KeyboardInterrupt:
         _interrupted()
-    except BrokenPipeError:  # piped into head
+    except SystemExit as ended:
+        if not isinstance(ended.__context__, BrokenPipeError):  # click's answer to head, with 1
+            raise
         bundled.drop_output()
         sys.exit(0)
     except OSError as error:  # what nobody foresaw: a full disk, a directory that this user may not look into
@@ -45,6 +48,15 @@ def end_with(
             raise
         _fail(name, formatted() or "see --help")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def needing(extra: str, name: str) -> Iterator[None]:
+    """What is imported within comes with an extra: without it, ``name`` says so in one line, and exits with 2."""
+    try:
+        yield
+    except ImportError as error:
+        _fail(name, f"more packages are needed (in the checkout: pip install '.[{extra}]'): {error}")
 
 
 def _interrupted() -> NoReturn:

@@ -1,0 +1,48 @@
+"""The commands of upkeep as a person calls them: help, and one line for bad input."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.support import finish
+
+TOOLS = "vllm_livepatch.tools."
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["upkeep.mutation", "run", "nope"], "mutation: no module of tools/upkeep/mutation.toml is nope"),
+        (["upkeep.newrelease"], "newrelease: Missing argument 'PKG==VERSION'."),
+        (["upkeep.newrelease", "vllm"], "newrelease: 'vllm' is not vllm==VERSION or lmcache==VERSION"),
+        (["upkeep.versions", "more"], "versions: Got unexpected extra argument(s) (more)"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], line: str) -> None:
+    done = finish([sys.executable, "-m", TOOLS + words[0], *words[1:]], os.environ)
+    assert (done.code, done.out) == (2, "")
+    (said,) = done.lines
+    assert said.replace(" arguments (", " argument(s) (") == line
+
+
+@pytest.mark.parametrize("module", ["bench", "upkeep.mutation", "upkeep.newrelease", "upkeep.versions"])
+def test_help_does_nothing_else(module: str) -> None:
+    done = finish([sys.executable, "-m", TOOLS + module, "--help"], os.environ)
+    assert (done.code, done.err) == (0, "")
+    assert "Usage" in done.out
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "lacking"), [("bench", "bench", "filelock"), ("lab.figures", "figures", "numpy")]
+)
+def test_an_extra_that_is_not_installed_is_named(module: str, name: str, lacking: str, tmp_path: Path) -> None:
+    (tmp_path / f"{lacking}.py").write_text(f"raise ImportError(\"No module named '{lacking}'\")\n")
+    done = finish([sys.executable, "-m", TOOLS + module, "--help"], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.code, done.out) == (2, "")
+    (line,) = done.lines
+    assert line.startswith(f"{name}: more packages are needed (in the checkout: pip install '.[lab]'): ")
+    assert f"No module named '{lacking}'" in line
