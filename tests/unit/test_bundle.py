@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import zipfile
@@ -207,6 +208,13 @@ def test_a_directory_that_is_no_bundle_is_not_read(tmp_path: Path, mocker: Mocke
     with pytest.raises(UserError, match=r"is not a bundle: its manifest\.json is none of one's"):
         verified(tmp_path)
     rglob.assert_not_called()
+
+
+def test_the_page_shows_what_is_at_the_top(patched: Sandbox) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/bundle.md").read_text("utf-8")
+    shown = re.findall(r"^  ([^ ]+) ", page.partition("DIR/\n")[2].partition("```")[0], re.MULTILINE)
+    there = [f"{file.name}/" if file.is_dir() else file.name for file in patched.bundle.iterdir()]
+    assert sorted(shown) == sorted(re.sub(r"^livepatch-.*/", "livepatch-VERSION-HEX/", name) for name in there)
 
 
 def test_without_its_manifest_a_bundle_patches_and_its_digest_is_unknown(patched: Sandbox) -> None:
