@@ -1,4 +1,4 @@
-"""What a bundle takes: its files in a directory, a zip file, and how many files they are.
+"""What a bundle takes: its files in a directory, and a zip file.
 
     python -m vllm_livepatch.tools.bench.bundle_size
 
