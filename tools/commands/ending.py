@@ -56,7 +56,8 @@ def needing(extra: str, name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        _fail(name, f"more packages are needed (in the checkout: pip install '.[{extra}]'): {error}")
+        why = error.__cause__ or error  # a module of ours may have said it in its own words
+        _fail(name, f"more packages are needed (in the checkout: pip install '.[{extra}]'): {why}")
 
 
 def _interrupted() -> NoReturn:
