@@ -206,7 +206,8 @@ def test_what_an_interpreter_started_ends_with_the_time_out(tmp_path: Path, cli:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         done = cli("check", "--python", str(python), "--timeout", "50")
-        assert done.lines == ["vllm-livepatch: not done after the 50 s of --timeout"]
+        (line,) = done.lines
+        assert line.startswith("vllm-livepatch: not done after the 50 s of --timeout")
         ended, _, _ = select.select([reader], [], [], DEADLINE)
         assert ended
         assert os.read(reader, 1) == b""
