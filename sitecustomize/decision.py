@@ -6,7 +6,7 @@ Pure and the same at run time, in `check` and in `matrix`; needs no vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Verdict = Literal["needed", "unverified", "fixed-upstream", "not-present", "drifted"]
@@ -111,6 +111,7 @@ class Installed:
     code: Mapping[str, str | None]  # None: no such module, or no such name in it
     rocm: bool = False  # torch is built for ROCm; looked up only for patches whose `auto` asks
     companions: Mapping[str, str | None] = field(default_factory=dict)  # releases of those that are installed
+    replaced: Mapping[str, str | None] = field(default_factory=dict)  # what diffs changed of `code`, as it came
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,10 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     """The one decision. The code's fingerprint comes first, the release number second."""
     verdict, detail, variant = judge(patch, installed)
     toggle = environment.toggles.get(patch.name, "auto")
+    if verdict == "drifted" and installed.replaced and toggle not in ("on", "force"):
+        came, why, form = judge(patch, replace(installed, code={**installed.code, **installed.replaced}))
+        if came in ("fixed-upstream", "not-present"):  # it was not needed, whatever a diff made of the code since
+            verdict, detail, variant = came, f"{why}; a diff changes {', '.join(installed.replaced)}", form
     asked = verdict == "fixed-upstream" and toggle in ("on", "force") and variant is not None and variant.applies
     if asked or verdict in ("needed", "unverified"):  # it would be applied, and run the companions' code
         verdict, detail = _with_companions(patch, installed, verdict, detail)

@@ -61,14 +61,14 @@ class Overlay(Tree):
 
     def __init__(self, below: Tree, texts: Mapping[str, str]) -> None:
         super().__init__(below.path, below._locations)
-        self._below = below
-        self._texts = texts
+        self.below = below
+        self.texts = texts
 
     def source(self, module: str) -> str | None:
-        return self._texts[module] if module in self._texts else self._below.source(module)
+        return self.texts[module] if module in self.texts else self.below.source(module)
 
     def origin(self, module: str) -> str | None:
-        return self._below.origin(module)
+        return self.below.origin(module)
 
 
 def of_process(*packages: str) -> Tree:
@@ -93,18 +93,29 @@ def _locations(package: str) -> list[str]:
 
 def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> Installed:
     """The release and the fingerprints that `decide` asks for."""
-    code: dict[str, str | None] = {}
-    for module in dict.fromkeys(module_of(name) for name in patch.names):
-        names = {name: name.partition(":")[2] for name in patch.names if module_of(name) == module}
-        source = tree.source(module)
-        try:
-            code.update(dict.fromkeys(names) if source is None else of_names(source, names))
-        except fingerprint.SourceError:
-            code.update(dict.fromkeys(names))
+    code = _code(patch.names, tree, of_names)
+    replaced: dict[str, str | None] = {}
+    if isinstance(tree, Overlay):
+        changed = [name for name in patch.names if module_of(name) in tree.texts]
+        came = _code(changed, tree.below, of_names)
+        replaced = {name: digest for name, digest in came.items() if digest != code[name]}
     # A directory of that name is not the package: one that has an `__init__` is.
     there = [package for package in patch.companions if tree.origin(f"{package}.__init__") is not None]
     companions = {package: release(package, tree) for package in there}
-    return Installed(release(patch.package, tree), code, patch.auto == "rocm" and _is_rocm(tree), companions)
+    return Installed(release(patch.package, tree), code, patch.auto == "rocm" and _is_rocm(tree), companions, replaced)
+
+
+def _code(names: Sequence[str], tree: Tree, of_names: OfNames) -> dict[str, str | None]:
+    """The fingerprints of names `module:qualname` as the tree has them."""
+    code: dict[str, str | None] = {}
+    for module in dict.fromkeys(map(module_of, names)):
+        inside = {name: name.partition(":")[2] for name in names if module_of(name) == module}
+        source = tree.source(module)
+        try:
+            code.update(dict.fromkeys(inside) if source is None else of_names(source, inside))
+        except fingerprint.SourceError:
+            code.update(dict.fromkeys(inside))
+    return code
 
 
 def release(package: str, tree: Tree) -> str | None:

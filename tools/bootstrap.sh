@@ -21,6 +21,15 @@ _usable_python() {
     return 2
 }
 
+_place_of() { # PYTHON EXTRAS: another interpreter has an environment of its own, and rebuilds none that is in use
+    "$1" - "$_checkout" "$2" <<'PYTHON'
+import hashlib, os, sys
+cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+name = "tools-" + hashlib.sha256("\n".join([sys.executable, *sys.argv[1:]]).encode()).hexdigest()[:12]
+print(os.path.join(cache, "vllm-livepatch", "environments", name))
+PYTHON
+}
+
 _quietly() { # TITLE COMMAND...: its output is shown only if it fails
     local title=$1 output
     shift
@@ -42,13 +51,7 @@ text = "\n".join([sys.version, sys.executable, checkout, extras, pathlib.Path(ch
 print(hashlib.sha256(text.encode()).hexdigest())
 PYTHON
     )
-    place=$("$base" - "$_checkout" "$extras" <<'PYTHON'
-import hashlib, os, sys
-cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-name = "tools-" + hashlib.sha256("\n".join(sys.argv[1:]).encode()).hexdigest()[:12]
-print(os.path.join(cache, "vllm-livepatch", "environments", name))
-PYTHON
-    )
+    place=$(_place_of "$base" "$extras")
     mkdir -p "$(dirname "$place")"
     exec 9>"$place.lock"
     # The lock belongs to the open file, so it is held until this shell ends, however it ends.

@@ -12,8 +12,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from vllm_livepatch.tools import deploy as deploying
+from vllm_livepatch.tools.bundled import command, verifying
 from vllm_livepatch.tools.bundled import status as statuses
-from vllm_livepatch.tools.bundled import verifying
 from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, placing
 from vllm_livepatch.tools.bundles import guard as guards
@@ -95,7 +95,7 @@ def generate(
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="After --: the command and its words.")],
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="After --: the command and its words.")],
     patch: PatchNames = None,
     patch_dir: PatchDirs = None,
 ) -> NoReturn:
@@ -105,9 +105,9 @@ def run(
     before = os.environ.get("PYTHONPATH")
     environ = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{before}" if before else str(place)}
     try:
-        os.execvpe(command[0], command, environ)
+        os.execvpe(words[0], words, environ)
     except OSError as error:
-        raise UserError(f"{command[0]} cannot be run: {error.strerror}") from error
+        raise UserError(f"{words[0]} cannot be run: {error.strerror}") from error
 
 
 @app.command("list")
@@ -213,7 +213,9 @@ def status(
     require: Annotated[
         list[str] | None,
         typer.Option(
-            "--require", metavar="PATCH", help="Exit 1 unless all processes have it, or no use for it; repeatable."
+            "--require",
+            metavar="PATCH",
+            help="Exit 1 unless all processes have it, or have not imported its target; repeatable.",
         ),
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove the reports of processes that have ended.")] = False,
@@ -226,7 +228,7 @@ def status(
 ) -> None:
     """Every live patched process: releases, patches, state, reason, targets, counters."""
     code = monitor.run(
-        statuses.state_directory(state_dir),
+        statuses.state_directory(state_dir, bool(require)),
         as_json=as_json,
         watch=watch,
         summary=summary,
@@ -275,9 +277,8 @@ def verify(
 ) -> None:
     """The bundle is what `generate` wrote. Exit 1 where it is not, 2 where there is none."""
     found = verifying.verified(place, digest)
-    for difference in found.differences:
-        print(difference)
     if found.differences:
+        command.say("\n".join(found.differences))
         raise typer.Exit(1)
     print(f"{place}: the {found.compared} files of its manifest are all as written, {found.digest}")
 

@@ -90,7 +90,7 @@ def test_a_run_prints_what_changed_keeps_it_and_fills_the_pages(
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
-    (tmp_path / "docs").mkdir()
+    (tmp_path / figures.PLACE).mkdir(parents=True)
     page = tmp_path / "docs" / "page.md"
     page.write_text("# Page\n<!-- figures: one 2 -->\nold\n<!-- /figures -->\nrest\n", "utf-8")
     (tmp_path / "README.md").write_text("<!-- figures: one; one 1 -->\n<!-- /figures -->\n", "utf-8")
@@ -99,7 +99,8 @@ def test_a_run_prints_what_changed_keeps_it_and_fills_the_pages(
     monkeypatch.setattr(bench, "BENCHMARKS", {"one": lambda: Figures("python one", ["", "stock"], rows)})
     for words, printed in ([], "one: new rows or columns\n"), (["--write"], "one: new rows or columns\n"), ([], ""):
         monkeypatch.setattr(sys, "argv", ["bench", *words])
-        bench.main()
+        with pytest.raises(SystemExit):
+            bench.main()
         assert capsys.readouterr().out == printed
         assert ("old" in page.read_text("utf-8")) == (not (tmp_path / figures.PLACE / "one.json").exists())
     lines = page.read_text("utf-8").splitlines()
@@ -114,7 +115,8 @@ def test_a_run_prints_what_changed_keeps_it_and_fills_the_pages(
         "<!-- /figures -->",
     ]
     rows[1][1] = "3 s"
-    bench.main()
+    with pytest.raises(SystemExit):
+        bench.main()
     assert capsys.readouterr().out == "one: b, stock: 2 s -> 3 s\n"
 
 
@@ -123,4 +125,34 @@ def test_a_benchmark_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit) as ended:
         bench.main()
     assert ended.value.code == 2
-    assert "there is no reapr; there are startup, " in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench: there is no reapr; there are startup, ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--python", "/bin/ls"], "bench: --python goes with --long"),
+        (["--long", "gpu", "--python", "/bin/true"], "bench: --python /bin/true: it is no Python"),
+        (["--long", "nope"], "bench: what is kept and written is a checkout's: this runs in none"),
+        (["reaper", "--write"], "bench: what is kept and written is a checkout's: this runs in none"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_and_measures_nothing(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measured() -> Figures:
+        raise AssertionError
+
+    if "none" in message:
+        monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(bench, "BENCHMARKS", {"reaper": measured})
+    monkeypatch.setattr(sys, "argv", ["bench", *words])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"{message}\n"

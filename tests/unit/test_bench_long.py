@@ -150,6 +150,7 @@ def test_a_command_that_fails_is_one_line_and_exit_code_1(
 ) -> None:
     mocker.patch.object(long, "kept", return_value={"one": made(tmp_path, [("raise SystemExit(7)", None)])})
     mocker.patch.object(bench, "CHECKOUT", tmp_path)
+    (tmp_path / "docs/figures").mkdir(parents=True)
     mocker.patch.object(sys, "argv", ["bench", "--long"])
     with pytest.raises(SystemExit) as end:
         bench.main()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import zipfile
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.errors import UserError
 
 from tests.unit import interpreters
-from tests.unit.support import PATCHED, PYTHON, USE_STEP, Sandbox, finish
+from tests.unit.support import PATCHED, PYTHON, USE_STEP, Cli, Sandbox, finish
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +205,16 @@ def test_a_directory_that_is_no_bundle_is_not_read(tmp_path: Path, mocker: Mocke
     with pytest.raises(UserError, match=r"is not a bundle: it has no manifest\.json"):
         verified(tmp_path)
     (tmp_path / "manifest.json").write_text('{"name": "somebody else\'s"}')
-    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+    with pytest.raises(UserError, match=r"is not a bundle: its manifest\.json is none of one's"):
         verified(tmp_path)
     rglob.assert_not_called()
+
+
+def test_the_page_shows_what_is_at_the_top(patched: Sandbox) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/bundle.md").read_text("utf-8")
+    shown = re.findall(r"^  ([^ ]+) ", page.partition("DIR/\n")[2].partition("```")[0], re.MULTILINE)
+    there = [f"{file.name}/" if file.is_dir() else file.name for file in patched.bundle.iterdir()]
+    assert sorted(shown) == sorted(re.sub(r"^livepatch-.*/", "livepatch-VERSION-HEX/", name) for name in there)
 
 
 def test_without_its_manifest_a_bundle_patches_and_its_digest_is_unknown(patched: Sandbox) -> None:
@@ -267,8 +276,26 @@ MANIFESTS = ["", "{", "[]", "{}", '{"files": 1}', '{"files": ["a"]}', "\xff", "n
 @pytest.mark.parametrize("text", MANIFESTS)
 def test_a_corrupt_manifest_is_named_as_one(patched: Sandbox, text: str) -> None:
     (patched.bundle / "manifest.json").write_text(text, "latin-1")
-    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-        verified(patched.bundle)
+    (difference,) = verified(patched.bundle).differences
+    assert difference.startswith("manifest.json is damaged: ")
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut off": lambda content: content[: len(content) // 2],
+    "only its first bytes": lambda content: content[:4],
+    "a changed byte": lambda content: content[:90] + bytes([content[90] ^ 1]) + content[91:],
+    "no end": lambda content: content[:-1],
+    "another end": lambda content: content[:-40] + bytes(18) + content[-22:],
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_a_damaged_zip_is_a_bundle_that_differs(zipped: Path, cli: Cli, damage: str) -> None:
+    zipped.write_bytes(DAMAGES[damage](zipped.read_bytes()))
+    (difference,) = verified(zipped).differences
+    assert difference.startswith(f"{zipped} is damaged: ")
+    done = cli("verify", str(zipped))
+    assert (done.code, done.out, done.err) == (1, f"{difference}\n", "")
 
 
 def test_what_is_no_bundle(patched: Sandbox, tmp_path: Path) -> None:

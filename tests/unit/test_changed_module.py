@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
+import json
 import marshal
 import os
 import shutil
@@ -21,7 +22,7 @@ from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
 
 from tests.unit import interpreters
-from tests.unit.support import Done, Sandbox, finish
+from tests.unit.support import PYTHON, Done, Sandbox, finish
 
 SCHEDULER = "fakeengine.scheduler"
 ENGINE = {
@@ -378,6 +379,29 @@ def test_a_wrapper_is_decided_on_what_the_diff_makes(engine: Sandbox) -> None:
     assert engine.python(USE).out == CHANGED
     assert state(engine) == ("applied", None)
     assert state(engine, "around") == ("skipped", "drifted")
+
+
+@pytest.mark.parametrize(
+    ("toggle", "code", "reason"), [("auto", 0, "fixed-upstream"), ("on", 78, "drifted"), ("off", 0, "off")]
+)
+def test_a_diff_makes_no_patch_wanted_that_the_release_does_not_need(
+    engine: Sandbox, toggle: str, code: int, reason: str
+) -> None:
+    step = f"{SCHEDULER}:Scheduler.step"
+    fixed = {"releases": ["1.0"], "verdict": "fixed-upstream", "code": engine.fingerprints(step)}
+    engine.patch("around", [step], variant=[fixed])
+    diff_patch(engine, STEP)
+    engine.generate()
+    assert engine.python(USE, LIVEPATCH="strict", LIVEPATCH_AROUND=toggle).code == code
+    if not code:
+        assert state(engine, "around") == ("skipped", reason)
+    asked = finish(
+        [PYTHON, engine.bundle, "check", "--json"], engine.environ(path=[engine.site], LIVEPATCH_AROUND=toggle)
+    )
+    (offline,) = (patch for patch in json.loads(asked.out)["patches"] if patch["name"] == "around")
+    assert offline["reason"] == reason
+    if toggle == "auto":
+        assert offline["detail"] == f"fakeengine 1.0 no longer has the fault; a diff changes {step}"
 
 
 def wrapped_variant(sandbox: Sandbox, change: Mapping[str, tuple[str, str]]) -> dict[str, Any]:

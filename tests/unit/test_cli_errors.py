@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.support import Cli, Sandbox
+from tests.unit.support import PYTHON, Cli, Sandbox, finish
 
 Arguments = Callable[[Sandbox], list[str]]
 
@@ -101,7 +101,20 @@ def test_bad_input(sandbox: Sandbox, cli: Cli, what: str) -> None:
 
 def test_damaged_manifest(patched: Sandbox, cli: Cli) -> None:
     (patched.bundle / "manifest.json").write_text("{")
-    assert "manifest.json is damaged" in complains(cli, patched, ["verify", str(patched.bundle)])
+    done = cli("verify", str(patched.bundle))
+    assert (done.code, done.err, len(done.out.splitlines())) == (1, "", 1)
+    assert done.out.startswith("manifest.json is damaged: ")
+
+
+def test_where_no_reports_are_no_process_has_what_is_required(patched: Sandbox, cli: Cli) -> None:
+    arguments = ["status", "--state-dir", str(patched.root / "none"), "--require", "around"]
+    bundled = finish([PYTHON, patched.bundle, *arguments], patched.environ(path=[]))
+    for done in (cli(*arguments, "--patch-dir", str(patched.patches)), bundled):
+        assert done.code == 1
+        assert done.lines == [
+            f"vllm-livepatch: {patched.root / 'none'} is not a directory, or not to be seen by this user",
+            "vllm-livepatch: no live patched process is there",
+        ]
 
 
 def test_a_state_directory_that_the_environment_names(
@@ -154,10 +167,27 @@ def test_help_is_no_error(cli: Cli, arguments: list[str]) -> None:
     assert "Usage" in done.out
 
 
-def test_output_into_a_pipe_that_nobody_reads(cli: Cli) -> None:
+def test_output_into_a_pipe_that_nobody_reads(sandbox: Sandbox, cli: Cli) -> None:
+    """The exit code stays the command's own."""
+    sandbox.patch()
+    place = ["--site-packages", str(sandbox.site), "--patch-dir", str(sandbox.patches)]
+    (drifted := sandbox.root / "drifted").mkdir()
+    sandbox.write({"fakeengine/__init__.py": "", "fakeengine/scheduler.py": "class Scheduler:\n  step = 1\n"}, drifted)
+    other = ["--site-packages", str(drifted), "--patch-dir", str(sandbox.patches), "--no-diff"]
+    words: list[tuple[list[str], int]] = [
+        (["list"], 0),
+        (["-h"], 0),
+        (["list", "--json"], 0),
+        (["show", "kv-block-reaper"], 0),
+        (["check", *place], 0),
+        (["check", *other], 1),
+        (["check", *other, "--json"], 1),
+    ]
     read, write = os.pipe()
     os.close(read)
     try:
-        assert cli.process("list", stdout=write).err == ""
+        for arguments, code in words:
+            done = cli.process(*arguments, stdout=write)
+            assert (done.code, done.err) == (code, ""), arguments
     finally:
         os.close(write)

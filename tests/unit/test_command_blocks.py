@@ -84,8 +84,8 @@ EXPECTED = {
     "generate --out bundle": "sha256:",
     "deploy kubernetes": "IMAGE",
     "for pod in": "pod/a yes",
-    "show kv-block-reaper": "kv-block-reaper",
-    "LIVEPATCH=strict": "set env deployment/vllm LIVEPATCH_KV_BLOCK_REAPER- LIVEPATCH=strict",
+    "show stale-finished-recving": "stale-finished-recving",
+    "LIVEPATCH=strict": "set env deployment/vllm LIVEPATCH_STALE_FINISHED_RECVING- LIVEPATCH=strict",
 }
 """What must be among what a block prints, by a part of one of its lines."""
 

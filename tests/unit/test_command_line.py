@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import shlex
 import signal
 import socket
@@ -185,6 +186,34 @@ def test_a_time_out_that_is_not_needed(sandbox: Sandbox, cli: Cli) -> None:
     assert cli("check", *place, "--timeout", "50").code == 0
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert cli("check", *place, "--timeout", "0").code == 2
+    for seconds in ("inf", "1e300", "nan"):
+        done = cli("check", *place, "--timeout", seconds)
+        assert (done.code, done.out, len(done.lines)) == (2, "", 1), seconds
+        assert done.err.startswith("vllm-livepatch: ")
+        assert "--timeout" in done.err
+
+
+def test_what_an_interpreter_started_ends_with_the_time_out(tmp_path: Path, cli: Cli) -> None:
+    """A script that starts the interpreter in turn: its child kept the pipe, and ran on."""
+    pipe, python = tmp_path / "pipe", tmp_path / "python"
+    os.mkfifo(pipe)
+    # `cat` holds the pipe open for writing, and waits for what nobody gives. More than a pipe takes: we are read then.
+    alarm = "head -c 200000 /dev/zero\nkill -ALRM $PPID\nwait\n"
+    python.write_text(f'#!/bin/sh\nexec 3>"{pipe}"\ncat "{tmp_path}/never" &\n{alarm}')
+    os.mkfifo(tmp_path / "never")
+    never = os.open(tmp_path / "never", os.O_RDWR)
+    python.chmod(0o755)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        done = cli("check", "--python", str(python), "--timeout", "50")
+        (line,) = done.lines
+        assert line.startswith("vllm-livepatch: not done after the 50 s of --timeout")
+        ended, _, _ = select.select([reader], [], [], DEADLINE)
+        assert ended
+        assert os.read(reader, 1) == b""
+    finally:
+        os.close(never)
+        os.close(reader)
 
 
 def test_a_failure_names_the_host_and_nothing_else_of_the_address(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,21 @@ def test_nothing_applies_where_all_is_off(verdict: str, toggle: str) -> None:
     assert "LIVEPATCH is off" in decision.detail
 
 
+@pytest.mark.parametrize(
+    ("came", "verdict", "wanted"),
+    [(GOOD, "fixed-upstream", False), (NOTHING, "not-present", False), (OLD, "drifted", True), (NEW, "drifted", True)],
+)
+def test_what_a_diff_changed_is_wanted_where_the_release_as_it_came_needs_it(
+    came: dict[str, str | None], verdict: str, wanted: bool
+) -> None:
+    changed = Installed("0.24.0", {**came, TARGET: "as the diff makes it"}, replaced={TARGET: came[TARGET]})
+    decision = decided(changed)
+    assert (decision.verdict, decision.apply, decision.wanted) == (verdict, False, wanted)
+    assert (f"a diff changes {TARGET}" in decision.detail) is not wanted
+    assert decided(changed, "on").verdict == decided(changed, "force").verdict == "drifted"
+    assert decided(dataclasses.replace(changed, replaced={})).verdict == "drifted"
+
+
 def test_a_toggle_that_nobody_set_is_auto() -> None:
     assert decide(PATCH, BY_VERDICT["needed"], Environment()).apply
 

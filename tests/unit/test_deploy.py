@@ -289,7 +289,7 @@ def test_a_name_stays_a_text(cli: Cli, name: str) -> None:
 )
 @pytest.mark.parametrize("form", ["docker", "slurm", "kubernetes", "systemd"])
 def test_a_name_reaches_the_engine_as_it_is(form: str, name: str, tmp_path: Path) -> None:
-    script = deploy.text(form, name, name, name)
+    script = deploy.text(form, name, name, name if form == "kubernetes" else "")
     if form == "kubernetes":
         deployment, _ = yaml.safe_load_all(script)
         (given,) = engine(deployment["spec"]["template"]["spec"])["args"]
@@ -313,6 +313,13 @@ def test_a_name_of_more_than_a_line_is_refused(cli: Cli, form: str, name: str) -
     for option in ("--image", "--model", "--bundle-image"):
         done = cli("deploy", form, option, name)
         assert (done.code, done.out, len(done.lines)) == (2, "", 1)
+
+
+@pytest.mark.parametrize("form", sorted(set(deploy.FORMS) - {"kubernetes"}))
+def test_an_image_of_the_bundle_s_own_is_for_kubernetes(cli: Cli, form: str) -> None:
+    done = cli("deploy", form, "--bundle-image", "registry.example.com/x:1")
+    assert (done.code, done.out, len(done.lines)) == (2, "", 1)
+    assert "--bundle-image is for kubernetes" in done.err
 
 
 def test_what_is_printed_of_lmcache_s_server_and_of_turning_off(cli: Cli) -> None:

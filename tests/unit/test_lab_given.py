@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from vllm_livepatch.tools.cli import app
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import figures, given, lab, topology
+from vllm_livepatch.tools.lab.options import LMCACHE, VLLM
 from vllm_livepatch.tools.measured import measured_on
 
+from tests.unit.support import Cli
 from tests.unit.test_lab_demo import result
 
 TORCH = "class cuda:\n    is_available = staticmethod(lambda: {there})\n    get_device_name = staticmethod(lambda n: 'A GPU')\n"
@@ -96,11 +98,43 @@ def test_what_it_lacks_is_one_line(packages: dict[str, str], torch: str | None, 
 
 
 def test_what_is_no_interpreter_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    for place, why in ((tmp_path / "none", "No such file"), (Path("/bin/false"), "exit code 1")):
+    for place, why in (
+        (tmp_path / "none", "No such file"),
+        (Path("/bin/false"), "exit code 1"),
+        (Path("/bin/true"), "it is no Python"),
+        (Path("/bin/cat"), "it is no Python"),
+        (Path("/bin/ls"), "cannot access '-'"),  # and nothing of what it was asked
+    ):
         done = CliRunner().invoke(app, ["lab", "lmcache", "--python", str(place), "--out", str(tmp_path / "out")])
         assert done.exit_code == 2 or isinstance(done.exception, UserError)
         assert why in (done.output + str(done.exception))
     assert not (tmp_path / "out").exists(), "nothing half-written"
+
+
+@pytest.mark.parametrize("option", ["--vllm", "--lmcache"])
+def test_an_interpreter_has_its_own_releases(option: str, tmp_path: Path, cli: Cli) -> None:
+    done = cli("lab", "engine", "--python", str(tmp_path), option, "0.29.0")
+    assert (done.code, done.lines) == (
+        2,
+        ["vllm-livepatch: --python has its own vLLM and LMCache: leave out --vllm and --lmcache"],
+    )
+
+
+def test_releases_are_the_default_ones_where_none_is_named(cli: Cli) -> None:
+    assert "vLLM 0.32.0, LMCache 0.5.6" in cli("lab", "engine", "--dry-run").out
+    assert "vLLM 0.29.0, LMCache 0.5.6" in cli("lab", "engine", "--dry-run", "--vllm", "0.29.0").out
+    assert (lab.Options.vllm, lab.Options.lmcache) == (VLLM, LMCACHE)
+
+
+@pytest.mark.parametrize("variable", ["LIVEPATCH=off", "LIVEPATCH_FAILED_LOADS=of", "PYTHONPATH=/x"])
+def test_what_would_undo_a_setup_is_refused(variable: str, cli: Cli) -> None:
+    name = variable.partition("=")[0]
+    done = cli("lab", "engine", "--compare", "--env", variable, "--dry-run")
+    assert (done.code, done.out, done.lines) == (
+        2,
+        "",
+        [f"vllm-livepatch: --env {name}: a setup has its own; --set VARIABLE=VALUE sets the patches' variables"],
+    )
 
 
 def test_a_gpu_that_was_used_is_named_beside_the_machine() -> None:

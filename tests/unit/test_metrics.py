@@ -305,11 +305,11 @@ def test_a_real_prometheus_scrapes_alerts_and_answers_the_dashboard(state: Path,
         metric, label = re.findall(r"^label_values\((\w+), (\w+)\)$", listed)[0]
         hosts = json.loads(get(f"{server}/api/v1/label/{label}/values?match[]={metric}"))["data"]
         assert hosts == ["node1", "node2"]
-        first = until(lambda: answers('ALERTS{alertname="LivepatchFaultMetFirst"}'), 60)
+        first = until(lambda: answers('ALERTS{alertname="LivepatchNewFault"}'), 60)
         assert {alert["metric"]["kind"] for alert in first} == {"calls", "late"}
         rules = json.loads(get(f"{server}/api/v1/rules"))["data"]["groups"][0]["rules"]
         assert {rule["name"]: rule["health"] for rule in rules} == dict.fromkeys(
-            ("LivepatchPatchMissing", "LivepatchFaultMetFirst", "LivepatchVersionsMixed", "LivepatchNoProcess"), "ok"
+            ("LivepatchPatchMissing", "LivepatchNewFault", "LivepatchVersionsMixed", "LivepatchNoProcess"), "ok"
         )
 
 

@@ -72,8 +72,16 @@ def test_status_says_of_each_patch_what_comes_back_without_it() -> None:
     assert sorted(named) == sorted(["LIVEPATCH=off", *catalogue.load()])
 
 
+def test_the_line_that_is_shown_has_the_versions_of_today() -> None:
+    page = (PATCHES.parent / "docs/status.md").read_text("utf-8")
+    (applied,) = re.findall(r"^`vllm-livepatch: .* applied=(\S+) ", page, re.MULTILINE)
+    entries = catalogue.load()
+    assert applied.split(",") == [entries[one.partition("@")[0]].patch.versioned for one in applied.split(",")]
+
+
 def test_status_says_where_counters_are_explained() -> None:
     assert "vllm-livepatch show PATCH" in printed(entry(parked=1))
+    assert "of a patch of your own, with --patch-dir DIR" in printed(entry(parked=1))
     assert "vllm-livepatch show PATCH" not in printed(entry())
 
 

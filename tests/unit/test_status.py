@@ -54,13 +54,13 @@ def test_two_hundred_processes_fit_one_screen(ask: Ask, state: Path) -> None:
     assert max(map(len, lines)) <= 200
     assert lines[:4] == [
         "200 processes on 21 hosts, 1 of them not heard of for three minutes",
-        "bundle 0.1.1: 1 processes; vllm 0.30.0",
+        "bundle 0.1.1: 1 process; vllm 0.30.0",
         "bundle 0.2.0+sha256:ab77c0deab77: 199 processes; vllm 0.29.0",
         "more than one bundle is in use",
     ]
     row = next(line for line in lines if line.split()[0] == NAMES[3])
     assert row.split() == [NAMES[3], "199", "0", "0", "1", "calls", "398,", "b", "199,", "c", "199,", "..."]
-    assert f"{NAMES[0]} is failed in 1 processes, such as pid " in done.out
+    assert f"{NAMES[0]} is failed in 1 process, such as pid " in done.out
     assert lines[-1] == f"and {len(NAMES) - 8} more"
     found = json.loads(ask("--summary", "--json").out)
     assert (found["processes"], found["hosts"], found["unheard"]) == (200, 21, 1)

@@ -9,34 +9,39 @@ all that `long` has (engines, the lab, simulated worlds), which it always keeps.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
-from vllm_livepatch.tools.bench import (
-    block_transfer,
-    bundle_size,
-    changed_import,
-    chunked_load,
-    figures,
-    git_apply,
-    idle_steps,
-    long,
-    moriio_wait,
-    name_resolution,
-    offline_check,
-    pinned_allocator,
-    reaper,
-    scheduler_steps,
-    startup,
-    wrapped_call,
-)
-from vllm_livepatch.tools.bench.figures import Figures
+import typer
+from vllm_livepatch.tools.commands import ending
 from vllm_livepatch.tools.errors import UserError
+
+with ending.needing("lab", "bench"):
+    from vllm_livepatch.tools.bench import (
+        block_transfer,
+        bundle_size,
+        changed_import,
+        chunked_load,
+        figures,
+        git_apply,
+        idle_steps,
+        long,
+        moriio_wait,
+        name_resolution,
+        offline_check,
+        pinned_allocator,
+        reaper,
+        scheduler_steps,
+        startup,
+        wrapped_call,
+    )
+    from vllm_livepatch.tools.bench.figures import Figures
+    from vllm_livepatch.tools.lab import given
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BENCHMARKS: dict[str, Callable[[], Figures]] = {
@@ -62,41 +67,59 @@ WITH_ENGINES = ("idle_stepping",)
 """Kept likewise, each by its own command with --write."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(BENCHMARKS)}")
-    parser.add_argument("--write", action="store_true", help="keep them in docs/figures, and fill the pages")
-    parser.add_argument("--long", action="store_true", help="what takes minutes to hours: results below docs")
-    parser.add_argument("--python", type=Path, help="with --long: an interpreter with vLLM and LMCache for a GPU")
-    options = parser.parse_args()
-    if options.long:
-        _measure_long(options.names, options.python)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME...", help=f"Default: all of {', '.join(BENCHMARKS)}.")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Keep them in docs/figures, and fill the pages.")] = False,
+    takes_long: Annotated[
+        bool, typer.Option("--long", help="What takes minutes to hours: results below docs.")
+    ] = False,
+    python: Annotated[
+        Path | None,
+        typer.Option("--python", metavar="PATH", help="With --long: an interpreter with vLLM and LMCache for a GPU."),
+    ] = None,
+) -> None:
+    """The figures of the pages, measured again: what changed."""
+    if (takes_long or write) and not (CHECKOUT / figures.PLACE).is_dir():
+        raise UserError("what is kept and written is a checkout's: this runs in none")
+    if takes_long:
+        _measure_long(names or [], python)
         return
-    if unknown := [name for name in options.names if name not in BENCHMARKS]:
-        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    for name in options.names or BENCHMARKS:
+    if python is not None:
+        raise UserError("--python goes with --long")
+    if unknown := [name for name in names or () if name not in BENCHMARKS]:
+        raise UserError(f"there is no {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    for name in names or BENCHMARKS:
         print(f"{name} ...", file=sys.stderr, flush=True)
         file = CHECKOUT / figures.PLACE / f"{name}.json"
         old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
         new = figures.kept(BENCHMARKS[name](), CHECKOUT)
         for line in figures.changes(old, new):
             print(f"{name}: {line}", flush=True)
-        if options.write:
+        if write:
             figures.write(new, name, CHECKOUT)
-    if options.write:
+    if write:
         figures.fill(CHECKOUT)
 
 
 def _measure_long(names: list[str], python: Path | None) -> None:
+    if python is not None:
+        given.ask(python)
     try:
         for line in long.measure(CHECKOUT, names, python):
             print(line, flush=True)
-    except UserError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
     except subprocess.CalledProcessError as error:
         print(f"bench: exit code {error.returncode} from {shlex.join(error.cmd)}", file=sys.stderr)
-        raise SystemExit(1) from error
+        raise typer.Exit(1) from error
+
+
+def main() -> None:
+    ending.end_with(app, name="bench", bare=())
 
 
 if __name__ == "__main__":

@@ -48,10 +48,10 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Print it. Where nobody takes it (piped into head), the exit code is still asked for."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except BrokenPipeError:
         drop_output()
 
@@ -119,7 +119,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _status(options: argparse.Namespace) -> int:
     return show_status(
-        status.state_directory(options.state_dir),
+        status.state_directory(options.state_dir, bool(options.require)),
         as_json=options.json,
         watch=options.watch,
         as_summary=options.summary,

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -36,11 +37,17 @@ class Reports(NamedTuple):
     unreadable: Sequence[Path] = ()  # of another user, or of a form that is not known here
 
 
-def state_directory(given: Path | None) -> Path:
-    """Where the reports are. A directory that somebody named must exist; the default one may not, yet."""
+def state_directory(given: Path | None, required: bool = False) -> Path:
+    """Where the reports are. A directory that somebody named must exist; the default one may not, yet.
+
+    Where patches are `required`, one that does not exist holds no live process: that is the answer, and no bad input.
+    """
     named = given or (Path(os.environ["LIVEPATCH_STATE_DIR"]) if os.environ.get("LIVEPATCH_STATE_DIR") else None)
     if named is not None and not os.path.isdir(named):
-        raise UserError(f"{named} is not a directory, or not to be seen by this user")
+        message = f"{named} is not a directory, or not to be seen by this user"
+        if not required:
+            raise UserError(message)
+        print(f"vllm-livepatch: {message}", file=sys.stderr)
     if named is None:
         try:
             os.close(report.opened({}))

@@ -103,12 +103,16 @@ def summary(reports: Reports) -> dict[str, Any]:
     }
 
 
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun if number == 1 else {'process': 'processes'}.get(noun, f'{noun}s')}"
+
+
 def summary_text(found: dict[str, Any]) -> str:
     """At most a screen, however many processes there are."""
     silent = f", {found['unheard']} of them not heard of for three minutes" if found["unheard"] else ""
-    lines = [f"{found['processes']} processes on {found['hosts']} hosts{silent}"]
+    lines = [f"{_many(found['processes'], 'process')} on {_many(found['hosts'], 'host')}{silent}"]
     lines += [
-        f"bundle {name}: {bundle['processes']} processes; {'; '.join(bundle['packages'][:_KINDS])}"
+        f"bundle {name}: {_many(bundle['processes'], 'process')}; {'; '.join(bundle['packages'][:_KINDS])}"
         + (f"; {len(bundle['packages']) - _KINDS} other sets of packages" if len(bundle["packages"]) > _KINDS else "")
         for name, bundle in sorted(found["bundles"].items())
     ]
@@ -122,7 +126,7 @@ def summary_text(found: dict[str, Any]) -> str:
     troubles = found["troubles"]
     for trouble in troubles[:_TROUBLES]:
         first = f"pid {trouble['example']['pid']} on {trouble['example']['host']}"
-        where = f"{trouble['processes']} processes, such as {first}"
+        where = f"{_many(trouble['processes'], 'process')}, such as {first}"
         line = f"{trouble['name']} is {trouble['state']} in {where}, {why(trouble)}"
         lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...")
     lines += [f"and {len(troubles) - _TROUBLES} more" for _ in troubles[_TROUBLES : _TROUBLES + 1]]

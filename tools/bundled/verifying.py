@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,6 +20,8 @@ GENERATION = re.compile(r"livepatch-[^/]+-[0-9a-f]{16}|_vllm_livepatch")
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _OUTSIDE = re.compile(r"^/|(^|/)\.\.(/|$)|\0")
 """In a manifest: a name of no file below the bundle."""
+_UNREADABLE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error)
+"""What the standard library raises for a zip file that was cut off, or in which bytes were changed."""
 _BEING_WRITTEN = re.compile(r"\.pyc\.[0-9]+$")
 """How an interpreter calls bytecode until it is whole; of one that was killed it stays, and none imports it."""
 
@@ -36,22 +40,27 @@ def verified(place: Path, digest: str | None = None) -> Verified:
     """Compare a bundle (directory or zip) with its manifest, and that with `digest`.
 
     Bytecode that an interpreter has cached beside the sources since is not the bundle's. What an upgrade left for the
-    processes that it found running is compared with the manifest that came with it. Raises UserError where there is no
-    bundle, its manifest cannot be read, or `digest` is none.
+    processes that it found running is compared with the manifest that came with it. A bundle that is damaged so that
+    the rest cannot be compared differs by that. Raises UserError where there is no bundle, or `digest` is none.
     """
     if digest is not None and not _DIGEST.fullmatch(digest):
         raise UserError(f"--digest {digest} is not sha256: and 64 hexadecimal digits, as `generate` prints it")
     if not place.exists():
         raise UserError(f"{place} does not exist")
-    files: _Files = _Zip(place) if place.is_file() else _Directory(place)
+    try:
+        files: _Files = _Zip(place) if place.is_file() else _Directory(place)
+    except _Damaged as error:
+        return Verified("", [f"{place} is damaged: {error}"], 0, [])
     manifest = files.read(MANIFEST)
     if manifest is None:
         raise UserError(f"{place} is not a bundle: it has no {MANIFEST}")
     expected = _listed(manifest)
-    if isinstance(expected, str):
-        raise UserError(f"{place / MANIFEST} is damaged: {expected}")
     own = "sha256:" + hashlib.sha256(manifest).hexdigest()
     found = [f"the bundle's digest is {own}, not {digest}"] if digest not in (None, own) else []
+    if isinstance(expected, str):
+        if not any(map(GENERATION.fullmatch, files.tops())):
+            raise UserError(f"{place} is not a bundle: its {MANIFEST} is none of one's: {expected}")
+        return Verified(own, [*found, f"{MANIFEST} is damaged: {expected}"], 0, [])
     compared = len(expected)
     current = {name.partition("/")[0] for name in expected}
     all_of_it = {**expected, **_own_manifests(current, manifest)}
@@ -103,9 +112,16 @@ def _source_of(name: str) -> str | None:
     return str(folder / f"{path.name.partition('.')[0]}.py")
 
 
+class _Damaged(Exception):
+    """A zip file that was one."""
+
+
 class _Directory:
     def __init__(self, place: Path) -> None:
         self._place = place
+
+    def tops(self) -> list[str]:
+        return [entry.name for entry in self._place.iterdir()]
 
     def names(self) -> list[str]:
         """Links to directories as well: Python imports what is behind one."""
@@ -125,10 +141,19 @@ class _Directory:
 class _Zip:
     def __init__(self, place: Path) -> None:
         try:
+            with place.open("rb") as opened:
+                begun = opened.read(4) == b"PK\3\4"
             with zipfile.ZipFile(place) as archive:
                 self._files: Mapping[str, bytes] = {name: archive.read(name) for name in archive.namelist()}
-        except (zipfile.BadZipFile, OSError) as error:
+        except _UNREADABLE as error:
+            if begun:
+                raise _Damaged(str(error) or type(error).__name__) from error
             raise UserError(f"{place} is neither a directory nor a zip file: {error}") from error
+        except OSError as error:
+            raise UserError(f"{place} cannot be read: {error.strerror or error}") from error
+
+    def tops(self) -> list[str]:
+        return [name.partition("/")[0] for name in self._files]
 
     def names(self) -> list[str]:
         return list(self._files)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.tools.bundled import verdicts
+from vllm_livepatch.tools.bundled import command, verdicts
 from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import rendering
@@ -119,7 +119,7 @@ def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[s
 def show(answer: Answer, as_json: bool) -> None:
     if as_json:
         judged = {"patches": [one.described() for one in answer.patches], "pairs": [answer.pair] if answer.pair else []}
-        print(json.dumps({"packages": answer.packages, **judged}, indent=1))
+        command.say(json.dumps({"packages": answer.packages, **judged}, indent=1))
     else:
         rendering.print_check(Console(), answer.packages, answer.patches)
         if answer.pair:

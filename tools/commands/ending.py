@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
+from rich.console import Console
 from vllm_livepatch.tools.bundled import command as bundled
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases.sources import SourcesError
@@ -20,15 +22,18 @@ def end_with(
 
     ``bare`` is what it does without arguments, ``prog_name`` what its help calls it.
     """
+    # Rich would exit with 1 where its output is piped into head; typer has consoles of its own.
+    Console.on_broken_pipe = lambda self: bundled.drop_output()  # type: ignore[method-assign]
     try:
         code = app(sys.argv[1:] or list(bare), standalone_mode=False, prog_name=prog_name)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        bundled.say("", end="")
     except (UserError, SourcesError) as error:
         _fail(name, str(error))
     except KeyboardInterrupt:
         _interrupted()
-    except BrokenPipeError:  # piped into head
+    except SystemExit as ended:
+        if not isinstance(ended.__context__, BrokenPipeError):  # click's answer to head, with 1
+            raise
         bundled.drop_output()
         sys.exit(0)
     except OSError as error:  # what nobody foresaw: a full disk, a directory that this user may not look into
@@ -43,6 +48,16 @@ def end_with(
             raise
         _fail(name, formatted() or "see --help")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def needing(extra: str, name: str) -> Iterator[None]:
+    """What is imported within comes with an extra: without it, ``name`` says so in one line, and exits with 2."""
+    try:
+        yield
+    except ImportError as error:
+        why = error.__cause__ or error  # a module of ours may have said it in its own words
+        _fail(name, f"more packages are needed (in the checkout: pip install '.[{extra}]'): {why}")
 
 
 def _interrupted() -> NoReturn:

@@ -207,5 +207,10 @@ def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableT
         reasons = {patch["reason"] for patch in process["patches"]}
         parts += [Text(f"  {reason}: {text}", style="dim") for reason, text in MEANINGS.items() if reason in reasons]
     if any(patch["counters"] for process in processes for patch in process["patches"]):
-        parts.append(Text("vllm-livepatch show PATCH says what its counters count", style="dim"))
+        parts.append(
+            Text(
+                "vllm-livepatch show PATCH says what its counters count; of a patch of your own, with --patch-dir DIR",
+                style="dim",
+            )
+        )
     return Group(*parts)

@@ -20,6 +20,9 @@ QUIET_SECONDS = 1.0
 """A command that answers within these says nothing of its progress."""
 
 
+_LONGEST = 366 * 86400.0
+
+
 class _TimeIsUp(BaseException):
     """No `except Exception` on the way may take it for a failure of its own."""
 
@@ -56,6 +59,8 @@ def deadline(seconds: float | None) -> Iterator[None]:
     if seconds is None:
         yield
         return
+    if not seconds <= _LONGEST:  # nor is nan
+        raise UserError(f"--timeout {seconds:g}: up to {_LONGEST:.0f} seconds, a year")
 
     def ring(*_: Any) -> None:
         raise _TimeIsUp

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,10 +107,7 @@ def interpreter_tree(python: str, packages: Iterable[str]) -> InterpreterTree:
     """The tree that an interpreter imports from. Raises UserError where it cannot be asked."""
     environ = {**os.environ, "LIVEPATCH": "off"}
     try:
-        answer = subprocess.run(
-            [python, "-c", _PROBE, *packages], capture_output=True, text=True, timeout=60, env=environ, check=True
-        )
-        path, found, version = json.loads(answer.stdout)
+        path, found, version = json.loads(_asked([python, "-c", _PROBE, *packages], environ))
     except subprocess.CalledProcessError as error:
         message = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{python} cannot say what is installed: {message}") from error
@@ -117,6 +115,20 @@ def interpreter_tree(python: str, packages: Iterable[str]) -> InterpreterTree:
         raise UserError(f"{python} is not an interpreter that can be asked: {error}") from error
     places = {name: places for name, places in found.items() if places}
     return InterpreterTree([part for part in path if part], places, version)
+
+
+def _asked(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """What a command prints. If it is not waited for to its end, what it has started ends with it."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ, start_new_session=True) as process:
+        try:
+            out, err = process.communicate(timeout=60)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, err)
+    return out
 
 
 def directory_tree(directory: Path) -> installed.Tree:

@@ -34,6 +34,8 @@ def text(form: str, image: str, model: str, bundle_image: str = "", image_volume
         raise UserError(f"there is no {form}; there are {', '.join(FORMS)}")
     if image_volume and form != "kubernetes":
         raise UserError("--image-volume is for kubernetes")
+    if bundle_image and form != "kubernetes":
+        raise UserError("--bundle-image is for kubernetes: elsewhere the bundle is a directory of the host")
     for name in (image, model, bundle_image):
         if not name.isprintable():
             raise UserError(f"{name!r} cannot be pasted: it has more than a line, or characters that cannot be seen")

@@ -24,13 +24,14 @@ from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import environments, faults, given, lab, loads, printing, report, summary, topology
 from vllm_livepatch.tools.lab.client import RequestFailed
+from vllm_livepatch.tools.lab.options import LMCACHE, VLLM
 from vllm_livepatch.tools.lab.supervisor import PartFailed
 
 
 def command(
     name: str,
-    vllm: str,
-    lmcache: str,
+    vllm: str | None,
+    lmcache: str | None,
     python: Path | None,
     load: str,
     fault: list[str] | None,
@@ -58,6 +59,9 @@ def command(
     ride = [change for change in described.changes if change in entries]
     bundled = catalogue.choose(entries, [*chosen, *ride] if chosen else [])
     toggles = {variable(patch): "on" for patch in chosen} | _variables("--set", setting or ())
+    for variable_ in (environment := _variables("--env", env or ())):
+        if variable_ == "PYTHONPATH" or variable_.startswith("LIVEPATCH"):
+            raise UserError(f"--env {variable_}: a setup has its own; --set VARIABLE=VALUE sets the patches' variables")
     wrong = verdicts.unusable([entry.patch for entry in (*bundled.values(), *_own(described, fault or ()))], toggles)
     if wrong:
         raise UserError(f"--set: {'; '.join(wrong)}")
@@ -73,6 +77,8 @@ def command(
             raise UserError(f"--print {form}: there are {', '.join(printing.FORMS)}")
         print(printing.FORMS[form](described, toggles), end="")
         return
+    if python and (vllm or lmcache):
+        raise UserError("--python has its own vLLM and LMCache: leave out --vllm and --lmcache")
     engines = given.ask(python) if python else None
     options = lab.Options(
         topology=described,
@@ -90,10 +96,10 @@ def command(
         patches=tuple(chosen),
         patch_dirs=tuple(entry.resolve() for entry in patch_dir or ()),
         toggles=toggles,
-        environment=_variables("--env", env or ()),
+        environment=environment,
         seed=seed,
-        vllm=engines.vllm if engines else vllm,
-        lmcache=engines.lmcache if engines else lmcache,
+        vllm=engines.vllm if engines else vllm or VLLM,
+        lmcache=engines.lmcache if engines else lmcache or LMCACHE,
         given=engines,
     )
     if dry_run:

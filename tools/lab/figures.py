@@ -16,8 +16,10 @@ import typer
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools.commands import ending, matrix
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import loads, report, summary, topology
 from vllm_livepatch.tools.releases import releases_file
+
+with ending.needing("lab", "figures"):
+    from vllm_livepatch.tools.lab import loads, report, summary, topology
 
 PLACE = Path("docs/lab")
 NAME = "lab"

@@ -49,14 +49,22 @@ def ask(python: Path) -> Given:
     place = Path(os.path.abspath(python.expanduser()))  # no link is followed: it is what makes a virtual environment
     try:
         done = subprocess.run(
-            [str(place), "-c", _ASKED], capture_output=True, text=True, env=environment(place, {}), timeout=_SECONDS
+            [str(place), "-"],  # what is no Python does not get the question into its error message
+            input=_ASKED,
+            capture_output=True,
+            text=True,
+            env=environment(place, {}),
+            timeout=_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"--python {python}: it cannot be run: {getattr(error, 'strerror', None) or error}") from error
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise UserError(f"--python {python}: {why}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    try:
+        found = dict(json.loads((done.stdout.splitlines() or [""])[-1]))
+    except ValueError as error:
+        raise UserError(f"--python {python}: it is no Python") from error
     for name in ("vllm", "lmcache"):
         if not found[name]:
             raise UserError(f"--python {python}: it has no {name}; the lab needs both vLLM and LMCache")

@@ -9,6 +9,7 @@ import typer
 from vllm_livepatch.tools.errors import UserError
 
 TOPOLOGIES = Path(__file__).with_name("topologies")
+VLLM, LMCACHE = "0.32.0", "0.5.6"
 FORMS = ("kubernetes", "shell", "slurm")
 
 
@@ -19,8 +20,10 @@ def names() -> list[str]:
 
 def lab(
     name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help=f"One of: {', '.join(names())}.")],
-    vllm: Annotated[str, typer.Option("--vllm", metavar="X", help="A release that has a CPU build.")] = "0.32.0",
-    lmcache: Annotated[str, typer.Option("--lmcache", metavar="Y")] = "0.5.6",
+    vllm: Annotated[
+        str | None, typer.Option("--vllm", metavar="X", help=f"A release that has a CPU build. Default: {VLLM}.")
+    ] = None,
+    lmcache: Annotated[str | None, typer.Option("--lmcache", metavar="Y", help=f"Default: {LMCACHE}.")] = None,
     python: Annotated[
         Path | None,
         typer.Option(
@@ -51,7 +54,8 @@ def lab(
         str, typer.Option("--patches", metavar="NAME,...", help="Only these, turned on. Default: all, as they decide.")
     ] = "",
     setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="VARIABLE=VALUE", help="For the patched setup; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="VARIABLE=VALUE", help="For the patched setup; repeatable."),
     ] = None,
     env: Annotated[
         list[str] | None,

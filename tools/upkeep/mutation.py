@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import typer
 from vllm_livepatch.tools import comments
+from vllm_livepatch.tools.commands import ending
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.toml import tomllib
 from vllm_livepatch.tools.upkeep import mutation_reach, mutation_report
@@ -350,4 +351,4 @@ def report(
 
 
 if __name__ == "__main__":
-    app()
+    ending.end_with(app, name="mutation")

@@ -49,6 +49,8 @@ def main(
     jobs: Annotated[int, typer.Option("--jobs", "-n", help="Release tests at a time.")] = 2,
 ) -> None:
     """Fetch, judge, write, drive: what a new release takes."""
+    if not (ROOT / TESTS).is_dir():
+        raise UserError("a checkout's data is written: this runs in none")
     package, version = _parsed(release)
     console = Console()
     judged(console, package, version)
@@ -160,10 +162,8 @@ def run() -> NoReturn:
     """Run the command; bad input is one line on stderr and exit 2."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(help=__doc__)(main)
-    ending.end_with(app)
+    ending.end_with(app, name="newrelease", bare=())
 
 
 if __name__ == "__main__":
-    if not (ROOT / TESTS).is_dir():
-        sys.exit("newrelease runs in a checkout, whose data it writes")
     run()

@@ -1,36 +1,54 @@
-"""A patch's variants anew, after its `calls` changed: `python -m vllm_livepatch.tools.upkeep.regroup NAME...`.
+"""A patch's variants: for a new patch, and anew after its `calls` changed.
 
-For a checkout. The fingerprints of every release that patch.toml lists are computed anew; a variant whose releases no
-longer have one code becomes several, with its verdict and facts. Companions are all pinned releases of their package.
-What a release is (`needed`, its facts) stays for a person to judge, and the release tests to show.
+    python -m vllm_livepatch.tools.upkeep.regroup NAME...
+
+For a checkout. The fingerprints of every release that patch.toml lists are computed; a variant whose releases do not
+have one code becomes several, with its verdict and facts. Companions are all pinned releases of their package. What a
+release is (`needed`, its facts) stays for a person to judge, and the release tests to show.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import typer
 from vllm_livepatch.sitecustomize import cache, installed
-from vllm_livepatch.sitecustomize.decision import Patch, module_of
+from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
-from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.bundled import naming
+from vllm_livepatch.tools.commands import ending
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published, registry, releases_file
 from vllm_livepatch.tools.releases.sources import SourcesError
 from vllm_livepatch.tools.toml import tomllib
-from vllm_livepatch.tools.upkeep import catalogue_edits
+from vllm_livepatch.tools.upkeep import catalogue_edits, versions
 
 Code = dict[str, str]
 
 
 def regrouped(text: str, name: str) -> str:
-    """A patch.toml with its variants and companions computed from its targets and calls. Raises UserError."""
+    """A patch.toml with its variants and companions computed from its targets and calls.
+
+    A variant needs its `releases` and nothing else. Raises UserError.
+    """
+    try:
+        new = _regrouped(text, name)
+        to_patch(name, tomllib.loads(new))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"patch {name}: {error}") from error
+    except (PatchError, SourcesError) as error:
+        raise UserError(str(error)) from error
+    return new
+
+
+def _regrouped(text: str, name: str) -> str:
     facts = tomllib.loads(text)
     bare = to_patch(name, {key: value for key, value in facts.items() if key not in ("variant", "companion")})
+    if not facts.get("variant") or not all(variant.get("releases") for variant in facts["variant"]):
+        raise UserError(f'patch {name}: it needs a [[variant]], and each one its releases, such as ["0.32.0"]')
     tops = dict.fromkeys(module_of(call).partition(".")[0] for call in bare.calls)
     companions = [top for top in tops if top != bare.package]
     listed = [release for variant in facts.get("variant", []) for release in variant["releases"]]
@@ -44,11 +62,8 @@ def regrouped(text: str, name: str) -> str:
         own = [one for one in bare.names if (module_of(one).partition(".")[0] in companions) == (package in companions)]
         return {one: digest for one in own if (digest := found[one]) is not None}
 
-    try:
-        with ThreadPoolExecutor() as pool:
-            codes = dict(zip(asked, pool.map(lambda one: code(*one), asked), strict=True))
-    except SourcesError as error:
-        raise UserError(str(error)) from error
+    with ThreadPoolExecutor() as pool:
+        codes = dict(zip(asked, pool.map(lambda one: code(*one), asked), strict=True))
     above, _, _ = text[: text.index("\n[[variant]]\n")].partition("\n[code]\n")
     forms = [
         (kept, group, one)
@@ -117,19 +132,20 @@ def names_of(patch: Patch) -> list[str]:
     return [name for name in patch.names if not any(name in form.code for form in forms)]
 
 
-def main(names: list[str]) -> None:
-    """Rewrite the patch.toml of each. Raises UserError."""
-    entries: Mapping[str, Any] = catalogue.load()
-    for name in names:
-        file: Path = entries[name].folder / "patch.toml"
-        text = regrouped(catalogue_edits.read(file), name)
-        releases_file.write(file, text)
-        patch = catalogue.read(file.parent).patch
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Patches of this checkout.")]) -> None:
+    """Fill in the variants of these patches, and their fingerprints, for the releases that each patch.toml lists."""
+    folders = {versions.name_of(folder): folder for folder in versions.folders()}
+    files = {name: folders[name] / "patch.toml" for name in [naming.known(folders, name) for name in names]}
+    texts = {name: regrouped(catalogue_edits.read(file), name) for name, file in files.items()}
+    for name, text in texts.items():
+        releases_file.write(files[name], text)
+        patch = to_patch(name, tomllib.loads(text))
         print(f"{name}: {len(patch.variants)} variants; in no release: {', '.join(names_of(patch)) or 'none'}")
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(str(error))
+    ending.end_with(app, name="regroup", bare=())

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import typer
 from vllm_livepatch import patches as own_patches
+from vllm_livepatch.tools.commands import ending
 from vllm_livepatch.tools.toml import tomllib
 
 LOCK = Path(__file__).parent / "patch_versions.toml"
@@ -83,6 +85,15 @@ def _head(text: str) -> str:
     return text[: found.start()] if found else text
 
 
-if __name__ == "__main__":
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main() -> None:
+    """Raise the version of each patch that has changed since its version was locked, and lock it."""
     for sentence in raised(folders()) or ["no patch has changed"]:
         print(sentence, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    ending.end_with(app, name="versions", bare=())
