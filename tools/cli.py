@@ -277,6 +277,8 @@ def verify(
     found = verifying.verified(place, digest)
     for difference in found.differences:
         print(difference)
+    if found.caution:
+        print(f"vllm-livepatch: {found.caution}", file=sys.stderr)
     if found.differences:
         raise typer.Exit(1)
     print(f"{place}: the {found.compared} files of its manifest are all as written, {found.digest}")

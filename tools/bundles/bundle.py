@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from importlib import metadata
@@ -151,8 +150,7 @@ def cached(files: Mapping[str, bytes]) -> Path:
         try:
             if out.is_dir() and not verified(out).differences:
                 return out
-            shutil.rmtree(out, ignore_errors=True)
-            write_directory(files, out)
+            write_directory(files, out)  # over what is there: processes run it
         except UserError:
             continue
         return out
