@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 import types
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -226,7 +225,7 @@ def _state() -> Finding:
             while not os.path.lexists(above):
                 above = os.path.dirname(above)
     except OSError as error:
-        return WARNING, f"no report can be left in {error.filename or tempfile.gettempdir()}: {error.strerror or error}"
+        return WARNING, f"no report can be left in {error.filename}: {error.strerror or error}"
     except Exception as error:  # a damaged bundle's, which is found by itself; a thread would show a traceback
         return WARNING, f"no report can be left: {error}"
     if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
