@@ -71,6 +71,16 @@ def test_bytecode_that_asks_for_no_source_is_a_difference(patched: Sandbox, text
     assert patched.python(USE_STEP).out == PATCHED
 
 
+def test_generate_removes_bytecode_of_what_it_writes_again(patched: Sandbox) -> None:
+    assert patched.python(USE_STEP).out == PATCHED
+    planted = cached(patched, patched.package / "sitecustomize/hook.py")
+    planted.write_bytes(b"")
+    assert [line for line in verified(patched.bundle).differences if planted.name in line]
+    patched.generate()
+    assert list(patched.bundle.rglob("*.pyc")) == []
+    assert verified(patched.bundle).differences == []
+
+
 def test_bytecode_of_its_source_is_none_however_it_is_checked(patched: Sandbox) -> None:
     plant(patched, (patched.bundle / "sitecustomize.py").read_text(), CHECKED)
     assert verified(patched.bundle).differences == []

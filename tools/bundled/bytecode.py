@@ -1,8 +1,8 @@
 """Whether the bytecode beside a source is that source's: Python runs it in the source's place.
 
-Of a header, only this is asked; what it is the header of is compared with what this interpreter makes of the source.
-Bytecode of another Python (its first four bytes say so) cannot be compared here, nor can it be told from what somebody
-wrote by hand. Line tables do not count: they are shorter under `-X no_debug_ranges`.
+What this Python wrote is compared with what this Python makes of the source. What another one wrote (its first four
+bytes say so) cannot be compared here: it must have the source's time and size, which prove nothing. Line tables do not
+count: they are shorter under `-X no_debug_ranges`.
 """
 
 from __future__ import annotations
