@@ -41,9 +41,9 @@ def in_time(function: Callable[..., _Answer], *arguments: Any) -> _Answer | None
     return answers[0] if answers else None
 
 
-def directory(environ: Mapping[str, str]) -> str | None:
+def directory(environ: Mapping[str, str], mode: int = os.W_OK | os.X_OK) -> str | None:
     """The user's cache directory for us, else one of the user's own under the temporary directory; None where neither
-    can be written.
+    can be used, or `mode` is more than we may do there.
     """
     for place, look in _candidates(environ):
         try:
@@ -53,7 +53,7 @@ def directory(environ: Mapping[str, str]) -> str | None:
         except OSError:
             continue
         # What is read from here is executed, so it must be ours, and under a shared directory no link to elsewhere.
-        if safe and stat.S_ISDIR(status.st_mode) and _only_ours(status) and os.access(place, os.W_OK | os.X_OK):
+        if safe and stat.S_ISDIR(status.st_mode) and _only_ours(status) and os.access(place, mode):
             return place
     return None
 

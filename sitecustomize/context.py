@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import sys
 import threading
 import time
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 from . import guard, redaction
 
 SAY_EVERY_SECONDS = 30.0
+STDERR_SECONDS = 1.0
+"""How long a line waits for a stderr that takes nothing, such as a pipe that is full and that nobody reads."""
 
 _Error = TypeVar("_Error", bound=BaseException)
 _Wrapper = TypeVar("_Wrapper", bound="Callable[..., Any] | guard.Before | guard.After")
@@ -169,10 +172,15 @@ def to_stderr(message: str) -> None:
     line(message)
 
 
+_unread: list[int] = []
+"""The stderr that was waited for in vain, until it takes something again."""
+
+
 def line(message: str) -> None:
     """One line, whole or not at all: processes that share a stderr do not mix theirs, and a closed one hurts nobody.
 
-    Without secrets. With LIVEPATCH_LOG=json it is an object: `time` (seconds since 1970), `logger`, `pid`, `message`.
+    An import, a fork and the process's end wait for it, so that a line that nobody takes is given up. Without secrets.
+    With LIVEPATCH_LOG=json it is an object: `time` (seconds since 1970), `logger`, `pid`, `message`.
     """
     message = redaction.sentence(message)
     text = f"vllm-livepatch: {message}\n"
@@ -186,6 +194,19 @@ def line(message: str) -> None:
             sys.stderr.write(text)
             sys.stderr.flush()
             return
-        sys.stderr.flush()
-        # In one piece, and past the buffer: what that cannot write becomes the process's exit code, 120.
-        os.write(descriptor, text.encode("utf-8", "backslashreplace"))
+        data = text.encode("utf-8", "backslashreplace")
+        if _takes(descriptor):
+            sys.stderr.flush()
+        # Past the buffer: what that cannot write becomes the process's exit code, 120. A pipe that takes anything takes
+        # so much in one piece. It is not made non-blocking: who else has it would find it so.
+        while data and _takes(descriptor):
+            data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
+
+
+def _takes(descriptor: int) -> bool:
+    """Whether a write would not wait. Once this was waited for in vain, it is only looked at."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    found = bool(poll.poll(0 if descriptor in _unread else STDERR_SECONDS * 1000))
+    _unread[:] = [] if found else [descriptor]
+    return found

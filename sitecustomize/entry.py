@@ -2,8 +2,7 @@
 #
 # It runs in every Python process that has the bundle on PYTHONPATH, so it imports only what `site` has imported
 # already, does nothing but put one finder first on `sys.meta_path`, and parses on Python 2.7. An interpreter that the
-# bundle does not serve, or LIVEPATCH=off, sees no trace of it. (Of a word that is none of LIVEPATCH's the runtime says
-# that it counts as off, in the processes that it would have served.)
+# bundle does not serve, or LIVEPATCH=off, sees no trace of it. (Of any other word the runtime says that it is off.)
 import os
 import sys
 
@@ -52,17 +51,20 @@ def arm():
 
 def run_next():
     """Run the `sitecustomize` that this one hides, as if this one were not there: it gets the name in `sys.modules`."""
-    rest = sys.path[sys.path.index(HERE) + 1 :] if HERE in sys.path else []
-    if sys.version_info[0] == 2:
-        import imp
-
-        found = imp.find_module("sitecustomize", rest)
-        imp.load_module("sitecustomize", *found)
+    after = sys.path.index(HERE) + 1 if HERE in sys.path else len(sys.path)
+    if sys.version_info < (3, 10):  # by its own import: loaders of then, as a zip file's, may have no exec_module
+        run_next.own = own = sys.modules.pop("sitecustomize", None)  # Python 2 empties a module that nobody holds
+        before, sys.path[:after] = sys.path[:after], []
+        try:
+            __import__("sitecustomize")
+        finally:
+            sys.path[:0] = before
+            sys.modules.setdefault("sitecustomize", own)  # where there is no other, as who loads this one expects it
         return True
     import _frozen_importlib
     import _frozen_importlib_external
 
-    spec = _frozen_importlib_external.PathFinder.find_spec("sitecustomize", rest)
+    spec = _frozen_importlib_external.PathFinder.find_spec("sitecustomize", sys.path[after:])
     if spec is None:
         return False
     module = _frozen_importlib.module_from_spec(spec)

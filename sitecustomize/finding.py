@@ -225,9 +225,14 @@ def load_hook() -> Any:
         if damages[0] is not error:  # another thread writes the line
             return None
         try:
+            import select
+
             line = f"vllm-livepatch: the bundle is damaged, nothing is patched: {error}\n"
-            os.write(sys.stderr.fileno(), line.encode("utf-8", "backslashreplace"))
-        except (AttributeError, OSError, ValueError):  # no stderr, or a closed one
+            poll = select.poll()
+            poll.register(sys.stderr.fileno(), select.POLLOUT)
+            if poll.poll(1000):  # a pipe that is full, and that nobody reads, is not waited for
+                os.write(sys.stderr.fileno(), line.encode("utf-8", "backslashreplace")[: select.PIPE_BUF])
+        except (AttributeError, ImportError, OSError, ValueError):  # no stderr, or a closed one
             pass
         if os.environ.get("LIVEPATCH", "").strip().lower() == "strict":
             os._exit(78)

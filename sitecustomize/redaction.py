@@ -11,8 +11,8 @@ HIDDEN = "***"
 
 _WORDS = frozenset(
     (
-        *("auth", "authorization", "bearer", "cookie", "cred", "creds", "credential", "credentials", "jwt"),
-        *("pass", "passcode", "pat", "pw", "pwd", "sas"),
+        *("auth", "authorization", "bearer", "cookie", "cred", "creds", "credential", "credentials", "headers"),
+        *("honeycomb", "jwt", "pass", "passcode", "pat", "pw", "pwd", "sas"),
     )
 )
 _ENDS = (
@@ -31,6 +31,8 @@ _ENDS = (
 )
 _NUMBER = re.compile(r"[\d.,_]+[kKmMgG]?(i?[bB])?")
 _FLAG = re.compile(r"--?[a-z][a-z0-9_.-]*(=.*)?", re.DOTALL)  # a value that begins with - seldom is all small letters
+# The next words are its value, as where nothing quotes a header.
+_BEFORE = re.compile(r"(?:-[\w.-]+=)?[A-Za-z_][\w.-]*:(?:bearer|basic)?|bearer", re.IGNORECASE)
 _WHOLE = re.compile(r"(-*[A-Za-z_][\w.-]*\s*[:=]\s*)(.+)", re.DOTALL)  # NAME=value, --name=value, Header: value
 # No pattern may take more than one look at a place: a command line can hold a megabyte, and here the engine waits.
 # Quotes inside of quotes have a backslash in front.
@@ -45,6 +47,8 @@ _MORE = re.compile(r"\s+" + _NO_FLAG)
 _MORE_QUOTED = re.compile(r",?\s+" + _NO_FLAG)
 _VALUE = re.compile(r"""\\{0,3}"[^"]*"|\\{0,3}'[^']*'|[^\s,;&}\])"']+""")
 _USER = re.compile(r"(://)[^/\s\"']+(@)")  # to the last one: a password may hold another
+# The same where no scheme is in front, as a proxy's may be. An image's digest comes behind such a sign, too.
+_HOST = re.compile(r"""(?<![^\s"'`=,;(\[{])([^\s"'`=,;(\[{:@/]{0,100}:)(?!//)[^\s"']{1,200}@(?=[\w\[])(?!sha256:)""")
 _SCHEME = re.compile(r"\b(bearer|basic)(\s+)[^\s\"']+", re.IGNORECASE)
 # curl's and others'. What is a number twice is a user and a group, as docker's -u has them.
 _LOGIN_WORD = r"(?:-[A-Za-z]{0,8}[uU]|--(?:proxy-)?user)"
@@ -53,9 +57,15 @@ _LOGIN = re.compile(
     rf"""(?<![^\s"'`(])((?:{_LOGIN_WORD}(?:\\{{0,3}}["'],)?[=\s]+|-[uU])\\{{0,3}}["']?(?!\d+:\d+(?:[\s"'\\]|$))"""
     r"""[^\s:"'\\]*:)(?!//)[^\s"'\\]+"""
 )
-# Hugging Face, OpenAI and the like, GitHub, GitLab, Slack, AWS, Google, JSON web tokens.
+# Hugging Face, OpenAI and the like, GitHub, GitLab, Slack, AWS, Google, NVIDIA, Groq, DigitalOcean, Stripe, Docker,
+# npm, PyPI, Vault, Grafana, Replicate, Perplexity, xAI; JSON web tokens.
 _KNOWN = re.compile(
-    r"\b(hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abprs]-|A[KS]IA|AIza|eyJ[\w-]{8,999}\.)[\w./+=-]{12,}", re.ASCII
+    r"\b(hf_|api_org_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abeoprs]-|xapp-|A[KS]IA|AIza|ya29\.|nvapi-|gsk_|do[opr]_v1_|"
+    r"[rs]k_(?:live|test)_|dckr_pat_|npm_|pypi-|hv[bs]\.|gl(?:sa|c)_|r8_|pplx-|xai-|eyJ[\w-]{8,999}\.)[\w./+=-]{12,}",
+    re.ASCII,
+)
+_PEM = re.compile(
+    r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY).*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL
 )
 _DEEP = 4  # names in front of a value, as in --env=FOO_TOKEN=value
 _SWITCHES = frozenset(("auto", "on", "off", "force", "strict", "none", "true", "false"))
@@ -73,7 +83,8 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
             shown.append(argument if _harmless(flag, argument) else HIDDEN)
             first = False
             continue
-        flag = argument if is_flag and "=" not in argument and is_secret(argument) else ""
+        names = (is_flag and "=" not in argument) or _BEFORE.fullmatch(argument) is not None
+        flag = argument if names and is_secret(argument) else ""
         first = bool(flag)
         shown.append(_login(argument) if was_login else _text(argument))
     return shown
@@ -91,6 +102,7 @@ def is_secret(name: str) -> bool:
 
 def _secret_words(name: str) -> list[str]:
     parts = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    parts = [part.rstrip("0123456789") for part in parts]  # the second of them is one, too
     return [part for part in parts if part in _WORDS or part.endswith(_ENDS)]
 
 
@@ -166,7 +178,9 @@ def _without(names: re.Pattern[str], text: str, shown: Collection[str] = ()) -> 
 
 def _forms(text: str) -> str:
     """Without those that are known by their form."""
+    text = _PEM.sub(rf"\1{HIDDEN}", text)
     text = _USER.sub(rf"\1{HIDDEN}\2", text)
+    text = _HOST.sub(rf"\1{HIDDEN}@", text)
     text = _LOGIN.sub(rf"\1{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
     return _KNOWN.sub(rf"\1{HIDDEN}", text)

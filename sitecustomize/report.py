@@ -23,12 +23,15 @@ _PATH = getattr(os, "O_PATH", os.O_RDONLY)  # it need not be readable to be writ
 
 
 def directory(environ: Mapping[str, str]) -> str:
-    """Where reports go: LIVEPATCH_STATE_DIR, else a per-user directory under the system's temporary one.
-
-    Raises OSError where the system has no temporary directory.
-    """
+    """Where reports go: LIVEPATCH_STATE_DIR, else a per-user directory under the system's temporary one."""
     given = environ.get("LIVEPATCH_STATE_DIR")
-    return given or os.path.join(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}")
+    if given:
+        return given
+    try:
+        temporary = tempfile.gettempdir()
+    except OSError:  # none can be written to; `status` may read what was written before
+        temporary = os.environ.get("TMPDIR") or "/tmp"
+    return os.path.join(temporary, f"vllm-livepatch-{os.getuid()}")
 
 
 def start_ticks(pid: int) -> int | None:
@@ -101,7 +104,7 @@ class ProcessReport:
 
     def late(self) -> None:
         """A write was waited for, and has not come back."""
-        self.error = self.error or f"no report yet in {self._where()}, which is slow to answer"
+        self.error = self.error or f"no report yet in {directory(self._environ)}, which is slow to answer"
 
     def write(self, packages: Mapping[str, str | None], patches: list[dict[str, Any]]) -> None:
         host = os.uname().nodename
@@ -128,7 +131,7 @@ class ProcessReport:
                 os.close(place)
             self.error = None
         except OSError as error:
-            self.error = f"no report in {self._where()}: {error.strerror or error}"
+            self.error = f"no report in {directory(self._environ)}: {error.strerror or error}"
 
     def remove(self) -> None:
         """The process ends: it is nobody whose report `status` should show."""
@@ -159,9 +162,3 @@ class ProcessReport:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=place)
             raise
-
-    def _where(self) -> str:
-        try:
-            return directory(self._environ)
-        except OSError:
-            return "the state directory"

@@ -79,6 +79,10 @@ class ReportThread(Generic[Content]):
             self._stuck = not done
             return done
 
+    def is_there(self) -> bool:
+        """Whether there is a thread: some interpreters start none, and the system may have none left."""
+        return self._thread is not None
+
     def close(self) -> None:
         """At the process' exit. Where there is no thread, nothing has happened since the last report."""
         with self._changed:

@@ -81,9 +81,9 @@ class Reporter:
 
     def _begin(self) -> None:
         self._greeting.begin(self._patches.packages)
-        if not self._thread.flush(_FIRST_SECONDS):
+        if not self._thread.flush(_FIRST_SECONDS) and self._thread.is_there():
             self._report.late()
-            self._greeting.say()  # nobody would come to it later
+            self._greeting.say()  # nobody would come to it later; where there is no thread, the exit does
         environment = self._patches.environment
         troubles = (*environment.errors, *environment.notes)
         if troubles and environment.mode == "strict":

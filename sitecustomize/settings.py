@@ -128,10 +128,10 @@ def _parsed(option: Option, text: str) -> Any:
 
 
 def _within(option: Option, value: float) -> bool:
-    """Whether a number is one (a NaN is none), and within what the option takes."""
+    """Whether a number is one (a NaN is none, and so is what no clock reaches), and within what the option takes."""
     least = option.minimum if option.minimum is not None else value
     most = option.maximum if option.maximum is not None else value
-    return least <= value <= most
+    return least <= value <= most and abs(value) < float("inf")
 
 
 def wanted(option: Option) -> str:

@@ -12,13 +12,12 @@ the report says so.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
-import time
 import zipfile
 from importlib.machinery import PathFinder
 
+from .context import line
 from .report import ProcessReport
 
 VERSION = ""  # generate: the version of what it writes
@@ -37,21 +36,24 @@ ENTRY_NAME = "_vllm_livepatch_late"
 
 def check() -> None:
     """The entry point. Where no bundle is armed: one is armed late, or a line on stderr and a report, or the end."""
-    mode = os.environ.get("LIVEPATCH", "auto").strip().lower()
-    if mode not in ARMED or is_armed():
+    mode = _mode()
+    if mode in OFF or is_armed():
+        return
+    if mode not in ARMED:
+        line(f"{_unknown()}, and no bundle is armed in this process (pid {os.getpid()})")
         return
     imported = sorted({module for modules in MODULES.values() for module in modules if module in sys.modules})
     before = f"; {len(imported)} of its targets' modules are imported already" if imported else ""
     why = why_not()
     place = next(iter(_bundles()), None)
     if place is not None and _arm(place):
-        _say(f"the bundle was armed late, by the guard: {why}{before} (pid {os.getpid()})")
+        line(f"the bundle was armed late, by the guard: {why}{before} (pid {os.getpid()})")
         return
     problem = f"no bundle is armed in this process, nothing is patched: {why}{before}"
     if mode == "strict":
-        _say(f"LIVEPATCH=strict: {problem}")
+        line(f"LIVEPATCH=strict: {problem}")
         os._exit(EXIT_STRICT)  # an exception would be vLLM's to catch
-    _say(f"{problem} (pid {os.getpid()})")
+    line(f"{problem} (pid {os.getpid()})")
     report = ProcessReport(os.environ, {"bundle": "", "version": VERSION, "digest": None, "settings": {}})
     vllm = sys.modules.get("vllm")
     if os.environ.get("LIVEPATCH_STATE_KEEP", "").strip().lower() not in ON:
@@ -88,15 +90,26 @@ def main() -> None:
     """`python -m vllm_livepatch_guard`: the same for this interpreter, and whether vLLM would ask. Exit 1: it would not
     be patched, or nobody would say so."""
     chosen = os.environ.get("VLLM_PLUGINS")
-    off = os.environ.get("LIVEPATCH", "auto").strip().lower() not in ARMED
+    off, known = _mode() in OFF, _mode() in (*OFF, *ARMED)
     enabled = chosen is None or NAME in chosen.split(",")
     if off:
         print("LIVEPATCH turns it off")
+    elif not known:
+        print(_unknown())
     else:
         print("a bundle is armed" if is_armed() else f"no bundle is armed: {why_not()}")
     if not enabled:
         print(f"VLLM_PLUGINS={chosen} leaves the guard out: vLLM will not run it; add {NAME}")
-    sys.exit(0 if enabled and (off or is_armed()) else 1)
+    sys.exit(0 if enabled and known and (off or is_armed()) else 1)
+
+
+def _mode() -> str:
+    return os.environ.get("LIVEPATCH", "auto").strip().lower()
+
+
+def _unknown() -> str:
+    """As the bundle says it, where one is armed."""
+    return f"LIVEPATCH={os.environ['LIVEPATCH']!r} is none of auto, off, strict; it counts as off"
 
 
 def _bundles() -> list[str]:
@@ -112,7 +125,7 @@ def _arm(place: str) -> bool:
         code = spec.loader.get_code("sitecustomize")  # type: ignore[union-attr]
         exec(code, {"__name__": ENTRY_NAME, "__file__": spec.origin})  # type: ignore[union-attr]
     except Exception as error:  # a damaged bundle must not end the engine
-        _say(f"{place} cannot be armed: {type(error).__name__}: {error}")
+        line(f"{place} cannot be armed: {type(error).__name__}: {error}")
     return is_armed()
 
 
@@ -134,16 +147,3 @@ def _described(name: str, problem: str) -> dict[str, object]:
     wanted = toggle in ON or (name in DEFAULT and toggle not in OFF)
     state = {"state": "skipped", "reason": "late" if wanted else "optional", "detail": detail, "verdict": None}
     return {"name": name, **state, "targets": [], "counters": {}}
-
-
-def _say(message: str) -> None:
-    """One line on stderr, as the bundle's own are."""
-    line = f"vllm-livepatch: {message}\n"
-    if os.environ.get("LIVEPATCH_LOG", "").strip().lower() == "json":
-        entry = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}
-        line = json.dumps(entry) + "\n"
-    try:
-        sys.stderr.write(line)
-        sys.stderr.flush()
-    except (AttributeError, OSError, ValueError):  # no stderr, or a closed one
-        pass

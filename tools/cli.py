@@ -277,6 +277,8 @@ def verify(
 ) -> None:
     """The bundle is what `generate` wrote. Exit 1 where it is not, 2 where there is none."""
     found = verifying.verified(place, digest)
+    if found.caution:
+        print(f"vllm-livepatch: {found.caution}", file=sys.stderr)
     if found.differences:
         command.say("\n".join(found.differences))
         raise typer.Exit(1)

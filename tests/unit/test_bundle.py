@@ -393,4 +393,7 @@ def test_the_cached_bundle_is_made_once_and_made_good(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert bundle.cached(files).parent.parent == tmp_path
+    assert bundle.cached(files).parent.parent.parent == tmp_path
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="there is no place for the bundle: neither the user's cache nor a temporary"):
+        bundle.cached(files)

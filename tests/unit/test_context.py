@@ -111,3 +111,8 @@ def test_a_stderr_without_a_file_gets_its_line(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(sys, "stderr", stderr)
     context.line("a line")
     assert stderr.getvalue() == "vllm-livepatch: a line\n"
+
+
+def test_a_process_without_a_stderr_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    context.line("nobody hears it")

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,38 @@ def test_any_value_in_any_place_of_a_report(state: Path, own: bool) -> None:
             text.encode()
     assert beside.exists()
     assert min(counts.values()) > 50
+
+
+FORGED = "x\npid 1 on here\tsince ever"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({key: FORGED} for key in ("host", "started", "bundle", "version", "digest", "python")),
+        {"packages": {FORGED: "1.0", "vllm": FORGED}},
+        {"patches": [fleet.patch(FORGED, "failed", FORGED, verdict=FORGED, counters={FORGED: 1}, targets=[FORGED])]},
+    ],
+    ids=lambda more: str(*more),
+)
+def test_a_line_break_makes_no_line_of_its_own(state: Path, more: dict[str, Any]) -> None:
+    """It would look like another process, or another patch."""
+    file = fleet.leave(state, fleet.patch("around"))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    found = status.read(state)
+    required = [patch["name"] for patch in found.live[0]["patches"]]
+    shown = [
+        summary.processes_text(found),
+        summary.summary_text(summary.summary(found)),
+        *status.unmet(found, required),
+    ]
+    assert not [line for text in shown for line in text.splitlines() if line.lstrip().startswith("pid 1 on here")]
+    assert not re.search(r"\\[nt]", json.dumps(found.live))
+
+
+def test_the_name_of_a_file_makes_no_line_of_its_own(tmp_path: Path) -> None:
+    found = status.Reports([], [], [], [tmp_path / "a\nb\x1b.json"])
+    assert f"such as {tmp_path}/a b?.json: " in status.unread(found)
 
 
 def test_a_truth_is_no_number(state: Path) -> None:

@@ -5,6 +5,7 @@ Tests in those that this machine lacks are skipped, counted and named at the end
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,33 @@ def test_the_next_sitecustomize_runs_in_an_unsupported_interpreter(patched: Sand
     assert bare.code == 0
 
 
+@pytest.mark.parametrize("version", UNSERVED + SERVED)
+@pytest.mark.parametrize("what", ["none", "sitecustomize", "package", "raises"])
+@pytest.mark.parametrize("bundle", ["bundle", "bundle.zip"])
+def test_the_next_sitecustomize_runs_that_is_in_a_zip_file(
+    patched: Sandbox, what: str, bundle: str, version: str
+) -> None:
+    source = patched.write(NEXT[what] or {"other.py": ""}, patched.root / "next")
+    next_one = shutil.make_archive(str(patched.root / "next"), "zip", source)
+    shutil.make_archive(str(patched.bundle), "zip", patched.bundle)
+    show = (
+        "import sys; print(sorted(vars(sys.modules.get('sitecustomize', 7)))) if 'sitecustomize' in sys.modules else 0"
+    )
+    done = [
+        finish(
+            [str(interpreters.find(version)), "-c", show],
+            patched.environ(path=[*own, next_one, patched.site], PYTHONDONTWRITEBYTECODE="1", LIVEPATCH="off"),
+            cwd=patched.root,
+        )
+        for own in ([], [patched.root / bundle])
+    ]
+    assert done[1] == done[0]
+    assert done[0].code == 0
+    assert ("theirs" in done[0].out, done[0].err != "") == (what == "sitecustomize", what == "raises")
+
+
 @pytest.mark.parametrize("version", UNSERVED)
 def test_the_zip_leaves_an_unsupported_interpreter_unchanged(patched: Sandbox, version: str) -> None:
-    import shutil
-
     archive = Path(shutil.make_archive(str(patched.root / "bundle"), "zip", patched.bundle))
     python = str(interpreters.find(version))
     for arguments in (COMMANDS["modules"], COMMANDS["engine"], COMMANDS["error"]):
@@ -144,18 +168,17 @@ def test_versions_that_no_machine_here_has(patched: Sandbox, version: tuple[int,
     assert done.code == (0 if armed else 1), done
 
 
-@pytest.mark.parametrize(("major", "imp"), [(2, True), (3, False)])
-def test_the_next_sitecustomize_is_run_as_the_interpreter_does_it(patched: Sandbox, major: int, imp: bool) -> None:
-    """`imp` is Python 2's, and gone from later ones; the serial number of a release candidate says nothing."""
+@pytest.mark.parametrize("version", [(2, 9), (3, 9), (3, 10), (3, 15)])
+def test_what_comes_before_the_bundle_is_not_run_again(patched: Sandbox, version: tuple[int, int]) -> None:
+    """Another `sitecustomize` may run ours: the next one is looked for behind it, and the path is as it was."""
+    before = patched.write({"sitecustomize.py": "print('again')\n"}, patched.root / "before")
     following = patched.write({"sitecustomize.py": "print('the next one')\n"}, patched.root / "next")
-    asked = "import sys, types\nasked = []\nimp = sys.modules['imp'] = types.SimpleNamespace()\n"
-    asked += "imp.find_module = lambda name, path: (name, path)\nimp.load_module = lambda *found: asked.append(found)\n"
-    entry = patched.bundle / "sitecustomize.py"
-    path = [str(patched.bundle), str(following)]
-    then = f"sys.path[:0] = {path!r}\nrunpy.run_path({str(entry)!r})\nprint(asked and asked[0][0])"
-    code = asked + OTHERWISE.format(version=(major, 9, 0, "candidate", 2 if major == 3 else 0), then=then)
+    path = [str(before), str(patched.bundle), str(following)]
+    then = f"sys.path[:0] = {path!r}\nrunpy.run_path({str(patched.bundle / 'sitecustomize.py')!r})\n"
+    then += f"print(sys.path[:3] == {path!r}, sys.modules['sitecustomize'].__file__)"
+    code = OTHERWISE.format(version=(*version, 0, "candidate", 2), then=then)
     done = finish([PYTHON, "-S", "-c", code], patched.environ(path=[]), cwd=patched.root)
-    assert (done.code, done.out) == (0, "sitecustomize\n" if imp else "the next one\n[]\n"), done.err
+    assert (done.code, done.out) == (0, f"the next one\nTrue {following}/sitecustomize.py\n"), done.err
 
 
 def test_all_places_serve_the_same_versions() -> None:

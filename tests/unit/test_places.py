@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.unit import debian
 from tests.unit.support import PATCHED, PYTHON, STOCK, USE_STEP, WORK, Done, Sandbox, finish
 
 NOBODY = 65534
@@ -275,3 +278,44 @@ def test_multiprocessing_without_a_target_is_as_ever(patched: Sandbox) -> None:
     assert armed == bare
     assert bare.out.count("[(0, False), (2, False), (4, False)]") == 3, bare.err
     assert not patched.state.exists()
+
+
+def nothing_writable(sandbox: Sandbox, *command: str | Path, **more: str) -> Done:
+    """A process in a namespace in which every file system is read-only, its pseudo ones too."""
+    mounts = "awk '{print $5}' /proc/self/mountinfo | sort -r | while read m; do mount -o remount,ro,bind $m; done"
+    enter = ["unshare", *([] if os.getuid() == 0 else ["--user", "--map-root-user"]), "--mount", "sh", "-c"]
+    script = f'{mounts} 2>/dev/null; touch {sandbox.root}/x 2>/dev/null && exit 99; cd /; exec "$@"'
+    environ = {**sandbox.environ(**more), "LIVEPATCH_STATE_DIR": ""}
+    done = finish([*enter, script, "sh", *command], environ)
+    if done.code == 99 or "unshare" in done.err:
+        debian.lack("the right to mount")
+    return done
+
+
+def test_where_nothing_can_be_written(patched: Sandbox) -> None:
+    """Each answer is right, and plain: patched all the same, no report, and nowhere a traceback."""
+    place = Path(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}")
+    done = nothing_writable(patched, PYTHON, "-c", USE_STEP)
+    assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err
+    assert f"; no report in {place}: Read-only file system" in done.greeting
+    done = nothing_writable(patched, PYTHON, patched.bundle, "doctor")
+    assert (done.code, done.err) == (0, "")
+    (state,) = (line for line in done.out.splitlines() if " state directory: " in line)
+    assert state.startswith(f"warning  state directory: no report can be left in {place}: ")
+    assert state.endswith(" cannot be written to")
+    tool = str(Path(sys.executable).with_name("vllm-livepatch"))
+    for command in ([PYTHON, str(patched.bundle)], [tool]):
+        done = nothing_writable(patched, *command, "status", "--json")
+        assert (done.code, done.err) == (0, ""), command
+        assert isinstance(json.loads(done.out), list)
+
+
+def test_run_where_nothing_can_be_written(patched: Sandbox) -> None:
+    """It uses the bundle that it wrote earlier, or says what to do."""
+    tool = str(Path(sys.executable).with_name("vllm-livepatch"))
+    run = [tool, "run", "--patch-dir", str(patched.patches), "--patch", "around", "--", PYTHON, "-c", USE_STEP]
+    done = nothing_writable(patched, *run, PYTHONPATH=str(patched.site))
+    assert (done.code, done.out, len(done.lines)) == (2, "", 1)
+    assert done.err.startswith("vllm-livepatch: there is no place for the bundle: ")
+    assert finish(run, patched.environ(path=[patched.site])).out == PATCHED
+    assert nothing_writable(patched, *run, PYTHONPATH=str(patched.site)).out == PATCHED

@@ -64,6 +64,29 @@ LINES: dict[str, tuple[list[str], list[str]]] = {
     "of AWS for a while": (["ASIA" + SECRET * 2], [f"ASIA{HIDDEN}"]),
     "of GitHub": ([f"ghr_{SECRET * 2}"], [f"ghr_{HIDDEN}"]),
     "a web token": (["--jwt", SECRET], ["--jwt", HIDDEN]),
+    "a proxy without a scheme": (["--proxy", f"user:{SECRET}@host:80"], ["--proxy", f"user:{HIDDEN}@host:80"]),
+    "a proxy after =": ([f"--proxy=:{SECRET}@[::1]:80"], [f"--proxy=:{HIDDEN}@[::1]:80"]),
+    "a proxy whose password has signs in it": ([f"curl -x 'me:p@:,={SECRET}@host:80'"], [f"curl -x 'me:{HIDDEN}@host:80'"]),
+    "a second variable": ([f"TOKEN2={SECRET}"], [f"TOKEN2={HIDDEN}"]),
+    "a second flag": (["--key2", SECRET, "--secretkey1", SECRET, "-v"], ["--key2", HIDDEN, "--secretkey1", HIDDEN, "-v"]),
+    "a header in words": (
+        ["--header", "Authorization:", "Bearer", SECRET, "--port", "80"],
+        ["--header", "Authorization:", HIDDEN, HIDDEN, "--port", "80"],
+    ),
+    "a header at its flag": (["--header=Authorization:", "Basic", SECRET], ["--header=Authorization:", HIDDEN, HIDDEN]),
+    "a header with its scheme": (["-H", "Authorization:Basic", SECRET], ["-H", f"Authorization:{HIDDEN}", HIDDEN]),
+    "a scheme in words": (["-H", "X:", "Bearer", SECRET], ["-H", "X:", "Bearer", HIDDEN]),
+    "headers": (["--otlp-headers", f"a=1,x-b={SECRET}", "-v"], ["--otlp-headers", HIDDEN, "-v"]),
+    "a header of a tracer": (["-H", f"x-honeycomb-team: {SECRET}"], ["-H", f"x-honeycomb-team: {HIDDEN}"]),
+    "a private key": (
+        [f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----\n", "-v"],
+        [f"-----BEGIN RSA PRIVATE KEY{HIDDEN}\n", "-v"],
+    ),
+    "a private key that is cut off": ([f"k='-----BEGIN PRIVATE KEY-----\\n{SECRET} "], [f"k='-----BEGIN PRIVATE KEY{HIDDEN}"]),
+    **{
+        f"of {form}": (["login", f"{form}{SECRET * 2}"], ["login", f"{form}{HIDDEN}"])
+        for form in ("nvapi-", "gsk_", "xapp-", "dop_v1_", "sk_live_", "dckr_pat_", "pypi-", "hvs.", "ya29.", "xoxe-")
+    },
     "known by its form": (["login", f"hf_{SECRET * 2}"], ["login", f"hf_{HIDDEN}"]),
 }  # fmt: skip
 PLAIN = [
@@ -73,6 +96,16 @@ PLAIN = [
     ["--config", '{"token": null, "password": false, "api_key": [true, null]}'],
     ["python", "-c", "from x import y; print(y(7))"],
     ["docker", "run", "-u", "1000:1000", "docker run --user 0:0 x", "python -u -c 'x: y'", "git -u http://host/x"],
+    [
+        "image",
+        "repository/name:v1@sha256:abc",
+        "git@host:owner/name",
+        "http://h:80/a@b",
+        "a: b@c",
+        "--x: y",
+        "-----BEGIN CERTIFICATE-----",
+    ],
+    ["--sha256", "abc", "--served-model-name", "name:1", "--h11-max-header-count", "256", "x: y", "basic", "model2"],
     ["--ssl-keyfile", "/etc/k.pem", "http://127.0.0.1:8000/v1?x=1", "-tp", "2", "", "-", "--"],
 ]
 
@@ -108,6 +141,10 @@ LONG = [
     "-u'",
     "--key ",
     "--key 'a', ",
+    "a:b,",
+    "a:@",
+    "-----BEGIN PRIVATE KEY-----",
+    "-----BEGIN ",
 ]
 
 
@@ -181,6 +218,7 @@ SENTENCES = {
     f"docker run -e HF_TOKEN={SECRET} -e A=b": f"docker run -e HF_TOKEN={HIDDEN} -e A=b",
     f"ValueError('--api-key {SECRET}')": f"ValueError('--api-key {HIDDEN}')",
     f"401 for Bearer {SECRET}": f"401 for Bearer {HIDDEN}",
+    f"ProxyError(user:{SECRET}@host:80)": f"ProxyError(user:{HIDDEN}@host:80)",
     f"no model at hf_{SECRET * 2}": f"no model at hf_{HIDDEN}",
 }
 

@@ -446,13 +446,19 @@ def test_a_directory_that_is_named_may_be_a_link_and_others_may_write_to_it(tmp_
 
 
 def test_a_system_without_a_temporary_directory(mocker: MockerFixture) -> None:
+    """Reports go nowhere; those that were left where it would be can be read."""
     mocker.patch.object(tempfile, "gettempdir", side_effect=FileNotFoundError(errno.ENOENT, "No usable one"))
+    name = f"vllm-livepatch-{os.getuid()}"
+    for given, place in (({"TMPDIR": "/proc/none"}, f"/proc/none/{name}"), ({"TMPDIR": ""}, f"/tmp/{name}")):
+        mocker.patch.dict(os.environ, given)
+        assert report.directory({}) == place
+    mocker.patch.dict(os.environ, {"TMPDIR": "/proc/none"})
     left = report.ProcessReport({}, {})
     left.write({}, [])
-    assert left.error == "no report in the state directory: No usable one"
+    assert left.error == f"no report in /proc/none/{name}: No such file or directory"
     left.error = None
     left.late()
-    assert left.error == "no report yet in the state directory, which is slow to answer"
+    assert left.error == f"no report yet in /proc/none/{name}, which is slow to answer"
 
 
 def test_what_lies_in_the_way_of_a_report_is_neither_followed_nor_changed(

@@ -138,6 +138,7 @@ def test_after_a_fork_the_exit_does_not_wait_for_a_file_system_that_hangs(
 def test_a_write_that_hangs_is_waited_for_once(thread: Thread) -> None:
     thread.hang = threading.Event()
     assert not thread.reporter.flush(0.01)
+    assert thread.reporter.is_there()
     until(lambda: thread.done)
     stuck = thread.reporter._thread
     thread.reporter.about_to_fork()  # neither waits: the thread is still there
@@ -225,6 +226,7 @@ def test_where_no_thread_can_be_had_the_exit_writes_itself(thread: Thread, monke
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     thread.reporter.soon(0.0)
     assert not thread.reporter.flush(20.0)
+    assert not thread.reporter.is_there()
     thread.reporter.close()
     assert (thread.done, thread.by) == (["end content"], ["MainThread"])
 

@@ -123,6 +123,18 @@ def test_a_file_system_that_hangs_is_reported_and_keeps_no_line_back(world: Worl
     assert len(world.lines) == 1
 
 
+def test_where_there_is_no_thread_the_exit_says_the_line(world: World) -> None:
+    """At the first decision nothing is applied yet, and the file system is not to blame."""
+    world.thread.flush.return_value = world.thread.is_there.return_value = False
+    world.decided(world.one, APPLY)
+    assert world.lines == []
+    world.applied(world.one)
+    world.reporter.close()
+    world.report.late.assert_not_called()
+    (line,) = world.lines
+    assert " applied=a " in line
+
+
 @pytest.mark.parametrize("error", [None, "no report in /place: No space left on device"])
 def test_a_report_that_cannot_be_left_is_in_the_line(world: World, error: str | None) -> None:
     world.report.error = error

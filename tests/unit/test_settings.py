@@ -209,7 +209,7 @@ def test_options_in_seconds_and_sizes(name: str, patch: str, option: str) -> Non
         assert environment.toggles[patch] == "auto"
         assert environment.errors == ()
     default = read({}).options[patch][option]
-    for text in ("-3", "0", "nan", "soon", "", "1,5", "10s"):
+    for text in ("-3", "0", "nan", "inf", "-inf", "Infinity", "1e400", "soon", "", "1,5", "10s"):
         environment = read({name: text})
         assert environment.options[patch][option] == default
         (error,) = environment.errors

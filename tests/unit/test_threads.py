@@ -125,3 +125,5 @@ def test_an_interpreter_that_allows_no_daemon_threads(patched: Sandbox) -> None:
     outer = f"import _xxsubinterpreters as inner; made = inner.create(); inner.run_string(made, {inner!r}); inner.destroy(made)"
     done = patched.python(outer, python=str(interpreters.find("3.11") or interpreters.find("3.10")))
     assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err
+    assert "; applied=around " in done.greeting
+    assert done.greeting.endswith("; LIVEPATCH=off turns it off")

@@ -173,11 +173,18 @@ def settled(reports: status.Reports, required: Sequence[str], prune: bool, patch
 def _verify(options: argparse.Namespace) -> int:
     found = verified(Path(options.place), options.digest)
     if options.json:
-        answer = {"digest": found.digest, "files": found.compared, "differences": found.differences}
+        answer = {
+            "digest": found.digest,
+            "files": found.compared,
+            "differences": found.differences,
+            "not_compared": found.foreign,
+        }
         _print_json({"bundle": options.place, **answer})
     else:
         as_written = f"{options.place}: the {found.compared} files of its manifest are all as written, {found.digest}"
         say("\n".join(found.differences) or as_written)
+    if found.caution:
+        print(f"vllm-livepatch: {found.caution}", file=sys.stderr)
     return 1 if found.differences else 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 import types
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from ...sitecustomize import cache, report, settings
 from ..errors import UserError
 from .verdicts import Catalogue, Judged, here
-from .verifying import verified
+from .verifying import Verified, verified
 
 Finding = tuple[str, str]
 """OK, WARNING or FAILED, and a sentence."""
@@ -44,13 +43,13 @@ class Diagnosis(NamedTuple):
 def examine(place: str, catalogue: Catalogue) -> Diagnosis:
     """All checks of the bundle at `place` in this process, started as those that it serves."""
     packages, judged = here(catalogue)
-    digest, bundle = _bundle(place, catalogue)
+    found, bundle = _bundle(place, catalogue)
     checks = [
         Check("bundle", *bundle),
         Check("interpreter", *_interpreter()),
         Check("LIVEPATCH", *_mode(catalogue)),
         Check("path", *_path(place)),
-        Check("loaded", *_loaded(place)),
+        Check("loaded", *_loaded(place, found.generation if found else "")),
         *(Check("guard", *found) for found in _guard()),
         *(Check("imported earlier", *found) for found in _imported_earlier(catalogue)),
         Check("wrapt", *_wrapt()),
@@ -58,11 +57,11 @@ def examine(place: str, catalogue: Catalogue) -> Diagnosis:
         Check("state directory", *(cache.in_time(_state) or (WARNING, "its file system does not answer"))),
         *(Check("patches", *found) for found in _patches(packages, judged)),
     ]
-    return Diagnosis(digest, checks, packages, judged)
+    return Diagnosis(found.digest if found else None, checks, packages, judged)
 
 
-def _bundle(place: str, catalogue: Catalogue) -> tuple[str | None, Finding]:
-    """Its digest, and whether it is what that is the digest of."""
+def _bundle(place: str, catalogue: Catalogue) -> tuple[Verified | None, Finding]:
+    """What it is, None where that cannot be read; and whether it is what its manifest says."""
     text = f"{place}, version {catalogue.version}"
     try:
         found = verified(Path(place))
@@ -71,8 +70,8 @@ def _bundle(place: str, catalogue: Catalogue) -> tuple[str | None, Finding]:
     wrong = found.differences
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return found.digest, (FAILED, f"{text} is not what generate wrote: {', '.join(wrong[:3])}{more}")
-    return found.digest, (OK, f"{text}, {found.digest}: the {found.compared} files of its manifest are all as written")
+        return found, (FAILED, f"{text} is not what generate wrote: {', '.join(wrong[:3])}{more}")
+    return found, (OK, f"{text}, {found.digest}: the {found.compared} files of its manifest are all as written")
 
 
 def _interpreter() -> Finding:
@@ -118,7 +117,7 @@ def _path(place: str) -> Finding:
     if first == 0:
         return OK, f"{own} is the first sitecustomize{after}"
     before = ", ".join(found[:first])
-    if _served_by() is None:
+    if _entry() is None:
         return FAILED, f"{before} comes before {own} and does not run the next one: name {place} first in PYTHONPATH"
     return WARNING, f"{before} comes before {own}, and runs the next one{after}"
 
@@ -135,8 +134,8 @@ def _sitecustomize_in(entry: str) -> str | None:
     return spec.origin or next(iter(spec.submodule_search_locations or ()), entry)
 
 
-def _loaded(place: str) -> Finding:
-    serving = _served_by()
+def _loaded(place: str, generation: str) -> Finding:
+    serving = _entry()
     if serving is None:
         try:
             with open(os.path.join(place, "sitecustomize.py"), "rb"):
@@ -146,18 +145,26 @@ def _loaded(place: str) -> Finding:
         except OSError as error:
             return FAILED, f"the bundle was not loaded in this process: {error}"
         return FAILED, "the bundle was not loaded in this process"
-    if not _same(serving, place):
-        return FAILED, f"another bundle serves this process: {serving}"
+    where = os.path.dirname(os.path.abspath(str(serving.get("__file__", ""))))
+    if not _same(where, place):
+        return FAILED, f"another bundle serves this process: {where}"
+    armed = str(serving.get("GENERATION", ""))
+    if generation not in ("", armed):
+        kept = serving.get("__cached__", "")
+        return FAILED, (
+            f"what was loaded is the entry of {armed}, and the bundle's is of {generation}: Python took "
+            f"{kept or 'bytecode'} for it, which an earlier bundle left; remove it, and replace bundles by `generate`"
+        )
     return OK, "the bundle was loaded in this process"
 
 
-def _served_by() -> str | None:
-    """The bundle whose finder is in place here."""
+def _entry() -> dict[str, Any] | None:
+    """The names of the bundle's entry whose finder is in place here."""
     for finder in sys.meta_path:
         if getattr(finder, "__name__", "") == "LivepatchFinder":
             find_spec: Any = getattr(finder, "find_spec", None)
             if isinstance(find_spec, types.FunctionType):
-                return os.path.dirname(os.path.abspath(str(find_spec.__globals__.get("__file__", ""))))
+                return find_spec.__globals__
     return None
 
 
@@ -218,7 +225,7 @@ def _state() -> Finding:
             while not os.path.lexists(above):
                 above = os.path.dirname(above)
     except OSError as error:
-        return WARNING, f"no report can be left in {error.filename or tempfile.gettempdir()}: {error.strerror or error}"
+        return WARNING, f"no report can be left in {error.filename}: {error.strerror or error}"
     except Exception as error:  # a damaged bundle's, which is found by itself; a thread would show a traceback
         return WARNING, f"no report can be left: {error}"
     if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):

@@ -16,7 +16,9 @@ try:  # to the end of this file: of one that was cut off anywhere, Python says s
 
         spec = PathFinder.find_spec(PACKAGE, [os.path.join(HERE, GENERATION) if GENERATION else HERE])
         if spec is None:
-            sys.stderr.write("vllm-livepatch: the bundle %s is damaged: it has no %s\n" % (HERE, PACKAGE))
+            message = "vllm-livepatch: the bundle %s is damaged: it has no %s/%s; "
+            message += "if another one lay there before, remove its __pycache__\n"
+            sys.stderr.write(message % (HERE, GENERATION, PACKAGE))
             sys.exit(1)
         there = sys.modules.get(PACKAGE)
         if there is not None and os.path.realpath(there.__file__) == os.path.realpath(spec.origin):

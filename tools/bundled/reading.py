@@ -46,6 +46,7 @@ _OPTIONAL = _LATER.keys()
 """Reports of version 0.1 lack them, and their patches a version."""
 _OBEYED = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, and those that turn the direction of what follows; no new line and no tab."""
+_BREAK = re.compile(r"[\n\t]")
 
 
 def process_of(content: Any) -> dict[str, Any]:
@@ -53,7 +54,10 @@ def process_of(content: Any) -> dict[str, Any]:
     content = _plain(content)
     if not _is(content, _FORM):
         raise ValueError("not a report")
-    process: dict[str, Any] = {key: content.get(key) for key in _FORM}
+    # What is shown in a line of its own has none in it: `host` must not look like another process.
+    process: dict[str, Any] = {
+        key: content.get(key) if key == "argv" else _plain(content.get(key), _BREAK, " ") for key in _FORM
+    }
     process["patches"] = [{key: patch[key] for key in _PATCH if key in patch} for patch in process["patches"]]
     names = {patch["name"] for patch in process["patches"]}
     if len(names) < len(process["patches"]) or not _is((process["settings"] or {}).get("toggles"), (dict, NoneType)):
@@ -62,6 +66,11 @@ def process_of(content: Any) -> dict[str, Any]:
     for patch in process["patches"]:
         patch["detail"] = patch["detail"] and sentence(patch["detail"])
     return process
+
+
+def on_one_line(text: str) -> str:
+    """A text as it can be shown."""
+    return _BREAK.sub(" ", _OBEYED.sub("?", text))
 
 
 def _is(value: Any, form: Any) -> bool:
@@ -78,12 +87,12 @@ def _is(value: Any, form: Any) -> bool:
     return isinstance(value, form) and not isinstance(value, bool)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, obeyed: re.Pattern[str] = _OBEYED, instead: str = "?") -> Any:
     """Text that can be printed, and numbers that JSON and Prometheus have."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(part) for key, part in value.items()}
+        return {_plain(key, obeyed, instead): _plain(part, obeyed, instead) for key, part in value.items()}
     if isinstance(value, list):
-        return [_plain(part) for part in value]
+        return [_plain(part, obeyed, instead) for part in value]
     if isinstance(value, (int, float)):
         return value if abs(value) < _TOO_LARGE else None
-    return _OBEYED.sub("?", value) if isinstance(value, str) else value
+    return obeyed.sub(instead, value) if isinstance(value, str) else value

@@ -17,7 +17,7 @@ from ...sitecustomize.decision import Patch, variable
 from ...sitecustomize.report_thread import HEARTBEAT_SECONDS
 from ..errors import UserError
 from .naming import known
-from .reading import process_of
+from .reading import on_one_line, process_of
 
 _LARGEST = 16 << 20  # bytes
 _NAMED = re.compile(r".+-\d+-[0-9a-f]{16}\.json")
@@ -139,7 +139,7 @@ def unread(reports: Reports) -> str:
     """What cannot be known here, in a sentence; empty where all can."""
     if not reports.unreadable:
         return ""
-    number, first = len(reports.unreadable), reports.unreadable[0]
+    number, first = len(reports.unreadable), on_one_line(str(reports.unreadable[0]))
     noun = "report" if number == 1 else "reports"
     why = "another user's, or of another version; ask as the user of the engine, by its own bundle"
     return f"{number} {noun} cannot be read here, such as {first}: {why}"

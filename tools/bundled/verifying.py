@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ..errors import UserError
+from . import bytecode
 
 MANIFEST = "manifest.json"
 GENERATION = re.compile(r"livepatch-[^/]+-[0-9a-f]{16}|_vllm_livepatch")
@@ -28,20 +29,35 @@ _BEING_WRITTEN = re.compile(r"\.pyc\.[0-9]+$")
 
 @dataclass(frozen=True)
 class Verified:
-    """`differences` is a sentence each, `compared` counts the files, `earlier` are folders of replaced bundles."""
+    """`differences` is a sentence each, `compared` counts the files, `earlier` are folders of replaced bundles.
+
+    `foreign` is bytecode of other Pythons than this one, which cannot be compared here; `generation` is the folder that
+    the manifest names.
+    """
 
     digest: str
     differences: list[str]
     compared: int
     earlier: list[str]
+    foreign: list[str]
+    generation: str = ""
+
+    @property
+    def caution(self) -> str:
+        """A line on what was not compared, '' where all was."""
+        more = f" and {len(self.foreign) - 1} more" if len(self.foreign) > 1 else ""
+        if not self.foreign:
+            return ""
+        return f"not compared: {self.foreign[0]}{more}, bytecode of another Python; verify with that one, or remove it"
 
 
 def verified(place: Path, digest: str | None = None) -> Verified:
     """Compare a bundle (directory or zip) with its manifest, and that with `digest`.
 
-    Bytecode that an interpreter has cached beside the sources since is not the bundle's. What an upgrade left for the
-    processes that it found running is compared with the manifest that came with it. A bundle that is damaged so that
-    the rest cannot be compared differs by that. Raises UserError where there is no bundle, or `digest` is none.
+    Bytecode that an interpreter has cached beside a source since is not the bundle's, and must be that source's. What
+    an upgrade left for the processes that it found running is compared with the manifest that came with it. A bundle
+    that is damaged so that the rest cannot be compared differs by that. Raises UserError where there is no bundle, or
+    `digest` is none.
     """
     if digest is not None and not _DIGEST.fullmatch(digest):
         raise UserError(f"--digest {digest} is not sha256: and 64 hexadecimal digits, as `generate` prints it")
@@ -77,14 +93,27 @@ def verified(place: Path, digest: str | None = None) -> Verified:
         all_of_it[f"{folder}/{MANIFEST}"] = hashlib.sha256(listed).hexdigest()
     for name, sha256 in sorted(all_of_it.items()):
         content = files.read(name)
-        if content is None:
+        if files.is_link(name):  # to what is not here: it may change, and a copy of the bundle may lack it
+            found.append(f"{name} is a link")
+        elif content is None:
             found.append(f"{name} is missing")
         elif hashlib.sha256(content).hexdigest() != sha256:
             found.append(f"{name} was changed")
-    sources = all_of_it.keys() & names
-    added = sorted(names - all_of_it.keys() - {MANIFEST})
-    found += [f"{name} was added" for name in added if _source_of(name) not in sources]
-    return Verified(own, found, compared, earlier)
+    if files.is_link(MANIFEST):
+        found.append(f"{MANIFEST} is a link")
+    sources = all_of_it.keys() & names if files.keeps_bytecode else set()
+    foreign: list[str] = []
+    for name in sorted(names - all_of_it.keys() - {MANIFEST}):
+        source = _source_of(name)
+        if source not in sources or files.is_link(name):
+            found.append(f"{name} was added")
+        elif name.endswith(".pyc"):
+            data = files.read(name) or b""
+            why = bytecode.wrong(name, data, files.read(source) or b"", files.modified(source))
+            found += [f"{name} {why}"] if why else []
+            foreign += [name] if bytecode.is_foreign(data) and not why else []
+    generation = next((folder for folder in current if folder.startswith("livepatch-")), "")
+    return Verified(own, found, compared, earlier, foreign, generation)
 
 
 def _own_manifests(folders: set[str], manifest: bytes) -> dict[str, str]:
@@ -117,6 +146,8 @@ class _Damaged(Exception):
 
 
 class _Directory:
+    keeps_bytecode = True
+
     def __init__(self, place: Path) -> None:
         self._place = place
 
@@ -137,8 +168,16 @@ class _Directory:
         except OSError as error:
             raise UserError(f"{self._place / name} cannot be read: {error.strerror or error}") from error
 
+    def is_link(self, name: str) -> bool:
+        return (self._place / name).is_symlink()
+
+    def modified(self, name: str) -> int:
+        return int((self._place / name).stat().st_mtime)
+
 
 class _Zip:
+    keeps_bytecode = False  # nobody writes it there
+
     def __init__(self, place: Path) -> None:
         try:
             with place.open("rb") as opened:
@@ -160,6 +199,12 @@ class _Zip:
 
     def read(self, name: str) -> bytes | None:
         return self._files.get(name)
+
+    def is_link(self, name: str) -> bool:
+        return False
+
+    def modified(self, name: str) -> int:
+        return 0
 
 
 _Files = _Directory | _Zip

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +13,8 @@ from types import ModuleType
 
 import wrapt
 from vllm_livepatch import sitecustomize
-from vllm_livepatch.tools import bundled, user_cache
+from vllm_livepatch.sitecustomize import cache
+from vllm_livepatch.tools import bundled
 from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
 from vllm_livepatch.tools.bundles import sbom
 from vllm_livepatch.tools.bundles.catalogue import Entry
@@ -141,22 +141,23 @@ def _targets(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def cached(files: Mapping[str, bytes]) -> Path:
-    """A directory that holds this bundle, in the user's cache (or a temporary place where that cannot be written)."""
-    name = hashlib.sha256(files[MANIFEST]).hexdigest()[:16]
-    for place in (
-        user_cache.directory() / "bundles",
-        Path(tempfile.gettempdir(), f"vllm-livepatch-{os.getuid()}-bundles"),
-    ):
-        out = place / name
-        try:
-            if out.is_dir() and not verified(out).differences:
-                return out
-            shutil.rmtree(out, ignore_errors=True)
-            write_directory(files, out)
-        except UserError:
-            continue
-        return out
-    raise UserError("neither the user's cache nor the temporary directory can be written")
+    """A directory that holds this bundle, in the user's cache (or a temporary place where that cannot be written).
+
+    Both are the user's alone: what is in there is executed. Raises UserError where there is none.
+    """
+    name = Path("bundles", hashlib.sha256(files[MANIFEST]).hexdigest()[:16])
+    for mode in (os.X_OK, os.W_OK | os.X_OK):  # what is there already can be used also where nothing can be written
+        place = cache.directory(os.environ, mode)
+        with contextlib.suppress(UserError):
+            if place is not None and not verified(Path(place, name)).differences:
+                return Path(place, name)
+    if place is None:
+        raise UserError(
+            "there is no place for the bundle: neither the user's cache nor a temporary directory can be written; "
+            "`generate --out DIR` writes it elsewhere, and a process needs no more than PYTHONPATH=DIR"
+        )
+    write_directory(files, Path(place, name))  # over what is damaged: processes run it
+    return Path(place, name)
 
 
 def _digest_of(files: Mapping[str, bytes]) -> str:

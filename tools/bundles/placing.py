@@ -89,13 +89,15 @@ def _place(files: Mapping[str, bytes], out: Path) -> None:
 
 def _place_generation(files: Mapping[str, bytes], out: Path, generation: str) -> None:
     own = {name: data for name, data in files.items() if name.startswith(f"{generation}/")}
+    for link in [found for found in (out / generation, *(out / generation).rglob("*")) if found.is_symlink()]:
+        link.unlink()  # nothing is written to where it leads
     if (out / generation).is_dir():  # it was here before: what is damaged of it is mended, file by file
         for name, data in own.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             _replace(out / name, data)
-        for file in [file for file in (out / generation).rglob("*") if file.is_file() and file.suffix != ".pyc"]:
-            if file.relative_to(out).as_posix() not in own:
-                file.unlink()
+        for file in [file for file in (out / generation).rglob("*") if not file.is_dir()]:
+            if file.relative_to(out).as_posix() not in own:  # bytecode, too: nobody knows whose it is
+                file.unlink(missing_ok=True)
     else:
         new = Path(tempfile.mkdtemp(prefix=_NEW, dir=out))
         for name, data in own.items():
@@ -137,7 +139,7 @@ def _written(file: Path, data: bytes) -> Path | None:
 
 def _remove_old(files: Mapping[str, bytes], out: Path, generation: str) -> None:
     """What is not the bundle's, and the folders of earlier ones that were replaced long enough ago."""
-    own = {name.partition("/")[0] for name in files} | {"__pycache__"}
+    own = {name.partition("/")[0] for name in files}
     earlier = [folder for folder in out.iterdir() if GENERATION.fullmatch(folder.name) and folder.is_dir()]
     replaced = (out / generation).stat().st_mtime
     for folder in sorted(earlier, key=lambda folder: folder.stat().st_mtime, reverse=True):
@@ -147,7 +149,9 @@ def _remove_old(files: Mapping[str, bytes], out: Path, generation: str) -> None:
             own.add(folder.name)
         replaced = folder.stat().st_mtime
     for found in list(out.iterdir()):
-        if found.name not in own:
+        if found.name == "__pycache__" and not found.is_symlink():
+            shutil.rmtree(found, ignore_errors=True)  # somebody who starts may be writing there
+        elif found.name not in own:
             _remove(found)
 
 
