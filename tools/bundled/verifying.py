@@ -66,7 +66,7 @@ def verified(place: Path, digest: str | None = None) -> Verified:
     try:
         files: _Files = _Zip(place) if place.is_file() else _Directory(place)
     except _Damaged as error:
-        return Verified("", [f"{place} is damaged: {error}"], 0, [])
+        return Verified("", [f"{place} is damaged: {error}"], 0, [], [])
     manifest = files.read(MANIFEST)
     if manifest is None:
         raise UserError(f"{place} is not a bundle: it has no {MANIFEST}")
@@ -76,7 +76,7 @@ def verified(place: Path, digest: str | None = None) -> Verified:
     if isinstance(expected, str):
         if not any(map(GENERATION.fullmatch, files.tops())):
             raise UserError(f"{place} is not a bundle: its {MANIFEST} is none of one's: {expected}")
-        return Verified(own, [*found, f"{MANIFEST} is damaged: {expected}"], 0, [])
+        return Verified(own, [*found, f"{MANIFEST} is damaged: {expected}"], 0, [], [])
     compared = len(expected)
     current = {name.partition("/")[0] for name in expected}
     all_of_it = {**expected, **_own_manifests(current, manifest)}
