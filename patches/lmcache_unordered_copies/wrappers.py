@@ -33,11 +33,13 @@ def parts(size: int, offset: int, step: int) -> Iterator[slice]:
         begin = end
 
 
-def is_stand_in() -> bool:
-    """Whether LMCache's copy is written in Python: where the compiled one is there, it is that."""
+def is_stand_in(name: str) -> bool:
+    """Whether an operation is LMCache's own, and written in Python: where the compiled one is there, it is that."""
     names = vars(sys.modules[GPU_OPS])
     ops = names["device_ops"] if "device_ops" in names else names["lmc_ops"]  # from 0.5.4 on an object
-    return isinstance(ops.lmcache_memcpy_async, (types.FunctionType, types.MethodType))
+    found = getattr(ops, name, None)
+    written = isinstance(found, (types.FunctionType, types.MethodType))
+    return written and found.__module__.partition(".")[0] == "lmcache"  # mp-block-transfer has one of its own
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
@@ -70,17 +72,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
             given = dict(zip((of, to), args, strict=False)) | kwargs
             buffer = given[BUFFER]
-            if not buffer.is_cuda or not is_stand_in():
+            unordered, ends_early = map(is_stand_in, ("lmcache_memcpy_async", "record_completion_on_stream"))
+            if not buffer.is_cuda or not (unordered or ends_early):
                 return wrapped(*args, **kwargs)
             try:
-                if is_beside_the_stream(given[MEMORY], buffer):
+                if unordered and is_beside_the_stream(given[MEMORY], buffer):
                     copy(of, given)
                     livepatch.count("copies")
                     answer = None
                 else:
                     answer = wrapped(*args, **kwargs)
-                # What counts the store or load as ended does not ask the stream.
-                torch.cuda.current_stream(buffer.device).synchronize()
+                if ends_early:  # what counts the store or load as ended does not ask the stream
+                    torch.cuda.current_stream(buffer.device).synchronize()
             except Exception as error:  # the device's or the release's: its own copy would be in no order
                 raise livepatch.deliberate(error)  # noqa: B904 (the same error)
             return answer

@@ -170,23 +170,25 @@ class Worker:
         return [layer.index_select(self.axis, torch.tensor(ids, device=self.device)) for layer in self.bytes]
 
 
-def there_and_back(form: str, device: str, log: Path, *more: str) -> dict[str, Any]:
-    """Six chunks of two blocks each are stored, and loaded into other blocks."""
+def there_and_back(form: str, device: str, log: Path, *more: str, skip: int = 0) -> dict[str, Any]:
+    """Six chunks of two blocks each are stored, and loaded into other blocks, but for the first `skip` of these."""
     server = Server(log, *more)
     came: dict[str, Any] = {}
     try:
         worker = Worker(server, form, device)
         old, new = list(range(5, 17)), list(reversed(range(40, 52)))
-        rest = [block for block in range(BLOCKS) if block not in new]
-        written, others = worker.blocks(old), worker.blocks(rest)
+        rest = [block for block in range(BLOCKS) if block not in new[skip:]]
+        others = worker.blocks(rest)
         worker.adapter.submit_store_request("writer", worker.operation(old), worker.event())
         came["stored"] = worker.ended("writer", stored=True)
         came["hit"] = worker.hit("reader", len(old) * BLOCK)
         if came["hit"]:
-            worker.adapter.submit_retrieve_request("reader", worker.operation(new), worker.event())
+            load = worker.operation(new)
+            load.skip_first_n_tokens = skip * BLOCK
+            worker.adapter.submit_retrieve_request("reader", load, worker.event())
             came["loaded"] = worker.ended("reader", stored=False)
             came["errors"] = sorted(worker.adapter.get_block_ids_with_load_errors())
-            came["same"] = all(map(torch.equal, written, worker.blocks(new)))
+            came["same"] = all(map(torch.equal, worker.blocks(old[skip:]), worker.blocks(new[skip:])))
             came["untouched"] = all(map(torch.equal, others, worker.blocks(rest)))
     except Exception as error:
         came["error"] = f"{type(error).__name__}: {error}"[:300]
@@ -245,6 +247,7 @@ EAGER = ("--no-l1-use-lazy",)
 """All of the server's memory is pinned at once; by default it is pinned by and by, and copied to and from in another way."""
 CASES: dict[str, Callable[[str, Path], dict[str, Any]]] = {
     **{form: functools.partial(there_and_back, form) for form in FORMS},
+    "K/V, part of a chunk skipped": functools.partial(there_and_back, "K/V", skip=1),
     "behind a step": behind_a_step,
     "K/V, eager": lambda device, log: there_and_back("K/V", device, log, *EAGER),
     "behind a step, eager": lambda device, log: behind_a_step(device, log, *EAGER),

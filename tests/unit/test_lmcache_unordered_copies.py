@@ -27,7 +27,11 @@ def test_a_copy_is_cut_where_a_pinned_piece_ends_and_nowhere_else(size: int, off
 
 
 def stand_in() -> None:
-    """What LMCache has in the place of its compiled copy."""
+    """What LMCache has in the place of a compiled operation."""
+
+
+def ours() -> None:
+    """What another patch has in the place of one."""
 
 
 class Operations:
@@ -36,15 +40,20 @@ class Operations:
     def lmcache_memcpy_async(self) -> None: ...
 
 
+stand_in.__module__ = Operations.lmcache_memcpy_async.__module__ = "lmcache.operations"
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
         ({"lmc_ops": SimpleNamespace(lmcache_memcpy_async=stand_in)}, True),
         ({"lmc_ops": SimpleNamespace(lmcache_memcpy_async=print)}, False),
+        ({"lmc_ops": SimpleNamespace(lmcache_memcpy_async=ours)}, False),
+        ({"lmc_ops": SimpleNamespace()}, False),
         ({"device_ops": Operations()}, True),
         ({"device_ops": SimpleNamespace(lmcache_memcpy_async=print), "lmc_ops": Operations()}, False),
     ],
-    ids=["stand-in", "compiled", "stand-in of an object", "compiled, of an object"],
+    ids=["stand-in", "compiled", "another patch's", "none", "stand-in of an object", "compiled, of an object"],
 )
 def test_a_stand_in_is_what_is_written_in_python(
     names: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
@@ -52,7 +61,7 @@ def test_a_stand_in_is_what_is_written_in_python(
     module = ModuleType(wrappers.GPU_OPS)
     vars(module).update(names)
     monkeypatch.setitem(sys.modules, wrappers.GPU_OPS, module)
-    assert wrappers.is_stand_in() is expected
+    assert wrappers.is_stand_in("lmcache_memcpy_async") is expected
 
 
 class Pieces:
@@ -74,13 +83,16 @@ def device(mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("to_host", [False, True])
-@pytest.mark.parametrize(("on_device", "compiled"), [(False, False), (True, True), (True, False)])
-def test_the_release_s_own_copy_is_followed_by_a_wait_only_on_a_device_without_compiled_operations(
-    device: Any, to_host: bool, on_device: bool, compiled: bool
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("copy", [stand_in, print])
+@pytest.mark.parametrize(("record", "early"), [(stand_in, True), (ours, False), (print, False), (None, False)])
+def test_the_release_s_own_copy_is_followed_by_a_wait_where_what_counts_it_as_ended_does_not_wait(
+    device: Any, to_host: bool, on_device: bool, copy: Any, record: Any, early: bool
 ) -> None:
-    """Of memory that is pinned at once: its copy is in the stream's order."""
-    if compiled:
-        device.module.lmc_ops.lmcache_memcpy_async = print
+    """Of memory that is pinned at once: its copy is in the stream's order, whatever operations there are."""
+    device.module.lmc_ops.lmcache_memcpy_async = copy
+    if record:
+        device.module.lmc_ops.record_completion_on_stream = record
     livepatch = PatchContext("lmcache-unordered-copies", {}, {}, lambda: None)
     target = f"{wrappers.GPU_OPS}:lmcache_memcpy_async_{'d2h' if to_host else 'h2d'}"
     memory = SimpleNamespace(parent=lambda: None, raw_tensor=object(), get_size=lambda: 96)
@@ -94,5 +106,5 @@ def test_the_release_s_own_copy_is_followed_by_a_wait_only_on_a_device_without_c
 
     args = (buffer, memory) if to_host else (memory, buffer)
     assert wrappers.wrappers(livepatch)[target](release, None, args, {}) == "answer"
-    assert order == [args, *(["cuda:1"] if on_device and not compiled else [])]
+    assert order == [args, *(["cuda:1"] if on_device and early else [])]
     assert livepatch.counters == {}

@@ -52,8 +52,9 @@ def test_another_size_than_that_of_dtype_is_logged_and_moved(
     [("cuda", lambda: None, True), ("cuda", print, False), ("cuda", None, False), ("cpu", lambda: None, False)],
     ids=["stand-in", "compiled", "none", "CPU memory"],
 )
+@pytest.mark.parametrize("direction", ["D2H", "H2D"])
 def test_the_stream_is_waited_for_where_lmcache_copies_beside_it(
-    device: str, copy: Any, waits: bool, mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
+    direction: str, device: str, copy: Any, waits: bool, mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the transfer, on the stream on which it was launched."""
     happened = mocker.Mock()
@@ -68,7 +69,7 @@ def test_the_stream_is_waited_for_where_lmcache_copies_beside_it(
     monkeypatch.setitem(sys.modules, "torch", torch)
     livepatch = PatchContext("mp-block-transfer", {"DTYPE": "auto"}, {}, lambda: None)
     wrappers.wrappers(livepatch)[f"{wrappers.CONTEXT}:GPUCacheContext.__init__"](lambda: None, None, (), {})
-    place, shape, to = SimpleNamespace(type=device), SimpleNamespace(element_size=2), SimpleNamespace(name="D2H")
+    place, shape, to = SimpleNamespace(type=device), SimpleNamespace(element_size=2), SimpleNamespace(name=direction)
     getattr(context.lmc_ops, transfer.NAME)([1], [2], [3], place, to, shape, 16, 0, 0)
     awaited = [mocker.call.cuda.current_stream(place), mocker.call.cuda.current_stream().synchronize()]
     assert happened.mock_calls == [

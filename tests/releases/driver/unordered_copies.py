@@ -27,8 +27,8 @@ import torch
 
 native_doubles.install()
 
-PIECE, SIZE = 64, 96
-"""Bytes that are pinned at once, and bytes of a chunk."""
+PIECE, SIZE, BEHIND = 64, 96, 32
+"""Bytes that are pinned at once, of a chunk, and behind it in its memory."""
 
 
 class Stream:
@@ -67,12 +67,15 @@ class OnDevice(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def on_device(value: int) -> torch.Tensor:
-    return torch.full((SIZE,), value, dtype=torch.uint8).as_subclass(OnDevice)
+def on_device(value: int, *, flat: bool = False) -> torch.Tensor:
+    """A buffer in a layout, and of a dtype, as LMCache has them; `value` is in each byte. Eager copies need a flat one."""
+    buffer = torch.full((SIZE,), value, dtype=torch.uint8).view(torch.bfloat16)
+    return (buffer if flat else buffer.view(2, 3, 8)).as_subclass(OnDevice)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_subclass(torch.Tensor)
+    """Its bytes."""
+    return tensor.as_subclass(torch.Tensor).view(-1).view(torch.uint8)
 
 
 def operations() -> Any:
@@ -80,10 +83,11 @@ def operations() -> Any:
 
 
 class Chunk:
-    """A chunk in host memory: of memory that is pinned piece by piece, unless it is `eager`."""
+    """A chunk in host memory: of memory that is pinned piece by piece, unless it is `eager`. Behind it is somebody's."""
 
     def __init__(self, value: int, *, eager: bool = False, offset: int = 32) -> None:
-        self.raw_tensor: torch.Tensor | None = torch.full((SIZE,), value, dtype=torch.uint8)
+        self.raw_tensor: torch.Tensor | None = torch.full((SIZE + BEHIND,), value, dtype=torch.uint8)
+        self.raw_tensor[SIZE:] = 255
         self.address = self.raw_tensor.data_ptr()
         self.meta = type("Meta", (), {"address": offset})
         self.allocator = None if eager else object.__new__(gpu_ops.LazyMemoryAllocator)
@@ -100,7 +104,8 @@ class Chunk:
 
     def holds(self) -> list[int]:
         assert self.raw_tensor is not None
-        return sorted(set(self.raw_tensor.tolist()))
+        assert self.raw_tensor[SIZE:].eq(255).all(), "what is behind the chunk was written over"
+        return sorted(set(self.raw_tensor[:SIZE].tolist()))
 
 
 class Ends:
@@ -142,7 +147,7 @@ class Ends:
 
 def stored(*, eager: bool = False) -> dict[str, Any]:
     """Blocks are moved into a buffer by what is launched, and from there to a chunk: what it holds when that has ended."""
-    ends, buffer, chunk = Ends(), on_device(0), Chunk(1, eager=eager)
+    ends, buffer, chunk = Ends(), on_device(0, flat=eager), Chunk(1, eager=eager)
     STREAM.launch(lambda: plain(buffer).fill_(7))
     gpu_ops.lmcache_memcpy_async_d2h(buffer, chunk)
     ends.record()
@@ -164,7 +169,7 @@ def without_a_runtime() -> dict[str, Any]:
 
 def loaded(*, eager: bool = False) -> dict[str, Any]:
     """A buffer is read by what was launched before it is filled anew, and the chunk given to others when that has ended."""
-    ends, buffer, chunk = Ends(), on_device(3), Chunk(5, eager=eager)
+    ends, buffer, chunk = Ends(), on_device(3, flat=eager), Chunk(5, eager=eager)
     first, second = torch.zeros(SIZE, dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.uint8)
     STREAM.launch(lambda: first.copy_(plain(buffer)))
     gpu_ops.lmcache_memcpy_async_h2d(chunk, buffer)
@@ -172,7 +177,7 @@ def loaded(*, eager: bool = False) -> dict[str, Any]:
     ends.record()
     ends.come()
     assert chunk.raw_tensor is not None
-    chunk.raw_tensor.fill_(9)
+    chunk.raw_tensor[:SIZE] = 9
     STREAM.synchronize()
     ends.close()
     return {"before": sorted(set(first.tolist())), "after": sorted(set(second.tolist()))}
@@ -191,7 +196,7 @@ def pieces() -> list[list[int]]:
 
 def errors() -> list[str]:
     """A chunk without memory, and one of another size: the release's own errors."""
-    freed, other = Chunk(0), on_device(0)[1:]
+    freed, other = Chunk(0), on_device(0)[:1]
     freed.raw_tensor = None
     found = []
     for call in (
@@ -207,18 +212,18 @@ def errors() -> list[str]:
     return found
 
 
-def broken() -> list[Any]:
+def broken(kind: type[Exception]) -> list[Any]:
     """The device refuses a copy: that is an error of the copy, which nothing else makes in its place."""
     copy_, chunk = Stream.launch, Chunk(1)
 
     def refused(self: Stream, work: Callable[[], Any]) -> None:
-        raise RuntimeError("the device refuses")
+        raise kind("the device refuses")
 
     Stream.launch = refused  # type: ignore[method-assign]
     try:
         gpu_ops.lmcache_memcpy_async_d2h(on_device(7), chunk)
         return ["no error", chunk.holds()]
-    except RuntimeError as error:
+    except kind as error:
         return [str(error), chunk.holds()]
     finally:
         Stream.launch = copy_  # type: ignore[method-assign]
@@ -227,7 +232,7 @@ def broken() -> list[Any]:
 def on_host() -> list[int]:
     """A buffer that is in CPU memory: the release's own copy."""
     chunk = Chunk(0)
-    gpu_ops.lmcache_memcpy_async_d2h(plain(on_device(4)), chunk)
+    gpu_ops.lmcache_memcpy_async_d2h(on_device(4).as_subclass(torch.Tensor), chunk)
     return chunk.holds()
 
 
@@ -262,7 +267,8 @@ def main() -> None:
                 "pieces": pieces,
                 "errors": errors,
                 "on_host": on_host,
-                "broken": broken,
+                "broken": functools.partial(broken, RuntimeError),
+                "broken, otherwise": functools.partial(broken, TypeError),
                 "compiled": compiled,
             }
         ),
