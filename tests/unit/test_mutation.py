@@ -278,6 +278,29 @@ def test_the_page_has_figures_survivors_and_reasons() -> None:
     assert f"| `{MODULE}` | 5 | all | 2 | 1 | 1 | 1 | 75.0 % |" in whole
 
 
+def test_the_page_names_each_module_whose_code_changed_since(tmp_path: Path) -> None:
+    (tmp_path / "same.py").write_text('"""Text that may change."""\n\nx = 1\n', "utf-8")
+    (tmp_path / "other.py").write_text("x = 2\n", "utf-8")
+    digest = mutation.digest('"""The text that it was measured with."""\n\nx = 1\n')
+    measured = [
+        {"module": name, "date": "2026-11-23", "possible": 1, "mutants": [], "sha256": digest}
+        for name in ("same.py", "other.py", "gone.py")
+    ]
+    since = mutation.changed(measured, tmp_path)
+    assert since == ["gone.py", "other.py"]
+    assert "their figures are of the code before:** `gone.py`, `other.py`." in mutation_report.page(
+        measured, [], (), since
+    )
+    assert "changed since" not in mutation_report.page(measured, [])
+
+
+def test_the_kept_page_names_them() -> None:
+    """`python -m vllm_livepatch.tools.upkeep.mutation report` writes it anew."""
+    kept = [json.loads(file.read_text("utf-8")) for file in sorted(mutation.KEPT.glob("*.json"))]
+    names = ", ".join(f"`{name}`" for name in mutation.changed(kept, mutation.CHECKOUT))
+    assert f"their figures are of the code before:** {names}.\n" in mutation.PAGE.read_text("utf-8") or not names
+
+
 def test_the_page_has_each_draw_of_its_own() -> None:
     drawn = [(1, "killed"), (1, "survived"), (2, "killed"), (2, "timeout"), (2, "survived"), (2, "survived")]
     mutants = [

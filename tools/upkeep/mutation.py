@@ -19,7 +19,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,17 +121,30 @@ def drawn(possible: Sequence[Mutant], sample: int | None, seed: int) -> list[Mut
     return sorted(random.Random(seed).sample(list(possible), sample), key=lambda one: one.line)
 
 
+def digest(text: str) -> str:
+    """Of a module's code: comments and docstrings may change."""
+    return hashlib.sha256(comments.left_out(text).encode()).hexdigest()
+
+
+def changed(kept: Iterable[Mapping[str, Any]], checkout: Path) -> list[str]:
+    """The modules whose code is not the code that was measured; also those that are gone."""
+    files = {str(one["module"]): (checkout / str(one["module"]), one["sha256"]) for one in kept}
+    return sorted(
+        name for name, (file, was) in files.items() if not file.is_file() or digest(file.read_text("utf-8")) != was
+    )
+
+
 class Kept:
     """What is known of a module's mutants, in one file of JSON."""
 
     def __init__(self, place: Path, module: str, text: str, possible: int) -> None:
         self.file = place / (module.removesuffix(".py").replace("/", ".") + ".json")
-        digest = hashlib.sha256(comments.left_out(text).encode()).hexdigest()
+        now = digest(text)
         old = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
         self.found: dict[tuple[str, int], dict[str, Any]] = {}
-        if old.get("sha256") == digest:
+        if old.get("sha256") == now:
             self.found = {(one["operator"], one["occurrence"]): one for one in old["mutants"]}
-        self.head = {"module": module, "sha256": digest, "possible": possible}
+        self.head = {"module": module, "sha256": now, "possible": possible}
 
     def draw(self, key: tuple[str, int]) -> int | None:
         """Which draw this mutant is of, None where it was not run yet."""
@@ -346,7 +359,8 @@ def report(
     """Write the page from what is kept."""
     kept = [json.loads(file.read_text("utf-8")) for file in sorted(place.glob("*.json"))]
     config = tomllib.loads(CONFIG.read_text("utf-8"))
-    page = mutation_report.page(kept, config.get("equivalent", []), config.get("draw", []))
+    since = changed(kept, CHECKOUT)
+    page = mutation_report.page(kept, config.get("equivalent", []), config.get("draw", []), since)
     write.write_text(page, "utf-8")
 
 

@@ -73,9 +73,12 @@ def reason(module: str, mutant: Mapping[str, Any], reasons: Iterable[Mapping[str
 
 
 def page(
-    kept: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, Any]], draws: Sequence[Mapping[str, Any]] = ()
+    kept: Sequence[Mapping[str, Any]],
+    reasons: Sequence[Mapping[str, Any]],
+    draws: Sequence[Mapping[str, Any]] = (),
+    changed: Sequence[str] = (),
 ) -> str:
-    """The page; `kept` has an object for each module, `draws` one for each draw of a folder."""
+    """The page; `kept` has an object for each module, `draws` one for each draw of a folder, `changed` what changed."""
     rows = [
         "| module | mutants | run | killed | timeout | equivalent | survived | share killed |",
         "|---|---|---|---|---|---|---|---|",
@@ -118,7 +121,11 @@ def page(
     rows += [_row(f"**`{room}/`, where a part was drawn**", count) for room, count in sorted(drawn.items())]
     rows += [_row(f"**`{room}/`**", count) for room, count in sorted(rooms.items()) if room not in drawn]
     dates = ", ".join(sorted({one["date"] for one in kept})) or "no day yet"
-    lines = [HEAD, f"Measured on {dates}.", "", *rows, ""]
+    lines = [HEAD, f"Measured on {dates}.", ""]
+    if changed:
+        names = ", ".join(f"`{name}`" for name in changed)
+        lines += [f"**The code of these changed since; their figures are of the code before:** {names}.", ""]
+    lines += [*rows, ""]
     described = {(one["folder"], one["number"]): one for one in draws}
     shown = [
         [f"`{room}/`", str(number), described[room, number]["what"], *_figures(count)]
