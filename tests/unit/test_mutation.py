@@ -282,7 +282,7 @@ def test_the_page_names_each_module_whose_code_changed_since(tmp_path: Path) -> 
     (tmp_path / "same.py").write_text('"""Text that may change."""\n\nx = 1\n', "utf-8")
     (tmp_path / "other.py").write_text("x = 2\n", "utf-8")
     digest = mutation.digest('"""The text that it was measured with."""\n\nx = 1\n')
-    measured = [
+    measured: list[dict[str, Any]] = [
         {"module": name, "date": "2026-11-23", "possible": 1, "mutants": [], "sha256": digest}
         for name in ("same.py", "other.py", "gone.py")
     ]
