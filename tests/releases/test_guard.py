@@ -56,7 +56,10 @@ def test_a_process_without_a_bundle(
         assert ways[way]["code"] == 78, way
         (line,) = ways[way]["logged"]
         assert line.startswith("vllm-livepatch: LIVEPATCH=strict: no bundle is armed in this process")
-    for way in ("off", "no word of ours", "left out"):
+    (line,) = ways["no word of ours"]["logged"]
+    assert ways["no word of ours"]["code"] == 0
+    assert line.startswith("vllm-livepatch: LIVEPATCH='perhaps' is none of auto, off, strict; it counts as off")
+    for way in ("off", "left out"):
         assert ways[way] == SILENT, way
     report = interpreter.reported(tmp_path / "stock", "stale-finished-recving")
     assert (report["state"], report["reason"]) == ("skipped", "late")
