@@ -124,7 +124,7 @@ class Runtime:
 
     def _read_back(self, state: PatchState) -> None:
         """A source change is applied when what callers import was made of it; modules not imported yet will be."""
-        loaded, of, wrong = self._sources.loaded(state.patch.name)
+        loaded, of, wrong = self._sources.count_loaded(state.patch.name)
         if wrong is not None:
             state.settle("failed", "readback", f"{wrong}, looked up again, was not made of the changed source")
         else:

@@ -83,7 +83,7 @@ class SourceChanges:
 
         Raises HunkError, TooLate, and SyntaxError where the outcome is no Python.
         """
-        early = [change.module for change in changes if self._has_run(change.module)]
+        early = [change.module for change in changes if self._is_executed(change.module)]
         if early:
             raise TooLate(f"{', '.join(early)} had been imported before the bundle was in place")
         texts = placed(changes, Overlay(tree, self.texts))
@@ -98,7 +98,7 @@ class SourceChanges:
         self._patches = {**self._patches, patch: made.changes}
         self.texts = {**self.texts, **{name: module.text for name, module in made.modules.items()}}
 
-    def _has_run(self, name: str) -> bool:
+    def _is_executed(self, name: str) -> bool:
         """Whether the module is there and was, or is being, executed as it came."""
         module = sys.modules.get(name)
         if module is None or name in self.arriving or type(module) is _LAZY:
@@ -121,7 +121,7 @@ class SourceChanges:
         """The file that each changed module's code names."""
         return {name: module.filename for name, module in self._modules.items()}
 
-    def loaded(self, patch: str) -> tuple[int, int, str | None]:
+    def count_loaded(self, patch: str) -> tuple[int, int, str | None]:
         """How many of the patch's modules are loaded, of how many; and one that was not made of the changed text."""
         names = [change.module for change in self._patches.get(patch, ())]
         lazy = {name for name in names if type(sys.modules.get(name)) is _LAZY}

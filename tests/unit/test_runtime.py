@@ -237,7 +237,7 @@ class World:
         made: Any = runtime.Runtime(catalogue, "root", {"digest": None})
         self.runtime, self.reporter, self.applier = made, made.reporter, made._applier
         self.decider, self.sources = made._decider, made._sources
-        self.sources.loaded.return_value = (1, 1, None)
+        self.sources.count_loaded.return_value = (1, 1, None)
         self.states: dict[str, PatchState] = {one.patch.name: one for one in made.patches.all}
         for one in self.states.values():
             one.decision = APPLY
@@ -283,7 +283,7 @@ def test_what_is_not_to_be_applied_is_not(world: World, decision: Decision | Non
     world.states["each"].decision = world.states["diff"].decision = decision
     world.runtime.after_execution(world.module)
     assert world.applied() == {}
-    world.sources.loaded.assert_not_called()
+    world.sources.count_loaded.assert_not_called()
 
 
 def test_what_has_failed_is_not_tried_again(world: World) -> None:
@@ -293,7 +293,7 @@ def test_what_has_failed_is_not_tried_again(world: World) -> None:
 
 
 def test_what_fails_is_reported(world: World) -> None:
-    world.sources.loaded.return_value = (1, 2, "engine.a")
+    world.sources.count_loaded.return_value = (1, 2, "engine.a")
     world.applier.apply.side_effect = lambda state, targets: state.settle("failed", "missing", "it is not there")
     world.runtime.after_execution(world.module)
     assert world.not_applied() == ["diff", "each"]
@@ -302,7 +302,7 @@ def test_what_fails_is_reported(world: World) -> None:
 
 
 def test_a_diff_is_partly_applied_until_all_its_modules_are_there(world: World) -> None:
-    world.sources.loaded.return_value = (1, 2, None)
+    world.sources.count_loaded.return_value = (1, 2, None)
     world.runtime.after_execution(world.module)
     diff = world.states["diff"]
     assert (diff.state, diff.reason, diff.detail) == ("applied", "partly", "1 of 2 modules imported so far")
@@ -396,4 +396,4 @@ def test_a_changed_module_is_loaded_also_at_the_moment_that_its_import_takes_it_
     module.__spec__, module.__loader__ = spec, spec.loader
     monkeypatch.setitem(application._run, name, module)
     assert name not in sys.modules
-    assert sources.loaded("one") == (1, 1, None)
+    assert sources.count_loaded("one") == (1, 1, None)

@@ -35,9 +35,9 @@ The draws are about as large for a small module as for a large one: the share of
 A survivor for which a test was written afterwards still counts as one, since it was that test's model; `run --since`
 says which test notices it now; 15 were run by hand, with the test that is about them. Not so in the modules of
 `sitecustomize/` of which all were run: on 2026-11-24 tests were written for their survivors, and all of these were run
-again, with 40 s of tests each. So their share says that each of their mutants was looked at, and not what the tests would
-notice of others: that is in the draws. Of the other modules, whose code changed on 2026-11-27, six mutants each were
-drawn (draw 6).
+again, with 40 s of tests each. So their share says that each of their mutants was looked at, and not what the tests
+would notice of others: that is in the draws. Of the other modules, whose code changed on 2026-11-27, six mutants each
+were drawn (draw 6).
 Nor in the second draw of `patches/`, of 2026-11-25. It was run with the unit tests alone at first; six patches that had
 few of them, or none, got their release tests too. Then tests were written for its survivors, and these were run again,
 those that still survived with the release tests. It has none of the Mooncake patches, which are in the fourth and
