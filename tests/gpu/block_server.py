@@ -4,8 +4,8 @@
 
 For an interpreter with LMCache and torch for CUDA or ROCm; vLLM is not needed (the layout's name, for which LMCache asks
 it, is stood in for). Server and adapters are the release's, started as by its command, with its compiled operations or,
-where the installation lacks them, without: that is the case this is for. Prints what came of each form of the cache; what
-became of the server; and by which operations it moved blocks.
+where the installation lacks them, without: that is the case this is for. Prints what came of each case, what became of its
+server, and which compiled operations the installation has.
 """
 
 # mypy: disable-error-code="import-not-found"

@@ -120,7 +120,8 @@ def block_server(runs: Runs) -> tuple[dict[str, Any], list[str]]:
             wrong.append(f"{label}, {setup}: {error}")
             continue
         must_be_right = setup == "patched" or label.endswith(COMPILED)
-        if (len(found["right"]) == len(found["cases"])) is not must_be_right:
+        is_all_right = bool(found["cases"]) and len(found["right"]) == len(found["cases"])
+        if is_all_right is not must_be_right:
             wrong.append(f"{label}, {setup}: right in {', '.join(found['right']) or 'no case'}")
     return came, wrong
 

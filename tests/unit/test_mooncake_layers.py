@@ -492,22 +492,28 @@ def test_memory_is_a_layer_s_where_no_other_s_lies_in_it() -> None:
         assert patch.layers_of({"a": Cache(100), "z": other}) is None
 
 
+async def asked_of_a_connector(context: PatchContext) -> tuple[Any, Any, Any]:
+    """A prefill worker and its connector, of which decode has asked for two blocks; a step is to compute the first."""
+    worker = Worker(context)
+    worker.is_kv_consumer, worker.sender_loop = False, asyncio.get_running_loop()
+    worker.device_kv_caches = CACHES
+    connector = base.Connector(worker, [])
+    worker._registered.look(connector, (CACHES,), {}, None)
+    worker.livepatch_writes = getattr(worker, patch.WRITES)
+    asked = worker.ask("d", "t", [10, 11])
+    await base.turns()
+    progress = {"whole": {"t": ([1], 2)}, "back": [], "over": [], "held": {}}
+    connector._connector_metadata = SimpleNamespace(**{PROGRESS: progress})
+    return worker, connector, asked
+
+
 @pytest.mark.parametrize("by", ["auto", "layer", "chunk"])
 def test_the_connector_hears_of_layers_where_they_are_to_leave(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
     context = PatchContext("mooncake-layerwise", {"BY": by}, {}, lambda: None)
 
     async def main() -> None:
-        worker = Worker(context)
-        worker.is_kv_consumer, worker.sender_loop = False, asyncio.get_running_loop()
-        worker.device_kv_caches = CACHES
-        connector = base.Connector(worker, [])
-        worker._registered.look(connector, (CACHES,), {}, None)
-        worker.livepatch_writes = getattr(worker, patch.WRITES)
-        asked = worker.ask("d", "t", [10, 11])
-        await base.turns()
-        progress = {"whole": {"t": ([1], 2)}, "back": [], "over": [], "held": {}}
-        connector._connector_metadata = SimpleNamespace(**{PROGRESS: progress})
+        worker, connector, asked = await asked_of_a_connector(context)
         connector.bind_connector_metadata(connector._connector_metadata)
         connector.save_kv_layer("b", None, None)
         await base.turns()
@@ -564,16 +570,7 @@ def test_before_blocks_are_read_all_is_awaited_that_their_step_had_queued_on_its
     wait_for_save: Any = patch.wrappers(context)[f"{patch.CONNECTOR}.wait_for_save"]
 
     async def main() -> None:
-        worker = Worker(context)
-        worker.is_kv_consumer, worker.sender_loop = False, asyncio.get_running_loop()
-        worker.device_kv_caches = CACHES
-        connector = base.Connector(worker, [])
-        worker._registered.look(connector, (CACHES,), {}, None)
-        worker.livepatch_writes = getattr(worker, patch.WRITES)
-        asked = worker.ask("d", "t", [10, 11])
-        await base.turns()
-        progress = {"whole": {"t": ([1], 2)}, "back": [], "over": [], "held": {}}
-        connector._connector_metadata = SimpleNamespace(**{PROGRESS: progress})
+        worker, connector, asked = await asked_of_a_connector(context)
 
         def begins() -> None:
             connector.bind_connector_metadata(connector._connector_metadata)

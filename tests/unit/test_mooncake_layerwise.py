@@ -347,30 +347,21 @@ def test_memory_is_taken_away_when_nothing_reads_it_and_all_is_sent_at_the_end()
     run(case)
 
 
-def test_who_asks_when_the_memory_was_taken_away_is_sent_nothing_of_it_early() -> None:
+@pytest.mark.parametrize("taken", ["the memory", "the blocks"])
+def test_who_asks_when_what_was_computed_was_taken_away_is_sent_nothing_of_it_early(taken: str) -> None:
+    """All is sent at the end, of the blocks that the request has then."""
+    blocks = [1, 2] if taken == "the memory" else [5, 6]
+
     async def case(worker: Worker) -> None:
         worker.whole("t", [1], 2)
-        await worker.livepatch_writes.asleep()
+        writes = worker.livepatch_writes
+        await (writes.asleep() if taken == "the memory" else writes.back(["t"]))
         asked = worker.ask("d", "t", [10, 11])
         await turns()
         assert worker.written == []
-        worker.end("t", [1, 2])
+        worker.end("t", blocks)
         await asked
-        assert worker.written == [[(1, 10), (2, 11)]]
-
-    run(case)
-
-
-def test_who_asks_when_blocks_were_given_back_is_sent_nothing_of_them_early() -> None:
-    async def case(worker: Worker) -> None:
-        worker.whole("t", [1], 2)
-        await worker.livepatch_writes.back(["t"])
-        asked = worker.ask("d", "t", [10, 11])
-        await turns()
-        assert worker.written == []
-        worker.end("t", [5, 6])
-        await asked
-        assert worker.written == [[(5, 10), (6, 11)]]
+        assert worker.written == [list(zip(blocks, [10, 11], strict=True))]
 
     run(case)
 

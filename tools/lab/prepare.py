@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vllm_livepatch.tools.lab import environments, topology
+from vllm_livepatch.tools.lab.options import VLLM
 from vllm_livepatch.tools.releases import registry, sources
 
-VLLM = "0.32.0"
-"""Of the engine tests."""
 INSPECT = """
 from vllm.model_executor.models.registry import ModelRegistry
 ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
