@@ -9,6 +9,7 @@ Source: docs/connector-completions.md, "LMCache's own connector".
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +22,45 @@ ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPWorkerAd
 
 
 class Stores:
-    """Two stores of one request, in place of the later one's future; either may stand for two itself.
+    """The stores of one request that are under way, in place of the newest one's future.
 
-    The first one's event is kept with it: a device's event lives on in other processes only while its maker keeps it.
+    A long prompt is stored in thousands of steps, and its stores may all be under way at once: they stand in one row.
+    Each store's event is kept until that store has ended: a device's event lives on in other processes only while its
+    maker keeps it. The newest store's event is kept by the worker.
     """
 
-    __slots__ = ("event", "futures")
+    __slots__ = ("earlier", "newest", "succeeded")
 
-    def __init__(self, first: Any, second: Any, event: Any) -> None:
-        self.futures = (first, second)
-        self.event = event
+    def __init__(self, first: Any) -> None:
+        self.earlier: deque[tuple[Any, Any]] = deque()
+        self.newest = first
+        self.succeeded = True
+
+    def add(self, future: Any, event: Any) -> None:
+        """Add a store that has begun. `event` is the one of the store before it, None where there is none."""
+        self.earlier.append((self.newest, event))
+        self.newest = future
 
     def query(self) -> bool:
-        return all(future.query() for future in self.futures)
+        """Return whether all stores have ended. Raises what the newest store's future raises, as without the patch."""
+        while self.earlier and self._first_ended():
+            self.earlier.popleft()
+        return not self.earlier and bool(self.newest.query())
 
     def result(self, *args: Any, **kwargs: Any) -> bool:
-        return all(future.result(*args, **kwargs) for future in self.futures)
+        """Return whether all stores succeeded. The adapter asks for this once `query` has answered True."""
+        return bool(self.newest.result(*args, **kwargs)) and self.succeeded
+
+    def _first_ended(self) -> bool:
+        future, _ = self.earlier[0]
+        try:
+            ended = bool(future.query())
+            if ended and not future.result():
+                self.succeeded = False
+        except Exception:  # the original never asks an earlier store again, so its error must not end the step
+            self.succeeded = False
+            return True
+        return ended
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
@@ -53,7 +77,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 adapter.finished_stores.discard(request_id)
             if before is not None:
                 livepatch.count("store_beside_another")
-                stores[request_id] = Stores(before, begun, event)
+                together = before if isinstance(before, Stores) else Stores(before)
+                together.add(begun, event)
+                stores[request_id] = together
         return result
 
     def get_finished(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:

@@ -161,6 +161,10 @@ def read(file: Path, patch: str) -> dict[str, Any]:
     return dict(found)
 
 
+OFF_BY_DEFAULT = {f"LIVEPATCH_{name}": "on" for name in ("MOONCAKE_FAILED_LOADS", "NIXL_PUSH_FAILURES")}
+"""Patches that a later version may put on again: what they mend is shown as if they were on."""
+
+
 def _joined(path: Sequence[Path]) -> str:
     return os.pathsep.join(map(str, path))
 
@@ -172,6 +176,7 @@ def _environ(variables: Mapping[str, str], work: Path) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
         "LIVEPATCH_STATE_DIR": str(work / "state"),
         "LIVEPATCH_STATE_KEEP": "1",
+        **OFF_BY_DEFAULT,
         "LMCACHE_TRACK_USAGE": "false",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -20,6 +20,9 @@ RELEASES = [pin.version for pin in registry.pins("lmcache")]
 INSTALLED = "0.5.6"
 """What the engine's environment has: the whole wheel. This release cannot be imported without its compiled modules."""
 
+LONG_PROMPT = 5_000
+"""The driver's number of stores of a long prompt."""
+
 PATCHED = {
     "used_again": ["S", "S", "", "S", ""],
     "used_again_with_stores": ["", "S", "", "", "S", ""],
@@ -30,6 +33,9 @@ PATCHED = {
     "one": ["", "S", ""],
     "store_after_another": ["", "", "S", ""],
     "one_fails": ["S", "", 1],
+    "raises": ["S", ""],
+    "long_prompt": ["", "", "S", ""],
+    "asked_for_a_long_prompt": 2.0,  # the first one under way is found pending, and the one before it ended
     "server_gone": ["", "S"],
     "events": [True, True],
 }
@@ -49,6 +55,9 @@ def stock(release: str) -> dict[str, Any]:
         "one": ["", "S", ""],
         "store_after_another": ["", "S", "", ""],
         "one_fails": ["S", "", 0],
+        "raises": ["S", ""],
+        "long_prompt": ["", "", "S", ""],
+        "asked_for_a_long_prompt": 1.0,
         "server_gone": ["", "S"],
         "events": [not keeps_event, True],
     }
@@ -75,7 +84,8 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert driven(release, warm, tmp_path, bundle) == PATCHED
     patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
-    assert patch["counters"] == {"store_beside_another": 7, "store_after_another": 1}
+    beside = 8 + 2 * (LONG_PROMPT - 1)
+    assert patch["counters"] == {"store_beside_another": beside, "store_after_another": 1}
 
 
 @pytest.mark.parametrize("release", ["0.14.1", "0.21.0", "0.27.1", "0.30.0", "0.33.0"])

@@ -29,12 +29,19 @@ from completion_world import ID, reported
 native_double.device_ops(lmcache)
 MODULE = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
 REQUESTS = 2000
+LONG_PROMPT = 5_000
+"""Stores of one prompt that are under way at once: more than Python nests calls."""
 
 
 class Store(QueueFuture):
     """A store that the server carries out: it ends when told to, well or not."""
 
     succeeds = True
+    asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return super().query()
 
     def to_cuda_future(self) -> Store:
         return self
@@ -136,6 +143,46 @@ def one_fails() -> list[Any]:
     return [world.reported(ID), world.reported(), MODULE.logger.error.call_count]
 
 
+def raises() -> list[str]:
+    """Of two stores the first ends with an error, which the release never asks for."""
+
+    def result(timeout: float | None = None) -> bool:
+        raise RuntimeError("the server's handler raised")
+
+    world = World()
+    world.store()
+    world.store()
+    world.begun[0].result = result  # type: ignore[method-assign]
+    for store in world.begun:
+        store.done = True
+    return [world.reported(ID), world.reported()]
+
+
+def long_prompt() -> list[str]:
+    """All stores of a long prompt are under way when the request ends; they end in order."""
+    world = World()
+    for _ in range(LONG_PROMPT):
+        world.store()
+        world.reported()
+    reports = [world.reported(ID)]
+    for store in world.begun[:-1]:
+        store.done = True
+    reports.append(world.reported())
+    world.begun[-1].done = True
+    return [*reports, world.reported(), world.reported()]
+
+
+def asked_for_a_long_prompt() -> float:
+    """How often a store's future is asked for each step, where each store ends three steps later."""
+    world = World()
+    for step in range(LONG_PROMPT):
+        world.store()
+        if step >= 3:
+            world.begun[step - 3].done = True
+        world.reported()
+    return round(sum(store.asked for store in world.begun) / LONG_PROMPT, 1)
+
+
 def server_gone() -> list[str]:
     """Two stores are under way when the server is found gone: all is given up, by LMCache's own decision."""
     world = World()
@@ -165,6 +212,9 @@ CASES: dict[str, Any] = {
     "one": lambda: stores(1, 0),
     "store_after_another": store_after_another,
     "one_fails": one_fails,
+    "raises": raises,
+    "long_prompt": long_prompt,
+    "asked_for_a_long_prompt": asked_for_a_long_prompt,
     "server_gone": server_gone,
     "events": events,
 }
