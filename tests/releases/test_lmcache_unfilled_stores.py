@@ -35,6 +35,8 @@ PATCHED = {
     "another_of_its_number": [RIGHT, RIGHT],
     # Nobody knows which of the two has ended.
     "two_of_one_request": [NONE, NONE],
+    # When both have ended, nobody copies into their room, and nothing is remembered of them.
+    "many_of_one_request": [0, 0],
 }
 
 FORGETS = ("death", "copies_after_it_was_forgotten")
@@ -65,6 +67,7 @@ def stock(release: str) -> dict[str, Any]:
         "cannot_map_the_pool": [NONE, NONE, WRONG, 2],
         "another_of_its_number": [RIGHT, RIGHT],
         "two_of_one_request": [[32, True, False], [32, True, True]],
+        "many_of_one_request": [0, 0],
     }
     return of_release(release, found)
 
