@@ -62,10 +62,12 @@ class _Loads:
         self.in_vain = False  # whether it found no blocks for one of them in the step before, and looked no further
         self.stopped = False  # whether the pool has no blocks for `refused`, until this step ends
         self.allocates: Any = None  # what the pool's `allocate_slots` is otherwise, where another patch put it there
-        self.needs: dict[str, int] = {}  # blocks that who has begun still takes, as counted in this step, and their sum
-        self.sum = 0
-        self.changed: list[Any] | None = None  # whose count is to be taken anew, None before the first in this step
-        self.seen = 0  # how many of those that run were counted
+        self.needs: dict[
+            str, int
+        ] = {}  # blocks that each load and running prefill still takes, as of this step
+        self.sum = 0  # of all these
+        self.changed: list[Any] | None = None  # loads to be counted anew; None: nothing was counted in this step
+        self.seen = 0  # how many of the running requests were counted
         self.coordinator = scheduler.kv_cache_manager.coordinator
         self.managers = self.coordinator.single_type_managers
         self.asks_for = inspect.signature(self.managers[0].get_num_blocks_to_allocate).parameters
@@ -143,7 +145,7 @@ class _Loads:
         return at - num_computed_tokens, later
 
     def some_have_arrived(self) -> bool:
-        """Whether one that has arrived does not run yet. Who runs goes on to in this step, so each is looked at once."""
+        """Whether a request whose load has arrived does not run yet. One that runs does so to the step's end: drop it."""
         while self.arrived and self.arrived[-1].status.name == "RUNNING":
             self.arrived.pop()
         return bool(self.arrived)
@@ -186,8 +188,8 @@ class _Loads:
     def begun(self) -> int:
         """Blocks that all loads and all running prefills still take from the pool.
 
-        All are counted once in a step. Then the scheduler gives blocks to those alone that it lets in, one after the
-        other: to loads, and to who is added at the end of those that run.
+        All requests are counted once in a step. After that the scheduler gives blocks only to requests that it lets in,
+        one after the other: to the load that was let in last, and to requests that it adds at the end of `running`.
         """
         running = self.scheduler.running
         if self.changed is None:

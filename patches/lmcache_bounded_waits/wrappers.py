@@ -151,8 +151,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def look_up(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
         if adapter._heartbeats is not None and not adapter._heartbeats:
             start_heartbeats(adapter)
-        # From 0.5.5 on LMCache does not wait for a lookup, but looks at its clock from step to step. The scheduler's thread
-        # alone calls this adapter. Its `reset_cache` is no step's wait: it finds LMCache's own time-out again.
+        # From 0.5.5 on LMCache does not wait for a lookup, but looks at its clock from step to step. Only the scheduler
+        # calls this adapter. `reset_cache` reads the same time-out, and is no step's wait: it has LMCache's own.
         own = adapter._mq_timeout
         adapter._mq_timeout = min(own, seconds)
         try:

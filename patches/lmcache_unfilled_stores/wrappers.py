@@ -7,7 +7,7 @@ everybody until the worker says that it has copied. A worker that could not map 
 own) is made room for too, and sends what it stores in a message: LMCache then keeps the room, and drops the message.
 
 LMCache takes stores of one worker's number and one key for the same. Here the request is looked at as well, so that the
-end of one is not another's; where that is one too, no COMMIT_STORE ends what may be another's.
+end of one is not another's. Where several stores have one request too, their room is free, unread, when all have ended.
 
 Source: docs/connector-completions.md, "What LMCache's worker waits for"; nothing upstream.
 """
@@ -72,19 +72,19 @@ class Held:
 class Stores:
     """The stores by one name for which room was made, until all of them have ended, or their room is gone.
 
-    Who is given room says once that it has copied, or sends a message and does not copy. Who is given none while others
-    may copy sends a message, or nothing.
+    A worker that is given room sends COMMIT_STORE once, after its copy, or one message, and does not copy. A worker
+    that is given none sends one message, or nothing. So each store ends at most once.
     """
 
     def __init__(self) -> None:
-        self.under_way = 0  # who was given room, and has said nothing yet
-        self.refused = 0  # who was given none meanwhile, and has sent no message
-        self.alone = True  # else nobody knows which of them a COMMIT_STORE is of
+        self.under_way = 0  # stores that were given room, and have not ended
+        self.refused = 0  # stores that were given none meanwhile, and whose message has not come
+        self.alone = True  # else a COMMIT_STORE may be of any of several stores
         self.held: dict[Held, None] = {}  # changed by single calls, each under its L1's own lock
         self.kept: list[tuple[Any, Any]] = []  # L1 and memory, since the registration has ended
 
-    def keys(self) -> list[Any]:
-        """What is reserved for them, and is there."""
+    def reserved_keys(self) -> list[Any]:
+        """Returns the keys of objects that are still reserved for these stores."""
         found = {}
         for held in list(self.held):
             with held.l1._lock:
@@ -102,7 +102,7 @@ class Stores:
                         self.held[Held(aside, self, l1, key, entry)] = None
 
     def take_out(self) -> int:
-        """Keep what is not filled from everybody; how many objects."""
+        """Takes objects that are not filled out of the index, and keeps their memory; returns how many."""
         before = len(self.kept)
         for held in list(self.held):
             with held.l1._lock:
@@ -113,7 +113,7 @@ class Stores:
         return len(self.kept) - before
 
     def free(self) -> int:
-        """Nobody copies into their room any more, and nobody is given what is in it; how many objects."""
+        """Gives all their memory back, unread: no worker copies into it any more. Returns how many objects."""
         self.take_out()
         kept, self.kept = self.kept, []
         for l1, memory in kept:
@@ -123,37 +123,39 @@ class Stores:
 
 
 class Worker:
-    """What is reserved for one worker's number, by key and request. It is there as long as there is something to know."""
+    """The stores of one worker's number, by key and request. It exists as long as it holds anything."""
 
     def __init__(self) -> None:
-        self.turn = threading.Lock()  # a store begins or ends, or the registration does
+        self.turn = threading.Lock()  # held while a store begins or ends, or the registration does
         self.stores: dict[Any, dict[str, Stores]] = {}
-        self.unheard = 0  # messages that may come yet, of who was given no room, and whose name's stores have ended
+        self.unheard = (
+            0  # messages that may come yet of stores without room, by names whose other stores have ended
+        )
 
     def of(self, store: Store) -> Stores | None:
         return self.stores.get(store[1], {}).get(store[2])
 
     def begin(self, store: Store) -> Stores:
-        """Room was made. Where others by this name may be under way, their ends cannot be told apart from now on."""
+        """Notes that room was made. Where another store by this name is under way, their ends cannot be told apart."""
         stores = self.stores.setdefault(store[1], {}).setdefault(store[2], Stores())
         stores.alone = not stores.under_way
         stores.under_way += 1
         return stores
 
     def end(self, store: Store) -> None:
-        """All by this name have ended, or their room is gone."""
+        """Forgets a name: all its stores have ended, or their room is gone."""
         named = self.stores[store[1]]
         self.unheard += named.pop(store[2]).refused
         if not named:
             del self.stores[store[1]]
 
     def others(self, store: Store) -> list[Any]:
-        """What is reserved for stores that LMCache takes for the same, and that this one's end does not end."""
+        """Returns the keys that are reserved for stores which LMCache takes for this one, and which go on."""
         named = self.stores.get(store[1], {})
-        return list(dict.fromkeys(key for stores in named.values() for key in stores.keys()))
+        return list(dict.fromkeys(key for stores in named.values() for key in stores.reserved_keys()))
 
     def keep(self) -> int:
-        """Its registration has ended: nothing that it has not filled is given to anybody; how many objects."""
+        """Takes all that was not filled out of the index: the registration has ended. Returns how many objects."""
         taken = 0
         for key, named in list(self.stores.items()):
             for request, stores in list(named.items()):
@@ -198,9 +200,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     @contextlib.contextmanager
     def turn(module: Any, number: int) -> Iterator[Worker]:
-        """A worker's turn. What is known of it goes where nothing is under way; an unheard message, with the registration.
+        """A worker's turn. After it, a worker that holds nothing is forgotten.
 
-        To 0.4.7 that need not be its sender's: several processes may have one number, which is the id of a process.
+        An unheard message is waited for until the registration ends. To 0.4.7 that may be another process's, since a
+        number is the id of a process: there it is waited for without an end, by one count for each such number.
         """
         while True:
             worker = workers.setdefault(number, Worker())
@@ -264,17 +267,17 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if stores is not None and (stores.kept or not stores.alone):
                 livepatch.count("given_back", stores.free())
                 pending_of(module, store, worker.others(store))
-                return False  # too late to be given out, or nobody knows what of it is another's
-            pending_of(module, store, [] if stores is None else stores.keys())
+                return False  # too late to be given out, or several stores filled it in an order that is not known
+            pending_of(module, store, [] if stores is None else stores.reserved_keys())
             try:
                 return wrapped(*args, **kwargs)
             finally:
                 if stores is not None:
-                    stores.free()  # what LMCache has not ended, by an error: the worker has copied, and nobody is given it
+                    stores.free()  # after an error LMCache has not ended it: the worker has copied, and nobody reads it
                 pending_of(module, store, worker.others(store))
 
     def has_ended(worker: Worker, store: Store) -> Stores | None:
-        """A store has ended; all stores by its name, where it was the last of them."""
+        """Notes that a store has ended. Returns all stores by its name where it was the last of them, else None."""
         stores = worker.of(store)
         if stores is None:
             return None
@@ -313,7 +316,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
 
 def is_one_process(module: Any) -> bool:
-    """Whether a worker's number is its own: from 0.5.0 on."""
+    """Whether a worker's number is one process's: from 0.5.0 on it is drawn at random."""
     return not hasattr(module, "_non_gpu_contexts")
 
 

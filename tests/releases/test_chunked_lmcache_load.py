@@ -191,7 +191,9 @@ def test_twice_the_hits_take_twice_the_work(
     hits = HITS_BY_HAND if executed.by_hand() else HITS
     releases = {"vllm": release, "lmcache": lmcache_of(release)}
     arguments = [which_class(release), case, *map(str, hits)]
-    result = warm.run("chunked_load_scale", releases, tmp_path, bundle=bundle, environ={TOGGLE: "on"}, arguments=arguments)
+    result = warm.run(
+        "chunked_load_scale", releases, tmp_path, bundle=bundle, environ={TOGGLE: "on"}, arguments=arguments
+    )
     for mode, played in result["worlds"].items():
         assert {world["outcome"] for world in played.values()} == {"finishes"}, mode
         for kind in "longest", "total":

@@ -67,7 +67,7 @@ def stock(release: str) -> dict[str, Any]:
         "cannot_map_the_pool": [NONE, NONE, WRONG, 2],
         "another_of_its_number": [RIGHT, RIGHT],
         "two_of_one_request": [[32, True, False], [32, True, True]],
-        "many_of_one_request": [0, 0],
+        "many_of_one_request": [60, 0],  # what was reserved first is so until its time is over
     }
     return of_release(release, found)
 

@@ -190,7 +190,13 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
             lock.lock()
         if question == "evict":  # all that is not locked
             l1.delete(list(l1._objects))
-        counted = {"silence": known, "known": known, "free": free, "reserved": lock.is_locked, "remembered": remembered}.get(question)
+        counted = {
+            "silence": known,
+            "known": known,
+            "free": free,
+            "reserved": lock.is_locked,
+            "remembered": remembered,
+        }.get(question)
         pipe.send(counted() if counted else question)
 
 
