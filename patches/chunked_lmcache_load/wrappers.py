@@ -62,9 +62,7 @@ class _Loads:
         self.in_vain = False  # whether it found no blocks for one of them in the step before, and looked no further
         self.stopped = False  # whether the pool has no blocks for `refused`, until this step ends
         self.allocates: Any = None  # what the pool's `allocate_slots` is otherwise, where another patch put it there
-        self.needs: dict[
-            str, int
-        ] = {}  # blocks that each load and running prefill still takes, as of this step
+        self.needs: dict[str, int] = {}  # blocks that each load and running prefill still takes, as of this step
         self.sum = 0  # of all these
         self.changed: list[Any] | None = None  # loads to be counted anew; None: nothing was counted in this step
         self.seen = 0  # how many of the running requests were counted
@@ -145,7 +143,7 @@ class _Loads:
         return at - num_computed_tokens, later
 
     def some_have_arrived(self) -> bool:
-        """Whether a request whose load has arrived does not run yet. One that runs does so to the step's end: drop it."""
+        """Whether a request whose load has arrived does not run yet. One that runs stays so in this step: drop it."""
         while self.arrived and self.arrived[-1].status.name == "RUNNING":
             self.arrived.pop()
         return bool(self.arrived)

@@ -128,9 +128,7 @@ class Worker:
     def __init__(self) -> None:
         self.turn = threading.Lock()  # held while a store begins or ends, or the registration does
         self.stores: dict[Any, dict[str, Stores]] = {}
-        self.unheard = (
-            0  # messages that may come yet of stores without room, by names whose other stores have ended
-        )
+        self.unheard = 0  # messages that may come yet of stores without room, by names whose other stores have ended
 
     def of(self, store: Store) -> Stores | None:
         return self.stores.get(store[1], {}).get(store[2])
