@@ -4,7 +4,7 @@
     chunked_load_scale.py builtin|lmcache CASE HITS...
 
 CASE is `fits` (a pool of all prompts), `crowd` (of a quarter), `fails` (as `fits`; each load fails once) or `time` (as
-`fits`; seconds instead of counts). Counted are the instructions of Python that run in files of the patches, by patch, whatever the machine; and with them the longest
+`fits`; CPU seconds instead of counts). Counted are the instructions of Python that run in files of the patches, by patch, whatever the machine; and with them the longest
 step. See paged_world.py for what is real and what is stood in for.
 """
 
@@ -35,7 +35,7 @@ OUTPUTS = 4
 
 
 class Steps:
-    """What each call of a scheduler's `schedule` took: instructions of a patch's files, by patch, or seconds."""
+    """What each call of a scheduler's `schedule` took: instructions of a patch's files, by patch, or CPU seconds."""
 
     def __init__(self, scheduler: Any, *, timed: bool) -> None:
         self.counted: list[Counter[str]] = []
@@ -45,11 +45,11 @@ class Steps:
 
     def timed(self, *args: Any, **kwargs: Any) -> Any:
         """A step with a clock."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         try:
             return self.schedule(*args, **kwargs)
         finally:
-            self.seconds.append(time.perf_counter() - begin)
+            self.seconds.append(time.process_time() - begin)
 
     def traced(self, *args: Any, **kwargs: Any) -> Any:
         """A step whose instructions are counted."""
