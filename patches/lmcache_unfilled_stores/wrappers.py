@@ -85,7 +85,7 @@ class Stores:
 
     def reserved_keys(self) -> list[Any]:
         """Returns the keys of objects that are still reserved for these stores."""
-        found = {}
+        found: dict[Any, None] = {}
         for held in list(self.held):
             with held.l1._lock:
                 if held.is_there():

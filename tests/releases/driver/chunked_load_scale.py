@@ -4,8 +4,8 @@
     chunked_load_scale.py builtin|lmcache CASE HITS...
 
 CASE is `fits` (a pool of all prompts), `crowd` (of a quarter), `fails` (as `fits`; each load fails once) or `time` (as
-`fits`; CPU seconds instead of counts). Counted are the instructions of Python that run in files of the patches, by patch, whatever the machine; and with them the longest
-step. See paged_world.py for what is real and what is stood in for.
+`fits`; CPU seconds of each step). Counted are the instructions of Python that run in files of the patches, by patch,
+whatever the machine: of the longest step, and of all. See paged_world.py for what is real and what is stood in for.
 """
 
 from __future__ import annotations
