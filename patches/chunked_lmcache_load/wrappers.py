@@ -62,6 +62,10 @@ class _Loads:
         self.in_vain = False  # whether it found no blocks for one of them in the step before, and looked no further
         self.stopped = False  # whether the pool has no blocks for `refused`, until this step ends
         self.allocates: Any = None  # what the pool's `allocate_slots` is otherwise, where another patch put it there
+        self.needs: dict[str, int] = {}  # blocks that each load and running prefill still takes, as of this step
+        self.sum = 0  # of all these
+        self.changed: list[Any] | None = None  # loads to be counted anew; None: nothing was counted in this step
+        self.seen = 0  # how many of the running requests were counted
         self.coordinator = scheduler.kv_cache_manager.coordinator
         self.managers = self.coordinator.single_type_managers
         self.asks_for = inspect.signature(self.managers[0].get_num_blocks_to_allocate).parameters
@@ -107,10 +111,11 @@ class _Loads:
     ) -> tuple[int | None, bool]:
         """The connector's answer: bounded, or None (ask later) where the request would take what loads still need."""
         name = request.request_id
-        self.loads.pop(name, None)
+        if self.loads.pop(name, None) is not None:
+            self.sum -= self.needs.pop(name, 0)
         # Behind one that does not fit, nobody is asked, as where the scheduler itself finds no blocks. And where it
         # found none for one that should have fitted, what has arrived comes first: else no step got as far as that.
-        if self.refused is not None or (self.in_vain and any(other.status.name != "RUNNING" for other in self.arrived)):
+        if self.refused is not None or (self.in_vain and self.some_have_arrived()):
             return None, False
         answer, later = ask(request, num_computed_tokens)
         if answer is None:
@@ -131,9 +136,17 @@ class _Loads:
             return answer, later
         at = self.part_end(num_computed_tokens, end)
         self.loads[name] = _Load(request, tracker, num_computed_tokens, at, end, locked)
+        if self.changed is not None:
+            self.changed.append(request)  # the scheduler gives it blocks next
         if at < end:
             self.note(tracker, lmcache_hit=at)  # last: were this put back, it would be by what is in `loads`
         return at - num_computed_tokens, later
+
+    def some_have_arrived(self) -> bool:
+        """Whether a request whose load has arrived does not run yet. One that runs stays so in this step: drop it."""
+        while self.arrived and self.arrived[-1].status.name == "RUNNING":
+            self.arrived.pop()
+        return bool(self.arrived)
 
     def look_no_further(self) -> bool:
         """Let the scheduler find no blocks for `refused`; False where what has arrived may still have to run behind it.
@@ -141,7 +154,7 @@ class _Loads:
         It then ends its walk, as where it finds none by itself. If it had to ask later, it would look at all that
         wait, in each step.
         """
-        if any(other.status.name != "RUNNING" for other in self.arrived):
+        if self.some_have_arrived():
             return False
         manager = self.scheduler.kv_cache_manager
         self.allocates = vars(manager).get("allocate_slots")
@@ -167,15 +180,27 @@ class _Loads:
 
         What is before `cached` is in the pool, what is before `end` will be loaded.
         """
-        begun = {name: load.request for name, load in self.loads.items()}
-        begun |= {
-            other.request_id: other
-            for other in self.scheduler.running
-            if other.num_computed_tokens < other.num_prompt_tokens
-        }
-        needed = self.needed(request, cached, end)
-        needed += sum(self.needed(other, 0, other.num_computed_tokens) for other in begun.values())
+        needed = self.needed(request, cached, end) + self.begun()
         return bool(needed <= self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def begun(self) -> int:
+        """Blocks that all loads and all running prefills still take from the pool.
+
+        All requests are counted once in a step. After that the scheduler gives blocks only to requests that it lets in,
+        one after the other: to the load that was let in last, and to requests that it adds at the end of `running`.
+        """
+        running = self.scheduler.running
+        if self.changed is None:
+            self.changed = [load.request for load in self.loads.values()]
+        for other in (*self.changed, *running[self.seen :]):
+            name = other.request_id
+            if name in self.loads or other.num_computed_tokens < other.num_prompt_tokens:
+                needed = self.needed(other, 0, other.num_computed_tokens)
+                self.sum += needed - self.needs.get(name, 0)
+                self.needs[name] = needed
+        self.changed.clear()
+        self.seen = len(running)
+        return self.sum
 
     def needed(self, request: Any, cached: int, computed: int) -> int:
         """Blocks that a request takes from the pool until it can answer with its first token, by the release's count.
@@ -218,6 +243,8 @@ class _Loads:
         )
         self.let_in.clear()
         self.arrived.clear()
+        self.needs.clear()
+        self.sum, self.changed, self.seen = 0, None, 0
         received, failed = self.scheduler.finished_recving_kv_req_ids, self.scheduler.failed_recving_kv_req_ids
         for name, load in list(self.loads.items()):
             request = load.request
@@ -226,6 +253,8 @@ class _Loads:
                     continue
                 if name in failed:
                     self.let_go(load)
+                    if not request.num_computed_tokens:
+                        del self.loads[name]  # the release gives its blocks back amid the step, and asks for it anew
                 elif load.at < load.end and self.load_more(load):
                     continue
                 else:

@@ -141,11 +141,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     losing = threading.Lock()
 
     def ask(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
-        """A call in a step, or a registration: its waits end early.
-
-        Other threads' waits are LMCache's, for SECONDS from now on.
-        """
-        adapter._mq_timeout = min(adapter._mq_timeout, seconds)
+        """A call in a step, or a registration: its waits end early, whatever time-out LMCache gives them."""
         asking.adapter, asking.unanswered, asking.late = adapter, False, None
         try:
             return wrapped(*args, **kwargs)
@@ -155,7 +151,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def look_up(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
         if adapter._heartbeats is not None and not adapter._heartbeats:
             start_heartbeats(adapter)
-        return ask(wrapped, adapter, args, kwargs)
+        # From 0.5.5 on LMCache does not wait for a lookup, but looks at its clock from step to step. Only the scheduler
+        # calls this adapter. `reset_cache` reads the same time-out, and is no step's wait: it has LMCache's own.
+        own = adapter._mq_timeout
+        adapter._mq_timeout = min(own, seconds)
+        try:
+            return ask(wrapped, adapter, args, kwargs)
+        finally:
+            adapter._mq_timeout = own
 
     def start_heartbeats(adapter: Any) -> None:
         """To 0.5.5 LMCache starts none, as if no heartbeats were all: a lookup that times out is a scheduler's last."""

@@ -7,27 +7,26 @@ everybody until the worker says that it has copied. A worker that could not map 
 own) is made room for too, and sends what it stores in a message: LMCache then keeps the room, and drops the message.
 
 LMCache takes stores of one worker's number and one key for the same. Here the request is looked at as well, so that the
-end of one is not another's; where that is one too, no COMMIT_STORE ends what may be another's.
+end of one is not another's. Where several stores have one request too, their room is free, unread, when all have ended.
 
 Source: docs/connector-completions.md, "What LMCache's worker waits for"; nothing upstream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 Call = Callable[..., Any]
-Store = tuple[int, Any, str | None]
+Store = tuple[int, Any, str]
 """A worker's number, the key of what it stores, and the request. LMCache knows a store that was begun by the first two
-alone; requests may store the same, and to 0.4.7 processes of two containers may have one number. No request: a store
-that no COMMIT_STORE ends, since it may be another's.
+alone; requests may store the same, and to 0.4.7 processes of two containers may have one number.
 """
 
 STORAGE = "lmcache.v1.distributed.storage_manager"
@@ -41,14 +40,14 @@ class Held:
     worker need not have filled it: to 0.5.5 the object can be read then, and later its memory is given to others.
     """
 
-    def __init__(self, rooms: Rooms, store: Store, l1: Any, key: Any, entry: Any) -> None:
-        self.rooms, self.store, self.l1, self.key, self.entry = rooms, store, l1, key, entry
+    def __init__(self, aside: Callable[[], bool], stores: Stores, l1: Any, key: Any, entry: Any) -> None:
+        self.aside, self.stores, self.l1, self.key, self.entry = aside, stores, l1, key, entry
         self.own = entry.write_lock
         entry.write_lock = self
 
     def is_locked(self) -> bool:
         """Where the patch has stood aside, as long as the release's own."""
-        return not self.rooms.aside() or self.own.is_locked()
+        return not self.aside() or self.own.is_locked()
 
     def lock(self) -> None:
         """Nobody locks what is locked."""
@@ -60,98 +59,108 @@ class Held:
 
     def end(self) -> None:
         self.entry.write_lock = self.own
-        self.rooms.held.pop(self, None)
+        self.stores.held.pop(self, None)
+
+    def is_there(self) -> bool:
+        """Not so where it was filled meanwhile, or dropped by an operator's command. Under its L1's own lock."""
+        if reserved(self.l1, self.key) is self.entry and self.entry.write_lock is self:
+            return True
+        self.stores.held.pop(self, None)
+        return False
 
 
-class Rooms:
-    """What is reserved in one server's shared memory."""
+class Stores:
+    """The stores by one name for which room was made, until all of them have ended, or their room is gone.
 
-    def __init__(self, aside: Callable[[], bool]) -> None:
-        self.aside = aside  # whether the patch has stood aside
-        self.turns: dict[int, threading.Lock] = {}  # by worker: a store begins or ends, or its registration does
-        self.lock = threading.Lock()  # of what follows; `held` is changed by single calls, each under its L1's own lock
-        self.held: dict[Held, None] = {}
-        self.kept: dict[Store, list[tuple[Any, Any]]] = {}  # L1 and memory, of workers whose registration has ended
-        self.refused: Counter[Store] = Counter()  # how often a name was asked for again, and got no room
-        self.ambiguous: set[Store] = set()  # names by which several stores were begun, of which one may be copied to
-        self.for_good: list[tuple[Any, Any]] = []  # of two stores by one name, whose ends cannot be told apart
+    A worker that is given room sends COMMIT_STORE once, after its copy, or one message, and does not copy. A worker
+    that is given none sends one message, or nothing. So each store ends at most once.
+    """
 
-    def asked_again(self, store: Store, given: bool) -> bool:
-        """Room was asked for, and `given` or not; whether its COMMIT_STORE may be another's of the same name.
+    def __init__(self) -> None:
+        self.under_way = 0  # stores that were given room, and have not ended
+        self.refused = 0  # stores that were given none meanwhile, and whose message has not come
+        self.alone = True  # else a COMMIT_STORE may be of any of several stores
+        self.held: dict[Held, None] = {}  # changed by single calls, each under its L1's own lock
+        self.kept: list[tuple[Any, Any]] = []  # L1 and memory, since the registration has ended
 
-        Who is given none does not copy: it sends a message, or nothing.
-        """
-        same = [held for held in list(self.held) if held.store == store]
-        with self.lock:
-            if not same and store not in self.kept:
-                return store in self.ambiguous
-            if not given:
-                self.refused[store] += 1
-                return store in self.ambiguous
-            self.for_good += self.kept.pop(store, [])
-            self.ambiguous.add(store)
-        for held in same:
-            held.store = (*store[:2], None)
-        return True
+    def reserved_keys(self) -> list[Any]:
+        """Returns the keys of objects that are still reserved for these stores."""
+        found: dict[Any, None] = {}
+        for held in list(self.held):
+            with held.l1._lock:
+                if held.is_there():
+                    found[held.key] = None
+        return list(found)
 
-    def hold(self, storage: Any, store: Store, keys: list[Any]) -> None:
+    def hold(self, aside: Callable[[], bool], storage: Any, keys: list[Any]) -> None:
         """Room was made for these keys."""
         for l1 in l1s(storage):
             with l1._lock:
                 for key in keys:
                     entry = reserved(l1, key)
                     if entry is not None and entry.write_lock.is_locked():
-                        self.held[Held(self, store, l1, key, entry)] = None
+                        self.held[Held(aside, self, l1, key, entry)] = None
 
-    def keep(self, worker: int) -> int:
-        """A worker's registration has ended: take what it has not filled out of the index; how many objects."""
-        return sum(self._taken_out(held) for held in list(self.held) if held.store[0] == worker)
+    def take_out(self) -> int:
+        """Takes objects that are not filled out of the index, and keeps their memory; returns how many."""
+        before = len(self.kept)
+        for held in list(self.held):
+            with held.l1._lock:
+                if held.is_there():
+                    self.kept.append((held.l1, held.entry.memory_obj))
+                    take_out(held.l1, held.key)
+                    held.end()
+        return len(self.kept) - before
 
-    def _is_there(self, held: Held) -> bool:
-        with held.l1._lock:
-            return self._is_held(held)
-
-    def _is_held(self, held: Held) -> bool:
-        """Not so where it was filled meanwhile, or dropped by an operator's command."""
-        if reserved(held.l1, held.key) is held.entry and held.entry.write_lock is held:
-            return True
-        self.held.pop(held, None)
-        return False
-
-    def _taken_out(self, held: Held) -> bool:
-        with held.l1._lock:
-            if not self._is_held(held):
-                return False
-            with self.lock:
-                self.kept.setdefault(held.store, []).append((held.l1, held.entry.memory_obj))
-            take_out(held.l1, held.key)
-            held.end()
-            return True
-
-    def of(self, store: Store) -> tuple[list[Any], list[Any]]:
-        """The keys for which room was made: for this store, and for others that LMCache takes for the same."""
-        same = [held for held in list(self.held) if held.store[:2] == store[:2] and self._is_there(held)]
-        own = dict.fromkeys(held.key for held in same if held.store == store)
-        return list(own), list(dict.fromkeys(held.key for held in same if held.store != store))
-
-    def not_used(self, store: Store) -> int:
-        """A worker does not copy into the room that was made for a store: it is free. How many objects."""
-        with self.lock:
-            if self.refused[store]:  # the message may be that one's
-                self.refused -= Counter([store])
-                return 0
-        for held in [held for held in list(self.held) if held.store == store]:
-            self._taken_out(held)
-        return self.copied(store)
-
-    def copied(self, store: Store) -> int:
-        """The worker has copied after all: its room is free. How many objects."""
-        with self.lock:
-            kept = self.kept.pop(store, [])
+    def free(self) -> int:
+        """Gives all their memory back, unread: no worker copies into it any more. Returns how many objects."""
+        self.take_out()
+        kept, self.kept = self.kept, []
         for l1, memory in kept:
             with l1._lock:
                 l1._memory_manager.free([memory])
         return len(kept)
+
+
+class Worker:
+    """The stores of one worker's number, by key and request. It exists as long as it holds anything."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()  # held while a store begins or ends, or the registration does
+        self.stores: dict[Any, dict[str, Stores]] = {}
+        self.unheard = 0  # messages that may come yet of stores without room, by names whose other stores have ended
+
+    def of(self, store: Store) -> Stores | None:
+        return self.stores.get(store[1], {}).get(store[2])
+
+    def begin(self, store: Store) -> Stores:
+        """Notes that room was made. Where another store by this name is under way, their ends cannot be told apart."""
+        stores = self.stores.setdefault(store[1], {}).setdefault(store[2], Stores())
+        stores.alone = not stores.under_way
+        stores.under_way += 1
+        return stores
+
+    def end(self, store: Store) -> None:
+        """Forgets a name: all its stores have ended, or their room is gone."""
+        named = self.stores[store[1]]
+        self.unheard += named.pop(store[2]).refused
+        if not named:
+            del self.stores[store[1]]
+
+    def others(self, store: Store) -> list[Any]:
+        """Returns the keys that are reserved for stores which LMCache takes for this one, and which go on."""
+        named = self.stores.get(store[1], {})
+        return list(dict.fromkeys(key for stores in named.values() for key in stores.reserved_keys()))
+
+    def keep(self) -> int:
+        """Takes all that was not filled out of the index: the registration has ended. Returns how many objects."""
+        taken = 0
+        for key, named in list(self.stores.items()):
+            for request, stores in list(named.items()):
+                taken += stores.take_out()
+                if not stores.kept:
+                    self.end((0, key, request))
+        return taken
 
 
 def l1s(storage: Any) -> list[Any]:
@@ -181,45 +190,64 @@ def take_out(l1: Any, key: Any) -> None:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """At each target: a look at its calls, or a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
-    # A patch that stands aside leaves the locks, as the release's own: COMMIT_STORE ends each, without the patch too.
-    rooms = Rooms(lambda: livepatch.aside)
+    workers: dict[int, Worker] = {}
+
+    def aside() -> bool:
+        """A patch that stands aside leaves the locks, as the release's own: COMMIT_STORE ends each, without it too."""
+        return livepatch.aside
+
+    @contextlib.contextmanager
+    def turn(module: Any, number: int) -> Iterator[Worker]:
+        """A worker's turn. After it, a worker that holds nothing is forgotten.
+
+        An unheard message is waited for until the registration ends. To 0.4.7 that may be another process's, since a
+        number is the id of a process: there it is waited for without an end, by one count for each such number.
+        """
+        while True:
+            worker = workers.setdefault(number, Worker())
+            with worker.turn:
+                if workers.get(number) is not worker:
+                    continue  # it went while this one waited
+                try:
+                    yield worker
+                finally:
+                    heard = not worker.unheard or (number not in registered(module) and is_one_process(module))
+                    if heard and not worker.stores:
+                        del workers[number]
+                return
 
     def prepare_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """Let no time end what is reserved."""
-        asked = named(args, kwargs)
-        store = store_of(module, **asked)
-        with turn(store[0]):
+        store = store_of(module, **named(args, kwargs))
+        with turn(module, store[0]) as worker:
             answer = wrapped(*args, **kwargs)
-            given = bool(answer.context.get("slots"))  # else all is there, or goes through messages
-            ambiguous = rooms.asked_again(store, given)
-            if given:
-                hold(module, answer, (*store[:2], None) if ambiguous else store)
+            if answer.context.get("slots"):  # else all is there, or goes through messages
+                hold(module, worker, store, answer)
+            elif (stores := worker.of(store)) is not None:
+                stores.refused += 1
         return answer
 
-    def turn(worker: int) -> threading.Lock:
-        return rooms.turns.setdefault(worker, threading.Lock())
+    def hold(module: Any, worker: Worker, store: Store, answer: Any) -> None:
+        stores = worker.begin(store)
+        keys = module._resolve_single_group_obj_keys(store[1])
+        stores.hold(aside, module._ctx.storage_manager, [keys[index] for index in answer.context["chunk_indices"]])
+        if store[0] not in registered(module):  # its goodbye came meanwhile, and found nothing
+            ended(module, worker, store[0])
 
-    def hold(module: Any, answer: Any, store: Store) -> None:
-        worker, key, _ = store
-        keys = module._resolve_single_group_obj_keys(key)
-        rooms.hold(module._ctx.storage_manager, store, [keys[index] for index in answer.context["chunk_indices"]])
-        if worker not in registered(module):  # its goodbye came meanwhile, and found nothing
-            ended(module, worker)
-
-    def ended(module: Any, worker: int) -> None:
+    def ended(module: Any, worker: Worker, number: int) -> None:
         with module._pending_shm_lock:
-            for name in [name for name in module._pending_shm_writes if name[0] == worker]:
+            for name in [name for name in module._pending_shm_writes if name[0] == number]:
                 del module._pending_shm_writes[name]
-        kept = rooms.keep(worker)
+        kept = worker.keep()
         if kept:
             livepatch.count("kept_apart", kept)
             livepatch.say("kept_apart", f"a worker went in a store: {kept} chunks that it did not fill are kept apart")
 
     def release_entry(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
         """A registration has ended. LMCache ends the loads that it began, and finds no stores to be ended."""
-        worker = args[0] if args else kwargs["instance_id"]
-        with turn(worker):
-            ended(module, worker)
+        number = args[0] if args else kwargs["instance_id"]
+        with turn(module, number) as worker:
+            ended(module, worker, number)
             return wrapped(*args, **kwargs)
 
     def commit_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
@@ -228,23 +256,34 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         in_message = asked.pop("cpu_data")
         store = store_of(module, **asked)
         if in_message:
-            with turn(store[0]):
-                sent(module, store)
+            with turn(module, store[0]) as worker:
+                sent(module, worker, store)
             return wrapped(*args, **kwargs)
-        with turn(store[0]):  # else its registration could end, and another store begin, before LMCache ends this one
-            number = rooms.copied(store)
-            if number:
-                livepatch.count("given_back", number)
-                return False  # too late to be given out
-            own, others = rooms.of(store)
-            pending_of(module, store, own)
+        # Else its registration could end, and another store begin, before LMCache ends this one.
+        with turn(module, store[0]) as worker:
+            stores = has_ended(worker, store)
+            if stores is not None and (stores.kept or not stores.alone):
+                livepatch.count("given_back", stores.free())
+                pending_of(module, store, worker.others(store))
+                return False  # too late to be given out, or several stores filled it in an order that is not known
+            pending_of(module, store, [] if stores is None else stores.reserved_keys())
             try:
                 return wrapped(*args, **kwargs)
-            except Exception:
-                rooms.not_used(store)  # the worker has copied, and nobody is given what it stored
-                raise
             finally:
-                pending_of(module, store, others)
+                if stores is not None:
+                    stores.free()  # after an error LMCache has not ended it: the worker has copied, and nobody reads it
+                pending_of(module, store, worker.others(store))
+
+    def has_ended(worker: Worker, store: Store) -> Stores | None:
+        """Notes that a store has ended. Returns all stores by its name where it was the last of them, else None."""
+        stores = worker.of(store)
+        if stores is None:
+            return None
+        stores.under_way -= 1
+        if stores.under_way:
+            return None
+        worker.end(store)
+        return stores
 
     def pending_of(module: Any, store: Store, keys: list[Any]) -> None:
         """What LMCache finds reserved under a store's name."""
@@ -253,14 +292,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if keys:
                 module._pending_shm_writes[store[:2]] = keys
 
-    def sent(module: Any, store: Store) -> None:
+    def sent(module: Any, worker: Worker, store: Store) -> None:
         """LMCache would leave the message out: there is room for its chunks already, of which nobody fills any."""
-        number = rooms.not_used(store)
-        pending_of(module, store, rooms.of(store)[1])
-        if number:
+        stores = worker.of(store)
+        if stores is not None and stores.refused:  # the message may be that one's
+            stores.refused -= 1
+        elif worker.unheard:
+            worker.unheard -= 1
+        elif (last := has_ended(worker, store)) is not None and (number := last.free()):
             livepatch.count("sent", number)
             why = "a worker cannot map this server's shared memory (another container's /dev/shm?)"
             livepatch.say("sent", f"{why}: what it stores comes in messages, and what it loads fails")
+        pending_of(module, store, worker.others(store))
 
     return {
         f"{MODULE}._release_entry": release_entry,
@@ -268,6 +311,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         **{f"{module}.commit_store": commit_store for module in (MODULE, MODULE_0_4_7)},
         **{f"{module}.prepare_store": prepare_store for module in (MODULE, MODULE_0_4_7)},
     }
+
+
+def is_one_process(module: Any) -> bool:
+    """Whether a worker's number is one process's: from 0.5.0 on it is drawn at random."""
+    return not hasattr(module, "_non_gpu_contexts")
 
 
 def registered(module: Any) -> Any:

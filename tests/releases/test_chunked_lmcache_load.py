@@ -39,6 +39,10 @@ blocks, beside 55 of full attention, are more than the pool has. See `test_too_l
 STORED = 32
 STORED_TOKENS = STORED * 20 * 16
 """Prompts of the case `stored`, and what of them is loaded."""
+HITS, HITS_BY_HAND = [64, 128, 256], [1, 64, 128, 256, 512, 1024, 2048]
+"""Stored prompts that are asked for at once."""
+AT_MOST = 2.2
+"""What twice as many may take, times what one half took."""
 
 
 @pytest.mark.parametrize("release", executed.some(RELEASES))
@@ -176,6 +180,27 @@ def test_no_more_are_looked_at_than_on_stock(
         if world["outcome"] == "finishes":  # to 0.18 nothing is reserved
             assert whole[name]["steps"] <= world["steps"], name
             assert whole[name]["asked"] <= 1.05 * world["asked"], name
+
+
+@pytest.mark.parametrize("case", ["fits", "crowd", "fails"])
+@pytest.mark.parametrize("release", executed.chosen(["0.18.1", "0.29.0", "0.32.0", "0.33.0"], RELEASES))
+def test_twice_the_hits_take_twice_the_work(
+    release: str, case: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """In instructions of the patches, whatever the machine: of the longest step, and of all steps."""
+    hits = HITS_BY_HAND if executed.by_hand() else HITS
+    releases = {"vllm": release, "lmcache": lmcache_of(release)}
+    arguments = [which_class(release), case, *map(str, hits)]
+    result = warm.run(
+        "chunked_load_scale", releases, tmp_path, bundle=bundle, environ={TOGGLE: "on"}, arguments=arguments
+    )
+    for mode, played in result["worlds"].items():
+        assert {world["outcome"] for world in played.values()} == {"finishes"}, mode
+        for kind in "longest", "total":
+            taken = {hit: played[str(hit)][kind] for hit in hits}
+            assert taken[hits[0]]["chunked_lmcache_load"] > 0, "counted where nothing of the patch runs"
+            grows = {hit: sum(taken[2 * hit].values()) / sum(taken[hit].values()) for hit in hits if 2 * hit in hits}
+            assert max(grows.values()) <= AT_MOST, (mode, kind, grows)
 
 
 @pytest.mark.parametrize("release", SOME)

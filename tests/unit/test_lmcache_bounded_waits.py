@@ -106,11 +106,21 @@ def test_a_late_store_is_not_waited_for_as_a_step_is() -> None:
     assert waits == [patch.BACK_SECONDS]
 
 
-def test_a_time_out_that_is_less_than_ours_stays() -> None:
+@pytest.mark.parametrize(("own", "within"), [(3.0, 3.0), (300.0, 30.0)])
+@pytest.mark.parametrize("call", ["maybe_submit_lookup_request", "check_lookup_result", "end_session"])
+def test_lmcaches_clock_ends_a_lookup_after_our_time_and_nothing_else(call: str, own: float, within: float) -> None:
+    """A time-out that is less than ours stays. Also where the call raises, LMCache's own is there again after it."""
     adapter: Any = Adapter()
-    adapter._mq_timeout, adapter._heartbeats = 3.0, None
-    patch.wrappers(adapter.context)[f"{patch.SCHEDULER}.end_session"](lambda: None, adapter, (), {})
-    assert adapter._mq_timeout == 3.0
+    adapter._mq_timeout, adapter._heartbeats = own, None
+    seen: list[float] = []
+
+    def look_up() -> None:
+        seen.append(adapter._mq_timeout)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        patch.wrappers(adapter.context)[f"{patch.SCHEDULER}.{call}"](look_up, adapter, (), {})
+    assert (seen, adapter._mq_timeout) == ([within], own)
 
 
 def test_a_late_store_waits_for_a_server_that_is_well() -> None:

@@ -132,6 +132,22 @@ def stored() -> Iterator[Made]:
         yield f"lookups after {after}", plans, {}
 
 
+def count_anew(world: World) -> None:
+    """What the patch keeps count of within a step must be what a count of all comes to, each time that it is asked for."""
+    scheduler, loads = world.scheduler, world.scheduler._livepatch_loads
+    kept = loads.begun
+
+    def begun() -> int:
+        running = [other for other in scheduler.running if other.num_computed_tokens < other.num_prompt_tokens]
+        all_begun = {other.request_id: other for other in [*(load.request for load in loads.loads.values()), *running]}
+        found: int = kept()
+        if found != sum(loads.needed(other, 0, other.num_computed_tokens) for other in all_begun.values()):
+            world.wrong.add("a wrong count of what is needed")
+        return found
+
+    loads.begun = begun
+
+
 def play(world: World) -> dict[str, Any]:
     """Run one world; return what it came to and its figures."""
     asked = Counter[int]()
@@ -142,6 +158,8 @@ def play(world: World) -> dict[str, Any]:
         return ask(*args, **named)
 
     world.scheduler.connector.get_num_new_matched_tokens = count
+    if hasattr(world.scheduler, "_livepatch_loads"):
+        count_anew(world)
     outcome = outcome_of(world.run)
     return {
         "outcome": outcome,

@@ -253,6 +253,38 @@ def lookup(server: Server, waits: Waits) -> Any:
     return [hit, waited, worker.scheduler._mq_timeout, len(worker.scheduler._heartbeats)]
 
 
+def cleared(server: Server, waits: Waits) -> Any:
+    """Whether the cache counts as cleared where CLEAR takes 2.5 s, longer than SECONDS, after a store and a lookup."""
+    worker = Asker(server, waits)
+    worker.stored(5)
+    worker.hit("before", 5, 65)
+    wait = Answer.wait
+
+    def takes(event: Answer, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        return timeout > 2.5 and wait(event, timeout - 2.5)
+
+    Answer.wait = takes  # type: ignore[method-assign]
+    try:
+        return worker.scheduler.reset_cache()
+    finally:
+        Answer.wait = wait  # type: ignore[method-assign]
+
+
+def time_outs(server: Server, waits: Waits) -> Any:
+    """The time-outs of the scheduler's adapter, the worker's and its transfers, after all was asked in vain, and again."""
+    worker = Asker(server, waits)
+    worker.stored(5)
+    server.stop()
+    worker.hit("asked in vain", 5, 65)
+    worker.step({"a": SECOND}, ["b"])
+    os.kill(server.pid, signal.SIGCONT)
+    registered = worker.count_registrations()
+    worker.is_used_again()
+    transfers = worker.adapter.transfer_ctx._engine_driven_context
+    return [len(registered), worker.scheduler._mq_timeout, worker.adapter._mq_timeout, transfers.mq_timeout]
+
+
 def used_after_a_lookup(server: Server, waits: Waits) -> Any:
     worker = Asker(server, waits)
     server.stop()
@@ -566,6 +598,8 @@ ONE_SERVER: tuple[Callable[[Server, Waits], Any], ...] = (
     slow,
     stopped_under_a_store,
     lookup,
+    cleared,
+    time_outs,
     used_after_a_lookup,
     session,
     heartbeats,

@@ -12,6 +12,7 @@ it is there, unless the case keeps the server from answering (`Answer`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -163,6 +164,13 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
         used, _ = l1.get_memory_usage()
         return -int(used) // (LAYERS * 2 * CHUNK * 2 * 8 * 4)
 
+    def remembered() -> int:
+        """Objects of the patches' classes, and what is in their containers."""
+        gc.collect()
+        ours = [one for one in gc.get_objects() if type(one).__module__.startswith("_vllm_livepatch.patches.")]
+        kept = [kept for one in ours for kept in getattr(one, "__dict__", {}).values() if hasattr(kept, "__len__")]
+        return len(ours) + sum(map(len, kept))
+
     tempers = {"raise": raising, "hold": holding, "well": resolve}
 
     while True:
@@ -182,7 +190,13 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
             lock.lock()
         if question == "evict":  # all that is not locked
             l1.delete(list(l1._objects))
-        counted = {"silence": known, "known": known, "free": free, "reserved": lock.is_locked}.get(question)
+        counted = {
+            "silence": known,
+            "known": known,
+            "free": free,
+            "reserved": lock.is_locked,
+            "remembered": remembered,
+        }.get(question)
         pipe.send(counted() if counted else question)
 
 

@@ -265,6 +265,52 @@ def two_of_one_request(server: Server) -> Any:
     return result
 
 
+def many_of_one_request(server: Server) -> Any:
+    """What `two_of_one_request` does, of many requests, whose stores all end; and asks that are given no room.
+
+    How many chunks the cache lacks then, and whether the server remembers more after sixty requests than after one.
+    """
+    worker = Worker(server.port, 1.0)
+    context = getattr(worker.adapter.transfer_ctx, "_engine_driven_context", None)
+    context = context or worker.adapter.transfer_ctx._non_gpu_context  # to 0.4.7
+    own = context.prepare_store
+    asked: list[tuple[Any, ...]] = []
+
+    def named(name: str, prompt: int, blocks: list[int]) -> tuple[Any, ...]:
+        """The names by which the worker would store this. As where all is there, it does not."""
+        context.prepare_store = lambda *store: (asked.append(store), ([], []))[1]
+        worker.store(name, prompt, blocks)
+        worker.finished(name)
+        context.prepare_store = own
+        return asked.pop()
+
+    def stores(*store: Any) -> None:
+        context.prepare_store(*store)
+        context.commit_store(*store, [])
+
+    def request(prompt: int) -> None:
+        stores(*named(f"half of {prompt}", prompt, FIRST[:2]))
+        store = named(f"request {prompt}", prompt, FIRST)
+        context.prepare_store(*store)
+        context.prepare_store(*store)  # all is reserved: it is given no room
+        server.ask("evict")
+        context.prepare_store(*store)
+        for _ in range(2):
+            context.commit_store(*store, [])
+        server.ask("evict")
+
+    server.ask("evict")
+    free = server.ask("free")
+    request(100)
+    remembered = server.ask("remembered")
+    for prompt in range(101, 160):
+        request(prompt)
+    lacking = free - server.ask("free")
+    result = [lacking, server.ask("remembered") - remembered]
+    worker.close()
+    return result
+
+
 CASES: tuple[Callable[[Server], Any], ...] = (
     goodbye,
     death,
@@ -274,6 +320,7 @@ CASES: tuple[Callable[[Server], Any], ...] = (
     cannot_map_the_pool,
     another_of_its_number,
     two_of_one_request,
+    many_of_one_request,
 )
 
 
