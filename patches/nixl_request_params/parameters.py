@@ -34,7 +34,7 @@ OURS = (
     "pp_size",
     "transfer_id",
 )
-"""What the connectors of prefill and decode read. All else in `kv_transfer_params` is another connector's, and stays."""
+"""Fields that connectors of prefill and decode read. All others in `kv_transfer_params` stay."""
 
 Problem = str | None
 Check = Callable[[Any], bool]
@@ -66,7 +66,7 @@ def number(value: Any) -> bool:
 
 
 def blocks(value: Any) -> bool:
-    """Return whether a value names blocks: a list of numbers, or one list for each KV cache group; at least one block."""
+    """Return whether a value names a block: a list of numbers, or one such list for each KV cache group."""
     if type(value) not in (list, tuple) or not value:
         return False
     groups = value if type(value[0]) in (list, tuple) else [value]
@@ -78,7 +78,12 @@ def optional(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-NAMES: dict[str, Check] = {"remote_engine_id": text, "remote_request_id": text, "remote_host": text, "remote_port": port}
+NAMES: dict[str, Check] = {
+    "remote_engine_id": text,
+    "remote_request_id": text,
+    "remote_host": text,
+    "remote_port": port,
+}
 SHAPES: dict[str, Check] = {
     "remote_num_tokens": optional(count),
     "remote_blocks_expiry_time": optional(number),

@@ -1,4 +1,4 @@
-"""Transfer parameters that a connector could not use are taken off a request as it comes in: its prompt is computed here.
+"""Takes transfer parameters that no connector can use off a request as it comes in: its prompt is computed here.
 
 Anybody who reaches an engine's API sends `kv_transfer_params`. The connectors index them, assert on them, and wait for
 what they name: one request ends the engine, others hold its blocks for ever.
@@ -66,7 +66,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def refuse(request: Any, problem: str, left: dict[str, Any] | None, counter: str, follows: str) -> None:
         request.kv_transfer_params = left
         livepatch.count(counter)
-        livepatch.say(counter, f"request {request.request_id}: its kv_transfer_params cannot be used, {problem}: {follows}")
+        livepatch.say(
+            counter, f"request {request.request_id}: its kv_transfer_params cannot be used, {problem}: {follows}"
+        )
 
     def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         request = args[0] if args else kwargs["request"]

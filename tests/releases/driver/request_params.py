@@ -164,7 +164,9 @@ def play(model_config: Any, connector: str, role: str) -> dict[str, Any]:
         plain = {**dict.fromkeys(whole), "do_remote_prefill": False, "do_remote_decode": True}
         found["prefill"] = Engine(model_config, connector, role).outcome({**plain, "transfer_id": "t-2"})
     else:
-        found["prefill"] = Engine(model_config, connector, role).outcome({"do_remote_decode": True, "transfer_id": "t-2"})
+        found["prefill"] = Engine(model_config, connector, role).outcome(
+            {"do_remote_decode": True, "transfer_id": "t-2"}
+        )
     if connector == "NixlConnector":
         back = {**NIXL, "do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": 40}
         found["read_back"] = Engine(model_config, connector, role).outcome(back)
@@ -231,9 +233,7 @@ def main() -> None:
     gc.enable()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        result: dict[str, Any] = {
-            name: play(model_config, *one) for name, one in connectors().items()
-        }
+        result: dict[str, Any] = {name: play(model_config, *one) for name, one in connectors().items()}
         nixl_agents.begin_distributed(model_config, Path(directory) / "rendezvous")
         lease_guard.look_at_the_release(model_config)
         result["worker"] = worker_cases(model_config)
