@@ -22,8 +22,18 @@ RELEASES = [pin.version for pin in registry.pins("vllm")]
 WELL = ("none", "another's", "whole", "prefill")
 
 
-def run(release: str, warm: interpreter.Interpreter, python: Path, work: Path, bundle: Path | None = None) -> Any:
-    return warm.run(DRIVER, {"vllm": release}, work, bundle=bundle, path=[nixl_site(python)])["cases"]
+@pytest.fixture(scope="module")
+def path(engine_python: Path, mooncake: list[Path]) -> list[Path]:
+    """NIXL and Mooncake, which the connectors import."""
+    return [nixl_site(engine_python), *mooncake]
+
+
+def run(
+    release: str, warm: interpreter.Interpreter, path: list[Path], work: Path, bundle: Path | None = None
+) -> dict[str, Any]:
+    """What each case came to, by connector and role."""
+    cases: dict[str, Any] = warm.run(DRIVER, {"vllm": release}, work, bundle=bundle, path=path)["cases"]
+    return cases
 
 
 def in_groups(release: str) -> bool:
@@ -32,9 +42,9 @@ def in_groups(release: str) -> bool:
 
 
 @pytest.mark.parametrize("release", executed.some(RELEASES))
-def test_stock(release: str, warm: interpreter.Interpreter, engine_python: Path, tmp_path: Path) -> None:
+def test_stock(release: str, warm: interpreter.Interpreter, path: list[Path], tmp_path: Path) -> None:
     """One request ends the engine core, or waits for ever; too few blocks end the worker."""
-    found = run(release, warm, engine_python, tmp_path)
+    found = run(release, warm, path, tmp_path)
     worker = found.pop("worker")
     assert worker["too_few"].startswith("AssertionError"), worker
     assert worker["well"] == worker["after"], worker
@@ -45,11 +55,9 @@ def test_stock(release: str, warm: interpreter.Interpreter, engine_python: Path,
 
 
 @pytest.mark.parametrize("release", executed.some(RELEASES))
-def test_patched(
-    release: str, warm: interpreter.Interpreter, engine_python: Path, bundle: Path, tmp_path: Path
-) -> None:
+def test_patched(release: str, warm: interpreter.Interpreter, path: list[Path], bundle: Path, tmp_path: Path) -> None:
     """All of them are computed here, and leave nothing behind; those that are whole wait for their KV."""
-    found = run(release, warm, engine_python, tmp_path, bundle)
+    found = run(release, warm, path, tmp_path, bundle)
     worker = found.pop("worker")
     for name, cases in found.items():
         assert cases["not_computed"] == [], (name, cases)
