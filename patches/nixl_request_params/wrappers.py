@@ -37,6 +37,12 @@ def kinds_of(connector: Any) -> Iterator[tuple[str, Any]]:
         yield from kinds_of(child)
 
 
+def only(connector: Any, role: str) -> bool:
+    """Return whether a Mooncake engine is a `producer`, which only prefills, or a `consumer`, which only decodes."""
+    half = connector.connector_scheduler
+    return bool(getattr(half, f"is_kv_{role}", getattr(half, "kv_role", None) == f"kv_{role}"))
+
+
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     mooncake = given.MOONCAKE_DIRECT if livepatch.facts.get("mooncake_direct") else given.MOONCAKE
     hosts = frozenset(host.strip() for host in livepatch.options["HOSTS"].split(",") if host.strip())
@@ -44,7 +50,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def problem_of_load(found: Mapping[str, Any], kind: str, connector: Any) -> str | None:
         """Return why a connector cannot load what the parameters name."""
         if kind == MOONCAKE:
-            if getattr(connector.connector_scheduler, "is_kv_producer", False):
+            if only(connector, "producer"):
                 return "do_remote_prefill is set, and this engine only prefills"
             checks = mooncake
         else:
@@ -58,7 +64,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         """Return why a connector cannot keep the KV of this request for another engine."""
         if kind != MOONCAKE:
             return None
-        if getattr(connector.connector_scheduler, "is_kv_consumer", False):
+        if only(connector, "consumer"):
             return "do_remote_decode is set, and this engine only decodes"
         transfer = found.get("transfer_id")
         return None if not transfer or given.text(transfer) else f"transfer_id is {given.described(transfer)}"
