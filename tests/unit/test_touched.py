@@ -167,6 +167,10 @@ ALLOWED = {
             "NIXL's, of which no release is pinned; the release tests drive the one that is installed",
         ),
     },
+    "nixl-request-params": {
+        "put": "of a queue.Queue",
+        "hostname": "of urllib.parse.urlsplit's answer",
+    },
     "nixl-ucx-error-handling": {
         **dict.fromkeys(
             ("nixl_agent", "get_backend_params", "get_plugin_params"),

@@ -1,0 +1,133 @@
+"""Checks what a client or router sent as `kv_transfer_params`, before any connector reads it.
+
+Pure: a dictionary in, a sentence out. Ids and hosts go into messages between engines, so they must be printable text.
+
+Source: vllm PR#56585 (open), vllm#52234.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+TEXT_CHARACTERS = 4096
+PORTS = range(1, 65536)
+SIZES = range(1, 65536)
+BLOCKS = range(1 << 31)
+
+OURS = (
+    "do_remote_prefill",
+    "do_remote_decode",
+    "remote_block_ids",
+    "remote_bootstrap_addr",
+    "remote_engine_id",
+    "remote_host",
+    "remote_port",
+    "remote_request_id",
+    "remote_num_tokens",
+    "remote_blocks_expiry_time",
+    "remote_registration_generation",
+    "remote_block_size",
+    "tp_size",
+    "dcp_size",
+    "pp_size",
+    "transfer_id",
+)
+"""Fields that connectors of prefill and decode read. All others in `kv_transfer_params` stay."""
+
+Problem = str | None
+Check = Callable[[Any], bool]
+
+
+def text(value: Any) -> bool:
+    """Return whether a value is an id or a name: printable, not empty, and of a bounded length."""
+    return type(value) is str and 0 < len(value) <= TEXT_CHARACTERS and value.isprintable()
+
+
+def port(value: Any) -> bool:
+    """Return whether a value is a port. A decimal string is one: the originals write it into an address as it is."""
+    if type(value) is str:
+        return value.isascii() and value.isdigit() and len(value) <= 5 and int(value) in PORTS
+    return type(value) is int and value in PORTS
+
+
+def size(value: Any) -> bool:
+    return type(value) is int and value in SIZES
+
+
+def count(value: Any) -> bool:
+    return type(value) is int and value in BLOCKS
+
+
+def number(value: Any) -> bool:
+    """Return whether a value is a finite number. JSON as Python reads it has NaN and infinities."""
+    return type(value) in (int, float) and abs(value) < 1e18
+
+
+def blocks(value: Any) -> bool:
+    """Return whether a value names a block: a list of numbers, or one such list for each KV cache group."""
+    if type(value) not in (list, tuple) or not value:
+        return False
+    groups = value if type(value[0]) in (list, tuple) else [value]
+    return any(groups) and all(type(group) in (list, tuple) and all(map(count, group)) for group in groups)
+
+
+def optional(check: Check) -> Check:
+    """Return the check of a field that may be absent or null."""
+    return lambda value: value is None or check(value)
+
+
+NAMES: dict[str, Check] = {
+    "remote_engine_id": text,
+    "remote_request_id": text,
+    "remote_host": text,
+    "remote_port": port,
+}
+SHAPES: dict[str, Check] = {
+    "remote_num_tokens": optional(count),
+    "remote_blocks_expiry_time": optional(number),
+    "remote_registration_generation": optional(count),
+    "remote_block_size": optional(size),
+}
+PARALLEL: dict[str, Check] = {"dcp_size": size, "pp_size": size}
+"""Absent, each counts as 1; null is passed on to arithmetic."""
+
+PULL: dict[str, Check] = {**NAMES, **SHAPES, "remote_block_ids": blocks}
+PUSH: dict[str, Check] = {**NAMES, **SHAPES, "tp_size": size}
+MOONCAKE: dict[str, Check] = {"remote_engine_id": text, "remote_bootstrap_addr": text, "transfer_id": text}
+MOONCAKE_DIRECT: dict[str, Check] = {"remote_host": text, "remote_port": port}
+"""Mooncake of 0.14.1 and 0.15.1, where decode asks the worker itself."""
+
+
+def missing(parameters: Mapping[str, Any], checks: Mapping[str, Check]) -> Problem:
+    """Return what is wrong with the fields of a load, None where each is there and right."""
+    for name, check in checks.items():
+        if not check(parameters.get(name)):
+            return f"{name} is {described(parameters[name])}" if name in parameters else f"{name} is missing"
+    for name, check in {"tp_size": size, **PARALLEL}.items():
+        if name in parameters and not check(parameters[name]):
+            return f"{name} is {described(parameters[name])}"
+    return None
+
+
+def described(value: Any) -> str:
+    """Return a value in a few words: a client's text goes into a log."""
+    shown = repr(value) if value is None or type(value) in (bool, int, float, str) else f"a {type(value).__name__}"
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def host_of(parameters: Mapping[str, Any]) -> str:
+    """Return the host that a load names, of Mooncake the one of its bootstrap server."""
+    given = parameters.get("remote_bootstrap_addr")
+    if given is None:
+        return str(parameters.get("remote_host"))
+    try:
+        return urlsplit(given if "//" in given else f"//{given}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def without_ours(parameters: Mapping[str, Any], names: tuple[str, ...] = OURS) -> dict[str, Any] | None:
+    """Return the parameters that are left for other connectors, None where there are none."""
+    return {name: value for name, value in parameters.items() if name not in names} or None

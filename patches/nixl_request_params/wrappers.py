@@ -1,0 +1,151 @@
+"""Takes transfer parameters that no connector can use off a request as it comes in: its prompt is computed here.
+
+Anybody who reaches an engine's API sends `kv_transfer_params`. The connectors index them, assert on them, and wait for
+what they name: one request ends the engine, others hold its blocks for ever.
+
+Source: vllm PR#56585 (open), vllm#52234. Threats: docs/security.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import parameters as given
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+NIXL_PUSH = "NixlPushConnector"
+NIXL = ("NixlConnector", "NixlPullConnector", NIXL_PUSH)
+MOONCAKE = "MooncakeConnector"
+UNUSABLE = (AssertionError, LookupError, TypeError, ValueError, ArithmeticError)
+"""What a worker raises at numbers of blocks that do not fit: nothing is read yet."""
+
+
+def kinds_of(connector: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each connector of prefill and decode, by its class's name in vLLM; of a MultiConnector, its children."""
+    names = {kind.__name__ for kind in type(connector).__mro__}
+    for name in (*NIXL[1:], NIXL[0], MOONCAKE):
+        if name in names:
+            yield name, connector
+            return
+    for child in getattr(connector, "_connectors", ()):
+        yield from kinds_of(child)
+
+
+def only(connector: Any, role: str) -> bool:
+    """Return whether a Mooncake engine is a `producer`, which only prefills, or a `consumer`, which only decodes."""
+    half = connector.connector_scheduler
+    return bool(getattr(half, f"is_kv_{role}", getattr(half, "kv_role", None) == f"kv_{role}"))
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+    mooncake = given.MOONCAKE_DIRECT if livepatch.facts.get("mooncake_direct") else given.MOONCAKE
+    hosts = frozenset(host.strip() for host in livepatch.options["HOSTS"].split(",") if host.strip())
+
+    def problem_of_load(found: Mapping[str, Any], kind: str, connector: Any) -> str | None:
+        """Return why a connector cannot load what the parameters name."""
+        if kind == MOONCAKE:
+            if only(connector, "producer"):
+                return "do_remote_prefill is set, and this engine only prefills"
+            checks = mooncake
+        else:
+            checks = given.PUSH if kind == NIXL_PUSH else given.PULL
+        problem = given.missing(found, checks)
+        if problem is None and hosts and given.host_of(found) not in hosts:
+            return f"the host {given.described(given.host_of(found))} is not one of LIVEPATCH_NIXL_REQUEST_PARAMS_HOSTS"
+        return problem
+
+    def problem_of_send(found: Mapping[str, Any], kind: str, connector: Any) -> str | None:
+        """Return why a connector cannot keep the KV of this request for another engine."""
+        if kind != MOONCAKE:
+            return None
+        if only(connector, "consumer"):
+            return "do_remote_decode is set, and this engine only decodes"
+        transfer = found.get("transfer_id")
+        return None if not transfer or given.text(transfer) else f"transfer_id is {given.described(transfer)}"
+
+    def refuse(request: Any, problem: str, left: dict[str, Any] | None, counter: str, follows: str) -> None:
+        request.kv_transfer_params = left
+        livepatch.count(counter)
+        livepatch.say(
+            counter, f"request {request.request_id}: its kv_transfer_params cannot be used, {problem}: {follows}"
+        )
+
+    def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        request = args[0] if args else kwargs["request"]
+        found = request.kv_transfer_params
+        if found is not None and scheduler.connector is not None:
+            check(request, found, scheduler.connector)
+        return wrapped(*args, **kwargs)
+
+    def check(request: Any, found: Any, connector: Any) -> None:
+        computed_here = "the prompt is computed here"
+        if type(found) is not dict:
+            refuse(request, f"they are {given.described(found)}", None, "refused", computed_here)
+            return
+        load, send = found.get("do_remote_prefill"), found.get("do_remote_decode")
+        for kind, one in kinds_of(connector):
+            problem = None
+            if load and send:
+                problem = "both do_remote_prefill and do_remote_decode are set"
+            elif load:
+                problem = problem_of_load(found, kind, one)
+            elif send:
+                problem = problem_of_send(found, kind, one)
+            if problem is not None:
+                refuse(request, problem, given.without_ours(found), "refused", computed_here)
+                return
+            if send and kind in NIXL and kind != NIXL_PUSH and found.get("remote_block_ids"):
+                unread = problem_of_return(found, one)
+                if unread is not None:
+                    left = given.without_ours(found, tuple(name for name in given.OURS if name.startswith("remote_")))
+                    refuse(request, unread, left, "refused_return", "what another engine has of it is computed here")
+                    return
+
+    def problem_of_return(found: Mapping[str, Any], connector: Any) -> str | None:
+        """Return why prefill cannot read back what decode has computed of an earlier turn."""
+        if not getattr(connector.connector_scheduler, "is_bidirectional_kv_xfer_enabled", False):
+            return "they name KV to read back, which is not enabled here"
+        return problem_of_load(found, NIXL[0], connector)
+
+    def _read_blocks_for_req(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        request_id = args[0] if args else kwargs["req_id"]
+        try:
+            return wrapped(*args, **kwargs)
+        except UNUSABLE as error:
+            if worker._recving_transfers.get(request_id):  # a read of another rank's part is under way
+                raise
+            livepatch.count("unreadable")
+            livepatch.say(
+                "unreadable",
+                f"request {request_id}: the blocks that its kv_transfer_params name do not fit its prompt "
+                f"({type(error).__name__}): its load has failed",
+            )
+            fail(worker, request_id)
+            return None
+
+    def fail(worker: Any, request_id: str) -> None:
+        """Report a load as failed, with its blocks, in the release's own way. Nothing of it was begun."""
+        if hasattr(worker, "_recv_failures"):
+            worker._failed_recv_reqs.put(request_id)
+        elif hasattr(worker._failed_recv_reqs, "put"):
+            worker._handle_failed_transfer(request_id, None)
+        else:
+            meta = worker._recving_metadata.get(request_id)
+            local = meta.local_block_ids if meta is not None else []
+            if local and type(local[0]) in (list, tuple):
+                local = [] if worker._is_hma_required else local[0]
+            worker._invalid_block_ids.update(local)
+            worker._failed_recv_reqs.add(request_id)
+
+    return {
+        "vllm.v1.core.sched.scheduler:Scheduler.add_request": add_request,
+        f"{CONNECTORS}.nixl_connector:NixlConnectorWorker._read_blocks_for_req": _read_blocks_for_req,
+        f"{CONNECTORS}.nixl.worker:NixlConnectorWorker._read_blocks_for_req": _read_blocks_for_req,
+        f"{CONNECTORS}.nixl.pull_worker:NixlPullConnectorWorker._read_blocks_for_req": _read_blocks_for_req,
+    }
