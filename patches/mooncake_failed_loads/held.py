@@ -10,6 +10,7 @@ import itertools
 import os
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -59,35 +60,64 @@ def unpacked(carrier: Any) -> Word:
     return word
 
 
+LOADS = 256
+"""Beyond so many held loads, too, no more are added where that can be avoided: each keeps a socket, of ZMQ's 1,023."""
+
+
 class Holds:
     """A worker's. Its event loop holds and lets go, and each of its steps takes what is to be reported."""
 
     def __init__(self) -> None:
-        self._now: dict[str, frozenset[int]] = {}  # that are held now, by key: of two workers that write one, twice
+        self._now: dict[str, tuple[str, frozenset[int]]] = {}  # engine and blocks of what is held now, by key
+        self._blocks: dict[str, Counter[int]] = {}  # by engine: two workers of one may write one block
+        self._loads: Counter[str] = Counter()  # by engine
         self._lock = threading.Lock()
         self._held: dict[str, tuple[str, frozenset[int]]] = {}
         self._over: set[str] = set()
 
-    def hold(self, name: str, blocks: Iterable[int]) -> str:
-        """Of a load that is about to be reported as failed. Returns the key to let go of it by."""
+    def hold(self, engine: str, name: str, blocks: Iterable[int]) -> str:
+        """Of a load from `engine` that is about to be reported as failed. Returns the key to let go of it by."""
         key = f"{os.getpid()}-{_process}-{next(_numbers)}"
         held = frozenset(blocks)
         with self._lock:
             self._held[key] = name, held
-            self._now[key] = held
+            self._now[key] = engine, held
+            self._blocks.setdefault(engine, Counter()).update(held)
+            self._loads[engine] += 1
         return key
 
     @property
     def blocks(self) -> int:
         """How many are held now."""
         with self._lock:
-            return len(frozenset().union(*self._now.values()))
+            return sum(map(len, self._blocks.values()))
+
+    def too_many(self, room: float) -> bool:
+        """Whether more than `room` blocks, or too many loads, are held."""
+        with self._lock:
+            return sum(map(len, self._blocks.values())) > room or len(self._now) > LOADS
+
+    def too_many_of(self, engine: str, room: float) -> bool:
+        """The same, and whether one engine has more than its part. An engine of which nothing is held never has."""
+        if not self.too_many(room):
+            return False
+        with self._lock:
+            engines, blocks = len(self._blocks), len(self._blocks.get(engine, ()))
+            return blocks * engines > room or self._loads[engine] * engines > LOADS
 
     def let_go(self, key: str) -> None:
-        """Nobody can write into them any more."""
+        """Its blocks are free again for everybody."""
         with self._lock:
             self._over.add(key)
-            del self._now[key]
+            engine, blocks = self._now.pop(key)
+            held = self._blocks[engine]
+            held.subtract(blocks)
+            for block in blocks:
+                if not held[block]:
+                    del held[block]
+            self._loads[engine] -= 1
+            if not held:
+                del self._blocks[engine], self._loads[engine]
 
     def word(self) -> Word | None:
         with self._lock:
