@@ -41,12 +41,14 @@ class Asked(dict[str, Any]):
         self.named: set[str] = set()  # in an answer, from 0.30.0 on
         self.broken: set[str] = set()  # of these, whose write has failed: no answer says when its rest has ended
         self.line: Line | None = None  # its socket, unless prefill's worker has answered that it began nothing
+        self.unwatched = False  # it has a socket of which nothing is known
+        self.closed = False  # the connection was seen to be closed
         self.over = False  # prefill's worker has sent its last answer, and does no more for this ask
 
     @property
     def sent(self) -> bool:
         """Prefill's worker may have it, and has not answered that it began nothing."""
-        return self.line is not None and self.line.left
+        return self.unwatched or (self.line is not None and self.line.left)
 
     def copy(self) -> Asked:
         return self

@@ -47,19 +47,18 @@ class Line:
         sent = self._sent
         return sent is not None and sent.done() and not sent.cancelled() and sent.exception() is None
 
-    def closed_for(self) -> float | None:
-        """Seconds since the other end was first seen to have closed the connection and to accept no new one.
-
-        None while a connection stands. ZMQ itself tries to connect again, ten times a second.
-        """
+    def is_closed(self) -> bool:
+        """Whether the other end has closed the connection, and accepts no new one. ZMQ itself tries, ten times a second."""
         zmq = sys.modules["zmq"]
         if self._made.get(zmq.EVENTS) & zmq.POLLOUT:
             self._closed_since = None
-            return None
-        now = time.monotonic()
-        if self._closed_since is None:
-            self._closed_since = now
-        return now - self._closed_since
+        elif self._closed_since is None:
+            self._closed_since = time.monotonic()
+        return self._closed_since is not None
+
+    def closed_for(self) -> float:
+        """Seconds since which `is_closed` has found no connection; 0 where it found one."""
+        return 0.0 if self._closed_since is None else time.monotonic() - self._closed_since
 
     def end(self) -> None:
         self._close()

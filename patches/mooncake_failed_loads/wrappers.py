@@ -138,12 +138,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def opened(worker: Any, made: Any) -> None:
         """The original made a socket; of a transfer request, its connection is watched for as long as it holds blocks."""
         asked = ASKED.get()
-        if asked is None or livepatch.aside:
+        if asked is None:
+            return
+        asked.line, asked.unwatched = None, True
+        if livepatch.aside:
             return
         try:
-            asked.line = Line(
-                made, lambda: overdue(worker), lambda: bool(asked.held) and HOLDS in vars(worker) and not livepatch.aside
-            )
+            asked.line = Line(made, lambda: overdue(worker), lambda: bool(asked.held) and HOLDS in vars(worker))
+            asked.unwatched = False
         except Exception as error:
             livepatch.stand_aside("a socket for a transfer request", error)
 
@@ -175,7 +177,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         """From 0.30.0 the release reports what has failed."""
         asked.over = response.status.name in ("ERROR", "FINISH")
         if response.status.name == "LAYOUT_MISS":
-            asked.line = None
+            asked.line, asked.unwatched = None, False
         if UNCERTAIN in (response.err_msg or ""):
             asked.broken |= {*(response.err_reqs or ())}
             hold(worker, asked, asked.broken)
@@ -259,6 +261,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if not asked.sent:
                 if await ports.refuses(address) and not (asked.sent or release.done()):
                     livepatch.count("refused")
+                    forget(worker, address, asked)
                     await cancelled(release)
                     break
             elif closed(worker, address, asked):
@@ -266,7 +269,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 hold(worker, asked, asked.open)
                 if holds is not None:
                     lost(worker, asked, f"{address} has closed the connection")
-                elif not reports(worker):
+                if not asked.held or not reports(worker):
                     await cancelled(release)
                     break
             if holds is not None and asked.held and time_is_over(worker, asked):
@@ -286,11 +289,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def closed(worker: Any, address: str, asked: Asked) -> bool:
         """Whether the other end has closed the connection by which the request left, and accepts no new one."""
-        elapsed = asked.line.closed_for() if asked.line is not None else None
-        if elapsed == 0:  # seen for the first time
+        if asked.line is None or not asked.line.is_closed():
+            return False
+        if not asked.closed:
+            asked.closed = True
             forget(worker, address, asked)
             livepatch.count("closed")
-        return elapsed is not None
+        return True
 
     def time_is_over(worker: Any, asked: Asked) -> bool:
         """From 0.30.0 on: whether what is held for a request that has no last answer is freed.
@@ -302,7 +307,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         line = asked.line
         if line is None:
             return False
-        if (line.closed_for() or 0) >= line.lease:
+        if line.closed_for() >= line.lease:
             return True
         if time.monotonic() - line.heard < line.lease or not vars(worker)[HOLDS].too_many(room(worker)):
             return False

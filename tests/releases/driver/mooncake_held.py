@@ -286,17 +286,20 @@ def gone(world: World) -> Any:
 
 
 class hurry:
-    """Decode waits for an answer for a second, and not for the release's time."""
+    """Decode waits for an answer for a second, or so many, and not for the release's time."""
 
-    def __init__(self, world: World) -> None:
-        self._module = world.decode.side.module
+    def __init__(self, world: World, seconds: int = 1) -> None:
+        self._module, self._seconds = world.decode.side.module, seconds
         self._own = self._module.make_zmq_socket
 
     def __enter__(self) -> None:
+        def time_of(option: int, value: int) -> int:
+            return 1000 * self._seconds if option == zmq.RCVTIMEO else value
+
         def make(*args: Any, **kwargs: Any) -> Any:
             made = self._own(*args, **kwargs)
             options = made.setsockopt
-            made.setsockopt = lambda option, value: options(option, 1000 if option == zmq.RCVTIMEO else value)
+            made.setsockopt = lambda option, value: options(option, time_of(option, value))
             return made
 
         self._module.make_zmq_socket = make
