@@ -6,6 +6,7 @@ any more; decode's scheduler keeps a reference of its own to the blocks in betwe
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import secrets
@@ -27,6 +28,9 @@ CARRIER = "vllm.v1.simple_kv_offload.metadata"
 """A module of vLLM's, whose `SimpleCPUOffloadWorkerMetadata` carries a `Word` to the scheduler's process."""
 
 HELD, OVER = "livepatch-held", "livepatch-over"
+
+HOLDS = "_livepatch_holds"
+"""Attribute of a worker from 0.30.0 on: its `Holds`."""
 
 
 class Word:
@@ -180,3 +184,24 @@ class Keeper:
         kept = [block for block in load.blocks if block.block_id in blocks and not block.is_null]
         self._pool.touch(kept)
         self._kept[key] = kept
+
+
+def carry(livepatch: PatchContext, connector: Any) -> None:
+    """Of a connector that was made just now: its worker reports what it holds, or its scheduler hears that."""
+    worker = connector.connector_worker
+    if worker is None:
+        keeper = Keeper(livepatch)
+        for name in ("bind_gpu_block_pool", "update_state_after_alloc", "update_connector_output"):
+            wrapper = livepatch.lasting(getattr(keeper, name))
+            setattr(connector, name, livepatch.around(getattr(connector, name), wrapper))
+        return
+    carrier = importlib.import_module(CARRIER).SimpleCPUOffloadWorkerMetadata
+    holds = vars(worker)[HOLDS] = Holds()
+
+    def word(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
+        report = holds.word()
+        return wrapped(*args, **kwargs) if report is None else carrier(report.packed())
+
+    connector.build_connector_worker_meta = livepatch.around(
+        connector.build_connector_worker_meta, livepatch.lasting(word)
+    )

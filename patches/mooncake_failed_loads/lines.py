@@ -1,7 +1,7 @@
 """The socket of a transfer request: whether the request has left this process, and whether its connection stands.
 
-A refused connection, or silence, does not show that the prefill engine's process has ended. So neither ends a hold. Both
-only show that a request which has not left cannot be sent now.
+A port that refuses connections, or is silent, does not show that the prefill engine's process has ended: it only shows
+that a request which has not left cannot be sent now.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 KEEPALIVE = {"TCP_KEEPALIVE": 1, "TCP_KEEPALIVE_IDLE": 60, "TCP_KEEPALIVE_INTVL": 60, "TCP_KEEPALIVE_CNT": 127}
-"""ZMQ's options. A host that started again closes the connection at the next probe. Without probes a connection to a host
-that vanished would stand for ever; with these it ends after two hours of silence."""
+"""ZMQ's options. A host that started again ends a connection of before at the next probe. Without probes a connection
+to a host that vanished would stand for ever; with these it ends after two hours of silence."""
 
 
 class Line:
@@ -48,7 +48,7 @@ class Line:
         return sent is not None and sent.done() and not sent.cancelled() and sent.exception() is None
 
     def is_closed(self) -> bool:
-        """Whether the other end has closed the connection, and accepts no new one. ZMQ itself tries, ten times a second."""
+        """Whether the connection was closed, and no new one is accepted: ZMQ itself tries, ten times a second."""
         zmq = sys.modules["zmq"]
         if self._made.get(zmq.EVENTS) & zmq.POLLOUT:
             self._closed_since = None

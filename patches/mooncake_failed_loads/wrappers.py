@@ -13,16 +13,15 @@ Source: vllm PR#50984 (0.30.0), which tells the scheduler of what was refused.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .asks import ASKED, LOAD, Asked, Decoder, Load, blocks_of, emptied, writes_no_more
-from .held import CARRIER, LOADS, Holds, Keeper
+from .held import HOLDS, LOADS, Holds, carry
 from .lines import Line, Lines, Ports
+from .lost import prepare, report, told_by
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -33,14 +32,8 @@ MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connect
 WORKER = f"{MODULE}:MooncakeConnectorWorker"
 CONNECTOR = f"{MODULE}:MooncakeConnector"
 
-LOST = "_livepatch_lost_blocks"
-"""Attribute of a worker to 0.29.0: a queue of the blocks of loads that failed, for the next report."""
-
 RELEASES_REPORT = "_livepatch_releases_report"
 """Attribute of a worker from 0.30.0 on: the release's own `_handle_failed_recv`."""
-
-HOLDS = "_livepatch_holds"
-"""Attribute of a worker from 0.30.0 on: its `Holds`."""
 
 UNCERTAIN = "Mooncake transfer engine returned"
 """What an answer says after a write that failed, from 0.19.1 on behind what it says of other requests: others of the
@@ -68,16 +61,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def ended(worker: Any, pull: Any, well: bool) -> None:
         """One worker of prefill's writes no more for this pull. With the last of them a failed load is reported."""
         if writes_no_more(pull, well):
-            report(worker, pull)
-
-    def report(worker: Any, pull: Any) -> None:
-        blocks = blocks_of(pull)
-        if not blocks:
-            return  # it only asked prefill to let go; no request waits for it
-        livepatch.count("failed")
-        livepatch.say("failed", "a load came to nothing, and is told to the scheduler")
-        getattr(worker, LOST).put(blocks)
-        worker.finished_recving_reqs.add(pull.d_req_id)
+            report(livepatch, worker, pull)
 
     def lost(worker: Any, asked: Asked, reason: str) -> None:
         """An ask has ended: nobody writes for it any more. What it has not brought is lost."""
@@ -136,7 +120,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return True
 
     def opened(worker: Any, made: Any) -> None:
-        """The original made a socket; of a transfer request, its connection is watched for as long as it holds blocks."""
+        """The original made a socket: of a transfer request, its connection is watched as long as blocks are held."""
         asked = ASKED.get()
         if asked is None:
             return
@@ -300,9 +284,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def time_is_over(worker: Any, asked: Asked) -> bool:
         """From 0.30.0 on: whether what is held for a request that has no last answer is freed.
 
-        Never sooner than the original frees it. Then, where the connection has been closed, and no new one accepted, for
-        as long as the original waits: what prefill may still begin and write for a request ends before. Where that cannot
-        be seen (a host that vanished, a process that is stopped, a write that failed), beyond HELD_SHARE.
+        It is freed never sooner than by the original. First where the connection was closed, and no new one accepted,
+        for as long as the original waits: prefill's own wait for a request ends before that. Else (a host that vanished,
+        a process that is stopped, a write that failed) beyond HELD_SHARE.
         """
         line = asked.line
         if line is None:
@@ -332,7 +316,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def receive_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
-        vars(worker).setdefault(LOST, queue.SimpleQueue())
+        prepare(worker)
         engine = args[0] if args else kwargs["remote_engine_id"]
         if too_many_of(worker, engine):
             full = {name: pull for name, pull in pulls.items() if blocks_of(pull)}
@@ -394,51 +378,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def handle_new_engine_id(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         engine = args[0] if args else kwargs["remote_engine_id"]
         pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
-        vars(worker).setdefault(LOST, queue.SimpleQueue())
+        prepare(worker)
         return reached(wrapped, worker, engine, pulls)
 
     # The report
 
     def get_finished(connector: Any, args: Any, kwargs: Any) -> None:
         """To 0.29.0 the connector has the base class's answer, that no load has failed."""
-        worker = connector.connector_worker
-        if "get_block_ids_with_load_errors" in vars(connector) or reports(worker):
-            return
-
-        def load_errors(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> set[int]:
-            blocks = set(wrapped(*args, **kwargs))
-            reported = getattr(worker, LOST, None)
-            while reported is not None and not reported.empty():
-                blocks |= reported.get()
-            return blocks
-
-        connector.get_block_ids_with_load_errors = livepatch.around(
-            connector.get_block_ids_with_load_errors, load_errors
-        )
-
-    # What is held, from 0.30.0 on
+        if "get_block_ids_with_load_errors" not in vars(connector) and not reports(connector.connector_worker):
+            told_by(livepatch, connector)
 
     def made(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        worker = connector.connector_worker
-        module = vars(sys.modules[type(worker or connector.connector_scheduler).__module__])
-        if not hasattr(module["MooncakeConnectorWorker"], "_handle_failed_recv"):
-            return
-        if worker is None:
-            keeper = Keeper(livepatch)
-            for name in ("bind_gpu_block_pool", "update_state_after_alloc", "update_connector_output"):
-                wrapper = livepatch.lasting(getattr(keeper, name))
-                setattr(connector, name, livepatch.around(getattr(connector, name), wrapper))
-            return
-        carrier = importlib.import_module(CARRIER).SimpleCPUOffloadWorkerMetadata
-        holds = vars(worker)[HOLDS] = Holds()
-
-        def word(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
-            report = holds.word()
-            return wrapped(*args, **kwargs) if report is None else carrier(report.packed())
-
-        connector.build_connector_worker_meta = livepatch.around(
-            connector.build_connector_worker_meta, livepatch.lasting(word)
-        )
+        module = vars(sys.modules[type(connector.connector_worker or connector.connector_scheduler).__module__])
+        if hasattr(module["MooncakeConnectorWorker"], "_handle_failed_recv"):
+            carry(livepatch, connector)
 
     return {
         f"{CONNECTOR}.__init__": livepatch.after(made),
