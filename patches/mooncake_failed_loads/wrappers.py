@@ -284,9 +284,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def time_is_over(worker: Any, asked: Asked) -> bool:
         """From 0.30.0 on: whether what is held for a request that has no last answer is freed.
 
-        It is freed never sooner than by the original. First where the connection was closed, and no new one accepted,
-        for as long as the original waits: prefill's own wait for a request ends before that. Else (a host that vanished,
-        a process that is stopped, a write that failed) beyond HELD_SHARE.
+        Never sooner than the original frees it: where the connection was closed, and no new one accepted, for as long
+        as the original waits (prefill's own wait ends before); or, whatever is seen, what is beyond HELD_SHARE.
         """
         line = asked.line
         if line is None:
