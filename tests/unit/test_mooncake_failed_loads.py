@@ -90,9 +90,7 @@ class Socket:
 
 
 @pytest.mark.parametrize(("answers", "expected"), [("refuses", True), ("accepts", False), ("silent", False)])
-def test_a_port_that_is_silent_does_not_refuse(
-    answers: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_is_silent_does_not_refuse(answers: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(*place: Any) -> Any:
         await asyncio.Event().wait()
 
@@ -116,7 +114,9 @@ def test_requests_that_ask_at_one_time_share_a_try(monkeypatch: pytest.MonkeyPat
     ports = Ports(60)
 
     async def look() -> list[bool]:
-        return list(await asyncio.gather(*(ports.refuses("tcp://host:1") for _ in range(3)), ports.refuses("tcp://b:2")))
+        return list(
+            await asyncio.gather(*(ports.refuses("tcp://host:1") for _ in range(3)), ports.refuses("tcp://b:2"))
+        )
 
     assert asyncio.run(look()) == [True] * 4
     assert sorted(tries) == [("b", 2), ("host", 1)]
@@ -972,6 +972,7 @@ def test_an_answer_that_is_overdue_is_the_release_s_where_the_patch_has_no_part_
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The release gives up as it would, by an error that it knows, and nothing is held for it."""
+
     async def play() -> None:
         decode = Held()
         raised: list[str] = []
@@ -1016,6 +1017,7 @@ def test_an_answer_that_is_overdue_is_the_release_s_where_the_patch_has_no_part_
 @pytest.mark.parametrize("fields", [{"ok_reqs": ["d"]}, {"err_reqs": ["d"], "err_msg": "few"}, {}])
 def test_to_0_29_an_answer_that_comes_late_is_taken(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill engine lives on: it has said all that it will."""
+
     async def play() -> None:
         decode = Decode()
         decode.pull.pull_tasks_count = 1
