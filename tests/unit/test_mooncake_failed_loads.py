@@ -59,7 +59,7 @@ class Socket:
         self.options: dict[str, int] = {}
         self.rcvtimeo, self.sndtimeo = 1, -1  # milliseconds
         self.recv: Any = receive
-        self._connects = asyncio.Event()
+        self._connects, self.taken = asyncio.Event(), asyncio.Event()
 
     def setsockopt(self, option: str, value: int) -> None:
         self.options[option] = value
@@ -82,6 +82,7 @@ class Socket:
                     await asyncio.wait_for(self._connects.wait(), self.sndtimeo / 1000 if self.sndtimeo >= 0 else None)
                 except asyncio.TimeoutError:
                     raise Again from None
+            self.taken.set()
 
         return asyncio.ensure_future(taken())
 
@@ -585,8 +586,7 @@ def test_from_0_30_a_load_whose_connection_was_closed_is_reported_when_nobody_el
         decode.socket.rcvtimeo = 200
         one = decode.socket
         asked = decode.ask("tcp://one", silent)
-        while not one.sndtimeo == 200:
-            await asyncio.sleep(0)
+        await one.taken.wait()
         one.connected = False
         while (word := decode.word()) is None:
             await asyncio.sleep(0.01)

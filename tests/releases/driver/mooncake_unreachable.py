@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mooncake_engines import PATIENCE
 from mooncake_held import ANOTHER, Door, World, hung_up, hurry
 from mooncake_sides import wait
 
