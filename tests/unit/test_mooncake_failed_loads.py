@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.patches.mooncake_failed_loads import wrappers as patch
-from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, Holds, Keeper, Word, unpacked
+from vllm_livepatch.patches.mooncake_failed_loads.asks import blocks_of
+from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, LOADS, Holds, Keeper, Word, unpacked
 from vllm_livepatch.patches.mooncake_failed_loads.lines import Line, Ports
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -824,6 +825,7 @@ def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
 
         async def release(address: str, pulls: Any) -> None:
             pulls = pulls.copy() if settles else pulls
+            await decode.async_zmq_ctx.socket("dealer").send(b"an ask")
             decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields}))
             decode.report(pulls, fields["err_msg"] or "transfer failed")
 
@@ -834,6 +836,7 @@ def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
             while not decode.reports:
                 await asyncio.sleep(0.01)
             assert (decode.word() is not None) == holds
+            decode.socket.connected = False
         await asyncio.wait_for(ask, 60)
         assert not decode.aside
 
@@ -935,6 +938,7 @@ def test_an_engine_is_asked_for_anew_though_all_of_an_ask_was_reported_before_it
             while not asked:
                 await asyncio.sleep(0)
             assert "p" in decode._remote_agents
+            decode.socket.connected = False
         await asyncio.wait_for(ask, 60)
         assert "p" not in decode._remote_agents
         assert not decode.aside
@@ -1047,6 +1051,40 @@ def test_to_0_29_an_answer_that_comes_late_is_taken(fields: dict[str, Any], monk
         assert not decode.aside
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("held", "asked"),
+    [
+        ({"p": 6}, False),
+        ({"p": 5}, True),  # no more than a quarter of twenty
+        ({"other": 20}, True),  # of p nothing is held
+        ({"other": 6, "p": 2}, True),  # less than p's part, of two engines
+        ({"other": 6, "p": 3}, False),
+    ],
+)
+def test_an_engine_is_asked_unless_more_than_its_part_is_held_for_it(held: dict[str, int], asked: bool) -> None:
+    """Another engine's failures do not keep a healthy one from being asked."""
+    decode = Held()
+    first = 0
+    for engine, blocks in held.items():
+        vars(decode)[patch.HOLDS].hold(engine, "before", range(first, first + blocks))
+        first += blocks
+    released: list[Any] = []
+    decode.call("receive_kv", lambda engine, pulls: released.extend(pulls.values()), "p", {"d": decode.pull})
+    assert [blocks_of(pull) for pull in released] == [{3, 4} if asked else set()]
+
+
+def test_so_many_held_loads_are_too_many_whatever_their_blocks() -> None:
+    """Each keeps a socket."""
+    holds = Holds()
+    keys = [holds.hold("p", "before", [number]) for number in range(LOADS + 1)]
+    assert (holds.too_many_of("p", 1e6), holds.too_many_of("other", 1e6)) == (True, False)
+    holds.let_go(keys[0])
+    assert not holds.too_many(1e6)
+    for key in keys[1:]:
+        holds.let_go(key)
+    assert not (holds._blocks or holds._loads or holds._now), "nothing outlives its engine"
 
 
 @pytest.mark.parametrize(("blocks", "asked"), [(5, True), (6, False)])
