@@ -271,9 +271,13 @@ def overdue(world: World) -> Any:
 
 
 def gone(world: World) -> Any:
-    """So many blocks are held that a load is not begun, and prefill lets go of it; then prefill's process ends."""
+    """So many blocks are held that a load is not begun, and prefill lets go of it; then prefill's process ends.
+
+    What was held for this one comes back when decode would have given up; for the others it waits longer here.
+    """
     world.link.refuse = 1
-    request = world.load("gone", 5)
+    with hurry(world, 20):
+        request = world.load("gone", 5)
     runs = world.runs(request)
     held, begun = world.held(), world.link.begun
     another = world.load("another", 6)
@@ -282,7 +286,7 @@ def gone(world: World) -> Any:
     let_go = wait(lambda: (world.prefill.step(), "p-another" not in world.prefill.scheduler.requests)[1], PATIENCE)
     world.over(request, another)
     world.door.close()
-    return runs, held, asked, computed, let_go, world.come_back()
+    return runs, held, asked, computed, let_go, world.come_back(held - PLACES)
 
 
 class hurry:

@@ -149,16 +149,14 @@ def silent(world: Unreachable) -> Any:
 
 
 def deleted(world: Unreachable) -> Any:
-    """A pod is deleted: its process ends, which closes its connections, and nothing is at its address any more."""
+    """A write fails, and the pod is deleted: that closes its connections, and nothing is at its address any more."""
     door = world.through("deleted")
     held = world.held()
     with hurry(world, SHORT):
-        requests = []
-        for number in (0, 1):
-            world.link.refuse = 1
-            requests.append(world.ask(f"deleted-{number}", 6 + number, "deleted"))
-            wait(lambda: not world.link.refuse, FIRST)
-        run = [world.runs(request) for request in requests]
+        world.link.refuse = 1
+        request = world.ask("deleted", 6, "deleted")
+        wait(lambda: not world.link.refuse, FIRST)
+        runs = world.runs(request)
     more = world.held() - held
     where = int(door.address.rpartition(":")[2])
     door.close()
@@ -166,11 +164,11 @@ def deleted(world: Unreachable) -> Any:
     other = world.through("other")
     well = world.ask("other", 8, "other")
     loaded = world.runs(well) and world.loaded(well, 8)
-    world.over(well, *requests)
+    world.over(well, request)
     back = world.come_back(held)
     port.close()
     other.close()
-    return run, more, loaded, back
+    return runs, more, loaded, back
 
 
 def empty(world: Unreachable) -> Any:
