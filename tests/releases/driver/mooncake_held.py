@@ -286,7 +286,7 @@ def gone(world: World) -> Any:
     let_go = wait(lambda: (world.prefill.step(), "p-another" not in world.prefill.scheduler.requests)[1], PATIENCE)
     world.over(request, another)
     world.door.close()
-    return runs, held, asked, computed, let_go, world.come_back(held - PLACES)
+    return runs, held, asked, computed, let_go, world.come_back(max(0, held - PLACES))
 
 
 class hurry:
