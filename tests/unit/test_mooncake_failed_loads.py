@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.patches.mooncake_failed_loads import wrappers as patch
 from vllm_livepatch.patches.mooncake_failed_loads.asks import blocks_of
-from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, LOADS, Holds, Keeper, Word, unpacked
+from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, HOLDS, LOADS, Holds, Keeper, Word, unpacked
 from vllm_livepatch.patches.mooncake_failed_loads.lines import Line, Ports
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -611,7 +611,7 @@ def test_what_is_held_comes_back_sooner_than_that_only_beyond_the_share_and_when
 
     async def play() -> None:
         decode = Held()
-        holds = vars(decode)[patch.HOLDS]
+        holds = vars(decode)[HOLDS]
         decode.socket.rcvtimeo = 1
         ask = decode.ask("tcp://one", broken)
         while (word := decode.word()) is None:
@@ -640,7 +640,7 @@ def test_what_is_held_comes_back_sooner_than_that_only_beyond_the_share_and_when
 def test_within_the_release_s_time_nothing_is_freed_though_more_than_the_share_is_held() -> None:
     async def play() -> None:
         decode = Held()
-        vars(decode)[patch.HOLDS].hold("another", "x", range(10, 18))
+        vars(decode)[HOLDS].hold("another", "x", range(10, 18))
         decode.socket.rcvtimeo = 3_600_000
         ask = decode.ask("tcp://one", broken)
         looks, enough = [0], asyncio.Event()
@@ -949,7 +949,7 @@ def test_an_engine_is_asked_for_anew_though_all_of_an_ask_was_reported_before_it
 def test_after_an_error_of_its_own_an_answer_that_is_overdue_is_the_release_s(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         decode = Held()
-        setattr(decode, patch.HOLDS, object())
+        setattr(decode, HOLDS, object())
 
         async def receive() -> str:
             raise Again
@@ -1068,7 +1068,7 @@ def test_an_engine_is_asked_unless_more_than_its_part_is_held_for_it(held: dict[
     decode = Held()
     first = 0
     for engine, blocks in held.items():
-        vars(decode)[patch.HOLDS].hold(engine, "before", range(first, first + blocks))
+        vars(decode)[HOLDS].hold(engine, "before", range(first, first + blocks))
         first += blocks
     released: list[Any] = []
     decode.call("receive_kv", lambda engine, pulls: released.extend(pulls.values()), "p", {"d": decode.pull})
@@ -1095,7 +1095,7 @@ def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(
     """Who lets go speaks for all of decode's workers, of which others may load: one of several does not."""
     decode = Held()
     vars(decode).update(sizes)
-    vars(decode)[patch.HOLDS].hold("p", "before", range(blocks))
+    vars(decode)[HOLDS].hold("p", "before", range(blocks))
     empty = SimpleNamespace(**{**vars(decode.pull), "local_block_ids": [[]], "d_req_id": "empty"})
     released: dict[str, Any] = {}
     decode.call("receive_kv", lambda engine, pulls: released.update(pulls), "p", {"d": decode.pull, "e": empty})
@@ -1113,7 +1113,7 @@ def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(
 @pytest.mark.parametrize("blocks", [5, 6], ids=["room", "no room"])
 def test_a_load_may_be_begun_with_arguments_by_name(given: int, blocks: int) -> None:
     decode = Held()
-    vars(decode)[patch.HOLDS].hold("p", "before", range(blocks))
+    vars(decode)[HOLDS].hold("p", "before", range(blocks))
     asked = {"remote_engine_id": "p", "pull_metas": {"d": decode.pull}}
     args = [asked.pop(name) for name in [*asked][:given]]
     released: list[Any] = []
@@ -1167,7 +1167,7 @@ def test_an_engine_that_its_bootstrap_server_does_not_know_may_be_looked_for_wit
 def test_where_nothing_is_left_to_ask_for_nobody_is_asked() -> None:
     decode = Held()
     decode.tp_size = 2
-    vars(decode)[patch.HOLDS].hold("p", "before", range(6))
+    vars(decode)[HOLDS].hold("p", "before", range(6))
     released: list[Any] = []
     decode.call("receive_kv", lambda *asked: released.append(asked), "p", {"d": decode.pull})
     assert released == []
@@ -1176,7 +1176,7 @@ def test_where_nothing_is_left_to_ask_for_nobody_is_asked() -> None:
 
 def test_what_is_held_no_more_does_not_count() -> None:
     decode = Held()
-    holds = vars(decode)[patch.HOLDS]
+    holds = vars(decode)[HOLDS]
     holds.let_go(holds.hold("p", "before", range(6)))
     released: list[list[str]] = []
     decode.call("receive_kv", lambda engine, pulls: released.append(sorted(pulls)), "p", {"d": decode.pull})
