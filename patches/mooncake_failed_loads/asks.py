@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from .lines import Line
+
 LOAD = "_livepatch_load"
 """Attribute of a pull: its `Load`."""
 
@@ -38,8 +40,15 @@ class Asked(dict[str, Any]):
         self.held: dict[str, str] = {}  # whose load may still be written; from 0.30.0 on the key of what is held
         self.named: set[str] = set()  # in an answer, from 0.30.0 on
         self.broken: set[str] = set()  # of these, whose write has failed: no answer says when its rest has ended
-        self.sent = False  # prefill's worker may have it, and has not answered that it began nothing
+        self.line: Line | None = None  # its socket, unless prefill's worker has answered that it began nothing
+        self.unwatched = False  # it has a socket of which nothing is known
+        self.closed = False  # the connection was seen to be closed
         self.over = False  # prefill's worker has sent its last answer, and does no more for this ask
+
+    @property
+    def sent(self) -> bool:
+        """Prefill's worker may have it, and has not answered that it began nothing."""
+        return self.unwatched or (self.line is not None and self.line.left)
 
     def copy(self) -> Asked:
         return self

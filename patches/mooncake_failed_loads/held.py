@@ -6,10 +6,12 @@ any more; decode's scheduler keeps a reference of its own to the blocks in betwe
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,9 @@ CARRIER = "vllm.v1.simple_kv_offload.metadata"
 """A module of vLLM's, whose `SimpleCPUOffloadWorkerMetadata` carries a `Word` to the scheduler's process."""
 
 HELD, OVER = "livepatch-held", "livepatch-over"
+
+HOLDS = "_livepatch_holds"
+"""Attribute of a worker from 0.30.0 on: its `Holds`."""
 
 
 class Word:
@@ -59,35 +64,64 @@ def unpacked(carrier: Any) -> Word:
     return word
 
 
+LOADS = 256
+"""Beyond so many held loads, too, no more are added where that can be avoided: each keeps a socket, of ZMQ's 1,023."""
+
+
 class Holds:
     """A worker's. Its event loop holds and lets go, and each of its steps takes what is to be reported."""
 
     def __init__(self) -> None:
-        self._now: dict[str, frozenset[int]] = {}  # that are held now, by key: of two workers that write one, twice
+        self._now: dict[str, tuple[str, frozenset[int]]] = {}  # engine and blocks of what is held now, by key
+        self._blocks: dict[str, Counter[int]] = {}  # by engine: two workers of one may write one block
+        self._loads: Counter[str] = Counter()  # by engine
         self._lock = threading.Lock()
         self._held: dict[str, tuple[str, frozenset[int]]] = {}
         self._over: set[str] = set()
 
-    def hold(self, name: str, blocks: Iterable[int]) -> str:
-        """Of a load that is about to be reported as failed. Returns the key to let go of it by."""
+    def hold(self, engine: str, name: str, blocks: Iterable[int]) -> str:
+        """Of a load from `engine` that is about to be reported as failed. Returns the key to let go of it by."""
         key = f"{os.getpid()}-{_process}-{next(_numbers)}"
         held = frozenset(blocks)
         with self._lock:
             self._held[key] = name, held
-            self._now[key] = held
+            self._now[key] = engine, held
+            self._blocks.setdefault(engine, Counter()).update(held)
+            self._loads[engine] += 1
         return key
 
     @property
     def blocks(self) -> int:
         """How many are held now."""
         with self._lock:
-            return len(frozenset().union(*self._now.values()))
+            return sum(map(len, self._blocks.values()))
+
+    def too_many(self, room: float) -> bool:
+        """Whether more than `room` blocks, or too many loads, are held."""
+        with self._lock:
+            return sum(map(len, self._blocks.values())) > room or len(self._now) > LOADS
+
+    def too_many_of(self, engine: str, room: float) -> bool:
+        """The same, and whether one engine has more than its part. An engine of which nothing is held never has."""
+        if not self.too_many(room):
+            return False
+        with self._lock:
+            engines, blocks = len(self._blocks), len(self._blocks.get(engine, ()))
+            return blocks * engines > room or self._loads[engine] * engines > LOADS
 
     def let_go(self, key: str) -> None:
-        """Nobody can write into them any more."""
+        """Its blocks are free again for everybody."""
         with self._lock:
             self._over.add(key)
-            del self._now[key]
+            engine, blocks = self._now.pop(key)
+            held = self._blocks[engine]
+            held.subtract(blocks)
+            for block in blocks:
+                if not held[block]:
+                    del held[block]
+            self._loads[engine] -= 1
+            if not held:
+                del self._blocks[engine], self._loads[engine]
 
     def word(self) -> Word | None:
         with self._lock:
@@ -150,3 +184,24 @@ class Keeper:
         kept = [block for block in load.blocks if block.block_id in blocks and not block.is_null]
         self._pool.touch(kept)
         self._kept[key] = kept
+
+
+def carry(livepatch: PatchContext, connector: Any) -> None:
+    """Of a connector that was made just now: its worker reports what it holds, or its scheduler hears that."""
+    worker = connector.connector_worker
+    if worker is None:
+        keeper = Keeper(livepatch)
+        for name in ("bind_gpu_block_pool", "update_state_after_alloc", "update_connector_output"):
+            wrapper = livepatch.lasting(getattr(keeper, name))
+            setattr(connector, name, livepatch.around(getattr(connector, name), wrapper))
+        return
+    carrier = importlib.import_module(CARRIER).SimpleCPUOffloadWorkerMetadata
+    holds = vars(worker)[HOLDS] = Holds()
+
+    def word(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
+        report = holds.word()
+        return wrapped(*args, **kwargs) if report is None else carrier(report.packed())
+
+    connector.build_connector_worker_meta = livepatch.around(
+        connector.build_connector_worker_meta, livepatch.lasting(word)
+    )

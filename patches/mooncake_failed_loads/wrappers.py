@@ -3,22 +3,25 @@
 To 0.29.0 the worker logs what a prefill engine, or the way to it, refused, and the request waits for ever. In every
 release it waits for a prefill engine that is gone as long as for one that is slow.
 
+No sign that decode gets over the network shows that prefill's process has ended: a firewall may refuse new connections,
+and end the one that stands, while RDMA goes on. So blocks for which a request has left are free again with prefill's
+last answer; without it never sooner than the original frees them, which to 0.29.0 is never.
+
 Source: vllm PR#50984 (0.30.0), which tells the scheduler of what was refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import queue
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .asks import ASKED, LOAD, Asked, Decoder, Load, blocks_of, emptied, writes_no_more
-from .held import CARRIER, Holds, Keeper
-from .patience import Patience
-from .peers import Peers
+from .held import HOLDS, LOADS, Holds, carry
+from .lines import Line, Lines, Ports
+from .lost import prepare, report, told_by
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -29,14 +32,8 @@ MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connect
 WORKER = f"{MODULE}:MooncakeConnectorWorker"
 CONNECTOR = f"{MODULE}:MooncakeConnector"
 
-LOST = "_livepatch_lost_blocks"
-"""Attribute of a worker to 0.29.0: a queue of the blocks of loads that failed, for the next report."""
-
 RELEASES_REPORT = "_livepatch_releases_report"
 """Attribute of a worker from 0.30.0 on: the release's own `_handle_failed_recv`."""
-
-HOLDS = "_livepatch_holds"
-"""Attribute of a worker from 0.30.0 on: its `Holds`."""
 
 UNCERTAIN = "Mooncake transfer engine returned"
 """What an answer says after a write that failed, from 0.19.1 on behind what it says of other requests: others of the
@@ -51,29 +48,25 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
     seconds: float = livepatch.options["LOOK_SECONDS"]
     share: float = livepatch.options["HELD_SHARE"]
-    peers = Peers(seconds)
+    ports = Ports(seconds)
+    late: set[int] = set()  # transfer requests that are listened for beyond the original's time
     together = not livepatch.facts.get("settles_each_ask")  # 0.30.0 to 0.32.0 do not wait for all of prefill's workers
+
+    def reports(worker: Any) -> bool:
+        """From 0.30.0 on the original reports loads that failed."""
+        return hasattr(worker, "_handle_failed_recv")
 
     # What is done with a load that failed
 
     def ended(worker: Any, pull: Any, well: bool) -> None:
         """One worker of prefill's writes no more for this pull. With the last of them a failed load is reported."""
         if writes_no_more(pull, well):
-            report(worker, pull)
-
-    def report(worker: Any, pull: Any) -> None:
-        blocks = blocks_of(pull)
-        if not blocks:
-            return  # it only asked prefill to let go; no request waits for it
-        livepatch.count("failed")
-        livepatch.say("failed", "a load came to nothing, and is told to the scheduler")
-        getattr(worker, LOST).put(blocks)
-        worker.finished_recving_reqs.add(pull.d_req_id)
+            report(livepatch, worker, pull)
 
     def lost(worker: Any, asked: Asked, reason: str) -> None:
         """An ask has ended: nobody writes for it any more. What it has not brought is lost."""
         names, asked.open = asked.open, set()
-        if not hasattr(worker, "_handle_failed_recv"):
+        if not reports(worker):
             for name in names:
                 ended(worker, asked[name], well=False)
             return
@@ -94,7 +87,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return
         holds: Holds | None = vars(worker).get(HOLDS)
         for name, blocks in new.items():
-            asked.held[name] = holds.hold(asked[name].d_req_id, blocks) if holds is not None else ""
+            pull = asked[name]
+            asked.held[name] = holds.hold(pull.remote_engine_id, pull.d_req_id, blocks) if holds is not None else ""
         livepatch.count("held", len(new))
         number = holds.blocks if holds is not None else sum(map(len, new.values()))
         livepatch.say("held", f"a prefill engine may still write for loads that failed: {number} blocks are held")
@@ -117,15 +111,27 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             hold(worker, asked, asked.open)
             if HOLDS in vars(worker):
                 lost(worker, asked, "no answer in time")
+            elif len(late) >= LOADS:
+                return False  # each takes a socket that other transfer requests need
         except Exception as error:
             livepatch.stand_aside("an answer that did not come in time", error)
             return False
+        late.add(id(asked))
         return True
 
-    def sending() -> None:
+    def opened(worker: Any, made: Any) -> None:
+        """The original made a socket: of a transfer request, its connection is watched as long as blocks are held."""
         asked = ASKED.get()
-        if asked is not None:
-            asked.sent = True
+        if asked is None:
+            return
+        asked.line, asked.unwatched = None, True
+        if livepatch.aside:
+            return
+        try:
+            asked.line = Line(made, lambda: overdue(worker), lambda: bool(asked.held) and HOLDS in vars(worker))
+            asked.unwatched = False
+        except Exception as error:
+            livepatch.stand_aside("a socket for a transfer request", error)
 
     # Answers
 
@@ -154,7 +160,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def seen(worker: Any, asked: Asked, response: Any) -> None:
         """From 0.30.0 the release reports what has failed."""
         asked.over = response.status.name in ("ERROR", "FINISH")
-        asked.sent = response.status.name != "LAYOUT_MISS"
+        if response.status.name == "LAYOUT_MISS":
+            asked.line, asked.unwatched = None, False
         if UNCERTAIN in (response.err_msg or ""):
             asked.broken |= {*(response.err_reqs or ())}
             hold(worker, asked, asked.broken)
@@ -188,12 +195,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def listen(worker: Any) -> None:
         if isinstance(worker._xfer_resp_decoder, Decoder):
             return
-        reports = hasattr(worker, "_handle_failed_recv")
-        read = seen if reports else answered
-        if reports:
+        read = seen if reports(worker) else answered
+        if reports(worker):
             vars(worker)[RELEASES_REPORT] = worker._handle_failed_recv
             worker._handle_failed_recv = livepatch.around(worker._handle_failed_recv, reporting)
-        worker.async_zmq_ctx = Patience(worker.async_zmq_ctx, lambda: overdue(worker), sending)
+        worker.async_zmq_ctx = Lines(worker.async_zmq_ctx, lambda made: opened(worker, made))
         own = worker._xfer_resp_decoder
 
         def guarded(asked: Asked, response: Any) -> None:
@@ -216,38 +222,81 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         release = asyncio.ensure_future(asking(address, asked))
         try:
             await followed(release, worker, address, asked)
+        except sys.modules["zmq"].ContextTerminated:
+            await cancelled(release)  # the worker is shut down, which waits for its sockets to be closed
         except Exception as error:
             livepatch.stand_aside("following an ask", error)
             await release
+        finally:
+            late.discard(id(asked))
+            if asked.line is not None:
+                asked.line.end()
+
+    async def cancelled(release: asyncio.Future[Any]) -> None:
+        release.cancel()
+        await asyncio.gather(release, return_exceptions=True)
 
     async def followed(release: asyncio.Future[Any], worker: Any, address: str, asked: Asked) -> None:
+        holds: Holds | None = vars(worker).get(HOLDS)
         while not release.done():
             await asyncio.wait([release], timeout=seconds)
-            if not release.done() and await peers.gone(address):
-                release.cancel()
-                await asyncio.gather(release, return_exceptions=True)
-                gone(worker, address, asked)
-                return
+            if release.done():
+                break
+            if not asked.sent:
+                if await ports.refuses(address) and not (asked.sent or release.done()):
+                    livepatch.count("refused")
+                    forget(worker, address, asked)
+                    await cancelled(release)
+                    break
+            elif closed(worker, address, asked):
+                # An answer goes to the connection that the request came by: none comes any more.
+                hold(worker, asked, asked.open)
+                if holds is not None:
+                    lost(worker, asked, f"{address} has closed the connection")
+                if not asked.held or not reports(worker):
+                    await cancelled(release)
+                    break
+            if holds is not None and asked.held and time_is_over(worker, asked):
+                await cancelled(release)
+                break
         if asked.over:
             lost(worker, asked, "the prefill engine has answered, without it")
-        elif asked.open and asked.sent and not hasattr(worker, "_handle_failed_recv"):
+        elif asked.open and asked.sent and not reports(worker):
             hold(worker, asked, asked.open)
         if not asked.held:
             lost(worker, asked, "the prefill engine did not answer")
-            return
-        # Whoever was asked may still write, now or later. Time alone does not tell.
-        while not await peers.gone(address):
-            await asyncio.sleep(seconds)
-        gone(worker, address, asked)
+        elif holds is not None:
+            while not time_is_over(worker, asked):
+                await asyncio.sleep(seconds)
+                closed(worker, address, asked)
+            let_go(worker, asked, set(asked.held))
 
-    def gone(worker: Any, address: str, asked: Asked) -> None:
-        """A worker of prefill's writes no more."""
-        forget(worker, address, asked)
-        livepatch.count("peer_gone")
-        if HOLDS not in vars(worker):
-            asked.open |= set(asked.held)
-        let_go(worker, asked, set(asked.held))
-        lost(worker, asked, f"{address} is gone")
+    def closed(worker: Any, address: str, asked: Asked) -> bool:
+        """Whether the other end has closed the connection by which the request left, and accepts no new one."""
+        if asked.line is None or not asked.line.is_closed():
+            return False
+        if not asked.closed:
+            asked.closed = True
+            forget(worker, address, asked)
+            livepatch.count("closed")
+        return True
+
+    def time_is_over(worker: Any, asked: Asked) -> bool:
+        """From 0.30.0 on: whether what is held for a request that has no last answer is freed.
+
+        Never sooner than the original frees it: where the connection was closed, and no new one accepted, for as long
+        as the original waits (prefill's own wait ends before); or, whatever is seen, what is beyond HELD_SHARE.
+        """
+        line = asked.line
+        if line is None:
+            return False
+        if line.closed_for() >= line.lease:
+            return True
+        if time.monotonic() - line.heard < line.lease or not vars(worker)[HOLDS].too_many(room(worker)):
+            return False
+        livepatch.count("over_share", len(asked.held))
+        livepatch.say("over_share", "more than HELD_SHARE is held: blocks are freed when vLLM would have freed them")
+        return True
 
     def forget(worker: Any, address: str, asked: Asked) -> None:
         """Ask the bootstrap server anew when the next request comes: an engine that is back has another address."""
@@ -266,11 +315,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def receive_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
-        vars(worker).setdefault(LOST, queue.SimpleQueue())
-        if too_many(worker):
+        prepare(worker)
+        engine = args[0] if args else kwargs["remote_engine_id"]
+        if too_many_of(worker, engine):
             full = {name: pull for name, pull in pulls.items() if blocks_of(pull)}
             livepatch.count("not_asked", len(full))
-            livepatch.say("not_asked", "so many blocks are held that no load is begun")
+            livepatch.say("not_asked", f"so many blocks are held for loads from {engine} that none is begun")
             refuse(worker, full, "too many blocks are held for loads that failed")
             # As the release asks for a request that was aborted: prefill gives its blocks back. Who lets go speaks for
             # all of decode's workers, of which others may load.
@@ -278,12 +328,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             pulls = {**{name: pull for name, pull in pulls.items() if name not in full}, **let_go}
             if not pulls:
                 return
-            args, kwargs = (args[0] if args else kwargs["remote_engine_id"], pulls), {}
+            args, kwargs = (engine, pulls), {}
         try:
             wrapped(*args, **kwargs)
         except Exception as error:  # as where not all of its workers are known: they register one by one
             refuse_rest(worker, pulls, f"the prefill engine cannot be asked: {type(error).__name__}: {error}")
-            worker._remote_agents.pop(args[0] if args else kwargs["remote_engine_id"], None)  # ask who it is anew
+            worker._remote_agents.pop(engine, None)  # ask who it is anew
             return
         for pull in pulls.values():
             setattr(pull, LOAD, Load(pull.pull_tasks_count))
@@ -291,14 +341,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def works_alone(worker: Any) -> bool:
         return bool(worker.tp_size == 1 == getattr(worker, "pp_size", 1))
 
-    def too_many(worker: Any) -> bool:
-        """Whether a prefill engine that lives, and whose writes fail, keeps more blocks than it may."""
+    def room(worker: Any) -> float:
+        """How many blocks may be held."""
+        return float(share * worker.kv_cache_config.num_blocks)
+
+    def too_many_of(worker: Any, engine: str) -> bool:
+        """Whether more is held than may be, and more than its part for loads from this engine."""
         holds: Holds | None = vars(worker).get(HOLDS)
-        return holds is not None and holds.blocks > share * worker.kv_cache_config.num_blocks
+        return holds is not None and holds.too_many_of(engine, room(worker))
 
     async def reached(wrapped: Call, worker: Any, engine: str, pulls: Mapping[str, Any]) -> None:
         await wrapped(engine, pulls)
-        if engine not in worker._remote_agents and not hasattr(worker, "_handle_failed_recv"):
+        if engine not in worker._remote_agents and not reports(worker):
             refuse(worker, pulls, "its bootstrap server does not know the prefill engine")
 
     def refuse(worker: Any, pulls: Mapping[str, Any], reason: str) -> None:
@@ -323,51 +377,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def handle_new_engine_id(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         engine = args[0] if args else kwargs["remote_engine_id"]
         pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
-        vars(worker).setdefault(LOST, queue.SimpleQueue())
+        prepare(worker)
         return reached(wrapped, worker, engine, pulls)
 
     # The report
 
     def get_finished(connector: Any, args: Any, kwargs: Any) -> None:
         """To 0.29.0 the connector has the base class's answer, that no load has failed."""
-        worker = connector.connector_worker
-        if "get_block_ids_with_load_errors" in vars(connector) or hasattr(worker, "_handle_failed_recv"):
-            return
-
-        def load_errors(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> set[int]:
-            blocks = set(wrapped(*args, **kwargs))
-            reported = getattr(worker, LOST, None)
-            while reported is not None and not reported.empty():
-                blocks |= reported.get()
-            return blocks
-
-        connector.get_block_ids_with_load_errors = livepatch.around(
-            connector.get_block_ids_with_load_errors, load_errors
-        )
-
-    # What is held, from 0.30.0 on
+        if "get_block_ids_with_load_errors" not in vars(connector) and not reports(connector.connector_worker):
+            told_by(livepatch, connector)
 
     def made(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        worker = connector.connector_worker
-        module = vars(sys.modules[type(worker or connector.connector_scheduler).__module__])
-        if not hasattr(module["MooncakeConnectorWorker"], "_handle_failed_recv"):
-            return
-        if worker is None:
-            keeper = Keeper(livepatch)
-            for name in ("bind_gpu_block_pool", "update_state_after_alloc", "update_connector_output"):
-                wrapper = livepatch.lasting(getattr(keeper, name))
-                setattr(connector, name, livepatch.around(getattr(connector, name), wrapper))
-            return
-        carrier = importlib.import_module(CARRIER).SimpleCPUOffloadWorkerMetadata
-        holds = vars(worker)[HOLDS] = Holds()
-
-        def word(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
-            report = holds.word()
-            return wrapped(*args, **kwargs) if report is None else carrier(report.packed())
-
-        connector.build_connector_worker_meta = livepatch.around(
-            connector.build_connector_worker_meta, livepatch.lasting(word)
-        )
+        module = vars(sys.modules[type(connector.connector_worker or connector.connector_scheduler).__module__])
+        if hasattr(module["MooncakeConnectorWorker"], "_handle_failed_recv"):
+            carry(livepatch, connector)
 
     return {
         f"{CONNECTOR}.__init__": livepatch.after(made),

@@ -1,7 +1,8 @@
 """A prefill worker's port is taken for as long as its process lives, and one message that is no ask does not end it.
 
 The release stops listening at the first message that has not two parts, and at any other error, while writes may be
-under way, or begun later. Who finds that nobody listens takes the process for gone (`mooncake-failed-loads`).
+under way, or begun later. `mooncake-failed-loads` up to 0.1.9, on decode, takes a process for gone whose port refuses
+connections.
 """
 
 from __future__ import annotations

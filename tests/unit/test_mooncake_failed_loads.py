@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.patches.mooncake_failed_loads import wrappers as patch
-from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, Holds, Keeper, Word, unpacked
-from vllm_livepatch.patches.mooncake_failed_loads.peers import Peers
+from vllm_livepatch.patches.mooncake_failed_loads.asks import blocks_of
+from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, HOLDS, LOADS, Holds, Keeper, Word, unpacked
+from vllm_livepatch.patches.mooncake_failed_loads.lines import Line, Ports
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 
@@ -31,95 +32,167 @@ def listening(port: int = 0) -> Iterator[str]:
         yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
-@contextlib.contextmanager
-def looked_at() -> Iterator[tuple[str, Callable[[int], Awaitable[None]]]]:
-    """As `listening`; with it what waits until so many looks have come, which are connections."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.setblocking(False)
-
-        async def looks(number: int) -> None:
-            for _ in range(number):
-                peer, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(server), 60)
-                peer.close()
-
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}", looks
+class Again(Exception):
+    """As ZMQ's."""
 
 
-def test_gone_is_who_refuses_at_two_looks_and_is_not_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("vllm_livepatch.patches.mooncake_failed_loads.peers.time.monotonic", lambda: clock.now)
-    peers = Peers(2.0)
-
-    def gone(address: str, at: float) -> bool:
-        clock.now = at
-        return asyncio.run(peers.gone(address))
-
-    with listening() as address:
-        assert [gone(address, at) for at in (100, 102)] == [False, False]
-    # Between two looks, whoever asks, nothing is known.
-    assert [gone(address, at) for at in (104, 105, 106, 107)] == [False, False, True, True]
-    with listening(int(address.rpartition(":")[2])):
-        assert [gone(address, at) for at in (107.9, 108, 109)] == [True, False, False]
+class ContextTerminated(Exception):
+    """As ZMQ's."""
 
 
-def test_looks_at_one_address_that_are_far_apart_are_not_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another prefill engine may have got its port, and have ended just now."""
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("vllm_livepatch.patches.mooncake_failed_loads.peers.time.monotonic", lambda: clock.now)
-    peers = Peers(2.0)
-    with listening() as address:
-        pass
-
-    def gone(at: float) -> bool:
-        clock.now = at
-        return asyncio.run(peers.gone(address))
-
-    assert [gone(at) for at in (100, 102, 112, 114, 123.9)] == [False, True, False, True, True]
+IN, OUT = 1, 2
 
 
-def test_while_it_is_looked_again_who_was_gone_once_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another prefill engine may have got its port."""
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("vllm_livepatch.patches.mooncake_failed_loads.peers.time.monotonic", lambda: clock.now)
-    peers = Peers(2.0)
-    with listening() as address:
-        pass
-
-    async def look() -> list[bool]:
-        return list(await asyncio.gather(peers.gone(address), peers.gone(address)))
-
-    asyncio.run(look())
-    clock.now = 102.0
-    asyncio.run(look())
-    assert asyncio.run(peers.gone(address))
-    with listening(int(address.rpartition(":")[2])):
-        clock.now = 1000.0
-        assert asyncio.run(look()) == [False, False]
+@pytest.fixture(autouse=True)
+def zmq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for what the patch uses of ZMQ's module; options are their names."""
+    names = ("IMMEDIATE", "TCP_KEEPALIVE", "TCP_KEEPALIVE_IDLE", "TCP_KEEPALIVE_INTVL", "TCP_KEEPALIVE_CNT", "EVENTS")
+    constants = {name: name for name in names}
+    module = SimpleNamespace(Again=Again, ContextTerminated=ContextTerminated, POLLIN=IN, POLLOUT=OUT, **constants)
+    monkeypatch.setitem(sys.modules, "zmq", module)
 
 
-def test_who_does_not_answer_at_all_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+class Socket:
+    """A stand-in for a socket of ZMQ's: with IMMEDIATE it takes a message once it has a connection."""
+
+    def __init__(self, connected: bool = True, receive: Callable[[], Awaitable[str]] | None = None) -> None:
+        self.connected, self.closed, self.terminated = connected, False, False
+        self.options: dict[str, int] = {}
+        self.rcvtimeo, self.sndtimeo = 1, -1  # milliseconds
+        self.recv: Any = receive
+        self._connects, self.taken = asyncio.Event(), asyncio.Event()
+
+    def setsockopt(self, option: str, value: int) -> None:
+        self.options[option] = value
+
+    def get(self, option: str) -> int:
+        assert option == "EVENTS"
+        if self.terminated:
+            raise ContextTerminated
+        return OUT if self.connected else 0
+
+    def connect(self) -> None:
+        self.connected = True
+        self._connects.set()
+
+    def send(self, data: bytes) -> asyncio.Future[None]:
+        async def taken() -> None:
+            if not self.connected:
+                assert self.options["IMMEDIATE"] == 1
+                try:
+                    await asyncio.wait_for(self._connects.wait(), self.sndtimeo / 1000 if self.sndtimeo >= 0 else None)
+                except asyncio.TimeoutError:
+                    raise Again from None
+            self.taken.set()
+
+        return asyncio.ensure_future(taken())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(("answers", "expected"), [("refuses", True), ("accepts", False), ("silent", False)])
+def test_a_port_that_is_silent_does_not_refuse(answers: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(*place: Any) -> Any:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(asyncio, "open_connection", silent)
-    peers = Peers(0.01)
-
-    async def looked() -> list[bool]:
-        found = []
-        for _ in range(3):
-            found.append(await peers.gone("tcp://127.0.0.1:1"))
-            await asyncio.sleep(0.01)
-        return found
-
-    assert asyncio.run(looked()) == [False] * 3
+    with listening() as address:
+        if answers == "accepts":
+            assert asyncio.run(Ports(60).refuses(address)) is False
+    if answers == "silent":
+        monkeypatch.setattr(asyncio, "open_connection", silent)
+    if answers != "accepts":
+        assert asyncio.run(Ports(60 if expected else 0.01).refuses(address)) is expected
 
 
-async def send(data: bytes) -> None:
-    """As a socket's."""
+def test_requests_that_ask_at_one_time_share_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[Any] = []
+
+    async def refused(*place: Any) -> Any:
+        tries.append(place)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio, "open_connection", refused)
+    ports = Ports(60)
+
+    async def look() -> list[bool]:
+        return list(
+            await asyncio.gather(*(ports.refuses("tcp://host:1") for _ in range(3)), ports.refuses("tcp://b:2"))
+        )
+
+    assert asyncio.run(look()) == [True] * 4
+    assert sorted(tries) == [("b", 2), ("host", 1)]
+    assert asyncio.run(look()) == [True] * 4
+    assert len(tries) == 4, "nothing is kept of a look before"
+    assert not ports._tries
 
 
-def socket_of(receive: Callable[[], Awaitable[str]] | None = None) -> Any:
-    return SimpleNamespace(recv=receive, send=send, rcvtimeo=1)
+def test_a_request_has_left_when_zmq_has_taken_it() -> None:
+    async def play() -> None:
+        made = Socket(connected=False)
+        line = Line(made, lambda: False, lambda: False)
+        assert not line.left
+        sent = made.send(b"a request")
+        await asyncio.sleep(0)
+        assert not line.left
+        assert line.lease == 0.001, "what the release waits for an answer"
+        made.connect()
+        await sent
+        assert line.left
+        assert made.options["TCP_KEEPALIVE"] == 1
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "no connection in the release's time"])
+def test_a_request_that_zmq_did_not_take_has_not_left(how: str) -> None:
+    async def play() -> None:
+        made = Socket(connected=False)
+        line = Line(made, lambda: True, lambda: False)
+        sent: Any = made.send(b"a request")
+        await asyncio.sleep(0)
+        if how == "cancelled":
+            sent.cancel()
+        with pytest.raises((Again, asyncio.CancelledError)):
+            await sent
+        assert not line.left
+
+    asyncio.run(play())
+
+
+def test_a_line_tells_for_how_long_no_connection_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("vllm_livepatch.patches.mooncake_failed_loads.lines.time.monotonic", lambda: clock.now)
+
+    async def play() -> None:
+        made = Socket()
+        line = Line(made, lambda: False, lambda: False)
+
+        def seen(at: float, connected: bool) -> tuple[bool, float]:
+            clock.now, made.connected = at, connected
+            return line.is_closed(), line.closed_for()
+
+        assert [seen(100, True), seen(101, False), seen(105, False)] == [(False, 0), (True, 0), (True, 4)]
+        assert [seen(106, True), seen(107, False), seen(108, False)] == [(False, 0), (True, 0), (True, 1)]
+
+    asyncio.run(play())
+
+
+def test_a_socket_is_kept_open_while_blocks_are_held_for_its_request() -> None:
+    async def play() -> None:
+        keeps = [True]
+        made = Socket()
+        line = Line(made, lambda: False, lambda: keeps[0])
+        made.close()
+        assert not made.closed
+        line.end()
+        assert made.closed
+        other = Socket()
+        Line(other, lambda: False, lambda: False)
+        other.close()
+        assert other.closed
+
+    asyncio.run(play())
 
 
 class Connector:
@@ -147,7 +220,8 @@ class Decode:
         self.reports: list[Any] = []
         self.tp_size = 1
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda response: response)
-        self.async_zmq_ctx: Any = SimpleNamespace(socket=lambda kind: socket_of())
+        self.socket = Socket()
+        self.async_zmq_ctx: Any = SimpleNamespace(socket=lambda kind: self.socket)
         self._remote_agents: dict[str, Any] = {"p": {0: {0: "tcp://one"}, 1: {0: "tcp://two"}}}
         self.finished_recving_reqs: set[str] = set()
         if reports:
@@ -163,8 +237,12 @@ class Decode:
         """Ask one worker, which answers so: `answers` gets what takes an answer."""
 
         async def release(address: str, pulls: Any) -> None:
-            await self.async_zmq_ctx.socket("dealer").send(b"an ask")
-            await answers(lambda **fields: self._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields})))
+            made = self.async_zmq_ctx.socket("dealer")
+            try:
+                await made.send(b"an ask")
+                await answers(lambda **fields: self._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields})))
+            finally:
+                made.close()
 
         asked: Awaitable[Any] = self.call("receive_kv_from_single_worker", release, address, {"d": self.pull})
         return asyncio.ensure_future(asked)
@@ -254,43 +332,133 @@ async def broken_beside_another(answer: Any) -> None:
     answer(err_reqs=["other", "d"], err_msg="P num blocks less than D; Mooncake transfer engine returned -1")
 
 
-@pytest.mark.parametrize("broken", [broken, broken_beside_another])
-def test_after_a_write_that_failed_the_blocks_are_held_until_the_writer_is_gone(broken: Any) -> None:
+async def silent(answer: Any) -> None:
+    await asyncio.Event().wait()
+
+
+async def gives_up(answer: Any) -> None:
+    """The release gave up: what it got cannot be read, say."""
+
+
+@pytest.mark.parametrize("answers", [broken, broken_beside_another, silent, gives_up])
+def test_to_0_29_what_may_still_be_written_waits_for_good_as_on_stock(answers: Any) -> None:
+    """Nothing that decode sees shows that a prefill engine writes no more: its connection and its port can both be cut."""
+
     async def play() -> None:
         decode = Decode()
         decode.pull.pull_tasks_count = 1
         decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
-        with looked_at() as (address, looks):
-            decode._remote_agents["p"][0][0] = address
-            ask = decode.ask(address, broken)
-            await looks(3)
-            assert not ask.done()
-            assert decode.reported() == (set(), set())
+        with listening() as address:
+            pass
+        decode._remote_agents["p"][0][0] = address
+        ask = decode.ask(address, answers)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        decode.socket.connected = False
         await asyncio.wait_for(ask, 60)
-        assert decode.reported() == ({"d"}, {3, 4})
-        assert "p" not in decode._remote_agents, "asked for anew, where it may be back"
-        assert decode.context.counters == {"held": 1, "peer_gone": 1, "failed": 1}
+        assert decode.reported() == (set(), set())
+        assert ("p" in decode._remote_agents) == (answers is not silent), "asked for anew, where it may be back"
+        assert decode.context.counters == {"held": 1, **({"closed": 1} if answers is silent else {})}
+        assert decode.socket.closed
+        assert not decode.aside
 
     asyncio.run(play())
 
 
-def test_to_0_29_what_is_not_answered_is_held_until_the_writer_is_gone() -> None:
-    """The release gave up: its connection failed, say."""
-
-    async def gives_up(answer: Any) -> None:
-        pass
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_port_that_refuses_ends_no_wait_of_a_request_that_has_left(reports: bool) -> None:
+    """As where a firewall refuses new connections: the one by which decode asked, and RDMA, go on."""
 
     async def play() -> None:
-        decode = Decode()
+        decode = Held() if reports else Decode()
         decode.pull.pull_tasks_count = 1
         decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
-        with looked_at() as (address, looks):
-            ask = decode.ask(address, gives_up)
-            await looks(3)
-            assert not ask.done()
+        looks, enough = [0], asyncio.Event()
+        own = decode.socket.get
+
+        def look(option: str) -> int:
+            looks[0] += 1
+            if looks[0] == 5:
+                enough.set()
+            return own(option)
+
+        decode.socket.get = look  # type: ignore[method-assign]
+
+        async def late(answer: Any) -> None:
+            await enough.wait()
+            assert not decode.reports
             assert decode.reported() == (set(), set())
-        await asyncio.wait_for(ask, 60)
-        assert decode.reported() == ({"d"}, {3, 4})
+            answer(ok_reqs=["d"])
+
+        with listening() as address:
+            pass
+        await asyncio.wait_for(decode.ask(address, late), 60)
+        assert decode.context.counters == {}
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_request_that_has_not_left_is_reported_where_the_port_refuses(reports: bool) -> None:
+    async def play() -> None:
+        decode = Held() if reports else Decode()
+        decode.pull.pull_tasks_count = 1
+        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
+        decode.socket.connected, decode.socket.rcvtimeo = False, -1
+        with listening() as address:
+            pass
+        decode._remote_agents["p"][0][0] = address
+        await asyncio.wait_for(decode.ask(address, well), 60)
+        assert decode.reports == ([["d"]] if reports else [])
+        assert reports or decode.reported() == ({"d"}, {3, 4})
+        assert "p" not in decode._remote_agents
+        assert decode.context.counters == {"refused": 1, "failed": 1}
+        assert decode.socket.closed
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+def test_a_request_that_leaves_while_its_port_is_tried_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        decode = Held()
+        decode.socket.connected, decode.socket.rcvtimeo = False, -1
+
+        goes_on = asyncio.Event()
+
+        async def refuses(address: str, seconds: float) -> bool:
+            decode.socket.connect()
+            await goes_on.wait()
+            return True
+
+        async def late(answer: Any) -> None:
+            goes_on.set()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await well(answer)
+
+        monkeypatch.setattr("vllm_livepatch.patches.mooncake_failed_loads.lines._refuses", refuses)
+        await asyncio.wait_for(decode.ask("tcp://one", late), 60)
+        assert not decode.reports
+        assert decode.context.counters == {}
+
+    asyncio.run(play())
+
+
+def test_a_worker_that_is_shut_down_waits_for_no_socket_of_ours() -> None:
+    """ZMQ's context ends when its sockets are closed."""
+
+    async def play() -> None:
+        decode = Held()
+
+        async def answers(answer: Any) -> None:
+            await broken(answer)
+            decode.socket.terminated = True
+
+        await asyncio.wait_for(decode.ask("tcp://one", answers), 60)
+        assert decode.socket.closed
+        assert not decode.aside
 
     asyncio.run(play())
 
@@ -373,7 +541,7 @@ def test_where_one_worker_is_not_known_those_asked_before_are_waited_for(answers
 
 def test_a_block_that_two_workers_may_write_is_held_once() -> None:
     holds = Holds()
-    keys = [holds.hold("r", [1, 2]), holds.hold("r", [2, 3])]
+    keys = [holds.hold("p", "r", [1, 2]), holds.hold("p", "r", [2, 3])]
     assert holds.blocks == 3
     holds.let_go(keys[0])
     assert holds.blocks == 2
@@ -383,29 +551,12 @@ def test_a_block_that_two_workers_may_write_is_held_once() -> None:
 
 def test_what_is_held_and_over_is_reported_once() -> None:
     holds = Holds()
-    key = holds.hold("r", [1])
+    key = holds.hold("p", "r", [1])
     holds.let_go(key)
     word = holds.word()
     assert word is not None
     assert (word.held, word.over) == ({key: ("r", frozenset({1}))}, {key})
     assert holds.word() is None
-
-
-def test_what_is_held_is_lost_too_when_its_writer_is_gone_before_its_last_word() -> None:
-    async def broken_and_silent(answer: Any) -> None:
-        answer(status=Status.CONTINUE, err_reqs=["d"], err_msg="Mooncake transfer engine returned -1")
-        await asyncio.Event().wait()
-
-    async def play() -> None:
-        decode = Decode()
-        decode.pull.pull_tasks_count = 1
-        decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
-        with listening() as address:
-            pass
-        await asyncio.wait_for(decode.ask(address, broken_and_silent), 60)
-        assert decode.reported() == ({"d"}, {3, 4})
-
-    asyncio.run(play())
 
 
 def test_what_is_left_out_beside_what_is_held_is_reported_at_once() -> None:
@@ -419,33 +570,94 @@ def test_what_is_left_out_beside_what_is_held_is_reported_at_once() -> None:
         async def release(address: str, pulls: Any) -> None:
             await broken(lambda **fields: decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields})))
 
-        with looked_at() as (address, looks):
-            ask = asyncio.ensure_future(decode.call("receive_kv_from_single_worker", release, address, pulls))
-            await looks(3)
-            assert decode.reported() == ({"other"}, {5})
-        await asyncio.wait_for(ask, 60)
-        assert decode.finished_recving_reqs == {"d", "other"}
+        await asyncio.wait_for(decode.call("receive_kv_from_single_worker", release, "tcp://one", pulls), 60)
+        assert decode.reported() == ({"other"}, {5})
 
     asyncio.run(play())
 
 
 @pytest.mark.parametrize("settles", [False, True])
-def test_from_0_30_the_release_hears_of_who_is_gone_when_nobody_else_writes(settles: bool) -> None:
-    """0.33.0 counts the workers itself."""
-
-    async def silent(answer: Any) -> None:
-        await asyncio.Event().wait()
+def test_from_0_30_a_load_whose_connection_was_closed_is_reported_when_nobody_else_writes(settles: bool) -> None:
+    """0.33.0 counts the workers itself. What prefill may still write is held for as long as the release waits."""
 
     async def play() -> None:
-        decode = Decode(reports=True, facts={"settles_each_ask": True} if settles else {})
+        decode = Held(settles)
+        decode.pull.pull_tasks_count = 2
         decode.call("receive_kv", lambda engine, pulls: None, "p", {"d": decode.pull})
-        with listening() as address:
-            pass
-        await asyncio.wait_for(decode.ask(address, silent), 60)
+        decode.socket.rcvtimeo = 200
+        one = decode.socket
+        asked = decode.ask("tcp://one", silent)
+        await one.taken.wait()
+        one.connected = False
+        while (word := decode.word()) is None:
+            await asyncio.sleep(0.01)
+        assert [name for name, _ in word.held.values()] == ["d"]
         assert decode.reports == ([["d"]] if settles else [])
+        decode.socket = Socket()
         await decode.ask("tcp://two", well)
         assert decode.reports == [["d"]]
-        assert decode.context.counters["peer_gone"] == 1
+        assert decode.word() is None, "held on"
+        await asyncio.wait_for(asked, 60)
+        assert decode.word().over == set(word.held)
+        assert one.closed
+        assert decode.context.counters["closed"] == decode.context.counters["given_back"] == 1
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+def test_what_is_held_comes_back_sooner_than_that_only_beyond_the_share_and_when_stock_had_freed_it() -> None:
+    """As of a host that vanished: no connection of its own ever ends."""
+
+    async def play() -> None:
+        decode = Held()
+        holds = vars(decode)[HOLDS]
+        decode.socket.rcvtimeo = 1
+        ask = decode.ask("tcp://one", broken)
+        while (word := decode.word()) is None:
+            await asyncio.sleep(0.01)
+        looks = [0]
+        own = decode.socket.get
+
+        def look(option: str) -> int:
+            looks[0] += 1
+            return own(option)
+
+        decode.socket.get = look  # type: ignore[method-assign]
+        while looks[0] < 3:
+            await asyncio.sleep(0.01)
+        assert decode.word() is None
+        assert not ask.done()
+        holds.hold("another", "x", range(10, 14))  # with these, six of twenty
+        await asyncio.wait_for(ask, 60)
+        assert decode.word().over == set(word.held)
+        assert decode.context.counters == {"held": 1, "over_share": 1, "given_back": 1}
+        assert not decode.aside
+
+    asyncio.run(play())
+
+
+def test_within_the_release_s_time_nothing_is_freed_though_more_than_the_share_is_held() -> None:
+    async def play() -> None:
+        decode = Held()
+        vars(decode)[HOLDS].hold("another", "x", range(10, 18))
+        decode.socket.rcvtimeo = 3_600_000
+        ask = decode.ask("tcp://one", broken)
+        looks, enough = [0], asyncio.Event()
+
+        def look(option: str) -> int:
+            looks[0] += 1
+            if looks[0] == 4:
+                enough.set()
+            return 0
+
+        decode.socket.get = look  # type: ignore[method-assign]
+        await asyncio.wait_for(enough.wait(), 60)
+        assert decode.word().over == set()
+        assert not ask.done()
+        ask.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ask
 
     asyncio.run(play())
 
@@ -578,15 +790,15 @@ def test_of_a_write_that_failed_the_blocks_are_held_whatever_is_answered_later(s
             answer(status=Status.CONTINUE, err_reqs=["d"], err_msg="few; Mooncake transfer engine returned -1")
             answer(status=Status.FINISH)
 
-        with looked_at() as (address, looks):
-            ask = decode.ask(address, answers)
-            while (word := decode.word()) is None:
-                await asyncio.sleep(0.01)
-            ((name, blocks),) = word.held.values()
-            assert (name, blocks, word.over) == ("d", {3, 4}, set())
-            await looks(3)
-            assert not ask.done()
-            assert decode.word() is None, "said once"
+        ask = decode.ask("tcp://one", answers)
+        while (word := decode.word()) is None:
+            await asyncio.sleep(0.01)
+        ((name, blocks),) = word.held.values()
+        assert (name, blocks, word.over) == ("d", {3, 4}, set())
+        assert not ask.done()
+        assert not decode.socket.closed, "its connection is watched"
+        assert decode.word() is None, "said once"
+        decode.socket.connected = False
         await asyncio.wait_for(ask, 60)
         assert decode.word().over == set(word.held)
         assert decode.context.counters["held"] == decode.context.counters["given_back"] == 1
@@ -613,6 +825,7 @@ def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
 
         async def release(address: str, pulls: Any) -> None:
             pulls = pulls.copy() if settles else pulls
+            await decode.async_zmq_ctx.socket("dealer").send(b"an ask")
             decode._xfer_resp_decoder.decode(SimpleNamespace(**{**ANSWER, **fields}))
             decode.report(pulls, fields["err_msg"] or "transfer failed")
 
@@ -623,6 +836,7 @@ def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
             while not decode.reports:
                 await asyncio.sleep(0.01)
             assert (decode.word() is not None) == holds
+            decode.socket.connected = False
         await asyncio.wait_for(ask, 60)
         assert not decode.aside
 
@@ -655,16 +869,10 @@ def test_what_was_never_sent_is_not_held(sent: list[str], settles: bool) -> None
     asyncio.run(play())
 
 
-class Again(Exception):
-    """As ZMQ's."""
-
-
 @pytest.mark.parametrize(("blocks", "waits"), [([[3, 4]], True), ([[]], False)])
 def test_an_answer_that_is_overdue_is_listened_for(
     blocks: list[Any], waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
-
     async def play() -> None:
         decode = Held()
         decode.pull.local_block_ids = blocks
@@ -676,7 +884,7 @@ def test_an_answer_that_is_overdue_is_listened_for(
             await comes.wait()
             return "answer"
 
-        made = socket_of(receive)
+        made = Socket(receive=receive)
         decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: made)
 
         async def release(address: str, pulls: Any) -> None:
@@ -727,9 +935,10 @@ def test_an_engine_is_asked_for_anew_though_all_of_an_ask_was_reported_before_it
             ask = asyncio.ensure_future(
                 decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
             )
-            while not asked:
+            while not decode.context.counters:  # held
                 await asyncio.sleep(0)
             assert "p" in decode._remote_agents
+            decode.socket.connected = False
         await asyncio.wait_for(ask, 60)
         assert "p" not in decode._remote_agents
         assert not decode.aside
@@ -738,16 +947,14 @@ def test_an_engine_is_asked_for_anew_though_all_of_an_ask_was_reported_before_it
 
 
 def test_after_an_error_of_its_own_an_answer_that_is_overdue_is_the_release_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
-
     async def play() -> None:
         decode = Held()
-        setattr(decode, patch.HOLDS, object())
+        setattr(decode, HOLDS, object())
 
         async def receive() -> str:
             raise Again
 
-        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: socket_of(receive))
+        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: Socket(receive=receive))
 
         async def release(address: str, pulls: Any) -> None:
             asking = decode.async_zmq_ctx.socket("dealer")
@@ -769,7 +976,6 @@ def test_an_answer_that_is_overdue_is_the_release_s_where_the_patch_has_no_part_
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The release gives up as it would, by an error that it knows, and nothing is held for it."""
-    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
 
     async def play() -> None:
         decode = Held()
@@ -778,7 +984,7 @@ def test_an_answer_that_is_overdue_is_the_release_s_where_the_patch_has_no_part_
         async def receive() -> str:
             raise Again
 
-        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: socket_of(receive))
+        decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: Socket(receive=receive))
 
         async def release(address: str, pulls: Any) -> None:
             asking = decode.async_zmq_ctx.socket("dealer")
@@ -815,7 +1021,6 @@ def test_an_answer_that_is_overdue_is_the_release_s_where_the_patch_has_no_part_
 @pytest.mark.parametrize("fields", [{"ok_reqs": ["d"]}, {"err_reqs": ["d"], "err_msg": "few"}, {}])
 def test_to_0_29_an_answer_that_comes_late_is_taken(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill engine lives on: it has said all that it will."""
-    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Again=Again))
 
     async def play() -> None:
         decode = Decode()
@@ -827,7 +1032,7 @@ def test_to_0_29_an_answer_that_comes_late_is_taken(fields: dict[str, Any], monk
                 raise Again
             return "answer"
 
-        made = socket_of(receive)
+        made = Socket(receive=receive)
         decode.async_zmq_ctx = SimpleNamespace(socket=lambda kind: made)
 
         async def release(address: str, pulls: Any) -> None:
@@ -848,6 +1053,40 @@ def test_to_0_29_an_answer_that_comes_late_is_taken(fields: dict[str, Any], monk
     asyncio.run(play())
 
 
+@pytest.mark.parametrize(
+    ("held", "asked"),
+    [
+        ({"p": 6}, False),
+        ({"p": 5}, True),  # no more than a quarter of twenty
+        ({"other": 20}, True),  # of p nothing is held
+        ({"other": 6, "p": 2}, True),  # less than p's part, of two engines
+        ({"other": 6, "p": 3}, False),
+    ],
+)
+def test_an_engine_is_asked_unless_more_than_its_part_is_held_for_it(held: dict[str, int], asked: bool) -> None:
+    """Another engine's failures do not keep a healthy one from being asked."""
+    decode = Held()
+    first = 0
+    for engine, blocks in held.items():
+        vars(decode)[HOLDS].hold(engine, "before", range(first, first + blocks))
+        first += blocks
+    released: list[Any] = []
+    decode.call("receive_kv", lambda engine, pulls: released.extend(pulls.values()), "p", {"d": decode.pull})
+    assert [blocks_of(pull) for pull in released] == [{3, 4} if asked else set()]
+
+
+def test_so_many_held_loads_are_too_many_whatever_their_blocks() -> None:
+    """Each keeps a socket."""
+    holds = Holds()
+    keys = [holds.hold("p", "before", [number]) for number in range(LOADS + 1)]
+    assert (holds.too_many_of("p", 1e6), holds.too_many_of("other", 1e6)) == (True, False)
+    holds.let_go(keys[0])
+    assert not holds.too_many(1e6)
+    for key in keys[1:]:
+        holds.let_go(key)
+    assert not [*holds._blocks, *holds._loads, *holds._now], "nothing outlives its engine"
+
+
 @pytest.mark.parametrize(("blocks", "asked"), [(5, True), (6, False)])
 @pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"pp_size": 2}], ids=["alone", "ranks", "stages"])
 def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(
@@ -856,7 +1095,7 @@ def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(
     """Who lets go speaks for all of decode's workers, of which others may load: one of several does not."""
     decode = Held()
     vars(decode).update(sizes)
-    vars(decode)[patch.HOLDS].hold("before", range(blocks))
+    vars(decode)[HOLDS].hold("p", "before", range(blocks))
     empty = SimpleNamespace(**{**vars(decode.pull), "local_block_ids": [[]], "d_req_id": "empty"})
     released: dict[str, Any] = {}
     decode.call("receive_kv", lambda engine, pulls: released.update(pulls), "p", {"d": decode.pull, "e": empty})
@@ -874,7 +1113,7 @@ def test_where_too_many_blocks_are_held_only_what_lets_go_is_asked(
 @pytest.mark.parametrize("blocks", [5, 6], ids=["room", "no room"])
 def test_a_load_may_be_begun_with_arguments_by_name(given: int, blocks: int) -> None:
     decode = Held()
-    vars(decode)[patch.HOLDS].hold("before", range(blocks))
+    vars(decode)[HOLDS].hold("p", "before", range(blocks))
     asked = {"remote_engine_id": "p", "pull_metas": {"d": decode.pull}}
     args = [asked.pop(name) for name in [*asked][:given]]
     released: list[Any] = []
@@ -928,7 +1167,7 @@ def test_an_engine_that_its_bootstrap_server_does_not_know_may_be_looked_for_wit
 def test_where_nothing_is_left_to_ask_for_nobody_is_asked() -> None:
     decode = Held()
     decode.tp_size = 2
-    vars(decode)[patch.HOLDS].hold("before", range(6))
+    vars(decode)[HOLDS].hold("p", "before", range(6))
     released: list[Any] = []
     decode.call("receive_kv", lambda *asked: released.append(asked), "p", {"d": decode.pull})
     assert released == []
@@ -937,8 +1176,8 @@ def test_where_nothing_is_left_to_ask_for_nobody_is_asked() -> None:
 
 def test_what_is_held_no_more_does_not_count() -> None:
     decode = Held()
-    holds = vars(decode)[patch.HOLDS]
-    holds.let_go(holds.hold("before", range(6)))
+    holds = vars(decode)[HOLDS]
+    holds.let_go(holds.hold("p", "before", range(6)))
     released: list[list[str]] = []
     decode.call("receive_kv", lambda engine, pulls: released.append(sorted(pulls)), "p", {"d": decode.pull})
     assert released == [["d"]]
