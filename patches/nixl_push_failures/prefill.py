@@ -28,7 +28,7 @@ WAITS, BEGINS, WRITTEN, REFUSED = "waits", "begins", "written", "refused"
 
 
 class Registered:
-    """A registration of a decode worker with this patch. It is refused at most once, and only before NIXL has its write."""
+    """A decode worker's registration. It is refused at most once, and only before NIXL was given its write."""
 
     __slots__ = ("address", "base_id", "engine_id", "registration", "state", "token")
 
@@ -101,7 +101,8 @@ class Answers:
         with self._lock:
             if registered.state != WAITS:
                 return
-            registration, registered.registration = registered.registration, None
+            registration = registered.registration
+            registered.registration = None
             registered.state = REFUSED
             self._drop(registered)
             _remember(self._refused, registered.token, registered, REMEMBERED)

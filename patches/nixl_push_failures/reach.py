@@ -1,4 +1,4 @@
-"""How a worker's NIXL agent sends the patch's notifications, and how it reaches decode agents that it does not know yet.
+"""How a worker's NIXL agent sends the patch's notifications, also to decode agents that it does not know yet.
 
 The release makes a decode worker's agent known to prefill's by a handshake before the first write. A registration that
 is refused before, or because there can be no handshake, is answered by the address that came with it.

@@ -32,7 +32,7 @@ HELD_SECONDS = 5.0
 """For so long at least the lease of a request that is being written still runs, from each step."""
 
 IDLE_SECONDS = 1.0
-"""How long a writer that has nothing to do waits before it looks for notifications: an idle engine wakes it for none."""
+"""How long a writer that has nothing to do rests before it looks for notifications: an idle engine never wakes it."""
 
 
 class Sides:
@@ -47,7 +47,7 @@ class Sides:
         self.replaced: dict[str, Any] | None = None  # what waited under that id
 
 
-def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
     by_request: bool = livepatch.facts.get("by_request", False)
 
@@ -98,13 +98,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if sides is None:
             return wrapped(*args, **kwargs)
         sides.answers.close(worker._pending_d_registrations)
-        result = wrapped(*args, **kwargs)
-        sides.reach.forget()
-        delattr(worker, _SIDES)
-        for name in ("transfer", "get_new_notifs"):  # each refers to the agent, which would stay
-            vars(sides.reach.agent).pop(name, None)
-        vars(worker._push_writer_wake).pop("wait", None)
-        return result
+        try:
+            return wrapped(*args, **kwargs)
+        finally:  # to 0.26.0 a worker that has written raises KeyError
+            sides.reach.forget()
+            delattr(worker, _SIDES)
+            for name in ("transfer", "get_new_notifs"):  # each refers to the agent, which would stay
+                vars(sides.reach.agent).pop(name, None)
+            vars(worker._push_writer_wake).pop("wait", None)
 
     # Decode
 

@@ -15,12 +15,10 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import lease_guard
-import msgspec
 import nixl_agents
 import push_failures
 import real_scheduler as real
@@ -50,17 +48,23 @@ HOSTILE = [
 SIGN = b"HB:livepatch-push/"
 
 
+def files() -> list[str]:
+    """What this process has open."""
+    names = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it is closed by now
+            names.append(os.readlink(f"/proc/self/fd/{entry}"))
+    return names
+
+
 def listening() -> set[int]:
     """The ports at which this process listens."""
-    inodes = set()
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(f"/proc/self/fd/{entry}"))
+    open_files = set(files())
     ports = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in open_files:
                 ports.add(int(fields[1].rpartition(":")[2], 16))
     return ports
 
@@ -70,7 +74,7 @@ def counts() -> dict[str, int]:
     gc.collect()
     return {
         "threads": len(os.listdir("/proc/self/task")),
-        "files": len(os.listdir("/proc/self/fd")),
+        "sockets": sum(name.startswith("socket:") for name in files()),
         "ours": sum("livepatch" in thread.name for thread in threading.enumerate()),
     }
 
@@ -118,10 +122,10 @@ def registration(story: Story, request_id: str, host: str = "127.0.0.1") -> dict
 
 
 def operations(story: Story) -> list[int]:
-    """Python calls that prefill makes for one registration while so many wait, less what the release makes for itself."""
+    """Calls that prefill makes for one registration while so many others wait."""
     worker = story.prefill.worker
     sent: list[bytes] = []
-    agent, prefill_agent = story.decode.worker.nixl_wrapper, story.prefill.worker.nixl_wrapper
+    agent = story.decode.worker.nixl_wrapper
     before = agent.send_notif
     agent.send_notif = lambda name, notif_msg: sent.append(notif_msg)
     found = []
@@ -133,25 +137,24 @@ def operations(story: Story) -> list[int]:
             worker._handle_push_reg_notif(sent.pop())
         story.decode.worker._do_send_reg_notif(f"one-{made}", registration(story, f"one-{made}"))
         (notification,) = sent
-        found.append(called(lambda: worker._handle_push_reg_notif(notification)))
+        found.append(called(worker._handle_push_reg_notif, notification))
         sent.clear()
     agent.send_notif = before
     worker._pending_d_registrations.clear()
-    del prefill_agent
     return found
 
 
-def called(function: Any) -> int:
+def called(function: Any, argument: Any) -> int:
     """How many functions are called meanwhile, in this thread."""
     number = 0
 
-    def count(frame: Any, event: str, argument: Any) -> None:
+    def count(frame: Any, event: str, _: Any) -> None:
         nonlocal number
         number += event in ("call", "c_call")
 
     sys.setprofile(count)
     try:
-        function()
+        function(argument)
     finally:
         sys.setprofile(None)
     return number
@@ -196,7 +199,7 @@ def peers(story: Story) -> None:
 
 def ends(model_config: Any) -> dict[str, list[int]]:
     """What pairs leave behind that have pushed, and have ended."""
-    found: dict[str, list[int]] = {"threads": [], "files": [], "ours": []}
+    found: dict[str, list[int]] = {"threads": [], "sockets": [], "ours": []}
     first = pair_ended(model_config)
     for _ in range(PAIRS):
         now = pair_ended(model_config)
@@ -211,10 +214,8 @@ def pair_ended(model_config: Any) -> dict[str, int]:
     push_failures.late(story)
     for side in (story.prefill, story.decode):
         side.deaf()
-        side.connector.shutdown()
+        side.shut_down()
     del story, side
-    gc.collect()
-    time.sleep(0)
     return counts()
 
 
