@@ -177,15 +177,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         sides: Sides | None = getattr(worker, _SIDES, None)
         request_id, _, registration = args
         registered = registration.get(STATE)
-        if LATE in registration or (isinstance(registered, Registered) and registered.state == REFUSED):
+        if LATE in registration:
+            livepatch.count("late")
+            return None  # its blocks may be another request's by now
+        if isinstance(registered, Registered) and registered.state == REFUSED:
             livepatch.count("left")
-            return None  # decode knows that, or the blocks may be another request's
+            return None  # decode knows that, and its own blocks may be another request's
         if sides is None or livepatch.aside:
             return wrapped(*args, **kwargs)
         answers = sides.answers
         registered = answers.take(registration, base_id)
         if not answers.begins(request_id, base_id(request_id), registration):
-            livepatch.count("late")  # its blocks may be another request's by now
+            livepatch.count("late")
             if registered is not None:
                 answers.refuse(registered, worker._pending_d_registrations)
             return None
