@@ -106,8 +106,10 @@ class Answers:
             registered.state = REFUSED
             self._drop(registered)
             _remember(self._refused, registered.token, registered, REMEMBERED)
-        if registration is not None and pending.get(registration["request_id"]) is registration:
-            del pending[registration["request_id"]]
+        if registration is not None:
+            request_id = registration["request_id"]
+            if pending.get(request_id) is registration:
+                del pending[request_id]
         self._livepatch.count("rejected")
         self._tell(registered)
 
