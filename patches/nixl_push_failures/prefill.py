@@ -1,105 +1,149 @@
-"""What a prefill worker says of the registrations that decode workers sent to it, and that it will not serve.
+"""Which of decode workers' registrations a prefill worker may still serve, and which it has refused.
 
 Source: vllm PR#50754, vllm#48633, vllm#46283. Why it suffices: docs/nixl-push-failures.md.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from .decode import HOST, PORT, TOKEN
-from .lines import Line, Message
+from .words import added_to
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
-REMEMBERED = 65536
-"""How many registrations that were refused, and how many requests that are over, are remembered."""
+OVER = 8192
+"""How many requests that have ended are remembered, so that who registers for them is refused at once."""
+
+REMEMBERED = 1024
+"""How many refusals are remembered, so that they can be told again."""
+
+STATE, LATE = "livepatch_state", "livepatch_late"
+"""Keys of a registration, on prefill: what has become of it; that its request ended while hands were shaken for it."""
+
+WAITS, BEGINS, WRITTEN, REFUSED = "waits", "begins", "written", "refused"
 
 
 class Registered:
-    """A registration that may still be served, by one write."""
+    """A decode worker's registration. It is refused at most once, and only before NIXL was given its write."""
 
-    __slots__ = ("address", "done", "handle", "handshake", "posted", "starting", "token", "withdrawn")
+    __slots__ = ("address", "base_id", "engine_id", "registration", "state", "token")
 
-    def __init__(self, token: str, address: tuple[str, int]) -> None:
+    def __init__(self, token: str, address: bytes, registration: dict[str, Any], base_id: str) -> None:
         self.token = token
-        self.address = address  # of the decode worker
-        self.starting = False  # the writer is about to write
-        self.handshake: Any = None  # the future of the handshake that the writer left it for
-        self.withdrawn = False  # decode does not want it any more
-        self.handle: Any = None  # the write's, NIXL's
-        self.posted = False  # NIXL has begun to write
-        self.done = False
+        self.address = address
+        self.engine_id = registration["decode_engine_id"]
+        self.base_id = base_id
+        self.registration: dict[str, Any] | None = registration  # None once it is refused
+        self.state = WAITS
 
 
 class Answers:
-    """Of one prefill worker. Its methods are called by the engine's thread, the release's writer, and lines."""
+    """Of one prefill worker. Its methods are called by the engine's thread, the release's writer, and handshakes.
 
-    def __init__(self, livepatch: PatchContext) -> None:
+    `tell` sends a refusal to decode. What is kept goes when a write begins, or with the refusal.
+    """
+
+    def __init__(self, livepatch: PatchContext, tell: Callable[[Registered], None]) -> None:
         self._livepatch = livepatch
+        self._tell = tell
         self._lock = threading.Lock()
-        self._lines: dict[tuple[str, int], Line] = {}  # by the decode worker's address
-        self._lives: dict[tuple[str, int], Line] = {}
-        self._registered: dict[str, Registered] = {}  # by token
-        self._refused: dict[str, bool] = {}  # token: whether it was posted
-        self._writes: dict[Any, Registered] = {}  # by NIXL's handle
-        self._over: dict[str, None] = {}  # requests, by base id, that have ended for the scheduler
+        self._waiting: dict[str, Registered] = {}  # by token
+        self._of_request: dict[str, dict[str, Registered]] = {}  # the same, by base id
+        self._refused: dict[str, Registered] = {}  # by token, the last ones
+        self._over: dict[str, None] = {}  # requests, by base id, that have ended for the scheduler, the last ones
+        self._left: collections.deque[Registered] = collections.deque()  # that the writer is to refuse
+        self._late: dict[str, dict[str, Any]] = {}  # by request: the registration for which hands are shaken
+        self._closed = False
         self.leases = threading.Lock()  # held while leases end, and while a write is begun
         self.writing_for: str | None = None  # the request that the writer is about to write for
-        self._starting: Registered | None = None
-        self.left: list[str] = []  # requests that are over, whose registrations the writer has not looked for
-        self.tidy = False  # registrations were refused that the release still keeps
-        livepatch.on_stand_aside(self.fall_silent)
-        self._silent = False
-
-    def fall_silent(self) -> None:
-        """Say nothing any more: what is written is no longer noticed here."""
-        with self._lock:
-            self._silent = True
+        self.posted = False  # whether NIXL was given a write since the writer began this one
+        self._handshake: Any = None  # the future that the writer left it for
+        self._engine_id: Any = None  # decode's, while the writer begins
 
     # Registrations
 
-    def take(self, registration: Mapping[str, Any]) -> Registered | None:
-        """A decode worker has registered. None where it has no bundle, or where it was refused before."""
-        token, host, port = (registration.get(key) for key in (TOKEN, HOST, PORT))
-        if not isinstance(token, str) or not isinstance(host, str) or not isinstance(port, int):
+    def take(self, registration: dict[str, Any], base_of: Callable[[str], str]) -> Registered | None:
+        """A decode worker has registered, now or before. None where it has no bundle."""
+        known = registration.get(STATE)
+        if isinstance(known, Registered):
+            return known
+        added = added_to(registration)
+        if added is None or self._livepatch.aside:
             return None
         with self._lock:
-            if token in self._refused:
-                return None
-            registered = self._registered.get(token)
+            registered = self._waiting.get(added.token) or self._refused.get(added.token)
             if registered is None:
-                registered = self._registered[token] = Registered(token, (host, port))
-                self._say(registered.address, {"taken": token})
+                registered = Registered(*added, registration, base_of(registration["request_id"]))
+                self._waiting[added.token] = registered
+                self._of_request.setdefault(registered.base_id, {})[added.token] = registered
+        registration[STATE] = registered
         return registered
 
-    def unwanted(self, registration: Mapping[str, Any]) -> bool:
-        """Whether this registration is one that decode knows is not served."""
-        return registration.get(TOKEN) in self._refused
+    def sweep(self, pending: dict[str, Any]) -> None:
+        """The writer refuses what was left to it, and what the release keeps of it is forgotten."""
+        while self._left:
+            self.refuse(self._left.popleft(), pending)
 
-    def refuse(self, registered: Registered) -> None:
-        """Tell decode that nothing is written for a registration, or nothing more."""
+    def withdraw(self, token: str, pending: dict[str, Any]) -> None:
+        """Decode wants a registration left. Of what has begun, or is not known, nothing is said."""
+        registered = self._waiting.get(token)
+        if registered is not None:
+            self.refuse(registered, pending)
+        elif token in self._refused:
+            self._tell(self._refused[token])  # the word was lost
+
+    def refuse(self, registered: Registered, pending: dict[str, Any]) -> None:
+        """Never serve a registration that has not begun, and tell decode so."""
         with self._lock:
-            self._refuse(registered)
-
-    def _refuse(self, registered: Registered) -> None:
-        if self._silent or self._registered.pop(registered.token, None) is None:
-            return
-        _remember(self._refused, registered.token, registered.posted)
+            if registered.state != WAITS:
+                return
+            registration = registered.registration
+            registered.registration = None
+            registered.state = REFUSED
+            self._drop(registered)
+            _remember(self._refused, registered.token, registered, REMEMBERED)
+        if registration is not None:
+            request_id = registration["request_id"]
+            if pending.get(request_id) is registration:
+                del pending[request_id]
         self._livepatch.count("rejected")
-        self._say(registered.address, {"refused": registered.token, "posted": registered.posted})
+        self._tell(registered)
+
+    def left(self, registered: Registered) -> None:
+        """Let the writer refuse it."""
+        self._left.append(registered)
+
+    def close(self, pending: dict[str, Any]) -> None:
+        """The worker ends: nothing more is begun."""
+        with self._lock:
+            self._closed = True
+            waiting = list(self._waiting.values())
+        for registered in waiting:
+            self.refuse(registered, pending)
+
+    def _drop(self, registered: Registered) -> None:
+        self._waiting.pop(registered.token, None)
+        of_request = self._of_request.get(registered.base_id)
+        if of_request is not None:
+            of_request.pop(registered.token, None)
+            if not of_request:
+                del self._of_request[registered.base_id]
 
     # Requests
 
-    def ended(self, base_ids: Iterable[tuple[str, str]]) -> None:
+    def ended(self, requests: Iterable[tuple[str, str]]) -> None:
         """Requests have ended for the scheduler: (base id, id) each. Their blocks are no longer theirs."""
-        for base_id, request_id in base_ids:
-            _remember(self._over, base_id, None)
-            self.left.append(request_id)
+        with self._lock:
+            for base_id, request_id in requests:
+                _remember(self._over, base_id, None, OVER)
+                self._left.extend(self._of_request.get(base_id, {}).values())
+                late = self._late.pop(request_id, None)
+                if late is not None:
+                    late[LATE] = True
 
     def begun(self, base_id: str) -> None:
         """A request is computed, maybe under the id of one that is over."""
@@ -110,102 +154,52 @@ class Answers:
 
     # Writes
 
-    @contextlib.contextmanager
-    def writing(self, registered: Registered) -> Iterator[None]:
-        """While the release begins a write. What comes to nothing is refused; a handshake is waited for."""
+    def begins(self, request_id: str, base_id: str, registration: dict[str, Any]) -> bool:
+        """Whether the writer may begin to write; the request's lease then holds meanwhile."""
+        registered = registration.get(STATE)
+        with self.leases, self._lock:
+            self._late.pop(request_id, None)
+            if self._closed or base_id in self._over:
+                return False
+            if isinstance(registered, Registered):
+                if registered.state != WAITS:
+                    return False
+                registered.state = BEGINS
+            self.writing_for = request_id
+            self._engine_id = registration["decode_engine_id"]
+            self.posted, self._handshake = False, None
+        return True
+
+    def shaking(self, engine_id: Any, handshake: Any) -> None:
+        """The release waits for a handshake with a decode engine."""
+        if self.writing_for is not None and engine_id == self._engine_id:
+            self._handshake = handshake
+
+    def began(self, request_id: str, registration: dict[str, Any]) -> None:
+        """The release has begun a write, left it for a handshake, or left it for good."""
+        registered = registration.get(STATE)
+        handshake = None if self.posted else self._handshake
         with self._lock:
-            registered.starting, registered.handshake = True, None
-        self._starting = registered
-        try:
-            yield
-        finally:
-            self._starting = None
-            with self._lock:
-                registered.starting = False
-                waits = registered.handshake is not None and not registered.withdrawn
-                if registered.handle is None and not waits:
-                    self._refuse(registered)
-            if registered.handle is None and waits:
-                registered.handshake.add_done_callback(
-                    lambda future: self.refuse(registered) if future.exception() else None
-                )
-
-    def shaking(self, future: Any) -> None:
-        """The release has asked whether hands were shaken: None, or a future."""
-        if self._starting is not None:
-            self._starting.handshake = future
-
-    def made(self, handle: Any) -> None:
-        """The writer has a handle for the write that it begins."""
-        registered = self._starting
-        if registered is None:
-            return
-        if registered.handle is not None:
-            self._livepatch.say("several", "one registration is served by several writes: failures are not reported")
-            self._livepatch.withdraw()
-        registered.handle = handle
-        self._writes[handle] = registered
-
-    def posting(self, handle: Any) -> None:
-        if handle in self._writes:
-            self._writes[handle].posted = True
-
-    def state(self, handle: Any, state: Any) -> None:
-        if state == "DONE" and handle in self._writes:
-            self._writes[handle].done = True
-
-    def released(self, handle: Any) -> None:
-        """NIXL has let a write go: nothing of it is under way."""
-        registered = self._writes.pop(handle, None)
-        if registered is None:
-            return
-        if registered.done:
-            with self._lock:
-                self._registered.pop(registered.token, None)
-        else:
-            self.refuse(registered)
-
-    # Lines
-
-    def _say(self, address: tuple[str, int], message: Message) -> None:
-        if "taken" in message and not _alive(self._lives.get(address)):
-            self._lives[address] = self._line(address)
-            self._lives[address].say({"life": message["taken"]})
-        if not _alive(self._lines.get(address)):
-            self._lines[address] = self._line(address)
-        self._lines[address].say(message)
-
-    def _line(self, address: tuple[str, int]) -> Line:
-        line = Line(self._heard, lambda line, gone: None, self._livepatch.stand_aside)
-        line.call(address)
-        return line
-
-    def _heard(self, line: Line, message: Message) -> None:
-        token = message.get("withdraw")
-        if not isinstance(token, str):
-            return
-        with self._lock:
-            if self._silent:
+            self.writing_for = None
+            if handshake is not None:
+                self._late[request_id] = registration
+            if not isinstance(registered, Registered):
                 return
-            registered = self._registered.get(token)
-            if registered is None:
-                # It is written, or the word that it was refused was lost, or it has not come, and is not served then.
-                if token not in self._refused:
-                    _remember(self._refused, token, False)
-                line.say({"refused": token, "posted": self._refused[token]})
-            elif registered.handle is not None or registered.starting:
-                registered.withdrawn = True  # decode hears how it ends
-            else:
-                self._refuse(registered)
-                self.tidy = True
+            registered.state = WRITTEN if self.posted else WAITS
+            if self.posted:
+                self._drop(registered)
+                registered.registration = None
+                return
+        if handshake is None:
+            self.left(registered)
+        else:
+            handshake.add_done_callback(
+                lambda future: self.left(registered) if future.cancelled() or future.exception() else None
+            )
 
 
-def _alive(line: Line | None) -> bool:
-    return line is not None and line.alive
-
-
-def _remember(where: dict[str, Any], key: str, value: Any) -> None:
+def _remember(where: dict[str, Any], key: str, value: Any, most: int) -> None:
     where.pop(key, None)
     where[key] = value
-    if len(where) > REMEMBERED:
+    if len(where) > most:
         del where[next(iter(where))]

@@ -1,4 +1,4 @@
-"""A decode engine hears of a write that failed or will not come, from prefill or from the end of its process.
+"""A decode engine hears from prefill of a write that will not come.
 
 Source: vllm PR#50754, vllm#48633, vllm#46283. Who says what, and why it suffices: docs/nixl-push-failures.md.
 """
@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import words
 from .decode import Desk, agent_name
-from .prefill import Answers
+from .prefill import LATE, REFUSED, STATE, Answers, Registered
+from .reach import Reach
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -23,14 +25,29 @@ _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl."
 WORKER = _NIXL + "push_worker:NixlPushConnectorWorker"
 BASE = _NIXL + "base_worker:NixlBaseConnectorWorker"
 
-_DESK, _ANSWERS = "_livepatch_desk", "_livepatch_answers"
-"""Attributes of a worker: either side's part."""
+_SIDES = "_livepatch_push"
+"""Attribute of a worker: its `Sides`."""
 
 HELD_SECONDS = 5.0
 """For so long at least the lease of a request that is being written still runs, from each step."""
 
+IDLE_SECONDS = 1.0
+"""How long a writer that has nothing to do rests before it looks for notifications: an idle engine never wakes it."""
 
-def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+
+class Sides:
+    """What one worker's patch has: both parts, since a worker may be prefill and decode."""
+
+    def __init__(self, livepatch: PatchContext, worker: Any, wait: float) -> None:
+        self.reach = Reach(livepatch, worker)
+        self.desk = Desk(livepatch, wait)
+        self.answers = Answers(livepatch, self.reach.tell)
+        self.address: bytes | None = None  # decode's, once it has registered
+        self.came: str | None = None  # the id under which a registration comes that the writer is handling
+        self.replaced: dict[str, Any] | None = None  # what waited under that id
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
     by_request: bool = livepatch.facts.get("by_request", False)
 
@@ -42,20 +59,62 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 worker.kv_transfer_config.get_from_extra_config("decoder_kv_blocks_ttl", 480),
             )
         )
-        answers = Answers(livepatch)
-        look_at_writes(worker, answers)
-        setattr(worker, _DESK, Desk(livepatch, wait))
-        setattr(worker, _ANSWERS, answers)
+        sides = Sides(livepatch, worker, wait)
+        look_at(worker, sides)
+        setattr(worker, _SIDES, sides)
         return result
+
+    def look_at(worker: Any, sides: Sides) -> None:
+        """Note when the worker's writer begins to write, and read its notifications with it; both answer as ever."""
+        agent, wake = worker.nixl_wrapper, worker._push_writer_wake
+
+        def post(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+            sides.answers.posted = True
+            return wrapped(*args, **kwargs)
+
+        def listen(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+            pending = worker._pending_d_registrations
+            sides.answers.sweep(pending)
+            for waiting in sides.desk.overdue():
+                sides.reach.send(waiting.agent, words.WITHDRAW, waiting.token)
+            notifications = wrapped(*args, **kwargs)
+            for kind, token in words.take(notifications):
+                if kind == words.REFUSED:
+                    sides.desk.refused(token)
+                else:
+                    sides.answers.withdraw(token, pending)
+            return notifications
+
+        def rest(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+            return wrapped(*args, **kwargs) if args or kwargs else wrapped(IDLE_SECONDS)
+
+        agent.transfer = livepatch.around(agent.transfer, post)
+        agent.get_new_notifs = livepatch.around(agent.get_new_notifs, listen)
+        wake.wait = livepatch.around(wake.wait, rest)
+
+    def close(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+        """The worker ends. What it has not begun to write it never will, and decode is told before its agent goes."""
+        sides: Sides | None = getattr(worker, _SIDES, None)
+        if sides is None:
+            return wrapped(*args, **kwargs)
+        sides.answers.close(worker._pending_d_registrations)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:  # to 0.26.0 a worker that has written raises KeyError
+            sides.reach.forget()
+            delattr(worker, _SIDES)
+            for name in ("transfer", "get_new_notifs"):  # each refers to the agent, which would stay
+                vars(sides.reach.agent).pop(name, None)
+            vars(worker._push_writer_wake).pop("wait", None)
 
     # Decode
 
     def register(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         """The writer is about to send a registration to prefill."""
         request_id, registration = args
-        desk: Desk | None = getattr(worker, _DESK, None)
+        sides: Sides | None = getattr(worker, _SIDES, None)
         agents = worker._remote_agents.get(registration["remote_engine_id"])
-        if desk is None or not agents:
+        if sides is None or not agents:
             return wrapped(*args, **kwargs)
         several = len(agents) != 1 or registration.get("remote_pp_size", 1) != 1
         if several or registration["remote_tp_size"] != registration["decode_tp_size"]:
@@ -64,14 +123,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 "not_covered", "prefill and decode have different numbers of ranks: failures are not reported"
             )
             return wrapped(*args, **kwargs)
-        prefill = (registration["remote_host"], registration["remote_port"])
-        try:
-            added = desk.register(request_id, agent_name(next(iter(agents.values()))), prefill)
-        except OSError as error:
-            livepatch.count("not_covered")
-            livepatch.say("not_listening", f"prefill cannot tell what fails, this worker cannot listen: {error}")
-            return wrapped(*args, **kwargs)
-        return wrapped(request_id, {**registration, **added}) if added is not None else None
+        if sides.address is None:
+            sides.address = sides.reach.address()
+        token = sides.desk.register(request_id, agent_name(next(iter(agents.values()))))
+        return wrapped(request_id, {**registration, words.ADDED: [token, sides.address]})
 
     def fail(worker: Any, request_id: str) -> None:
         """Report a failed load in the release's own way, with all of the request's blocks."""
@@ -87,128 +142,89 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     # Prefill
 
-    def look_at_writes(worker: Any, answers: Answers) -> None:
-        """Note what the worker asks of its NIXL agent; the agent answers as ever."""
-        agent = worker.nixl_wrapper
-
-        def make(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-            handle = wrapped(*args, **kwargs)
-            answers.made(handle)
-            return handle
-
-        def post(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-            answers.posting(args[0])
-            return wrapped(*args, **kwargs)
-
-        def check(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-            state = wrapped(*args, **kwargs)
-            answers.state(args[0], state)
-            return state
-
-        def release(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-            result = wrapped(*args, **kwargs)
-            answers.released(args[0])
-            return result
-
-        def listen(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-            look_for_left(worker, answers)
-            return wrapped(*args, **kwargs)
-
-        agent.make_prepped_xfer = livepatch.around(agent.make_prepped_xfer, make)
-        agent.transfer = livepatch.around(agent.transfer, post)
-        agent.check_xfer_state = livepatch.around(agent.check_xfer_state, check)
-        agent.release_xfer_handle = livepatch.around(agent.release_xfer_handle, release)
-        agent.get_new_notifs = livepatch.around(agent.get_new_notifs, listen)
-
-    def base_id(worker: Any, request_id: str) -> str:
+    def base_id(request_id: str) -> str:
         """The part of an id that prefill and decode share, by the release's own rule."""
         return str(sys.modules[WORKER.partition(":")[0]].get_base_request_id(request_id))
 
-    def look_for_left(worker: Any, answers: Answers) -> None:
-        """The writer refuses registrations for requests that are over, and forgets what was refused."""
-        while answers.left:
-            request_id = answers.left.pop()
-            while (registration := worker._pop_matching_registration(request_id)) is not None:
-                refuse(answers, registration)
-        if answers.tidy:
-            answers.tidy = False
-            for request_id, registration in list(worker._pending_d_registrations.items()):
-                if answers.unwanted(registration):
-                    del worker._pending_d_registrations[request_id]
+    def coming(worker: Any, args: Any, kwargs: Any) -> None:
+        """The writer looks whether the request of a registration that has come is computed."""
+        sides: Sides | None = getattr(worker, _SIDES, None)
+        if sides is not None:
+            sides.came = args[0]
+            sides.replaced = worker._pending_d_registrations.get(args[0])
 
-    def refuse(answers: Answers, registration: Mapping[str, Any]) -> None:
-        registered = answers.take(registration)
-        if registered is not None:
-            answers.refuse(registered)
-
-    def registered(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def came(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         """The writer has a registration. What it does not match waits, unless its request is over."""
+        sides: Sides | None = getattr(worker, _SIDES, None)
+        if sides is None:
+            return wrapped(*args, **kwargs)
+        pending, answers = worker._pending_d_registrations, sides.answers
+        sides.came = sides.replaced = None
         result = wrapped(*args, **kwargs)
-        answers: Answers | None = getattr(worker, _ANSWERS, None)
-        if answers is not None:
-            for request_id, registration in list(worker._pending_d_registrations.items()):
-                if answers.take(registration) is not None and answers.over(base_id(worker, request_id)):
-                    del worker._pending_d_registrations[request_id]
-                    refuse(answers, registration)
+        registration = pending.get(sides.came)
+        if registration is None or registration is sides.replaced:
+            return result
+        before = None if sides.replaced is None else answers.take(sides.replaced, base_id)
+        if before is not None:  # the release has dropped it
+            answers.refuse(before, pending)
+        registered = answers.take(registration, base_id)
+        if registered is not None and answers.over(registered.base_id):
+            answers.refuse(registered, pending)
         return result
 
     def push(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         """The writer begins to write, or, after a handshake, does so at last."""
-        answers: Answers | None = getattr(worker, _ANSWERS, None)
-        if answers is None:
-            return wrapped(*args, **kwargs)
+        sides: Sides | None = getattr(worker, _SIDES, None)
         request_id, _, registration = args
-        if answers.unwanted(registration):
-            livepatch.count("left")
-            return None  # decode knows that, and its blocks may be another request's
-        if livepatch.aside:
-            return wrapped(*args, **kwargs)
-        registered = answers.take(registration)
-        with answers.leases:
-            over = answers.over(base_id(worker, request_id))
-            answers.writing_for = None if over else request_id
-        if over:  # its blocks may be another request's by now
+        registered = registration.get(STATE)
+        if LATE in registration:
             livepatch.count("late")
-            refuse(answers, registration)
+            return None  # its blocks may be another request's by now
+        if isinstance(registered, Registered) and registered.state == REFUSED:
+            livepatch.count("left")
+            return None  # decode knows that, and its own blocks may be another request's
+        if sides is None or livepatch.aside:
+            return wrapped(*args, **kwargs)
+        answers = sides.answers
+        registered = answers.take(registration, base_id)
+        if not answers.begins(request_id, base_id(request_id), registration):
+            livepatch.count("late")
+            if registered is not None:
+                answers.refuse(registered, worker._pending_d_registrations)
             return None
         try:
-            if registered is None:
-                return wrapped(*args, **kwargs)
-            with answers.writing(registered):
-                return wrapped(*args, **kwargs)
+            return wrapped(*args, **kwargs)
         finally:
-            answers.writing_for = None
+            answers.began(request_id, registration)
 
     def shake(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         future = wrapped(*args, **kwargs)
-        answers: Answers | None = getattr(worker, _ANSWERS, None)
-        if answers is not None:
-            answers.shaking(future)
+        sides: Sides | None = getattr(worker, _SIDES, None)
+        if sides is not None and future is not None:
+            sides.answers.shaking(args[0] if args else kwargs["engine_id"], future)
         return future
 
     def load(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
-        answers: Answers | None = getattr(worker, _ANSWERS, None)
-        if answers is not None:
+        sides: Sides | None = getattr(worker, _SIDES, None)
+        if sides is not None:
             metadata = args[0] if args else kwargs["metadata"]
             for request_id in metadata.reqs_in_batch:
-                answers.begun(base_id(worker, request_id))
+                sides.answers.begun(base_id(request_id))
             if metadata.reqs_not_processed:
-                answers.ended((base_id(worker, one), one) for one in metadata.reqs_not_processed)
+                sides.answers.ended((base_id(one), one) for one in metadata.reqs_not_processed)
         return result
 
     # Both
 
     def finished(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        desk: Desk | None = getattr(worker, _DESK, None)
-        answers: Answers | None = getattr(worker, _ANSWERS, None)
-        if desk is None or answers is None:
+        sides: Sides | None = getattr(worker, _SIDES, None)
+        if sides is None:
             return wrapped(*args, **kwargs)
+        answers, desk = sides.answers, sides.desk
         for request_id in desk.failed():
             if request_id in worker._recving_metadata:
                 fail(worker, request_id)
-            else:
-                desk.ended(request_id)
         if not by_request:
             leave_out_writes(worker)
         with answers.leases:
@@ -218,7 +234,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 result[:2] if isinstance(result, tuple) else (result.finished_sending, result.finished_recving)
             )
             if sent:
-                answers.ended((base_id(worker, one), one) for one in sent)
+                answers.ended((base_id(one), one) for one in sent)
         for request_id in received:
             desk.ended(request_id)
         return result
@@ -250,8 +266,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     livepatch.lasting(push)
     return {
         f"{WORKER}.__init__": create,
+        f"{WORKER}.shutdown": close,
         f"{WORKER}._do_send_reg_notif": register,
-        f"{WORKER}._handle_push_reg_notif": registered,
+        f"{WORKER}._handle_push_reg_notif": came,
+        f"{WORKER}._pop_matching_finished_blocks": livepatch.before(coming),
         f"{WORKER}._do_start_push_kv": push,
         f"{WORKER}.start_load_kv": load,
         f"{WORKER}.get_finished": finished,

@@ -24,8 +24,8 @@ NOTICE = 3
 class Patched:
     """Evidence alone ends a transfer.
 
-    A pushed load (`nixl-push-failures`): the writer refuses what it has not begun, ends what it has begun, or its process is
-    gone. A read (`nixl-lease-guard`): it counts if the lease held when it had ended. LMCache (`lmcache-bounded-waits`,
+    A pushed load (`nixl-push-failures`): the writer refuses what it has not begun, or ends what it has begun. One whose writer
+    is killed stands for a connector that can prove that end: the patch cannot, and holds its blocks. A read (`nixl-lease-guard`): it counts if the lease held when it had ended. LMCache (`lmcache-bounded-waits`,
     `lmcache-failed-loads`, `lmcache-finished-ids`): what a killed server was doing is over, loads failed; what one that is
     stopped was doing is waited for; each request is reported when all its stores have ended, whatever its id.
     """

@@ -2,7 +2,7 @@
 
 Run with NIXL, the release's sources, and the bundle or not, on the path. The workers are the release's own, with agents
 of the real NIXL on CPU memory, and shake hands over their side channels; in one process, but for a prefill that is
-killed ("killed" as an argument). What their schedulers would tell them is told by this script. Faults are put where NIXL's own library is called
+killed or ends ("killed" as an argument). What their schedulers would tell them is told by this script. Faults are put where NIXL's own library is called
 (`Faults`), below the release and the bundle. Print one JSON object: of each case, what decode heard and has.
 """
 
@@ -10,6 +10,7 @@ killed ("killed" as an argument). What their schedulers would tell them is told 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import multiprocessing
@@ -36,6 +37,9 @@ from lease_guard import OTHER, READER
 from nixl import _bindings as nixl_bindings
 from ports import free_port
 from result import leave, print_result
+
+HELD_SECONDS = 1.5
+"""How long decode is looked at where it has asked, and is to hear nothing: prefill answers within a second."""
 
 QUIET_SECONDS = 0.3
 """How long decode is looked at where it is to hear nothing yet."""
@@ -64,6 +68,10 @@ class Side(lease_guard.Side):
         self.sent |= result[0]
         return result
 
+    def shut_down(self) -> None:
+        with contextlib.suppress(KeyError):  # to 0.26.0, of a worker that has written
+            self.connector.shutdown()
+
     def expire(self, request_id: str) -> None:
         self.worker._reqs_to_send[request_id] = time.perf_counter() - 1
 
@@ -75,14 +83,11 @@ class Side(lease_guard.Side):
 
     def overdue(self) -> None:
         """Decode has waited for as long as it waits: where the bundle is, which alone asks then."""
-        desk = getattr(self.worker, "_livepatch_desk", None)
-        for waiting in desk.waiting.values() if desk else ():
-            waiting.ask_at = 0.0
-
-    def acquainted(self) -> bool:
-        """Whether prefill has called, on both connections, where the bundle is."""
-        desk = getattr(self.worker, "_livepatch_desk", None)
-        return desk is None or bool(desk.lives and desk._lines)
+        sides = getattr(self.worker, "_livepatch_push", None)
+        if sides is not None:
+            for waiting in sides.desk._of_request.values():
+                waiting.ask_at = 0.0
+            sides.desk._look = 0.0
 
 
 class Faults:
@@ -90,11 +95,17 @@ class Faults:
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        self.raises = False  # a write cannot be begun
+        self.unprepared = False  # a write cannot be prepared: NIXL is given none
+        self.raises = False  # a write cannot be begun, or not all of it
         self.lost: Any = None  # writes are begun, never arrive, and are in this state
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, name)
+
+    def makeXferReq(self, *arguments: Any) -> Any:
+        if self.unprepared:
+            raise RuntimeError("the peer is not known")
+        return self._library.makeXferReq(*arguments)
 
     def postXferReq(self, handle: Any, *more: Any) -> Any:
         if self.raises:
@@ -209,13 +220,26 @@ def pushed(story: Story) -> dict[str, Any]:
     return {"first": first, "second": second, "sent": sorted(story.prefill.sent)}
 
 
+def prepare_fails(story: Story) -> dict[str, Any]:
+    """NIXL takes no write: its library raises before it is given one."""
+    story.prefill.faults.unprepared = True
+    story.compute("prepare")
+    story.finish("prepare", [5, 6])
+    story.register("prepare", [5, 6])
+    result = story.outcome("prepare", [5, 6], SECONDS)
+    story.prefill.faults.unprepared = False
+    return result
+
+
 def post_fails(story: Story) -> dict[str, Any]:
-    """NIXL takes no write: its library raises."""
+    """NIXL's library raises when it is given a write: a part of it may be under way."""
     story.prefill.faults.raises = True
     story.compute("post")
     story.finish("post", [5, 6])
     story.register("post", [5, 6])
-    result = story.outcome("post", [5, 6], SECONDS)
+    lease_guard.wait(lambda: bool(story.step() or not story.prefill.worker._finished_blocks_inbox.qsize()))
+    story.decode.overdue()
+    result = story.outcome("post", [5, 6], HELD_SECONDS)
     story.prefill.faults.raises = False
     return result
 
@@ -232,8 +256,9 @@ def write_fails(story: Story) -> dict[str, Any]:
     meanwhile = story.outcome("write", [7, 8], QUIET_SECONDS)["heard"]
     kept = "write" not in story.prefill.sent
     story.prefill.faults.lost = nixl_bindings.NIXL_ERR_BACKEND
+    story.decode.overdue()
     try:
-        result = story.outcome("write", [7, 8], SECONDS)
+        result = story.outcome("write", [7, 8], HELD_SECONDS)
     except AssertionError as error:
         result = {"prefill": f"AssertionError: {error}"}
     story.prefill.faults.lost = None
@@ -307,15 +332,15 @@ def without(story: Story) -> dict[str, Any]:
 
 
 def hybrid(story: Story) -> dict[str, Any]:
-    """A post fails, and decode takes its model for one of several kinds of layers."""
+    """A write cannot be prepared, and decode takes its model for one of several kinds of layers."""
     worker = story.decode.worker
     before, worker._is_hma_required = worker._is_hma_required, True
-    story.prefill.faults.raises = True
+    story.prefill.faults.unprepared = True
     story.compute("hybrid")
     story.finish("hybrid", [1, 2])
     story.register("hybrid", [1, 2])
     result = story.outcome("hybrid", [1, 2], SECONDS)
-    story.prefill.faults.raises = False
+    story.prefill.faults.unprepared = False
     worker._is_hma_required = before
     return result
 
@@ -362,35 +387,54 @@ def handshake_late(story: Story) -> dict[str, Any]:
     return result
 
 
+def ended(story: Story) -> dict[str, Any]:
+    """Prefill ends in order. A write of its had begun, and another request was registered, whose KV it has not."""
+    story.prefill.faults.lost = nixl_bindings.NIXL_IN_PROG
+    story.compute("begun")
+    story.finish("begun", [1, 2])
+    story.register("begun", [1, 2])
+    lease_guard.wait(lambda: bool(story.step() or story.prefill.worker._sending_transfers))
+    story.register("waits", [3, 4])
+    lease_guard.wait(lambda: bool(story.step() or story.prefill.worker._pending_d_registrations))
+    story.prefill.shut_down()
+    heard = story.heard
+
+    def outcome(request_id: str, blocks: list[int], seconds: float) -> dict[str, Any]:
+        return outcome_of(story.decode, heard, request_id, blocks, seconds)
+
+    waits = outcome("waits", [3, 4], SECONDS)
+    story.decode.overdue()
+    return {"waits": waits, "begun": outcome("begun", [1, 2], HELD_SECONDS)}
+
+
+def outcome_of(decode: Side, heard: list[Any], request_id: str, blocks: list[int], seconds: float) -> dict[str, Any]:
+    """What decode alone hears of a request, in so many seconds."""
+    until = time.monotonic() + seconds
+    while not any(request_id in received for received, _, _ in heard) and time.monotonic() < until:
+        _, *found = decode.ended()
+        if any(found):
+            heard.append((found[0], found[1], found[2]))
+        time.sleep(0.001)
+    return result_of(decode, heard, request_id, blocks)
+
+
 def killed(decode: Side, pipe: Any, prefill: int) -> dict[str, Any]:
     """Prefill is stopped, and then killed, before it has written; afterwards the router sends one more to it."""
     engine_id, port = pipe.recv()
     heard: list[tuple[set[str], set[str], set[int]]] = []
-
-    def step() -> None:
-        _, *found = decode.ended()
-        if any(found):
-            heard.append((found[0], found[1], found[2]))
-
-    def outcome(request_id: str, blocks: list[int], seconds: float) -> dict[str, Any]:
-        until = time.monotonic() + seconds
-        while not any(request_id in received for received, _, _ in heard) and time.monotonic() < until:
-            step()
-            time.sleep(0.001)
-        return result_of(decode, heard, request_id, blocks)
-
     register(decode, "lost", [1, 2], engine_id, port)
-    lease_guard.wait(lambda: bool(step() or pipe.poll()))
-    lease_guard.wait(decode.acquainted)
+    lease_guard.wait(lambda: bool(decode.ended() and pipe.poll()))
     os.kill(prefill, signal.SIGSTOP)
     os.waitpid(prefill, os.WUNTRACED)  # on a busy machine it still answers for a while
     decode.overdue()
-    stopped = outcome("lost", [1, 2], QUIET_SECONDS)["heard"]
+    stopped = outcome_of(decode, heard, "lost", [1, 2], QUIET_SECONDS)["heard"]
     os.kill(prefill, signal.SIGKILL)
     os.waitpid(prefill, 0)
-    lost = outcome("lost", [1, 2], SECONDS)
+    decode.overdue()
+    lost = outcome_of(decode, heard, "lost", [1, 2], HELD_SECONDS)
     register(decode, "later", [3, 4], engine_id, port)
-    return {"stopped": stopped, "lost": lost, "later": outcome("later", [3, 4], SECONDS)}
+    decode.overdue()
+    return {"stopped": stopped, "lost": lost, "later": outcome_of(decode, heard, "later", [3, 4], HELD_SECONDS)}
 
 
 def prefill_to_kill(pipe: Any) -> None:
@@ -406,7 +450,7 @@ def prefill_to_kill(pipe: Any) -> None:
         signal.pause()
 
 
-CASES = (pushed, post_fails, write_fails, late, aborted, same_id, never, without, hybrid)
+CASES = (pushed, prepare_fails, post_fails, write_fails, late, aborted, same_id, never, without, hybrid)
 
 
 def main() -> None:
@@ -426,6 +470,7 @@ def main() -> None:
         for case in (handshake_fails, handshake_late):
             result[case.__name__] = case(Story(prefill, Side(model_config)))
             prefill.expire_all()
+        result["ended"] = ended(Story(Side(model_config), Side(model_config)))
         if CHILD is not None:
             OURS.send(directory)
             result["killed"] = killed(Side(model_config), OURS, CHILD)
