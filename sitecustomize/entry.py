@@ -20,7 +20,11 @@ class LivepatchFinder(object):
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return finding()["find_spec"](name, path, target) if name in TARGETS else None
+        if name in TARGETS:
+            return finding()["find_spec"](name, path, target)
+        if next(iter(sys.meta_path), None) is not LivepatchFinder:  # what stands in front may load a target past us
+            finding()["watch"]()
+        return None
 
 
 def finding():
