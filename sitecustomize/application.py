@@ -102,6 +102,8 @@ def undo(steps: Iterable[Applied]) -> None:
 
 
 _run: dict[str, types.ModuleType] = {}
+under_way: Mapping[int, Any] = {}
+"""The finder's own: outermost imports that have not ended, by thread. At the end of each the hook is called."""
 
 
 def executed(module: types.ModuleType) -> None:

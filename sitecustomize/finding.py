@@ -23,7 +23,7 @@ TARGETS: dict[str, str] = {}
 PLACE = ""
 """The entry's: the folder that holds the bundle's own package, as it was when this process started."""
 HOOK = "_vllm_livepatch.sitecustomize.hook"
-CALLED = ("added", "after", "armed_late", "before", "changed", "ended", "imported_before", "program", "searching")  # of it
+CALLED = ("added", "after", "armed_late", "before", "changed", "ended", "finds", "imported_before", "program")  # of it
 FORK_WAITS = 5000  # milliseconds, at most
 finding: set[tuple[str, int]] = set()  # (module, thread): who looks for what right now
 inside: set[int] = set()  # threads that import or run code of ours
@@ -102,12 +102,14 @@ def notifying(name: str, loader: Any) -> Any:
 
     @part_of_import
     def exec_module(module: Any) -> None:
-        imported = watch()
-        real = call_hook("before", name, loader, module) or loader
-        real.exec_module(module)
-        call_hook("after", module)
-        if not imported:
-            call_hook("ended")
+        alone = None if watch() else Alone()
+        try:
+            real = call_hook("before", name, loader, module) or loader
+            real.exec_module(module)
+            call_hook("after", module)
+        finally:
+            if alone is not None:
+                ended(alone)
 
     @part_of_import
     def load_module(fullname: str) -> Any:  # a loader of a kind that Python has given up
@@ -155,14 +157,25 @@ def watch() -> bool:
     return False
 
 
+class Alone:
+    """In the place of such a reference while a module is executed that no import executes, as a lazy one is."""
+
+    def __init__(self) -> None:
+        self.owner = get_ident()
+        watched[self.owner] = self
+
+    def __call__(self) -> Any:
+        return self
+
+
 def ended(reference: Any) -> None:
     """An outermost import has ended. Without a target in it, as where only the finder in front of ours was watched, the
     runtime stays unloaded."""
+    if HOOK in sys.modules or not TARGETS.keys().isdisjoint(sys.modules):
+        call_hook("ended")
     for thread, of in list(watched.items()):
         if of is reference:
             watched.pop(thread, None)
-    if HOOK in sys.modules or not TARGETS.keys().isdisjoint(sys.modules):
-        call_hook("ended")
 
 
 def part_of_import(function: Any) -> Any:
@@ -270,7 +283,7 @@ def load_hook() -> Any:
 
         if not all(hasattr(hook, name) for name in CALLED):
             raise ImportError("hook.py is not whole")  # emptied, say, which is no error of Python's
-        hook.searching(finding)
+        hook.finds(finding, watched)
         return hook
     except Exception as error:
         TARGETS.clear()

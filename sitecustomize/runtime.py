@@ -44,7 +44,7 @@ class Runtime:
         """Serve: this is the process's one runtime."""
         os.register_at_fork(before=self.reporter.about_to_fork, after_in_child=self._forked)
         atexit.register(self.reporter.close)
-        self.reporter.before_look = lambda: guarded(self.look, False)
+        self.reporter.before_look = lambda: None if application.under_way else guarded(self.look, False)
 
     # The course of one target's import
 
