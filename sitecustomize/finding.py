@@ -34,7 +34,10 @@ fork_hooks: list[bool] = []
 
 
 def find_spec(name: str, path: Any, target: Any) -> Any:
-    if TARGETS.get(name) == "own":
+    if name not in TARGETS:
+        watch()
+        return None
+    if TARGETS[name] == "own":
         return own_spec(name)
     search = name, get_ident()
     if search in finding:  # a finder behind us may ask all finders again

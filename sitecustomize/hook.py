@@ -99,12 +99,11 @@ def is_gone(name: str) -> bool:
     return bool(_made) and (runtime is None or runtime.is_gone(name))
 
 
-def imported_before(name: str) -> None:
-    """A target module that was imported before the entry ran."""
+def imported_before(names: list[str]) -> None:
+    """Target modules that were imported before the entry ran."""
     runtime = _the_runtime()
     if runtime is not None:
-        guarded(runtime.before_execution, name)
-        guarded(runtime.after_execution, sys.modules[name])
+        guarded(runtime.imported_before, names)
 
 
 def armed_late(names: list[str]) -> None:

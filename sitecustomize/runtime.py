@@ -55,8 +55,20 @@ class Runtime:
     def armed_late(self, modules: list[str]) -> None:
         """These were imported before us, and others may hold what they took from them: their patches do not apply."""
         self._decider.too_late_for(modules)
+        self._were_imported(modules)
         for module in modules:
             self.before_execution(module)
+
+    def imported_before(self, modules: list[str]) -> None:
+        """These were imported before us, and nobody else has run."""
+        self._were_imported(modules)
+        for module in modules:
+            self.before_execution(module)
+            self.after_execution(sys.modules[module])
+
+    def _were_imported(self, modules: list[str]) -> None:
+        for module in modules:  # at once: to the report's thread, the others would have come past us
+            application.executed(sys.modules[module])
 
     def before_execution(self, module: str, loader: Any = None, origin: str | None = None) -> None:
         """A target module is about to be executed, or was before us: decide about every patch that names it.
