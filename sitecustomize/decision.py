@@ -253,7 +253,9 @@ def _is_listed(release: str | None, form: Variant) -> bool:
 def _drifted(patch: Patch, package: str, installed: Installed) -> str:
     """What a package's code has that no form of it has, in a few words."""
     names, forms = patch.names_of(package), [form for form in patch.forms(package) if form.code]
-    unknown = [installed.unknown[module] for module in dict.fromkeys(map(module_of, names)) if module in installed.unknown]
+    unknown = [
+        installed.unknown[module] for module in dict.fromkeys(map(module_of, names)) if module in installed.unknown
+    ]
     if unknown:
         return f"runs code that cannot be looked at: {'; '.join(unknown)}"
     lost = [name for name in names if installed.code.get(name) is None and all(name in form.code for form in forms)]

@@ -10,7 +10,7 @@ from typing import Any
 
 _MAGIC = importlib.util.MAGIC_NUMBER
 _STEPS = ("exec_module", "get_code", "source_to_code", "get_data", "get_source", "get_filename", "path_stats")
-"""The methods of a SourceFileLoader that lead from the file to the module. A loader that has its own may do anything."""
+"""The methods of a SourceFileLoader that lead from the file to the module. A loader with its own may do anything."""
 _CHAINED = "_ImportHookChainedLoader"
 """The class of wrapt's and ddtrace's loaders that only tell somebody when another loader has run."""
 _ANYWHERE = ("co_filename", "co_linetable", "co_lnotab")
@@ -60,7 +60,7 @@ def innermost(loader: Any) -> Any:
 
 
 def is_same_code(one: CodeType, other: CodeType) -> bool:
-    """Whether two code objects do the same. Files and lines do not count, nor do `-X no_debug_ranges`'s shorter tables."""
+    """Whether two code objects do the same. Files and lines do not count, nor do the tables of `-X no_debug_ranges`."""
     return bool(_parts(one) == _parts(other))
 
 

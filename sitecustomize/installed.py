@@ -200,7 +200,7 @@ def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> 
 
 
 def _code(names: Sequence[str], tree: Tree, of_names: OfNames) -> dict[str, str | None]:
-    """The fingerprints of names `module:qualname` as the tree has them; UNKNOWN where the module's text is not known."""
+    """The fingerprints of names `module:qualname` as the tree has them; UNKNOWN where a module's text is not."""
     code: dict[str, str | None] = {}
     for module in dict.fromkeys(map(module_of, names)):
         inside = {name: name.partition(":")[2] for name in names if module_of(name) == module}

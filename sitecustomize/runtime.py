@@ -104,10 +104,10 @@ class Runtime:
         self.reporter.soon(_RECHECK_SECONDS)
 
     def look(self, importing: bool) -> None:
-        """Find the targets that were loaded past us, the code that came from elsewhere than it was looked at, and, where
-        an outermost import has ended, what was put in the place of ours meanwhile.
+        """Find the targets that were loaded past us, and the code that came from elsewhere than it was looked at.
 
-        `importing`: strict may end the process. It serves otherwise.
+        `importing`: an outermost import has ended. Then it also finds what was put in the place of our wrappers in that
+        import, and strict may end the process. Otherwise the process serves.
         """
         for state in self.patches.all:
             if state.state in ("armed", "applied"):
@@ -166,7 +166,7 @@ class Runtime:
                 self.reporter.not_applied(state, importing)
 
     def _read_back_again(self, state: PatchState) -> None:
-        """The outermost import in which a patch was applied has ended: whoever replaces targets as they are imported has."""
+        """The outermost import in which a patch was applied has ended: was a target replaced as it was imported?"""
         overtaken = ((step, application.overtaken_by(step)) for step in state.applied)
         step, by = next(((step, by) for step, by in overtaken if by is not None), (None, None))
         with self.patches.lock:

@@ -142,7 +142,9 @@ def test_what_the_patch_calls_is_found_by_another_finder(sandbox: Sandbox, text:
         is_refused(sandbox, done, STOCK)
 
 
-def compiled(sandbox: Sandbox, source: Path, text: str, mode: py_compile.PycInvalidationMode, python: str = PYTHON) -> Path:
+def compiled(
+    sandbox: Sandbox, source: Path, text: str, mode: py_compile.PycInvalidationMode, python: str = PYTHON
+) -> Path:
     """Bytecode of `text` where an interpreter looks for that of `source`."""
     code = f"""
         import importlib.util, os, py_compile
@@ -247,7 +249,11 @@ class Loader(SourceFileLoader):
 def test_a_loader_that_runs_another_code_than_its_files(patched: Sandbox, kind: str) -> None:
     finder = redirects(patched.site / "fakeengine/scheduler.py", kind="SourceFileLoader")
     finder = finder.replace("loader=SourceFileLoader", "loader=Loader")
-    is_refused(patched, patched.python(f"from importlib.machinery import SourceFileLoader\n{LOADERS[kind]}{finder}{USE_STEP}"), "['transformed', 7]\n")
+    is_refused(
+        patched,
+        patched.python(f"from importlib.machinery import SourceFileLoader\n{LOADERS[kind]}{finder}{USE_STEP}"),
+        "['transformed', 7]\n",
+    )
 
 
 def test_a_loader_of_its_own_kind_that_runs_its_text(patched: Sandbox) -> None:

@@ -38,7 +38,9 @@ WAYS = {
     "a finder in front of ours": f"NAMES = 'fakeengine.scheduler'\n{IN_FRONT}import fakeengine.scheduler\n",
     "by hand": BY_HAND,
     "by the recipe": BY_RECIPE,
-    "a lazy loader past us": BY_RECIPE.replace("module = ", "spec.loader = importlib.util.LazyLoader(spec.loader)\nmodule = ")
+    "a lazy loader past us": BY_RECIPE.replace(
+        "module = ", "spec.loader = importlib.util.LazyLoader(spec.loader)\nmodule = "
+    )
     + "module.Scheduler\n",
 }
 OTHER_TARGET = "import fakeengine.worker\n"
@@ -88,7 +90,9 @@ def test_a_target_that_comes_past_us_when_the_process_serves_has_failed_and_ends
 
 def test_a_finder_in_front_of_ours_takes_all_targets(patched: Sandbox) -> None:
     """Then no target brings the runtime into the process: whatever is imported next does."""
-    code = f"NAMES = 'fakeengine.scheduler'\n{IN_FRONT}import fakeengine.scheduler\nimport fakeengine.worker\n{USE_STEP}"
+    code = (
+        f"NAMES = 'fakeengine.scheduler'\n{IN_FRONT}import fakeengine.scheduler\nimport fakeengine.worker\n{USE_STEP}"
+    )
     done = patched.python(code)
     assert (done.code, done.out) == (0, STOCK), done.err
     assert bypassed(patched)
@@ -96,7 +100,9 @@ def test_a_finder_in_front_of_ours_takes_all_targets(patched: Sandbox) -> None:
 
 
 def test_a_finder_in_front_of_ours_that_takes_no_target_loads_nothing(patched: Sandbox) -> None:
-    done = patched.python(f"NAMES = ''\n{IN_FRONT}import fakeengine.worker\nprint([m for m in sys.modules if 'livepatch' in m])")
+    done = patched.python(
+        f"NAMES = ''\n{IN_FRONT}import fakeengine.worker\nprint([m for m in sys.modules if 'livepatch' in m])"
+    )
     assert (done.code, done.out, done.err) == (0, "[]\n", "")
     assert patched.reports() == []
 
@@ -120,7 +126,9 @@ def test_one_of_two_targets_came_past_us(sandbox: Sandbox, per_module: bool) -> 
     sandbox.patch(targets=[STEP, WORK], per_module=per_module)
     sandbox.write({"fakeengine/all.py": "import fakeengine.worker, fakeengine.scheduler\n"})
     sandbox.generate()
-    code = f"NAMES = 'fakeengine.scheduler'\n{IN_FRONT}import fakeengine.all\n{USE_STEP}\nprint(fakeengine.worker.work(8))"
+    code = (
+        f"NAMES = 'fakeengine.scheduler'\n{IN_FRONT}import fakeengine.all\n{USE_STEP}\nprint(fakeengine.worker.work(8))"
+    )
     done = sandbox.python(code)
     assert (done.code, done.out) == (0, f"{STOCK}[8]\n"), done.err
     assert bypassed(sandbox)
