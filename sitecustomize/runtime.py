@@ -6,6 +6,7 @@ Each of these is another module's; the hook calls this one at each import, and t
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -140,6 +141,9 @@ class Runtime:
         assert decision is not None
         how = [f"{module} {past[module]}" for module in past if module in map(module_of, state.targets)]
         if decision.wanted and how:
+            if state.patch.diff:
+                others = functools.partial(self._give_up, but=state.patch.name)
+                self._sources.drop(min(past), f"{state.patch.name} came too late", set(sys.modules), others)
             self._applier.unapply(state, "bypassed", "; ".join([*how, decision.detail]))
         if first and importing:
             self.reporter.decided(state)
@@ -207,10 +211,10 @@ class Runtime:
         """Execute the changed source as the module. Where it raises, the module works as it came."""
         self._sources.execute(module, loader, changed, self._give_up)
 
-    def _give_up(self, patches: list[str], why: str, stay: set[str]) -> None:
+    def _give_up(self, patches: list[str], why: str, stay: set[str], but: str = "") -> None:
         detail = f"{why}; loaded earlier, and so still as changed: {', '.join(sorted(stay))}" if stay else why
         dropped: set[str] = set()
-        for state in [state for state in self.patches.all if state.patch.name in patches]:
+        for state in [state for state in self.patches.all if state.patch.name in patches and state.patch.name != but]:
             state.settle("failed", "raised", detail)
             self.reporter.not_applied(state)
             dropped.update(state.patch.modules)
