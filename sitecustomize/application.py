@@ -126,10 +126,13 @@ def is_loaded(name: str) -> bool:
     return module is _run.get(name) or not (lazy or getattr(spec, "_initializing", False))
 
 
+def is_program(name: str) -> bool:
+    """Whether the module runs as `__main__`: `python -m`."""
+    return getattr(_spec(sys.modules.get("__main__")), "name", None) == name
+
+
 def passed_by(name: str) -> str | None:
     """How a module was loaded that is loaded and was not executed by way of us; None of any other."""
-    if getattr(_spec(sys.modules.get("__main__")), "name", None) == name:
-        return "runs as the program (python -m)"
     module = sys.modules.get(name)
     if module is None or module is _run.get(name) or type(module) is _LAZY:
         return None

@@ -40,7 +40,7 @@ class Tree:
             return None, None
         if spec.loader is None:  # a folder without __init__, or a module that somebody made
             empty = spec.submodule_search_locations is not None
-            return ("", None) if empty else (None, f"{module} was put into sys.modules without a loader")
+            return None, None if empty else f"{module} was put into sys.modules without a loader"
         try:
             return executed_text.of(spec.loader, spec.name), None
         except executed_text.Unknown as why:

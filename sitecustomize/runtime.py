@@ -25,6 +25,7 @@ from .reporting import Reporter
 from .source_changes import SourceChanges
 
 _RECHECK_SECONDS = 15.0
+_AS_PROGRAM = "runs as the program (python -m)"
 
 
 class Runtime:
@@ -112,7 +113,7 @@ class Runtime:
         """
         for state in self.patches.all:
             if state.state in ("armed", "applied"):
-                past = {module: how for module in state.patch.modules if (how := application.passed_by(module))}
+                past = {module: how for module in state.patch.modules if (how := self._how_past(state, module))}
                 if past:
                     self._passed_by(state, past, importing)
         moved = self._decider.modules.moved(self._looked_at)
@@ -124,11 +125,20 @@ class Runtime:
                 self._read_back_again(state)
 
     def program(self, module: str) -> None:
-        """A target module is about to run as the program: nothing of it can be wrapped when it has run."""
+        """A target module is about to run as the program: nothing of it can be wrapped when it has run.
+
+        A diff can be made: runpy executes what the loader gives it.
+        """
         for state in self.patches.of(module):
-            if state.state in ("armed", "applied"):
-                self._passed_by(state, {module: "runs as the program (python -m)"}, True)
+            if state.state in ("armed", "applied") and not state.patch.diff:
+                self._passed_by(state, {module: _AS_PROGRAM}, True)
         self.reporter.imported()
+
+    @staticmethod
+    def _how_past(state: PatchState, module: str) -> str | None:
+        if not state.patch.diff and application.is_program(module):
+            return _AS_PROGRAM
+        return application.passed_by(module)
 
     def _passed_by(self, state: PatchState, past: Mapping[str, str], importing: bool) -> None:
         """Target modules of the patch are loaded, and not by way of us: it is not applied, if it would have been."""
