@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import fingerprint, guard
+from . import executed_text, fingerprint, guard
 from .installed import attribute
 
 _LAZY = getattr(importlib.util, "_LazyModule", None)  # LazyLoader's: executed when it is first used
@@ -126,6 +126,11 @@ def is_loaded(name: str) -> bool:
     return module is _run.get(name) or not (lazy or getattr(spec, "_initializing", False))
 
 
+def has_run(name: str) -> bool:
+    """Whether a module of this name was executed by way of us."""
+    return name in _run
+
+
 def is_program(name: str) -> bool:
     """Whether the module runs as `__main__`: `python -m`."""
     return getattr(_spec(sys.modules.get("__main__")), "name", None) == name
@@ -140,6 +145,8 @@ def passed_by(name: str) -> str | None:
     if getattr(spec, "_initializing", False):
         return None
     loader = getattr(spec, "loader", None)
+    if executed_text.innermost(loader) is not loader:  # ours is there until it runs
+        return None
     kind = loader if isinstance(loader, type) else type(loader)
     by = "without a loader" if loader is None else f"by {kind.__module__}.{kind.__qualname__}"
     return f"was put into sys.modules {by}, past the bundle's finder"

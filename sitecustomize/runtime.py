@@ -85,6 +85,7 @@ class Runtime:
     def after_execution(self, module: ModuleType) -> None:
         """A target module has been executed: apply every patch whose target modules are now all there."""
         if sys.modules.get(module.__name__) is not module:
+            self._sources.arriving.discard(module.__name__)
             return  # somebody's private copy: no caller reaches it by its name
         application.executed(module)
         for state in sorted(self.patches.of(module.__name__), key=lambda state: not state.patch.diff):
@@ -134,11 +135,11 @@ class Runtime:
                 self._passed_by(state, {module: _AS_PROGRAM}, True)
         self.reporter.imported()
 
-    @staticmethod
-    def _how_past(state: PatchState, module: str) -> str | None:
+    def _how_past(self, state: PatchState, module: str) -> str | None:
         if not state.patch.diff and application.is_program(module):
             return _AS_PROGRAM
-        return application.passed_by(module)
+        on_its_way = module in self._sources.arriving and not application.has_run(module)  # in another thread
+        return None if on_its_way else application.passed_by(module)
 
     def _passed_by(self, state: PatchState, past: Mapping[str, str], importing: bool) -> None:
         """Target modules of the patch are loaded, and not by way of us: it is not applied, if it would have been."""
