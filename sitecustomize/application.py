@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -10,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import fingerprint, guard
+from . import executed_text, fingerprint, guard
+from .installed import attribute
 
+_LAZY = getattr(importlib.util, "_LazyModule", None)  # LazyLoader's: executed when it is first used
 StandIn = Callable[[Any, Callable[..., Any], str], Any]  # of the original, the wrapper and the target's name
 
 
@@ -99,6 +102,8 @@ def undo(steps: Iterable[Applied]) -> None:
 
 
 _run: dict[str, types.ModuleType] = {}
+under_way: Mapping[int, Any] = {}
+"""The finder's own: outermost imports that have not ended, by thread. At the end of each the hook is called."""
 
 
 def executed(module: types.ModuleType) -> None:
@@ -121,6 +126,32 @@ def is_loaded(name: str) -> bool:
     return module is _run.get(name) or not (lazy or getattr(spec, "_initializing", False))
 
 
+def has_run(name: str) -> bool:
+    """Whether a module of this name was executed by way of us."""
+    return name in _run
+
+
+def is_program(name: str) -> bool:
+    """Whether the module runs as `__main__`: `python -m`."""
+    return getattr(_spec(sys.modules.get("__main__")), "name", None) == name
+
+
+def passed_by(name: str) -> str | None:
+    """How a module was loaded that is loaded and was not executed by way of us; None of any other."""
+    module = sys.modules.get(name)
+    if module is None or module is _run.get(name) or type(module) is _LAZY:
+        return None
+    spec = _spec(module)
+    if getattr(spec, "_initializing", False):
+        return None
+    loader = getattr(spec, "loader", None)
+    if executed_text.innermost(loader) is not loader:  # ours is there until it runs
+        return None
+    kind = loader if isinstance(loader, type) else type(loader)
+    by = "without a loader" if loader is None else f"by {kind.__module__}.{kind.__qualname__}"
+    return f"was put into sys.modules {by}, past the bundle's finder"
+
+
 def imported(name: str) -> types.ModuleType | None:
     """The module as importers find it, also at the moment for which the import of one that has run takes it away."""
     found, run = sys.modules.get(name), _run.get(name)
@@ -129,8 +160,8 @@ def imported(name: str) -> types.ModuleType | None:
     return found
 
 
-def _spec(module: types.ModuleType) -> Any:
-    return object.__getattribute__(module, "__dict__").get("__spec__")
+def _spec(module: Any) -> Any:
+    return attribute(module, "__spec__")
 
 
 def in_place(step: Applied) -> bool:

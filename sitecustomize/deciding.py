@@ -31,7 +31,7 @@ class Decider:
         self._digests: dict[str, str] = catalogue["digests"]
         self._changes: dict[str, list[Any]] = catalogue["changes"]
         self._on_decided = on_decided
-        self._trees: dict[tuple[str, ...], installed.Tree] = {}
+        self.modules = installed.Process()
         self._fingerprints = cache.Fingerprints(place)
         self._too_late: frozenset[str] = frozenset()
         self._pending: list[PatchState] = []  # decided on, and `on_decided` not called yet
@@ -51,8 +51,11 @@ class Decider:
                 self.decide_anew(state)
             self._call_on_decided()
 
-    def decide_anew(self, state: PatchState) -> None:
-        """Two threads may both work it out, so that neither waits for the other; what the first one found counts."""
+    def decide_anew(self, state: PatchState, notify: bool = True) -> None:
+        """Two threads may both work it out, so that neither waits for the other; what the first one found counts.
+
+        Where `notify` is false, `on_decided` is the caller's affair.
+        """
         patch, before = state.patch, state.decision
         while True:
             texts = self._sources.texts
@@ -70,9 +73,12 @@ class Decider:
                     state.settle("skipped", decision.reason, decision.detail)
                 elif decision.reason != "needed":
                     state.settle("armed", decision.reason, decision.detail)
+                elif state.state == "skipped":  # by the decision before this one
+                    state.settle("armed")
                 if before is None:
                     self.decided_on.add(patch.name)
-                    self._pending.append(state)
+                    if notify:
+                        self._pending.append(state)
                 return
 
     def _worked_out(self, patch: Patch) -> tuple[Decision, dict[str, str | None], Made | None]:
@@ -80,7 +86,7 @@ class Decider:
         releases: dict[str, str | None] = {}
         made = None
         try:
-            tree = self._trees.setdefault(patch.packages, installed.of_process(*patch.packages))
+            tree = self.modules
             changed = tree if patch.diff else installed.Overlay(tree, self._sources.texts)
             found = installed.look(patch, changed, self._fingerprints.of_names)
             releases = {patch.package: found.release, **found.companions}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Verdict = Literal["needed", "unverified", "fixed-upstream", "not-present", "drifted"]
+UNKNOWN = "unknown"
+"""In the place of a fingerprint: the module is there, and what it executes is not known. No variant has it."""
 
 
 class PatchError(ValueError):
@@ -112,6 +114,7 @@ class Installed:
     rocm: bool = False  # torch is built for ROCm; looked up only for patches whose `auto` asks
     companions: Mapping[str, str | None] = field(default_factory=dict)  # releases of those that are installed
     replaced: Mapping[str, str | None] = field(default_factory=dict)  # what diffs changed of `code`, as it came
+    unknown: Mapping[str, str] = field(default_factory=dict)  # modules of which `code` is UNKNOWN, a sentence each
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,11 @@ def _is_listed(release: str | None, form: Variant) -> bool:
 def _drifted(patch: Patch, package: str, installed: Installed) -> str:
     """What a package's code has that no form of it has, in a few words."""
     names, forms = patch.names_of(package), [form for form in patch.forms(package) if form.code]
+    unknown = [
+        installed.unknown[module] for module in dict.fromkeys(map(module_of, names)) if module in installed.unknown
+    ]
+    if unknown:
+        return f"runs code that cannot be looked at: {'; '.join(unknown)}"
     lost = [name for name in names if installed.code.get(name) is None and all(name in form.code for form in forms)]
     if lost:
         return f"has no {', '.join(lost)}"

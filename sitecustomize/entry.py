@@ -20,7 +20,9 @@ class LivepatchFinder(object):
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return finding()["find_spec"](name, path, target) if name in TARGETS else None
+        # What stands in front of us may load a target past us: the end of the import is watched for.
+        watched = name in TARGETS or next(iter(sys.meta_path), None) is not LivepatchFinder
+        return finding()["find_spec"](name, path, target) if watched else None
 
 
 def finding():
@@ -41,11 +43,8 @@ def arm():
             return False
     sys.meta_path.insert(0, LivepatchFinder)
     early = [name for name in list(TARGETS) if name in sys.modules]
-    if LATE and early:
-        finding()["call_hook"]("armed_late", early)
-    elif not LATE:
-        for name in early:  # a .pth file was faster than we are, and nobody else has run
-            finding()["call_hook"]("imported_before", name)
+    if early:  # before the guard, or a .pth file was faster than we are, and nobody else has run
+        finding()["call_hook"]("armed_late" if LATE else "imported_before", early)
     return True
 
 

@@ -9,6 +9,7 @@ first target is looked for.
 import os
 import sys
 from _thread import get_ident
+from _weakref import ref
 from time import sleep
 
 TYPE_CHECKING = False  # neither typing nor __future__ is imported here
@@ -21,17 +22,22 @@ TARGETS: dict[str, str] = {}
 """The entry's: modules, and what is done to them; the bundle's own package is among them."""
 PLACE = ""
 """The entry's: the folder that holds the bundle's own package, as it was when this process started."""
-CALLED = ("added", "after", "armed_late", "before", "changed", "imported_before")  # of the runtime's hook
+HOOK = "_vllm_livepatch.sitecustomize.hook"
+CALLED = ("added", "after", "armed_late", "before", "changed", "ended", "finds", "imported_before", "program")  # of it
 FORK_WAITS = 5000  # milliseconds, at most
 finding: set[tuple[str, int]] = set()  # (module, thread): who looks for what right now
 inside: set[int] = set()  # threads that import or run code of ours
 forking: set[int] = set()  # threads that are about to fork
+watched: dict[int, Any] = {}  # by thread: a reference to the lock of its outermost import
 damages: list[Exception] = []  # why there is no runtime
 fork_hooks: list[bool] = []
 
 
 def find_spec(name: str, path: Any, target: Any) -> Any:
-    if TARGETS.get(name) == "own":
+    if name not in TARGETS:
+        watch()
+        return None
+    if TARGETS[name] == "own":
         return own_spec(name)
     search = name, get_ident()
     if search in finding:  # a finder behind us may ask all finders again
@@ -49,7 +55,7 @@ def find_spec(name: str, path: Any, target: Any) -> Any:
     elif spec is None and TARGETS[name].startswith("added"):
         kind: Any = type(sys.__spec__)
         spec = kind(name, Added(name), is_package=TARGETS[name] == "added package")
-        hook: Any = sys.modules.get("_vllm_livepatch.sitecustomize.hook")
+        hook: Any = sys.modules.get(HOOK)
         if hasattr(hook, "is_gone") and hook.is_gone(name):
             return None
     return spec
@@ -84,35 +90,95 @@ def is_ours(finder: Any) -> bool:
 
 def notifying(name: str, loader: Any) -> Any:
     """A loader as `loader` is, which notifies the runtime. A copy, since a zip file's loader serves many modules."""
+    lazy: Any = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
+    if lazy is not None and type(loader) is lazy:  # it runs nothing: what it has does, later
+        made = object.__new__(lazy)
+        vars(made).update(vars(loader), loader=notifying(name, loader.loader))
+        return made
     try:
         if any({"__slots__", "__copy__"} & set(vars(kind)) for kind in type(loader).__mro__):
             raise TypeError("its attributes alone do not make a copy")
-        made: Any = object.__new__(type(loader))
+        made = object.__new__(type(loader))
         vars(made).update(vars(loader))
     except TypeError:
         made = StandIn(loader)
 
     @part_of_import
     def exec_module(module: Any) -> None:
-        real = call_hook("before", name, loader, module) or loader
-        real.exec_module(module)
-        call_hook("after", module)
+        alone = None if watch() else Alone()
+        try:
+            real = call_hook("before", name, loader, module) or loader
+            real.exec_module(module)
+            call_hook("after", module)
+        finally:
+            if alone is not None:
+                ended(alone)
 
     @part_of_import
     def load_module(fullname: str) -> Any:  # a loader of a kind that Python has given up
+        watch()
         call_hook("before", name, loader, None)
         module = loader.load_module(fullname)
         call_hook("after", module)
         return module
 
+    def get_code(fullname: Any = None) -> Any:
+        asker = sys._getframe(1).f_back  # runpy has a function that asks for it
+        if asker is not None and asker.f_code.co_name == "_run_module_as_main":
+            call_hook("program", name)
+        asked = TARGETS.get(name) == "changed" and call_hook("changed", name, loader)
+        return (asked or loader).get_code(name)
+
+    made.livepatch_loader = loader
     if hasattr(loader, "exec_module"):
         made.exec_module = exec_module
     else:
         made.load_module = load_module
     if TARGETS.get(name) == "changed":  # asked for what it would run, before it runs
         made.get_source = lambda fullname=None: (call_hook("changed", name, loader) or loader).get_source(name)
-        made.get_code = lambda fullname=None: (call_hook("changed", name, loader) or loader).get_code(name)
+    if hasattr(made, "get_code"):
+        made.get_code = get_code
     return made
+
+
+def watch() -> bool:
+    """Have the hook called when this thread's outermost import has ended; False where this is no part of any.
+
+    The import holds the module's lock, and so do those that wait for it: when nobody does, it has ended, with whatever
+    a loader around ours did to the module.
+    """
+    me = get_ident()
+    locks = getattr(sys.modules["_frozen_importlib"], "_module_locks", {})
+    known = watched.get(me)
+    if getattr(known and known(), "owner", None) == me:
+        return True
+    for found in list(locks.values()):  # in the order in which their imports began
+        lock = found()
+        if getattr(lock, "owner", None) == me:
+            watched[me] = ref(lock, ended)
+            return True
+    return False
+
+
+class Alone:
+    """In the place of such a reference while a module is executed that no import executes, as a lazy one is."""
+
+    def __init__(self) -> None:
+        self.owner = get_ident()
+        watched[self.owner] = self
+
+    def __call__(self) -> Any:
+        return self
+
+
+def ended(reference: Any) -> None:
+    """An outermost import has ended. Without a target in it, as where only the finder in front of ours was watched, the
+    runtime stays unloaded."""
+    if HOOK in sys.modules or not TARGETS.keys().isdisjoint(sys.modules):
+        call_hook("ended")
+    for thread, of in list(watched.items()):
+        if of is reference:
+            watched.pop(thread, None)
 
 
 def part_of_import(function: Any) -> Any:
@@ -201,6 +267,8 @@ def after_fork_in_child() -> None:
     forking.clear()
     inside.intersection_update({me})
     finding.intersection_update({search for search in finding if search[1] == me})
+    for thread in watched.keys() - {me}:
+        del watched[thread]
     # What another thread was importing nobody ends in here, and the runtime may need it: it is imported anew.
     locks = getattr(sys.modules["_frozen_importlib"], "_module_locks", {})
     for name, lock in [(name, found()) for name, found in list(locks.items())]:
@@ -218,6 +286,7 @@ def load_hook() -> Any:
 
         if not all(hasattr(hook, name) for name in CALLED):
             raise ImportError("hook.py is not whole")  # emptied, say, which is no error of Python's
+        hook.finds(finding, watched)
         return hook
     except Exception as error:
         TARGETS.clear()

@@ -15,6 +15,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
+from . import application, installed
 from .changed_module import ChangedModule, part_of_import
 from .context import to_stderr
 from .reporting import end_process
@@ -34,7 +35,7 @@ def before(name: str, loader: Any, module: ModuleType | None) -> Any:
         _show(module, loader)
     if runtime is None:
         return None
-    guarded(runtime.before_execution, name)
+    guarded(runtime.before_execution, name, loader, _origin(name, loader, module))
     changed = runtime.changed(name)
     if changed is None:
         return None
@@ -57,12 +58,31 @@ def after(module: ModuleType) -> None:
         guarded(runtime.after_execution, module)
 
 
+def ended() -> None:
+    """The outermost import of a thread has ended in which a target was executed, or came past us."""
+    runtime = _the_runtime()
+    if runtime is not None:
+        guarded(runtime.look, True)
+
+
+def program(name: str) -> None:
+    """A target module is about to run as the program: `python -m`."""
+    runtime = _the_runtime()
+    if runtime is not None:
+        guarded(runtime.program, name)
+
+
+def finds(searches: set[tuple[str, int]], imports: dict[int, Any]) -> None:
+    """The finder's own: (module, thread) for which it stands back, and the outermost imports that have not ended."""
+    installed.searches, application.under_way = searches, imports
+
+
 def changed(name: str, loader: Any) -> Any:
     """What has the source and the code of a module before it is executed, None where that is its loader."""
     runtime = _the_runtime()
     if runtime is None:
         return None
-    guarded(runtime.before_execution, name)
+    guarded(runtime.before_execution, name, loader, _origin(name, loader, None))
     found = runtime.changed(name)
     return None if found is None else _Changed(runtime, found, loader)
 
@@ -79,12 +99,11 @@ def is_gone(name: str) -> bool:
     return bool(_made) and (runtime is None or runtime.is_gone(name))
 
 
-def imported_before(name: str) -> None:
-    """A target module that was imported before the entry ran."""
+def imported_before(names: list[str]) -> None:
+    """Target modules that were imported before the entry ran."""
     runtime = _the_runtime()
     if runtime is not None:
-        guarded(runtime.before_execution, name)
-        guarded(runtime.after_execution, sys.modules[name])
+        guarded(runtime.imported_before, names)
 
 
 def armed_late(names: list[str]) -> None:
@@ -111,6 +130,17 @@ class _Changed:
 
     def get_code(self, name: str) -> CodeType:
         return self._changed.code()
+
+
+def _origin(name: str, loader: Any, module: ModuleType | None) -> str | None:
+    """The file that the loader executes, where it says so."""
+    spec = getattr(module, "__spec__", None)
+    if spec is not None:
+        return spec.origin if spec.has_location else None
+    try:
+        return str(loader.get_filename(name))
+    except Exception:  # somebody's own loader
+        return None
 
 
 def _show(module: ModuleType, loader: Any) -> None:

@@ -1,15 +1,17 @@
-"""What is installed, found without importing it: module sources by walking the packages' search paths, and releases."""
+"""What is installed, found without importing it: the texts that modules are executed from, and releases."""
 
 from __future__ import annotations
 
 import ast
 import sys
+from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import distributions
+from typing import Any
 
-from . import fingerprint
-from .decision import Installed, Patch, module_of
+from . import executed_text, fingerprint
+from .decision import UNKNOWN, Installed, Patch, module_of
 
 OfNames = Callable[[str, Mapping[str, str]], "dict[str, str | None]"]
 
@@ -25,13 +27,24 @@ class Tree:
         self._locations: dict[str, Sequence[str] | None] = dict(packages or {})
 
     def source(self, module: str) -> str | None:
-        """The module's source text, None where there is no such module or it has no source."""
+        """The text that the module is executed from, None where there is no such module or that is not known."""
+        return self._read(module)[0]
+
+    def unknown(self, module: str) -> str | None:
+        """Why the text of a module that is there is not known; None where it is, or there is no such module."""
+        return self._read(module)[1]
+
+    def _read(self, module: str) -> tuple[str | None, str | None]:
         spec = self._spec(module)
-        get_source = getattr(spec.loader, "get_source", None) if spec is not None else None
+        if spec is None:
+            return None, None
+        if spec.loader is None:  # a folder without __init__, or a module that somebody made
+            empty = spec.submodule_search_locations is not None
+            return None, None if empty else f"{module} was put into sys.modules without a loader"
         try:
-            return get_source(spec.name) if spec is not None and get_source is not None else None
-        except (ImportError, OSError, SyntaxError, UnicodeError):
-            return None
+            return executed_text.of(spec.loader, spec.name), None
+        except executed_text.Unknown as why:
+            return None, f"{module} {why}"
 
     def has(self, package: str) -> bool:
         return self._search(package) is not None
@@ -67,28 +80,106 @@ class Overlay(Tree):
     def source(self, module: str) -> str | None:
         return self.texts[module] if module in self.texts else self.below.source(module)
 
+    def unknown(self, module: str) -> str | None:
+        return None if module in self.texts else self.below.unknown(module)
+
     def origin(self, module: str) -> str | None:
         return self.below.origin(module)
 
+    def _spec(self, module: str) -> ModuleSpec | None:
+        return self.below._spec(module)
 
-def of_process(*packages: str) -> Tree:
-    """The tree that this process imports `packages` from, those too that it has not imported yet."""
-    return Tree(sys.path, {package: found for package in packages if (found := _locations(package))})
+    def _search(self, package: str) -> Sequence[str] | None:
+        return self.below._search(package)
 
 
-def _locations(package: str) -> list[str]:
-    """Where a package is, as far as `sys.path` does not tell: where it is loaded, or installed editable."""
-    module = sys.modules.get(package)
-    if module is not None:
-        return list(getattr(module, "__path__", []))
-    for finder in sys.meta_path:
-        if (
-            getattr(finder, "__name__", "") == "_EditableFinder"
-        ):  # setuptools' class; it knows a table, and imports nothing
-            spec = finder.find_spec(package, None)
+searches: set[tuple[str, int]] = set()
+"""The finder's own: (module, thread) for which it stands back."""
+Place = tuple[type, "str | None"]
+"""What loads a module, and from where: of two that are equal, the text is the same."""
+
+
+class Process(Tree):
+    """The modules that this process runs, and those that it would run if it imported them now. Executes nothing.
+
+    A module is asked of the loader that executes it. Where it is not imported, all finders are asked for it, each with
+    the package's own `__path__`, as an import would; where its package is not imported either, that path is not known
+    yet, and the interpreter's own finder says where both are. What comes otherwise is in `moved`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.path)
+        self._executing: dict[str, ModuleSpec] = {}
+        self._places: dict[str, Place | None] = {}  # where modules were looked at
+        self._settled: set[str] = set()  # modules that are loaded from where they were looked at
+
+    def executing(self, module: str, loader: Any, origin: str | None) -> bool:
+        """`loader` executes the module. Whether the module was looked at elsewhere before."""
+        spec = ModuleSpec(module, loader, origin=origin)
+        spec.has_location = origin is not None
+        self._executing[module] = spec
+        return self._places.setdefault(module, _place(spec)) != _place(spec)
+
+    def passed_by(self, module: str) -> None:
+        """What is loaded under this name was not executed by what `executing` was told."""
+        self._executing.pop(module, None)
+
+    def moved(self, modules: Iterable[str]) -> set[str]:
+        """Those of the modules that are loaded now, and from elsewhere than they were looked at. Each is named once."""
+        loaded = {module for module in modules if sys.modules.get(module) is not None}
+        loaded &= self._places.keys() - self._settled - self._executing.keys()
+        self._settled |= loaded
+        return {module for module in loaded if _place(self._found(module)) != self._places[module]}
+
+    def _spec(self, module: str) -> ModuleSpec | None:
+        spec = self._executing.get(module) or self._found(module)
+        self._places[module] = _place(spec)
+        return spec
+
+    def _found(self, module: str) -> ModuleSpec | None:
+        if module in sys.modules:
+            there = sys.modules[module]
+            return None if there is None else attribute(there, "__spec__") or ModuleSpec(module, None)
+        parent = module.rpartition(".")[0]
+        if parent and parent not in sys.modules:
+            return super()._spec(module)
+        path = attribute(sys.modules[parent], "__path__") if parent else None
+        return None if parent and path is None else _asked(module, path)
+
+    def _search(self, package: str) -> Sequence[str] | None:
+        if package in sys.modules:
+            found = attribute(sys.modules[package], "__path__")
+        else:
+            spec = self._spec(package)
+            found = None if spec is None else spec.submodule_search_locations
+        return None if found is None else list(found)
+
+
+def _asked(module: str, path: Any) -> ModuleSpec | None:
+    """The spec that an import of the module would find. One of the finders may ask all of them, ours among them."""
+    search = module, get_ident()
+    searches.add(search)
+    try:
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(module, path, None)
             if spec is not None:
-                return list(spec.submodule_search_locations or [])
-    return []
+                return spec
+        return None
+    finally:
+        searches.discard(search)
+
+
+def _place(spec: ModuleSpec | None) -> Place | None:
+    return None if spec is None else (type(executed_text.innermost(spec.loader)), spec.origin)
+
+
+def attribute(module: Any, name: str) -> Any:
+    """What a module has of its own under this name. A lazy one that is asked in the usual way would be imported."""
+    try:
+        return object.__getattribute__(module, "__dict__").get(name)
+    except AttributeError:  # what only passes for a module
+        return getattr(module, name, None)
 
 
 def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> Installed:
@@ -102,17 +193,23 @@ def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> 
     # A directory of that name is not the package: one that has an `__init__` is.
     there = [package for package in patch.companions if tree.origin(f"{package}.__init__") is not None]
     companions = {package: release(package, tree) for package in there}
-    return Installed(release(patch.package, tree), code, patch.auto == "rocm" and _is_rocm(tree), companions, replaced)
+    rocm = patch.auto == "rocm" and _is_rocm(tree)
+    modules = dict.fromkeys(module_of(name) for name, digest in code.items() if digest == UNKNOWN)
+    unknown = {module: str(tree.unknown(module)) for module in modules}
+    return Installed(release(patch.package, tree), code, rocm, companions, replaced, unknown)
 
 
 def _code(names: Sequence[str], tree: Tree, of_names: OfNames) -> dict[str, str | None]:
-    """The fingerprints of names `module:qualname` as the tree has them."""
+    """The fingerprints of names `module:qualname` as the tree has them; UNKNOWN where a module's text is not."""
     code: dict[str, str | None] = {}
     for module in dict.fromkeys(map(module_of, names)):
         inside = {name: name.partition(":")[2] for name in names if module_of(name) == module}
         source = tree.source(module)
         try:
-            code.update(dict.fromkeys(inside) if source is None else of_names(source, inside))
+            if source is not None:
+                code.update(of_names(source, inside))
+            else:
+                code.update(dict.fromkeys(inside, None if tree.unknown(module) is None else UNKNOWN))
         except fingerprint.SourceError:
             code.update(dict.fromkeys(inside))
     return code

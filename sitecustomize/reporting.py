@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import application, overrides
@@ -27,6 +27,7 @@ class Reporter:
         about = {**bundle, "version": version, "settings": patches.settings}
         self._report = ProcessReport(os.environ, about)
         self._begun = False  # the first patch was decided on
+        self.before_look: Callable[[], None] = lambda: None  # called before each report, by the thread that writes it
         name = f"{version}+{about['digest'][: len('sha256:') + 12]}" if about["digest"] else version
         self._greeting = Greeting(version, name, self._outcomes, self._trouble)
         self._thread = ReportThread(self._look_over, self._write, self._end, self._greeting.due_in)
@@ -44,10 +45,10 @@ class Reporter:
         if decision.wanted and not decision.apply:
             self.not_applied(state)
 
-    def not_applied(self, state: PatchState) -> None:
-        """A patch that is wanted is not applied: a line on stderr, under strict the process's last."""
+    def not_applied(self, state: PatchState, importing: bool = True) -> None:
+        """A patch that is wanted is not applied: a line on stderr, under strict the process's last while it imports."""
         message = f"{state.patch.name} is not applied ({state.reason}): {state.detail}"
-        if self._patches.environment.mode == "strict":
+        if importing and self._patches.environment.mode == "strict":
             self._end_process(message)
         self._greeting.behind(message)
 
@@ -107,6 +108,7 @@ class Reporter:
 
     def _look_over(self) -> list[dict[str, Any]] | None:
         """Look every applied target up again: what the report says of the patches, None where there is none yet."""
+        self.before_look()
         lost: list[PatchState] = []
         bypassed: list[str] = []
         for state in self._patches.all:

@@ -6,9 +6,10 @@ Each of these is another module's; the hook calls this one at each import, and t
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from .reporting import Reporter
 from .source_changes import SourceChanges
 
 _RECHECK_SECONDS = 15.0
+_AS_PROGRAM = "runs as the program (python -m)"
 
 
 class Runtime:
@@ -37,11 +39,14 @@ class Runtime:
         self._sources = SourceChanges(place)
         self._decider = Decider(self.patches, self._sources, catalogue, place, self.reporter.decided)
         self._applier = Applier(self.patches, self._sources, root, self.reporter, self._decider.patch_set)
+        self._looked_at = {module_of(name) for state in self.patches.all for name in state.patch.names}
+        self._applied: list[PatchState] = []  # since an outermost import ended
 
     def begin(self) -> None:
         """Serve: this is the process's one runtime."""
         os.register_at_fork(before=self.reporter.about_to_fork, after_in_child=self._forked)
         atexit.register(self.reporter.close)
+        self.reporter.before_look = lambda: None if application.under_way else guarded(self.look, False)
 
     # The course of one target's import
 
@@ -52,17 +57,35 @@ class Runtime:
     def armed_late(self, modules: list[str]) -> None:
         """These were imported before us, and others may hold what they took from them: their patches do not apply."""
         self._decider.too_late_for(modules)
+        self._were_imported(modules)
         for module in modules:
             self.before_execution(module)
 
-    def before_execution(self, module: str) -> None:
-        """A target module is about to be executed, or was before us: decide about every patch that names it."""
+    def imported_before(self, modules: list[str]) -> None:
+        """These were imported before us, and nobody else has run."""
+        self._were_imported(modules)
+        for module in modules:
+            self.before_execution(module)
+            self.after_execution(sys.modules[module])
+
+    def _were_imported(self, modules: list[str]) -> None:
+        for module in modules:  # at once: to the report's thread, the others would have come past us
+            application.executed(sys.modules[module])
+
+    def before_execution(self, module: str, loader: Any = None, origin: str | None = None) -> None:
+        """A target module is about to be executed, or was before us: decide about every patch that names it.
+
+        `loader` executes it, and `origin` is its file; None where it was executed before us.
+        """
+        if loader is not None and self._decider.modules.executing(module, loader, origin):
+            self._decide_anew({module}, True)
         self._decider.decide(self.patches.of(module))
         self.reporter.imported()
 
     def after_execution(self, module: ModuleType) -> None:
         """A target module has been executed: apply every patch whose target modules are now all there."""
         if sys.modules.get(module.__name__) is not module:
+            self._sources.arriving.discard(module.__name__)
             return  # somebody's private copy: no caller reaches it by its name
         application.executed(module)
         for state in sorted(self.patches.of(module.__name__), key=lambda state: not state.patch.diff):
@@ -78,8 +101,96 @@ class Runtime:
                 continue
             if state.state == "failed":
                 self.reporter.not_applied(state)
+            else:
+                self._applied.append(state)
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)
+
+    def look(self, importing: bool) -> None:
+        """Find the targets that were loaded past us, and the code that came from elsewhere than it was looked at.
+
+        `importing`: an outermost import has ended. Then it also finds what was put in the place of our wrappers in that
+        import, and strict may end the process. Otherwise the process serves.
+        """
+        for state in self.patches.all:
+            if state.state in ("armed", "applied"):
+                past = {module: how for module in state.patch.modules if (how := self._how_past(state, module))}
+                if past:
+                    self._passed_by(state, past, importing)
+        moved = self._decider.modules.moved(self._looked_at)
+        if moved:
+            self._decide_anew(moved, importing)
+        if importing:
+            applied, self._applied = self._applied, []
+            for state in applied:
+                self._read_back_again(state)
+
+    def program(self, module: str) -> None:
+        """A target module is about to run as the program: nothing of it can be wrapped when it has run.
+
+        A diff can be made: runpy executes what the loader gives it.
+        """
+        for state in self.patches.of(module):
+            if state.state in ("armed", "applied") and not state.patch.diff:
+                self._passed_by(state, {module: _AS_PROGRAM}, True)
+        self.reporter.imported()
+
+    def _how_past(self, state: PatchState, module: str) -> str | None:
+        if not state.patch.diff and application.is_program(module):
+            return _AS_PROGRAM
+        on_its_way = module in self._sources.arriving and not application.has_run(module)  # in another thread
+        return None if on_its_way else application.passed_by(module)
+
+    def _passed_by(self, state: PatchState, past: Mapping[str, str], importing: bool) -> None:
+        """Target modules of the patch are loaded, and not by way of us: it is not applied, if it would have been."""
+        for module in past:
+            self._decider.modules.passed_by(module)
+        first = state.decision is None
+        if first:
+            self._decider.decide_anew(state, notify=False)
+        decision = state.decision
+        assert decision is not None
+        how = [f"{module} {past[module]}" for module in past if module in map(module_of, state.targets)]
+        if decision.wanted and how:
+            if state.patch.diff:
+                others = functools.partial(self._give_up, but=state.patch.name)
+                self._sources.drop(min(past), f"{state.patch.name} came too late", set(sys.modules), others)
+            self._applier.unapply(state, "bypassed", "; ".join([*how, decision.detail]))
+        if first and importing:
+            self.reporter.decided(state)
+        if state.state == "failed" and (decision.apply or not (first and importing)):
+            self.reporter.not_applied(state, importing)
+
+    def _decide_anew(self, modules: set[str], importing: bool) -> None:
+        """These modules are executed from elsewhere than they were looked at: what was decided on them may not hold."""
+        for state in self.patches.all:
+            before, names = state.decision, modules.intersection(map(module_of, state.patch.names))
+            if before is None or state.state == "failed" or not names:
+                continue
+            if state.patch.diff and before.apply:
+                why = f"executed from elsewhere than they were looked at: {', '.join(sorted(names))}"
+                self._sources.drop(min(names), why, set(sys.modules), self._give_up)
+                continue
+            self._decider.decide_anew(state)
+            decision = state.decision
+            if decision is None or decision.apply or not before.apply:
+                continue
+            if state.applied:
+                self._applier.unapply(state, decision.reason, decision.detail)
+            if state.missing:
+                self.reporter.not_applied(state, importing)
+
+    def _read_back_again(self, state: PatchState) -> None:
+        """The outermost import in which a patch was applied has ended: was a target replaced as it was imported?"""
+        overtaken = ((step, application.overtaken_by(step)) for step in state.applied)
+        step, by = next(((step, by) for step, by in overtaken if by is not None), (None, None))
+        with self.patches.lock:
+            lost = step is not None and state.state == "applied"
+            if lost and step is not None:
+                state.settle("failed", "overwritten", f"{step.target} was replaced as it was imported, by {by}")
+            seen = state.state == "failed" and state.reason == "overwritten"  # by the report's thread
+        if lost or (seen and self.patches.environment.mode == "strict"):
+            self.reporter.not_applied(state)
 
     def out_of_reach(self, module: str, why: str) -> None:
         """A target module is being loaded in a way that does not notify us when it has run."""
@@ -111,10 +222,10 @@ class Runtime:
         """Execute the changed source as the module. Where it raises, the module works as it came."""
         self._sources.execute(module, loader, changed, self._give_up)
 
-    def _give_up(self, patches: list[str], why: str, stay: set[str]) -> None:
+    def _give_up(self, patches: list[str], why: str, stay: set[str], but: str = "") -> None:
         detail = f"{why}; loaded earlier, and so still as changed: {', '.join(sorted(stay))}" if stay else why
         dropped: set[str] = set()
-        for state in [state for state in self.patches.all if state.patch.name in patches]:
+        for state in [state for state in self.patches.all if state.patch.name in patches and state.patch.name != but]:
             state.settle("failed", "raised", detail)
             self.reporter.not_applied(state)
             dropped.update(state.patch.modules)

@@ -160,10 +160,12 @@ class SourceChanges:
             vars(module).clear()
             vars(module).update(before)
             changed.restore(loader)
-            self._drop(module.__name__, this.error, loaded_before, give_up)
+            name, raised = this.error
+            why = f"{name} as changed: {type(raised).__name__}: {raised}"
+            self.drop(module.__name__, why, loaded_before, give_up)
             loader.exec_module(module)
 
-    def _drop(self, module: str, error: tuple[str, Exception], loaded_before: set[str], give_up: GiveUp) -> None:
+    def drop(self, module: str, why: str, loaded_before: set[str], give_up: GiveUp) -> None:
         """Forget the patches that have to do with this module, and what was made of them since its import began."""
         patches, modules = self._together(module)
         stay = modules & loaded_before - {module}
@@ -175,7 +177,7 @@ class SourceChanges:
                 parent, _, attribute = name.rpartition(".")
                 vars(sys.modules[parent]).pop(attribute, None)
         self._patches = {patch: changes for patch, changes in self._patches.items() if patch not in patches}
-        give_up(patches, f"{error[0]} as changed: {type(error[1]).__name__}: {error[1]}", stay)
+        give_up(patches, why, stay)
 
     def _together(self, module: str) -> tuple[list[str], set[str]]:
         """The patches that change this module, or one that those change too, and so on; and all of their modules."""

@@ -37,7 +37,7 @@ class World:
         sources: Any = SimpleNamespace(texts={}, put=mocker.Mock(), made=mocker.Mock())
         self.sources = sources
         self.look = mocker.patch.object(installed, "look", return_value=FOUND)
-        mocker.patch.object(installed, "of_process")
+        mocker.patch.object(installed, "Process")
         mocker.patch.object(installed, "Overlay")
         mocker.patch.object(deciding, "decide", lambda one, *_: self.decisions.get(one.name, APPLY))
         catalogue: Any = {"digests": {one.name: f"digest of {one.name}" for one in patches}, "changes": {}}

@@ -50,12 +50,15 @@ def test_a_spec_can_be_looked_for_and_the_module_made_of_it_by_hand(patched: San
         spec.loader.exec_module(module)
         spec.loader.exec_module(module)
         print(module.Scheduler().step(1), "fakeengine.scheduler" in sys.modules)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
         print(type(spec.loader).__name__, sorted(vars(spec.loader)))
         """
     done = both(patched, code)
     assert done.out.startswith("[1] False\n")
+    code += "sys.modules[spec.name] = module\n        spec.loader.exec_module(module)"  # without us, for everybody
+    (line,) = patched.python(code).others
+    assert line.startswith(
+        "vllm-livepatch: around is not applied (bypassed): fakeengine.scheduler was put into sys.mod"
+    )
     done = patched.python(f"import importlib.util\nimportlib.util.find_spec('fakeengine.scheduler')\n{USE_STEP}")
     assert (done.out, len(done.lines)) == (PATCHED, 1)
 

@@ -141,6 +141,9 @@ class Loader:
     @staticmethod
     def exec_module(module):
         exec(CODE, vars(module))
+    @staticmethod
+    def get_source(name=None):
+        return open(FILE).read()
 loader = Loader
 """,
     "slots": """
@@ -150,6 +153,8 @@ class Loader:
         return None
     def exec_module(self, module):
         exec(CODE, vars(module))
+    def get_source(self, name=None):
+        return open(FILE).read()
 loader = Loader()
 """,
     "not to be copied": """
@@ -160,6 +165,8 @@ class Loader:
         return None
     def exec_module(self, module):
         exec(CODE, vars(module))
+    def get_source(self, name=None):
+        return open(FILE).read()
 loader = Loader()
 """,
     "one for many modules": """
@@ -168,6 +175,8 @@ class Loader:
         return None
     def exec_module(self, module):
         exec(CODE, vars(module))
+    def get_source(self, name=None):
+        return open(FILE).read()
 loader = Loader()
 """,
 }
@@ -212,6 +221,8 @@ class Loader:
         module.__file__ = FILE
         exec(compile(open(FILE).read(), FILE, "exec"), vars(module))
         return module
+    def get_source(self, name=None):
+        return open(FILE).read()
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):

@@ -31,6 +31,8 @@ class Loader:
         return None
     def exec_module(self, module):
         exec(CODE, vars(module))
+    def get_source(self, name=None):
+        return open(FILE).read()
 loader = Loader()
 """,
     "its own copy": """
@@ -41,6 +43,9 @@ class Loader:
     @staticmethod
     def exec_module(module):
         exec(CODE, vars(module))
+    @staticmethod
+    def get_source(name=None):
+        return open(FILE).read()
 loader = Loader
 """,
     "one that makes the module": """
@@ -50,6 +55,8 @@ class Loader:
         module.__file__ = FILE
         exec(CODE, vars(module))
         return module
+    def get_source(self, name=None):
+        return open(FILE).read()
 loader = Loader()
 """,
 }
@@ -323,7 +330,11 @@ def test_out_of_reach_is_what_would_have_been_applied(world: World) -> None:
     world.applier.unapply.assert_called_once()
 
 
-def test_modules_that_were_imported_before_the_guard_armed_are_decided_on(world: World) -> None:
+def test_modules_that_were_imported_before_the_guard_armed_are_decided_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("engine.a", "engine.b"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     world.runtime.armed_late(["engine.a", "engine.b"])
     world.decider.too_late_for.assert_called_once_with(["engine.a", "engine.b"])
     decided = [[state.patch.name for state in call.args[0]] for call in world.decider.decide.call_args_list]

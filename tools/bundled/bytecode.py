@@ -12,16 +12,10 @@ import platform
 import re
 import struct
 from importlib.util import MAGIC_NUMBER
-from types import CodeType
-from typing import Any
+
+from ...sitecustomize.executed_text import is_same_code
 
 _LEVEL = re.compile(r"\.opt-([12])\.pyc$")
-_ANYWHERE = ("co_filename", "co_linetable", "co_lnotab")
-_PARTS = [
-    name
-    for name in dir(CodeType)
-    if name.startswith("co_") and name not in _ANYWHERE and not callable(getattr(CodeType, name))
-]
 _ALWAYS = b"\1\0\0\0"
 """The flags of bytecode that runs unchecked, also when its source has been replaced."""
 
@@ -42,16 +36,7 @@ def wrong(name: str, data: bytes, source: bytes, modified: int) -> str:
     level = _LEVEL.search(name)
     try:
         compiled = compile(source, "", "exec", dont_inherit=True, optimize=int(level[1]) if level else 0)
-        same = _parts(marshal.loads(data[16:])) == _parts(compiled)
+        same = is_same_code(marshal.loads(data[16:]), compiled)
     except Exception:  # of bytes that are no bytecode, any may come
         same = False
     return "" if same else f"is bytecode, and not what Python {platform.python_version()} makes of its source"
-
-
-def _parts(value: Any) -> Any:
-    """What makes a code object do what it does: equal to another's where both do the same."""
-    if isinstance(value, CodeType):
-        return tuple(_parts(getattr(value, name)) for name in _PARTS)
-    if isinstance(value, (tuple, frozenset)):
-        return type(value), type(value)(map(_parts, value))
-    return type(value), repr(value)  # a number's sign and kind count

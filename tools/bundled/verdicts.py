@@ -119,5 +119,4 @@ def together(patches: Iterable[Patch], of_names: installed.OfNames) -> installed
 
 def here(found: Catalogue) -> tuple[dict[str, str | None], list[Judged]]:
     """The verdicts for what this interpreter, as it was started, would import."""
-    packages = {package for patch in found.patches for package in patch.packages}
-    return judge(found.patches, installed.of_process(*sorted(packages)), found.changes)
+    return judge(found.patches, installed.Process(), found.changes)

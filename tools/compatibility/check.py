@@ -61,6 +61,10 @@ class CombinedTree(installed.Tree):
         tree = self._tree(module)
         return None if tree is None else tree.source(module)
 
+    def unknown(self, module: str) -> str | None:
+        tree = self._tree(module)
+        return None if tree is None else tree.unknown(module)
+
     def origin(self, module: str) -> str | None:
         tree = self._tree(module)
         return None if tree is None else tree.origin(module)

@@ -30,7 +30,7 @@ def package(name: str) -> types.ModuleType | None:
     if spec is None or spec.submodule_search_locations is None:
         return None
     module = sys.modules[name] = types.ModuleType(name)
-    module.__path__ = list(spec.submodule_search_locations)
+    module.__spec__, module.__path__ = spec, list(spec.submodule_search_locations)
     return module
 
 
