@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from . import application, overrides
 from .context import to_stderr
+from .decision import module_of
 from .greeting import Greeting, Outcome
 from .patch_state import PatchState, PatchStates
 from .report import ProcessReport
@@ -74,6 +76,7 @@ class Reporter:
         self._thread.about_to_fork()
 
     def forked_child(self) -> None:
+        self._greeting.forked_child()
         self._report.begin()
         self._thread.forked_child()
 
@@ -114,11 +117,13 @@ class Reporter:
             if state.state != "applied":
                 continue
             found = overrides.bypassing(steps)
-            overtaken = ((step, application.overtaken_by(step)) for step in steps)
+            overtaken = ((step, _overtaken_by(step)) for step in steps)
             replaced = next(((step, by) for step, by in overtaken if by is not None), None)
             with self._patches.lock:
                 if state.applied is not steps or state.state != "applied":
                     continue  # what was looked up is no longer so
+                if replaced is not None and _is_being_executed(module_of(replaced[0].target)):
+                    continue  # a reload has put the module's own there, and applies the patch anew at its end
                 bypassed += self._bypassed(state, found)
                 if replaced is not None:
                     state.settle("failed", "overwritten", f"{replaced[0].target} was replaced later by {replaced[1]}")
@@ -153,6 +158,21 @@ class Reporter:
             self._report.remove()
         elif patches is not None:
             self._write(patches)
+
+
+def _overtaken_by(step: application.Applied) -> str | None:
+    try:
+        return application.overtaken_by(step)
+    except Exception as error:  # somebody's lazy proxy, of what is not bound yet
+        return f"an object that raises {type(error).__name__} when its attributes are asked for"
+
+
+def _is_being_executed(module: str) -> bool:
+    """Whether a thread imports or reloads the module right now: its lock is held as long, and nothing else tells of a
+    reload.
+    """
+    lock = getattr(sys.modules["_frozen_importlib"], "_module_locks", {}).get(module)
+    return lock is not None and getattr(lock(), "owner", None) is not None
 
 
 def end_process(why: str) -> None:
