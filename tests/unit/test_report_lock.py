@@ -144,8 +144,17 @@ def wait_for(number):
     while calls() != [number]:
         pass
 wait_for(1)
-held = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
-held = [fd for fd in held if os.readlink(f"/proc/self/fd/{{fd}}").startswith(place)]
+def opened():
+    found = {{}}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[int(fd)] = os.readlink(f"/proc/self/fd/{{fd}}")
+        except OSError:  # what the list itself was read by
+            pass
+    return found
+while place in opened().values():  # the writer is about to close the directory
+    pass
+held = [fd for fd, name in opened().items() if name.startswith(place + "/")]
 os.closerange(3, 1000)
 mine = [os.open("/dev/zero", os.O_RDONLY) for _ in range(10)]
 assert set(held) <= set(mine) and held, (held, mine)
