@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import application, overrides
@@ -29,6 +29,11 @@ class Reporter:
         about = {**bundle, "version": version, "settings": patches.settings}
         self._report = ProcessReport(os.environ, about)
         self._begun = False  # the first patch was decided on
+        self._ending: list[str] = []  # why strict ends this process
+        self.decide_rest: Callable[[], None] = lambda: None  # on the patches that were not decided on yet
+        if patches.environment.mode == "off":  # by a value that means nothing: none waits for its target
+            for state in patches.all:
+                state.settle("skipped", "off", "LIVEPATCH is off")
         name = f"{version}+{about['digest'][: len('sha256:') + 12]}" if about["digest"] else version
         self._greeting = Greeting(version, name, self._outcomes, self._trouble)
         self._thread = ReportThread(self._look_over, self._write, self._end, self._greeting.due_in)
@@ -41,17 +46,19 @@ class Reporter:
             first, self._begun = not self._begun, True
         if first:
             self._begin()
-        if decision.reason in ("unverified", "forced"):
+        if decision.reason in ("unverified", "forced", "unneeded") and not self._ending:
             self._greeting.behind(f"{state.patch.name}: {decision.detail}")
         if decision.wanted and not decision.apply:
             self.not_applied(state)
 
-    def not_applied(self, state: PatchState) -> None:
-        """A patch that is wanted is not applied: a line on stderr, under strict the process's last."""
-        message = f"{state.patch.name} is not applied ({state.reason}): {state.detail}"
-        if self._patches.environment.mode == "strict":
-            self._end_process(message)
-        self._greeting.behind(message)
+    def not_applied(self, *states: PatchState) -> None:
+        """Patches that are wanted are not applied: a line each on stderr, under strict the process's last."""
+        messages = [f"{state.patch.name} is not applied ({state.reason}): {state.detail}" for state in states]
+        if messages and self._patches.environment.mode == "strict":
+            self._end_process(*messages)
+        else:
+            for message in messages:
+                self._greeting.behind(message)
 
     def no_longer_applied(self, state: PatchState) -> None:
         """Printed, and no more: what serves already is not ended, not even under strict."""
@@ -94,9 +101,19 @@ class Reporter:
         for trouble in troubles:
             self._greeting.behind(trouble)
 
-    def _end_process(self, why: str) -> None:
-        self._greeting.say()
-        end_process(why)
+    def _end_process(self, *why: str) -> None:
+        """End it, for these reasons and those that the patches have which were not decided on yet.
+
+        A start that named one of them at a time would be tried as often as there are some.
+        """
+        first = not self._ending
+        self._ending += why
+        if first:
+            try:
+                self.decide_rest()
+            finally:  # whatever that comes to
+                self._greeting.say()
+                end_process(*self._ending)
 
     def _outcomes(self) -> list[Outcome]:
         """What came of each patch so far."""
@@ -175,7 +192,8 @@ def _is_being_executed(module: str) -> bool:
     return lock is not None and getattr(lock(), "owner", None) is not None
 
 
-def end_process(why: str) -> None:
+def end_process(*why: str) -> None:
     """LIVEPATCH=strict: end before anything is served. `os._exit`, since an import may run in any thread."""
-    to_stderr(f"LIVEPATCH=strict: {why}")
+    for one in why:
+        to_stderr(f"LIVEPATCH=strict: {one}")
     os._exit(EXIT_STRICT)

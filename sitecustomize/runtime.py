@@ -6,6 +6,7 @@ Each of these is another module's; the hook calls this one at each import, and t
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Runtime:
         place = cache.in_time(cache.directory, os.environ)
         self._sources = SourceChanges(place)
         self._decider = Decider(self.patches, self._sources, catalogue, place, self.reporter.decided)
+        self.reporter.decide_rest = functools.partial(self._decider.decide, self.patches.all)
         self._applier = Applier(self.patches, self._sources, root, self.reporter, self._decider.patch_set)
 
     def begin(self) -> None:
@@ -65,6 +67,7 @@ class Runtime:
         if sys.modules.get(module.__name__) is not module:
             return  # somebody's private copy: no caller reaches it by its name
         application.executed(module)
+        failed: list[PatchState] = []
         for state in sorted(self.patches.of(module.__name__), key=lambda state: not state.patch.diff):
             decision = state.decision
             if decision is None or not decision.apply or state.state == "failed":
@@ -77,7 +80,8 @@ class Runtime:
             else:
                 continue
             if state.state == "failed":
-                self.reporter.not_applied(state)
+                failed.append(state)
+        self.reporter.not_applied(*failed)
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)
 

@@ -148,13 +148,11 @@ def is_heard_of(process: dict[str, Any]) -> bool:
     return seconds is not None and abs(seconds) <= UNHEARD_SECONDS
 
 
-def is_missing(process: dict[str, Any], patch: dict[str, Any]) -> bool:
-    """Whether a patch was wanted in a process and is not applied."""
+def is_missing(patch: dict[str, Any]) -> bool:
+    """Whether a patch was wanted in its process and is not applied."""
     if patch["state"] != "skipped":
         return bool(patch["state"] == "failed")
-    toggle = ((process["settings"] or {}).get("toggles") or {}).get(patch["name"], "auto")
-    nothing_to_mend = patch["reason"] in ("fixed-upstream", "not-present") and toggle not in ("on", "force")
-    return patch["reason"] not in ("off", "optional") and not nothing_to_mend
+    return patch["reason"] not in ("off", "optional", "fixed-upstream", "not-present", "unneeded")
 
 
 def unread(reports: Reports) -> str:
