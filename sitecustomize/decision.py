@@ -158,11 +158,12 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     """The one decision. The code's fingerprint comes first, the release number second."""
     verdict, detail, variant = judge(patch, installed)
     toggle = environment.toggles.get(patch.name, "auto")
+    needs = verdict != "drifted" or _needed_before(patch, installed.release)
     if verdict == "drifted" and installed.replaced and toggle not in ("on", "force"):
         came, why, form = judge(patch, replace(installed, code={**installed.code, **installed.replaced}))
         if came in ("fixed-upstream", "not-present"):  # it was not needed, whatever a diff made of the code since
             verdict, detail, variant = came, f"{why}; a diff changes {', '.join(installed.replaced)}", form
-    needs = verdict != "drifted" or _needed_before(patch, installed.release)
+        needs = needs or came in ("needed", "unverified")
     asked = verdict == "fixed-upstream" and toggle in ("on", "force") and variant is not None and variant.applies
     if asked or verdict in ("needed", "unverified"):  # it would be applied, and run the companions' code
         found, why = _with_companions(patch, installed, verdict, detail)

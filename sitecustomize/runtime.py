@@ -81,7 +81,8 @@ class Runtime:
                 continue
             if state.state == "failed":
                 failed.append(state)
-        self.reporter.not_applied(*failed)
+        if failed:
+            self.reporter.not_applied(*failed)
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)
 

@@ -23,6 +23,7 @@ APPLY = Decision("needed", True, True, "needed", "")
 REFUSED = Decision("drifted", False, True, "drifted", "somebody's edit")
 OPTIONAL = Decision("needed", False, False, "optional", "")
 FORCED = Decision("drifted", True, True, "forced", "is put on code that nobody verified")
+UNNEEDED = Decision("drifted", False, False, "unneeded", "is not needed before")
 UNVERIFIED = Decision("needed", True, True, "unverified", "is put on a release that nobody tested")
 DIGEST = "sha256:0123456789abcdef"
 
@@ -156,6 +157,7 @@ def test_a_report_that_cannot_be_left_is_in_the_line(world: World, error: str | 
         (OPTIONAL, []),
         (FORCED, ["a: is put on code that nobody verified"]),
         (UNVERIFIED, ["a: is put on a release that nobody tested"]),
+        (UNNEEDED, ["a: is not needed before"]),
         (REFUSED, ["a is not applied (drifted): somebody's edit"]),
     ],
 )
@@ -346,3 +348,25 @@ def test_a_look_in_the_middle_of_a_reload(sandbox: Sandbox, version: str) -> Non
     done = sandbox.python(RELOADS, python=str(interpreters.find(version)))
     assert (done.code, done.out, done.others) == (0, f"None {PATCHED}", []), done.err
     assert sandbox.reported()["state"] == "applied"
+
+
+def test_what_fails_while_the_rest_is_decided_on_is_named_with_it(mocker: MockerFixture) -> None:
+    """And nothing else is said then; an error of its own keeps strict from nothing."""
+    world = World(mocker, "strict")
+
+    def rest() -> None:
+        world.decided(world.other, REFUSED)
+        world.decided(world.other, UNVERIFIED)
+        raise ValueError
+
+    world.reporter.decide_rest = rest
+    with pytest.raises(Ended):
+        world.decided(world.one, REFUSED)
+    assert world.lines[1:] == [
+        f"LIVEPATCH=strict: {name} is not applied (drifted): somebody's edit" for name in ("a", "b")
+    ]
+
+
+def test_where_all_is_off_by_a_word_that_means_nothing_none_is_armed(mocker: MockerFixture) -> None:
+    world = World(mocker, "off")
+    assert [(state.state, state.reason) for state in (world.one, world.other)] == [("skipped", "off")] * 2
