@@ -52,11 +52,10 @@ _NO_FLAG = r"""(?!\\{0,3}["']?--?[a-z][a-z0-9_.-]*(?:[=\s"'\\]|$))"""
 _FLAGGED = re.compile(r"""(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)(?:\\{0,3}["'],)?\s+""" + _NO_FLAG)
 _MORE = re.compile(r"\s+" + _NO_FLAG)
 _MORE_QUOTED = re.compile(r",?\s+" + _NO_FLAG)
-# One in quotes, or several of them and words in one piece, as b'...', SecretStr('...'), 'it'"'"'s'. It may be cut off.
-_VALUE = re.compile(
-    r"""(?:\\{0,3}\"{3}(?:[^"]|"(?!""))*(?:"{3}|\Z)|\\{0,3}'{3}(?:[^']|'(?!''))*(?:'{3}|\Z)"""
-    r"""|\\{0,3}"[^"]*(?:"|\Z)|\\{0,3}'[^']*(?:'|\Z)|[^\s,;&}\])"'])+"""
-)
+# One in quotes, which may be cut off, or a word; and what follows in one piece, as of b'...', SecretStr('...').
+_QUOTES = r"""\\{0,3}"{3}(?:[^"]|"(?!""))*(?:"{3}|\Z)|\\{0,3}'{3}(?:[^']|'(?!''))*(?:'{3}|\Z)|\\{0,3}"[^"]*(?:"|\Z)|\\{0,3}'[^']*(?:'|\Z)"""
+_WORD = r"""[^\s,;&}\])"']"""
+_VALUE = re.compile(rf"""(?:{_QUOTES}|{_WORD})(?:{_WORD}|"[^"\n]{{0,999}}"|'[^'\n]{{0,999}}')*""")
 _USER = re.compile(r"(://)[^/\s\"']+(@)")  # to the last one: a password may hold another
 # The same where no scheme is in front, as a proxy's may be. An image's digest comes behind such a sign, too.
 _HOST = re.compile(r"""(?<![^\s"'`=,;(\[{])([^\s"'`=,;(\[{:@/]{0,100}:)(?!//)[^\s"']{1,200}@(?=[\w\[])(?!sha256:)""")
@@ -77,7 +76,8 @@ _PASSWORDS = re.compile(
         rf"(?:{programs})(?![\w-])[^\n;|&]{{0,200}}?(?<![\w-])-{letter}(?![\w-]*=)"
         for letter, programs in _PASSWORD_FLAGS.items()
     )
-    + r""")(?:\\{0,3}["'],)?\s*)(?:\\{0,3}"[^"]*(?:"|\Z)|\\{0,3}'[^']*(?:'|\Z)|[^\s,;&}\])"'])+"""
+    + r""")(?:\\{0,3}["'],)?\s*)"""
+    + _VALUE.pattern
 )
 # The letter is the same for a port, and begins flags that are words.
 _NO_PASSWORD = (

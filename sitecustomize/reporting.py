@@ -44,21 +44,21 @@ class Reporter:
         assert decision is not None
         with self._patches.lock:  # two threads may import two targets at once
             first, self._begun = not self._begun, True
-        if first:
-            self._begin()
+        wrong = self._begin() if first else []
         if decision.reason in ("unverified", "forced", "unneeded") and not self._ending:
             self._greeting.behind(f"{state.patch.name}: {decision.detail}")
-        if decision.wanted and not decision.apply:
-            self.not_applied(state)
+        self._say_wrong([*wrong, *([_not_applied(state)] if decision.wanted and not decision.apply else [])])
 
     def not_applied(self, *states: PatchState) -> None:
         """Patches that are wanted are not applied: a line each on stderr, under strict the process's last."""
-        messages = [f"{state.patch.name} is not applied ({state.reason}): {state.detail}" for state in states]
+        self._say_wrong([*map(_not_applied, states)])
+
+    def _say_wrong(self, messages: list[str]) -> None:
         if messages and self._patches.environment.mode == "strict":
-            self._end_process(*messages)
-        else:
-            for message in messages:
-                self._greeting.behind(message)
+            self._end_process(messages)
+            return  # it is ending already, and says this too
+        for message in messages:
+            self._greeting.behind(message)
 
     def no_longer_applied(self, state: PatchState) -> None:
         """Printed, and no more: what serves already is not ended, not even under strict."""
@@ -89,19 +89,17 @@ class Reporter:
 
     # The lines on stderr
 
-    def _begin(self) -> None:
+    def _begin(self) -> list[str]:
+        """What is wrong with the settings: a line each, under strict one in all."""
         self._greeting.begin(self._patches.packages)
         if not self._thread.flush(_FIRST_SECONDS) and self._thread.is_there():
             self._report.late()
             self._greeting.say()  # nobody would come to it later; where there is no thread, the exit does
         environment = self._patches.environment
-        troubles = (*environment.errors, *environment.notes)
-        if troubles and environment.mode == "strict":
-            self._end_process("; ".join(troubles))
-        for trouble in troubles:
-            self._greeting.behind(trouble)
+        troubles = [*environment.errors, *environment.notes]
+        return ["; ".join(troubles)] if troubles and environment.mode == "strict" else troubles
 
-    def _end_process(self, *why: str) -> None:
+    def _end_process(self, why: list[str]) -> None:
         """End it, for these reasons and those that the patches have which were not decided on yet.
 
         A start that named one of them at a time would be tried as often as there are some.
@@ -175,6 +173,10 @@ class Reporter:
             self._report.remove()
         elif patches is not None:
             self._write(patches)
+
+
+def _not_applied(state: PatchState) -> str:
+    return f"{state.patch.name} is not applied ({state.reason}): {state.detail}"
 
 
 def _overtaken_by(step: application.Applied) -> str | None:

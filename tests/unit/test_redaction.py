@@ -111,7 +111,7 @@ LINES: dict[str, tuple[list[str], list[str]]] = {
     "a password of a program in a text": ([f"sh -c 'sshpass -p \"{SECRET}\" ssh h; unzip -P {SECRET} a.zip'"], [f"sh -c 'sshpass -p {HIDDEN} ssh h; unzip -P {HIDDEN} a.zip'"]),
     "a one-time password": (["--otp", SECRET, "--pin=1234", "PIN=1234", "--pin-memory", "on"], ["--otp", HIDDEN, f"--pin={HIDDEN}", f"PIN={HIDDEN}", "--pin-memory", "on"]),
     **{
-        f"a program's {form}": (["-c", f"{form}; main()".replace("VALUE", SECRET)], ["-c", f"{shown}; main()"])
+        f"a program's {form}": (["-c", f"go(); {form}; main()".replace("VALUE", SECRET)], ["-c", f"go(); {shown}; main()"])
         for form, shown in {
             "os.environ['X_KEY']='VALUE'": f"os.environ['X_KEY']={HIDDEN}",
             'os.environ["X_KEY"] = "VALUE"': f'os.environ["X_KEY"] = {HIDDEN}',

@@ -82,7 +82,7 @@ def test_asked_for_and_already_fixed_is_satisfied(sandbox: Sandbox, what: str, t
 @pytest.mark.parametrize(("newest", "ends"), [("fixed-upstream", False), ("not-present", False), ("needed", True)])
 def test_a_nightly_is_as_the_newest_listed_release_before_it(sandbox: Sandbox, newest: str, ends: bool) -> None:
     code = sandbox.fingerprints(STEP)
-    last = {"releases": ["1.1"], "code": {} if newest == "not-present" else {STEP: "f" * 16}, "verdict": newest}
+    last = {"releases": ["1.1"], "code": {STEP: "f" * 16}, "verdict": newest}
     sandbox.patch(variant=[{"releases": ["1.0"], "code": code}, last])
     sandbox.generate()
     edit(sandbox)
