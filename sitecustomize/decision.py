@@ -190,7 +190,8 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     # Who asks for what the release has mended, or never had, has it.
     wanted = verdict == "drifted" and (needs or toggle in ("on", "force"))
     if verdict == "drifted" and not wanted:
-        why = f"{detail}; the newest listed release before it does not need this patch, {variable(patch.name)}=on asks for it"
+        why = f"{detail}; the newest listed release before it does not need this patch"
+        why += f", {variable(patch.name)}=on asks for it"
         return Decision(verdict, False, False, "unneeded", why, variant)
     return Decision(verdict, False, wanted, verdict, detail, variant)
 

@@ -13,9 +13,9 @@ def start(thread: threading.Thread) -> None:
     """Start a thread in which every signal is blocked.
 
     The kernel gives a process's signal to any thread that does not block it. One of ours would take, and the process
-    would die of, a signal that the program's own threads block and wait for (`signal.sigwait`). A thread begins with the
-    mask of the thread that starts it, so that the mask is set here, and is the caller's own again at the end. Raises
-    RuntimeError where no thread can be had.
+    would die of, a signal that the program's own threads block and wait for (`signal.sigwait`). A thread begins with
+    the mask of the thread that starts it, so that the mask is set here, and is the caller's own again at the end.
+    Raises RuntimeError where no thread can be had.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_A_FAULT)
     try:

@@ -12,7 +12,22 @@ HIDDEN = "***"
 _WORDS = frozenset(
     (
         *("auth", "authorization", "bearer", "cookie", "cred", "creds", "credential", "credentials", "headers"),
-        *("dsn", "honeycomb", "jwt", "mfa", "oauth", "otp", "pass", "passcode", "pat", "psk", "pw", "pwd", "sas", "totp"),
+        *(
+            "dsn",
+            "honeycomb",
+            "jwt",
+            "mfa",
+            "oauth",
+            "otp",
+            "pass",
+            "passcode",
+            "pat",
+            "psk",
+            "pw",
+            "pwd",
+            "sas",
+            "totp",
+        ),
         *("webhook", "webhooks"),
     )
 )
@@ -39,8 +54,8 @@ _WHOLE = re.compile(r"(-*[A-Za-z_][\w.-]*\s*[:=]\s*)(.+)", re.DOTALL)  # NAME=va
 # No pattern may take more than one look at a place: a command line can hold a megabyte, and here the engine waits.
 # Quotes inside of quotes have a backslash in front.
 _QUOTED = r"""(?P<quote>\\{0,3}["'])?(?<![\w.-])(?P<name>[\w.-]+)"""
-# Between a name and its value, as programs have it: environ['NAME'] = value, NAME: str = value, NAME := value, NAME == value,
-# NAME => value.
+# Between a name and its value, as programs have it: environ['NAME'] = value, NAME: str = value, NAME := value,
+# NAME == value, NAME => value.
 _SIGN = r"(?::\s*(?:str|bytes|Any|SecretStr)(?:\s*\|\s*None)?\s*=|[+!|?]?[:=]{1,3}>?)"
 # A name in quotes may also be the first of two arguments: setdefault('NAME', 'value').
 _NAME = _QUOTED + r"(?(quote)(?P=quote)(?:\s*\]?\s*%s|\s*,(?=\s*[bBfFrRuU]{0,2}\\{0,3}[\"']))|\s*\]?\s*%s)\s*"
@@ -53,7 +68,8 @@ _FLAGGED = re.compile(r"""(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)(?:\\{0,3}["'],)
 _MORE = re.compile(r"\s+" + _NO_FLAG)
 _MORE_QUOTED = re.compile(r",?\s+" + _NO_FLAG)
 # One in quotes, which may be cut off, or a word; and what follows in one piece, as of b'...', SecretStr('...').
-_QUOTES = r"""\\{0,3}"{3}(?:[^"]|"(?!""))*(?:"{3}|\Z)|\\{0,3}'{3}(?:[^']|'(?!''))*(?:'{3}|\Z)|\\{0,3}"[^"]*(?:"|\Z)|\\{0,3}'[^']*(?:'|\Z)"""
+_THREE = r"""\\{0,3}"{3}(?:[^"]|"(?!""))*(?:"{3}|\Z)|\\{0,3}'{3}(?:[^']|'(?!''))*(?:'{3}|\Z)"""
+_QUOTES = _THREE + r"""|\\{0,3}"[^"]*(?:"|\Z)|\\{0,3}'[^']*(?:'|\Z)"""
 _WORD = r"""[^\s,;&}\])"']"""
 _VALUE = re.compile(rf"""(?:{_QUOTES}|{_WORD})(?:{_WORD}|"[^"\n]{{0,999}}"|'[^'\n]{{0,999}}')*""")
 _USER = re.compile(r"(://)[^/\s\"']+(@)")  # to the last one: a password may hold another

@@ -3,9 +3,9 @@
 Others may be able to write to the directory: names cannot be foreseen, links are not followed, the file is its owner's.
 
 The process holds a record lock (`fcntl`) on its report, which the kernel takes back when the process ends, however that
-ends: by the lock a reader in any container of the machine knows. A forked child does not have its parent's record locks,
-as it would have those of `flock` and of open file descriptions. They end when the process closes any descriptor of that
-file, and nothing else in the process opens it.
+ends: by the lock a reader in any container of the machine knows. A forked child does not have its parent's record
+locks, as it would have those of `flock` and of open file descriptions. They end when the process closes any descriptor
+of that file, and nothing else in the process opens it.
 """
 
 from __future__ import annotations

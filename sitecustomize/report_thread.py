@@ -103,7 +103,7 @@ class ReportThread(Generic[Content]):
         if alone:
             content = self._unfailing(self._look)
             if not self._stuck:
-                self._unfailing(lambda: self._end(content))
+                self._unfailing(self._end, content)
         self._stop(EXIT_SECONDS)
 
     def about_to_fork(self) -> None:
@@ -163,9 +163,9 @@ class ReportThread(Generic[Content]):
             self._unfailing(self._tell_multiprocessing)
             content = self._unfailing(self._look)
             if closed:
-                self._unfailing(lambda: self._end(content))
+                self._unfailing(self._end, content)
             elif content is not None:
-                self._unfailing(lambda: self._write(content))
+                self._unfailing(self._write, content)
             with self._changed:
                 self._ended += 1
                 self._stuck = False
@@ -173,14 +173,14 @@ class ReportThread(Generic[Content]):
             # A look that raised has not done what was due, and would at once be due again.
             heartbeat = time.monotonic() + (HEARTBEAT_SECONDS if content is None else self._pause())
 
-    def _unfailing(self, step: Callable[[], _Answer]) -> _Answer | None:
+    def _unfailing(self, step: Callable[..., _Answer], *given: Content | None) -> _Answer | None:
         """What a step gives, None where it raises.
 
         It looks at objects of others, whose code may raise anything: the next report, and the process's last, come all
         the same. Said once.
         """
         try:
-            return step()
+            return step(*given)
         except BaseException as error:
             if not self._failed:
                 self._failed = True

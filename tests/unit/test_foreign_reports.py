@@ -73,7 +73,11 @@ def everything(state: Path) -> tuple[status.Reports, list[str]]:
     screen = io.StringIO()
     console = Console(file=screen, width=200)
     console.print(rendering.status_view(found.live, state))
-    output = [summary.processes_text(found), summary.summary_text(of_all), *status.unmet(found, [status.Required("around"), status.Required("b", 2)])]
+    output = [
+        summary.processes_text(found),
+        summary.summary_text(of_all),
+        *status.unmet(found, [status.Required("around"), status.Required("b", 2)]),
+    ]
     output += [screen.getvalue(), generate_latest(metrics._registry(state)).decode()]
     for value in (found.live, of_all):
         json.dumps(value, allow_nan=False)

@@ -86,9 +86,7 @@ def test_a_lock_that_is_not_seen_from_another_kernel_is_not_missed(patched: Sand
     assert ([pid for pid, _ in found.ended], found.seen) == ([process.pid] if ended else [], [] if ended else [False])
 
 
-def test_ten_that_end_by_sigterm_and_who_looks_is_in_another_container(
-    patched: Sandbox, elsewhere: list[str]
-) -> None:
+def test_ten_that_end_by_sigterm_and_who_looks_is_in_another_container(patched: Sandbox, elsewhere: list[str]) -> None:
     started = [waiting(patched, USE_STEP) for _ in range(10)]
     stays = waiting(patched, USE_STEP)
     until(lambda: len(live(patched)) == 11)

@@ -27,8 +27,8 @@ UNHEARD_SECONDS = 3 * HEARTBEAT_SECONDS
 
 
 class Reports(NamedTuple):
-    """What a state directory holds. A process of another PID namespace or host (the directory can be shared) is known by
-    the lock on its report. Where that tells nothing it counts as live: its `heartbeat` says when it last wrote.
+    """What a state directory holds. A process of another PID namespace or host (the directory can be shared) is known
+    by the lock on its report. Where that tells nothing it counts as live: its `heartbeat` says when it last wrote.
     """
 
     live: list[dict[str, Any]]  # oldest first
@@ -89,11 +89,9 @@ def read(directory: Path) -> Reports:
     return Reports([process for process, _ in found], [seen for _, seen in found], ended, unreadable)
 
 
-def _is_alive(
-    process: dict[str, Any], ticks: Any, held: bool | None, here: tuple[str, str | None]
-) -> bool | None:
-    """Whether its process lives, None where that cannot be known. `held` is whether somebody has the lock on its report,
-    None where nobody took one; `here` is this host and PID namespace.
+def _is_alive(process: dict[str, Any], ticks: Any, held: bool | None, here: tuple[str, str | None]) -> bool | None:
+    """Whether its process lives, None where that cannot be known. `held` is whether somebody has the lock on its
+    report, None where nobody took one; `here` is this host and PID namespace.
 
     A lock that another kernel took is not always seen here (NFS with `nolock`, a directory that two virtual machines
     share), and a program that closes all descriptors gives its lock back. So one that nobody holds is believed of this
