@@ -165,7 +165,8 @@ def test_in_the_child_what_another_thread_imported_is_imported_anew(
     monkeypatch.setattr(finding, "TARGETS", {"engine.a": "watched", "ours": "own"})
     owners = {
         **dict.fromkeys(("engine.a", "ours.b", "json.decoder", "engine", "engine.b", "app"), OTHER),
-        "ours.mine": ME, "ours.nobodys": None,
+        "ours.mine": ME,
+        "ours.nobodys": None,
     }
     locks: dict[str, Any] = {
         **{name: partial(SimpleNamespace, owner=owner) for name, owner in owners.items()},
