@@ -50,7 +50,7 @@ def stopped(sandbox: Sandbox, code: str = USE_STEP, **more: str) -> tuple[subpro
 
 
 BOOT = str(report.pid_namespace()).split()[-1]
-PLACES = {
+PLACES: dict[str, dict[str, Any]] = {
     "another container": {"host": "a1b2c3", "pid_namespace": f"pid:[1] {BOOT}"},
     "another machine": {"host": "node7", "pid_namespace": "pid:[4026531836] 5ce0-another-boot"},
     "nobody knows where": {"pid_namespace": None},

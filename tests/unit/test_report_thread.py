@@ -300,7 +300,12 @@ def test_its_thread_takes_no_signal(thread: Thread) -> None:
     Those of a fault stay open, for faulthandler.
     """
     masks: list[set[Any]] = []
-    thread.reporter._look = lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])) or "content"
+
+    def look() -> Any:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        return "content"
+
+    thread.reporter._look = look
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert thread.reporter.flush(20.0)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

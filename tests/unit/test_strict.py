@@ -74,8 +74,7 @@ def test_asked_for_and_already_fixed_is_satisfied(sandbox: Sandbox, what: str, t
     assert (done.code, done.out, done.others) == (0, "before\nthe importer goes on\n", [])
     assert " skipped=1 failed=- " in done.greeting
     assert (sandbox.reported()["state"], sandbox.reported()["reason"]) == ("skipped", what)
-    command = [PYTHON, sandbox.bundle, "check"]
-    assert finish(command, sandbox.environ(LIVEPATCH_AROUND=toggle)).code == 0
+    assert finish([PYTHON, sandbox.bundle, "check"], sandbox.environ(LIVEPATCH_AROUND=toggle)).code == 0
 
 
 @pytest.mark.parametrize(("newest", "ends"), [("fixed-upstream", False), ("not-present", False), ("needed", True)])
