@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from . import fingerprint
+from . import fingerprint, own_threads
 
 ANSWER_SECONDS = 2.0
 """How long a process waits for its cache, once: parsing all that the patches name takes about as long."""
@@ -32,7 +32,7 @@ def in_time(function: Callable[..., _Answer], *arguments: Any) -> _Answer | None
     answers: list[_Answer] = []
     try:
         thread = threading.Thread(target=lambda: answers.append(function(*arguments)), daemon=True)
-        thread.start()
+        own_threads.start(thread)
     except RuntimeError:  # at the end of the interpreter, in one that allows no such threads, or where none is left
         return None
     thread.join(ANSWER_SECONDS)

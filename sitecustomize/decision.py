@@ -5,10 +5,15 @@ Pure and the same at run time, in `check` and in `matrix`; needs no vLLM.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+_RELEASE = re.compile(
+    r"(?P<numbers>\d{1,9}(?:\.\d{1,9}){0,9})(?:(?P<stage>a|b|rc)(?P<count>\d{1,9}))?"
+    r"(?:\.post(?P<post>\d{1,9}))?(?:\.dev(?P<dev>\d{1,9}))?"
+)
 Verdict = Literal["needed", "unverified", "fixed-upstream", "not-present", "drifted"]
 UNKNOWN = "unknown"
 """In the place of a fingerprint: the module is there, and what it executes is not known. No variant has it."""
@@ -156,13 +161,20 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     """The one decision. The code's fingerprint comes first, the release number second."""
     verdict, detail, variant = judge(patch, installed)
     toggle = environment.toggles.get(patch.name, "auto")
+    needs = verdict != "drifted" or _needed_before(patch, installed.release)
     if verdict == "drifted" and installed.replaced and toggle not in ("on", "force"):
         came, why, form = judge(patch, replace(installed, code={**installed.code, **installed.replaced}))
         if came in ("fixed-upstream", "not-present"):  # it was not needed, whatever a diff made of the code since
             verdict, detail, variant = came, f"{why}; a diff changes {', '.join(installed.replaced)}", form
+        needs = needs or came in ("needed", "unverified")
     asked = verdict == "fixed-upstream" and toggle in ("on", "force") and variant is not None and variant.applies
     if asked or verdict in ("needed", "unverified"):  # it would be applied, and run the companions' code
-        verdict, detail = _with_companions(patch, installed, verdict, detail)
+        found, why = _with_companions(patch, installed, verdict, detail)
+        asked = asked and (found != "drifted" or toggle == "force")
+        if asked or verdict in ("needed", "unverified"):
+            verdict, detail = found, why
+        else:  # there is nothing to mend: what cannot be applied to it is not missed
+            detail = f"{detail}; {why}"
     if environment.mode == "off" or toggle == "off":
         name = "LIVEPATCH" if environment.mode == "off" else variable(patch.name)
         return Decision(verdict, False, False, "off", f"{name} is off; {detail}", variant)
@@ -178,8 +190,43 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         return Decision(verdict, True, True, verdict, detail, variant)
     if verdict == "fixed-upstream" and asked:
         return Decision(verdict, True, True, toggle, f"asked for, although {detail}", variant)
-    wanted = verdict == "drifted" or toggle in ("on", "force")
+    # Who asks for what the release has mended, or never had, has it.
+    wanted = verdict == "drifted" and (needs or toggle in ("on", "force"))
+    if verdict == "drifted" and not wanted:
+        why = f"{detail}; the newest listed release before it does not need this patch"
+        why += f", {variable(patch.name)}=on asks for it"
+        return Decision(verdict, False, False, "unneeded", why, variant)
     return Decision(verdict, False, wanted, verdict, detail, variant)
+
+
+def _needed_before(patch: Patch, release: str | None) -> bool:
+    """Whether the newest listed release that is not newer than this one needs the patch.
+
+    True where none is listed, or the release says nothing of its age: then nothing speaks against the fault.
+    """
+    at = _age(release)
+    listed = [(_age(name), form.verdict) for form in patch.variants for name in form.releases]
+    before = [(age, verdict) for age, verdict in listed if age is not None and at is not None and age <= at]
+    return not before or max(before, key=lambda one: one[0])[1] == "needed"
+
+
+def _age(release: str | None) -> tuple[Any, ...] | None:
+    """What orders releases as PEP 440 does, None for what is not one: 0.34.0.dev5 is after 0.33.0 and before 0.34.0."""
+    found = _RELEASE.fullmatch(public_release(release or ""))
+    if found is None:
+        return None
+    numbers = [int(number) for number in found["numbers"].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    stage = ("a", "b", "rc").index(found["stage"]) if found["stage"] else 3
+    if found["dev"] and not found["stage"] and not found["post"]:
+        stage = -1
+    return (
+        numbers,
+        (stage, int(found["count"] or 0)),
+        int(found["post"] or -1),
+        float(found["dev"] or "inf"),
+    )
 
 
 def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | None]:

@@ -25,6 +25,7 @@ PLACE = ""
 HOOK = "_vllm_livepatch.sitecustomize.hook"
 CALLED = ("added", "after", "armed_late", "before", "changed", "ended", "finds", "imported_before", "program")  # of it
 FORK_WAITS = 5000  # milliseconds, at most
+FRAMES = 500  # that a decision and its imports take, at most
 finding: set[tuple[str, int]] = set()  # (module, thread): who looks for what right now
 inside: set[int] = set()  # threads that import or run code of ours
 forking: set[int] = set()  # threads that are about to fork
@@ -242,12 +243,28 @@ def call_hook(what: str, *arguments: Any) -> Any:
             break
         inside.discard(me)
         sleep(0.001)
+    raised = more_frames()
     try:
         hook = load_hook()
         return hook and getattr(hook, what)(*arguments)
     finally:
+        if sys.getrecursionlimit() == raised:
+            sys.setrecursionlimit(raised - FRAMES)
         if not nested:
             inside.discard(me)
+
+
+def more_frames() -> int:
+    """The recursion limit that leaves us our frames, where the program's own are near it: what is imported there has
+    room for itself without us. 0 where there is room enough.
+    """
+    limit = sys.getrecursionlimit()
+    try:
+        sys._getframe(max(0, limit - FRAMES))
+        sys.setrecursionlimit(limit + FRAMES)
+    except ValueError:  # the stack is not that deep
+        return 0
+    return limit + FRAMES
 
 
 def before_fork() -> None:
@@ -269,10 +286,14 @@ def after_fork_in_child() -> None:
     finding.intersection_update({search for search in finding if search[1] == me})
     for thread in watched.keys() - {me}:
         del watched[thread]
-    # What another thread was importing nobody ends in here, and the runtime may need it: it is imported anew.
+    # What another thread was importing nobody ends in here. What we may have to import is imported anew: our modules,
+    # targets, and the standard library. The modules of others stay as they do without us: whoever holds a class of one
+    # looks for its names in `sys.modules`.
     locks = getattr(sys.modules["_frozen_importlib"], "_module_locks", {})
     for name, lock in [(name, found()) for name, found in list(locks.items())]:
-        if getattr(lock, "owner", None) not in (None, me):
+        top = name.partition(".")[0]
+        touched = name in TARGETS or TARGETS.get(top) == "own" or top in sys.stdlib_module_names
+        if touched and getattr(lock, "owner", None) not in (None, me):
             locks.pop(name, None)
             sys.modules.pop(name, None)
 
@@ -288,6 +309,8 @@ def load_hook() -> Any:
             raise ImportError("hook.py is not whole")  # emptied, say, which is no error of Python's
         hook.finds(finding, watched)
         return hook
+    except RecursionError:  # the program's stack is full, which says nothing of the bundle: the next import tries again
+        return None
     except Exception as error:
         TARGETS.clear()
         damages.append(error)

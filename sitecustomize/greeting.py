@@ -38,6 +38,9 @@ class Greeting:
         self._outcomes = outcomes
         self._trouble = trouble
         self._packages: Mapping[str, str | None] = {}
+        self._begin()
+
+    def _begin(self) -> None:
         self._last: float | None = None  # time.monotonic() of the last import of a target
         self._lock = threading.Lock()
         self._written = False
@@ -52,6 +55,12 @@ class Greeting:
     def wait(self) -> None:
         """A target was imported: more of them may follow."""
         self._last = time.monotonic()
+
+    def forked_child(self) -> None:
+        """The parent has written its own line. A child that imports a target of its own has one, too; of the parent's
+        lock the owner does not exist here.
+        """
+        self._begin()
 
     def due_in(self) -> float:
         """Seconds until it is due; infinite where it was, or where no target was imported."""

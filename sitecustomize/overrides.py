@@ -4,7 +4,7 @@ Decided by looking at the override's code, which is not run. An override passes 
 `super` or a class that it derives from, or if it says (`__wrapped__`) that it wraps the patched one. So it is not seen
 that a call is made under a condition that never holds, that `super().other()` stands beside `self.method()`, or that
 another function is asked to make the call. An override that is no function of Python is left out: its
-code cannot be read.
+code cannot be read. So is one that raises when its attributes are asked for, as a lazy proxy does.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ def _below(owner: type) -> Iterator[type]:
 
 
 def _calls(cls: type, step: application.Applied, override: Any) -> bool:
-    if application.reaches(override, step):
+    try:
+        if application.reaches(override, step):
+            return True
+        functions = list(_functions(override))
+    except Exception:  # a lazy proxy's, of what is not bound yet
         return True
-    functions = list(_functions(override))
     above = {"super", *(base.__name__ for base in cls.__mro__[1:-1])}
     return not functions or any(_names(function.__code__, step.attribute, above) for function in functions)
 

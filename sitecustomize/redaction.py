@@ -12,7 +12,23 @@ HIDDEN = "***"
 _WORDS = frozenset(
     (
         *("auth", "authorization", "bearer", "cookie", "cred", "creds", "credential", "credentials", "headers"),
-        *("honeycomb", "jwt", "pass", "passcode", "pat", "pw", "pwd", "sas"),
+        *(
+            "dsn",
+            "honeycomb",
+            "jwt",
+            "mfa",
+            "oauth",
+            "otp",
+            "pass",
+            "passcode",
+            "pat",
+            "psk",
+            "pw",
+            "pwd",
+            "sas",
+            "totp",
+        ),
+        *("webhook", "webhooks"),
     )
 )
 _ENDS = (
@@ -29,6 +45,7 @@ _ENDS = (
     "key",
     "keys",
 )
+_LAST = frozenset(("pin", "pins", "puk"))  # where no other word follows, as in --pin-memory
 _NUMBER = re.compile(r"[\d.,_]+[kKmMgG]?(i?[bB])?")
 _FLAG = re.compile(r"--?[a-z][a-z0-9_.-]*(=.*)?", re.DOTALL)  # a value that begins with - seldom is all small letters
 # The next words are its value, as where nothing quotes a header.
@@ -37,19 +54,54 @@ _WHOLE = re.compile(r"(-*[A-Za-z_][\w.-]*\s*[:=]\s*)(.+)", re.DOTALL)  # NAME=va
 # No pattern may take more than one look at a place: a command line can hold a megabyte, and here the engine waits.
 # Quotes inside of quotes have a backslash in front.
 _QUOTED = r"""(?P<quote>\\{0,3}["'])?(?<![\w.-])(?P<name>[\w.-]+)"""
-_PAIR = re.compile(_QUOTED + r"(?(quote)(?P=quote))\s*[:=]\s*")
+# Between a name and its value, as programs have it: environ['NAME'] = value, NAME: str = value, NAME := value,
+# NAME == value, NAME => value.
+_SIGN = r"(?::\s*(?:str|bytes|Any|SecretStr)(?:\s*\|\s*None)?\s*=|[+!|?]?[:=]{1,3}>?)"
+# A name in quotes may also be the first of two arguments: setdefault('NAME', 'value').
+_NAME = _QUOTED + r"(?(quote)(?P=quote)(?:\s*\]?\s*%s|\s*,(?=\s*[bBfFrRuU]{0,2}\\{0,3}[\"']))|\s*\]?\s*%s)\s*"
+_PAIR = re.compile(_NAME % (_SIGN, _SIGN))
 # In a sentence a colon may be one: only after a name in quotes it is what a dictionary shows.
-_NAMED = re.compile(_QUOTED + r"(?(quote)(?P=quote)\s*[:=]|\s*=)\s*")
+_NAMED = re.compile(_NAME % (_SIGN, "[+!|?]?:?={1,2}>?"))
 _NO_FLAG = r"""(?!\\{0,3}["']?--?[a-z][a-z0-9_.-]*(?:[=\s"'\\]|$))"""
 # Between the words of a list, as `repr` or JSON shows it, are quotes and a comma.
 _FLAGGED = re.compile(r"""(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)(?:\\{0,3}["'],)?\s+""" + _NO_FLAG)
 _MORE = re.compile(r"\s+" + _NO_FLAG)
 _MORE_QUOTED = re.compile(r",?\s+" + _NO_FLAG)
-_VALUE = re.compile(r"""\\{0,3}"[^"]*"|\\{0,3}'[^']*'|[^\s,;&}\])"']+""")
+# One in quotes, which may be cut off, or a word; and what follows in one piece, as of b'...', SecretStr('...').
+_THREE = r"""\\{0,3}"{3}(?:[^"]|"(?!""))*(?:"{3}|\Z)|\\{0,3}'{3}(?:[^']|'(?!''))*(?:'{3}|\Z)"""
+_QUOTES = _THREE + r"""|\\{0,3}"[^"]*(?:"|\Z)|\\{0,3}'[^']*(?:'|\Z)"""
+_WORD = r"""[^\s,;&}\])"']"""
+_VALUE = re.compile(rf"""(?:{_QUOTES}|{_WORD})(?:{_WORD}|"[^"\n]{{0,999}}"|'[^'\n]{{0,999}}')*""")
 _USER = re.compile(r"(://)[^/\s\"']+(@)")  # to the last one: a password may hold another
 # The same where no scheme is in front, as a proxy's may be. An image's digest comes behind such a sign, too.
 _HOST = re.compile(r"""(?<![^\s"'`=,;(\[{])([^\s"'`=,;(\[{:@/]{0,100}:)(?!//)[^\s"']{1,200}@(?=[\w\[])(?!sha256:)""")
 _SCHEME = re.compile(r"\b(bearer|basic)(\s+)[^\s\"']+", re.IGNORECASE)
+# Slack's, Discord's, Teams' and others': who has such an address may write there.
+_HOOK = re.compile(r"""(://[^\s"'?#]{0,200}?hook[^\s/"'?#]{0,100}[/?])[^\s"']+""", re.IGNORECASE)
+# Programs that take a password behind a flag of one letter.
+_PASSWORD_FLAGS = {
+    "p": r"sshpass|mysql[a-z_-]{0,20}|mariadb[a-z_-]{0,20}|7z[ar]?|mongo[a-z]{0,9}|cqlsh|influx|login",
+    "P": r"zip|unzip|sqlcmd|bcp|tsql|mosquitto_[a-z]{1,4}|ipmitool",
+    "a": r"(?:redis|valkey|keydb)-cli",
+    "w": r"ldap[a-z]{1,9}",
+}
+_PROGRAMS = {letter: re.compile(programs) for letter, programs in _PASSWORD_FLAGS.items()}
+_PASSWORDS = re.compile(
+    "(?<![\\w-])((?:"
+    + "|".join(
+        rf"(?:{programs})(?![\w-])[^\n;|&]{{0,200}}?(?<![\w-])-{letter}(?![\w-]*=)"
+        for letter, programs in _PASSWORD_FLAGS.items()
+    )
+    + r""")(?:\\{0,3}["'],)?\s*)"""
+    + _VALUE.pattern
+)
+# The letter is the same for a port, and begins flags that are words.
+_NO_PASSWORD = (
+    r"(?:p|cp|ort|ath|refix|rofile|rint|ipe|id|db|g|y|rompt|roxy|arallel|recision|latform|ackage|roject|ool|thread|edantic)"
+    r"s?(?:-[a-z-]{1,40})?(?:[=\s\"'\\,;)\]]|$)|[\d.:\[\]/-]+(?:tcp|udp)?(?:[\s\"'\\,;)\]]|$)"
+)
+_SHORT = re.compile(rf"""(?<![^\s"'`(\[,])(-p)(?!{_NO_PASSWORD})[^\s"'\\,;)\]]+""")
+_LIKE_PASSWORD = re.compile(r"(?![/.~])(?![\d.:\[\]/-]+(?:tcp|udp)?$)(?=.*\d)(?=.*[A-Za-z]).+")
 # curl's and others'. What is a number twice is a user and a group, as docker's -u has them.
 _LOGIN_WORD = r"(?:-[A-Za-z]{0,8}[uU]|--(?:proxy-)?user)"
 _LOGIN_FLAG = re.compile(_LOGIN_WORD)
@@ -58,10 +110,10 @@ _LOGIN = re.compile(
     r"""[^\s:"'\\]*:)(?!//)[^\s"'\\]+"""
 )
 # Hugging Face, OpenAI and the like, GitHub, GitLab, Slack, AWS, Google, NVIDIA, Groq, DigitalOcean, Stripe, Docker,
-# npm, PyPI, Vault, Grafana, Replicate, Perplexity, xAI; JSON web tokens.
+# npm, PyPI, Vault, Grafana, Replicate, Perplexity, xAI, Telegram; JSON web tokens.
 _KNOWN = re.compile(
     r"\b(hf_|api_org_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abeoprs]-|xapp-|A[KS]IA|AIza|ya29\.|nvapi-|gsk_|do[opr]_v1_|"
-    r"[rs]k_(?:live|test)_|dckr_pat_|npm_|pypi-|hv[bs]\.|gl(?:sa|c)_|r8_|pplx-|xai-|eyJ[\w-]{8,999}\.)[\w./+=-]{12,}",
+    r"bot\d{5,12}:|[rs]k_(?:live|test)_|dckr_pat_|npm_|pypi-|hv[bs]\.|gl(?:sa|c)_|r8_|pplx-|xai-|eyJ[\w-]{8,999}\.)[\w./+=-]{12,}",
     re.ASCII,
 )
 _PEM = re.compile(
@@ -76,7 +128,18 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     shown: list[str] = []
     flag = ""  # the secret one whose values these are: vLLM's --api-key takes several
     first = login = False
+    takes: set[str] = set()  # flags behind which one of these programs has a password
+    before = ""
     for argument in arguments:
+        program = argument.rpartition("/")[2]
+        takes |= {f"-{letter}" for letter, named in _PROGRAMS.items() if named.fullmatch(program)}
+        last, before = before, argument
+        if last in takes or (last == "-p" and _LIKE_PASSWORD.match(argument) is not None):
+            shown.append(HIDDEN)
+            continue
+        if argument[:2] in takes and len(argument) > 2:
+            shown.append(f"{argument[:2]}{HIDDEN}")
+            continue
         was_login, login = login, _LOGIN_FLAG.fullmatch(argument) is not None
         is_flag = argument.startswith("-") and (not first or _FLAG.fullmatch(argument) is not None)
         if flag and not is_flag:
@@ -103,7 +166,8 @@ def is_secret(name: str) -> bool:
 def _secret_words(name: str) -> list[str]:
     parts = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
     parts = [part.rstrip("0123456789") for part in parts]  # the second of them is one, too
-    return [part for part in parts if part in _WORDS or part.endswith(_ENDS)]
+    found = [part for part in parts if part in _WORDS or part.endswith(_ENDS)]
+    return found or [part for part in parts[-1:] if part in _LAST]
 
 
 def _harmless(name: str, value: str) -> bool:
@@ -179,6 +243,9 @@ def _without(names: re.Pattern[str], text: str, shown: Collection[str] = ()) -> 
 def _forms(text: str) -> str:
     """Without those that are known by their form."""
     text = _PEM.sub(rf"\1{HIDDEN}", text)
+    text = _HOOK.sub(rf"\1{HIDDEN}", text)
+    text = _PASSWORDS.sub(rf"\1{HIDDEN}", text)
+    text = _SHORT.sub(rf"\1{HIDDEN}", text)
     text = _USER.sub(rf"\1{HIDDEN}\2", text)
     text = _HOST.sub(rf"\1{HIDDEN}@", text)
     text = _LOGIN.sub(rf"\1{HIDDEN}", text)

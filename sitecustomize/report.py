@@ -1,14 +1,21 @@
 """The report that a patched process leaves for `status`: one JSON file a process, replaced as a whole.
 
 Others may be able to write to the directory: names cannot be foreseen, links are not followed, the file is its owner's.
+
+The process holds a record lock (`fcntl`) on its report, which the kernel takes back when the process ends, however that
+ends: by the lock a reader in any container of the machine knows. A forked child does not have its parent's record
+locks, as it would have those of `flock` and of open file descriptions. They end when the process closes any descriptor
+of that file, and nothing else in the process opens it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import stat
+import struct
 import sys
 import tempfile
 import time
@@ -20,6 +27,27 @@ from .redaction import without_secrets
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATH = getattr(os, "O_PATH", os.O_RDONLY)  # it need not be readable to be written to
+
+
+_FLOCK = "hhqqi"  # type, whence, start, length (0: to the end), pid
+
+
+def _hold(file: int) -> bool:
+    """Lock a file of ours for as long as this process has it open. False on a file system without locks."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        return True
+    except OSError:
+        return False
+
+
+def is_held(file: int) -> bool | None:
+    """Whether another process holds the lock on an open file; None where the file system cannot tell."""
+    try:
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        return bool(struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+    except OSError:
+        return None
 
 
 def directory(environ: Mapping[str, str]) -> str:
@@ -91,10 +119,12 @@ class ProcessReport:
         self._environ = environ
         self._about = dict(about)
         self.error: str | None = None
+        self._held: tuple[int, os.stat_result] | None = None  # the descriptor that has the lock, and its file
         self.begin()
 
     def begin(self) -> None:
         """Take this process's identity; once more in a forked child."""
+        self._let_go()  # a copy of the parent's descriptor: without its lock
         self._pid = os.getpid()
         self._ticks = start_ticks(self._pid)
         self._namespace = pid_namespace()
@@ -143,6 +173,7 @@ class ProcessReport:
                 os.unlink(self._name(), dir_fd=place)
             finally:
                 os.close(place)
+        self._let_go()
 
     def _name(self) -> str:
         return f"{os.uname().nodename.replace(os.sep, '_')}-{self._pid}-{self._token}.json"
@@ -151,14 +182,27 @@ class ProcessReport:
         temporary = f".{os.urandom(8).hex()}.tmp"
         file = os.open(temporary, _NEW_FILE, 0o600, dir_fd=place)
         try:
-            try:
-                data = json.dumps(content).encode("ascii")
-                while data:
-                    data = data[os.write(file, data) :]
-            finally:
-                os.close(file)
+            # Before it has its name, so that a file of that name is never without the lock of a process that lives.
+            content["locked"] = held = _hold(file)
+            data = json.dumps(content).encode("ascii")
+            while data:
+                data = data[os.write(file, data) :]
             os.replace(temporary, name, src_dir_fd=place, dst_dir_fd=place)
         except BaseException:
+            os.close(file)
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=place)
             raise
+        self._let_go()
+        if held:
+            self._held = file, os.fstat(file)
+        else:
+            os.close(file)
+
+    def _let_go(self) -> None:
+        """Close what had the lock, unless the program has, as a daemon does, and the number is another file's now."""
+        held, self._held = self._held, None
+        if held is not None:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(held[0]), held[1]):
+                    os.close(held[0])

@@ -9,7 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from . import own_threads
+from .context import to_stderr
+
 Content = TypeVar("Content")
+_Answer = TypeVar("_Answer")
 
 HEARTBEAT_SECONDS = 60.0
 """How often it is written although nothing happened: some kilobytes, by a thread that sleeps until then."""
@@ -42,6 +46,7 @@ class ReportThread(Generic[Content]):
         self._write = write
         self._end = end
         self._due_in = due_in
+        self._failed = False  # a step has raised, and that was said
         self._begin()
 
     def _begin(self) -> None:
@@ -96,9 +101,9 @@ class ReportThread(Generic[Content]):
                 self._start()  # where the interpreter still allows it
             alone = self._thread is None
         if alone:
-            content = self._look()
+            content = self._unfailing(self._look)
             if not self._stuck:
-                self._end(content)
+                self._unfailing(self._end, content)
         self._stop(EXIT_SECONDS)
 
     def about_to_fork(self) -> None:
@@ -114,7 +119,7 @@ class ReportThread(Generic[Content]):
         self._stopping = False
         try:
             self._thread = threading.Thread(target=self._run, name="vllm-livepatch report", daemon=True)
-            self._thread.start()
+            own_threads.start(self._thread)
         except RuntimeError:  # the interpreter is ending or allows no such threads, or the system has none left
             self._thread = None
 
@@ -155,19 +160,33 @@ class ReportThread(Generic[Content]):
                 self._asked = float("inf")
                 self._begun += 1
                 closed = self._closed
-            self._tell_multiprocessing()
-            try:
-                content = self._look()
-                if closed:
-                    self._end(content)
-                elif content is not None:
-                    self._write(content)
-            finally:
-                with self._changed:
-                    self._ended += 1
-                    self._stuck = False
-                    self._changed.notify_all()
-            heartbeat = time.monotonic() + self._pause()
+            self._unfailing(self._tell_multiprocessing)
+            content = self._unfailing(self._look)
+            if closed:
+                self._unfailing(self._end, content)
+            elif content is not None:
+                self._unfailing(self._write, content)
+            with self._changed:
+                self._ended += 1
+                self._stuck = False
+                self._changed.notify_all()
+            # A look that raised has not done what was due, and would at once be due again.
+            heartbeat = time.monotonic() + (HEARTBEAT_SECONDS if content is None else self._pause())
+
+    def _unfailing(self, step: Callable[..., _Answer], *given: Content | None) -> _Answer | None:
+        """What a step gives, None where it raises.
+
+        It looks at objects of others, whose code may raise anything: the next report, and the process's last, come all
+        the same. Said once.
+        """
+        try:
+            return step(*given)
+        except BaseException as error:
+            if not self._failed:
+                self._failed = True
+                to_stderr(f"a report failed, please report it: {type(error).__name__}: {error}")
+            return None
 
     def _pause(self) -> float:
-        return min(HEARTBEAT_SECONDS, max(0.0, self._due_in()))
+        due_in = self._unfailing(self._due_in)
+        return HEARTBEAT_SECONDS if due_in is None else min(HEARTBEAT_SECONDS, max(0.0, due_in))

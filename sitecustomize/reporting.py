@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import application, overrides
 from .context import to_stderr
+from .decision import module_of
 from .greeting import Greeting, Outcome
 from .patch_state import PatchState, PatchStates
 from .report import ProcessReport
@@ -28,6 +30,11 @@ class Reporter:
         self._report = ProcessReport(os.environ, about)
         self._begun = False  # the first patch was decided on
         self.before_look: Callable[[], None] = lambda: None  # called before each report, by the thread that writes it
+        self._ending: list[str] = []  # why strict ends this process
+        self.decide_rest: Callable[[], None] = lambda: None  # on the patches that were not decided on yet
+        if patches.environment.mode == "off":  # by a value that means nothing: none waits for its target
+            for state in patches.all:
+                state.settle("skipped", "off", "LIVEPATCH is off")
         name = f"{version}+{about['digest'][: len('sha256:') + 12]}" if about["digest"] else version
         self._greeting = Greeting(version, name, self._outcomes, self._trouble)
         self._thread = ReportThread(self._look_over, self._write, self._end, self._greeting.due_in)
@@ -38,19 +45,21 @@ class Reporter:
         assert decision is not None
         with self._patches.lock:  # two threads may import two targets at once
             first, self._begun = not self._begun, True
-        if first:
-            self._begin()
-        if decision.reason in ("unverified", "forced"):
+        wrong = self._begin() if first else []
+        if decision.reason in ("unverified", "forced", "unneeded") and not self._ending:
             self._greeting.behind(f"{state.patch.name}: {decision.detail}")
-        if decision.wanted and not decision.apply:
-            self.not_applied(state)
+        self._say_wrong([*wrong, *([_not_applied(state)] if decision.wanted and not decision.apply else [])])
 
-    def not_applied(self, state: PatchState, importing: bool = True) -> None:
-        """A patch that is wanted is not applied: a line on stderr, under strict the process's last while it imports."""
-        message = f"{state.patch.name} is not applied ({state.reason}): {state.detail}"
-        if importing and self._patches.environment.mode == "strict":
-            self._end_process(message)
-        self._greeting.behind(message)
+    def not_applied(self, *states: PatchState, importing: bool = True) -> None:
+        """Write a line for each patch that is wanted and not applied; under strict, while `importing`, and end."""
+        self._say_wrong([*map(_not_applied, states)], importing)
+
+    def _say_wrong(self, messages: list[str], importing: bool = True) -> None:
+        if importing and messages and self._patches.environment.mode == "strict":
+            self._end_process(messages)
+            return  # it is ending already, and says this too
+        for message in messages:
+            self._greeting.behind(message)
 
     def no_longer_applied(self, state: PatchState) -> None:
         """Printed, and no more: what serves already is not ended, not even under strict."""
@@ -75,26 +84,35 @@ class Reporter:
         self._thread.about_to_fork()
 
     def forked_child(self) -> None:
+        self._greeting.forked_child()
         self._report.begin()
         self._thread.forked_child()
 
     # The lines on stderr
 
-    def _begin(self) -> None:
+    def _begin(self) -> list[str]:
+        """What is wrong with the settings: a line each, under strict one in all."""
         self._greeting.begin(self._patches.packages)
         if not self._thread.flush(_FIRST_SECONDS) and self._thread.is_there():
             self._report.late()
             self._greeting.say()  # nobody would come to it later; where there is no thread, the exit does
         environment = self._patches.environment
-        troubles = (*environment.errors, *environment.notes)
-        if troubles and environment.mode == "strict":
-            self._end_process("; ".join(troubles))
-        for trouble in troubles:
-            self._greeting.behind(trouble)
+        troubles = [*environment.errors, *environment.notes]
+        return ["; ".join(troubles)] if troubles and environment.mode == "strict" else troubles
 
-    def _end_process(self, why: str) -> None:
-        self._greeting.say()
-        end_process(why)
+    def _end_process(self, why: list[str]) -> None:
+        """End it, for these reasons and those that the patches have which were not decided on yet.
+
+        A start that named one of them at a time would be tried as often as there are some.
+        """
+        first = not self._ending
+        self._ending += why
+        if first:
+            try:
+                self.decide_rest()
+            finally:  # whatever that comes to
+                self._greeting.say()
+                end_process(*self._ending)
 
     def _outcomes(self) -> list[Outcome]:
         """What came of each patch so far."""
@@ -116,11 +134,13 @@ class Reporter:
             if state.state != "applied":
                 continue
             found = overrides.bypassing(steps)
-            overtaken = ((step, application.overtaken_by(step)) for step in steps)
+            overtaken = ((step, _overtaken_by(step)) for step in steps)
             replaced = next(((step, by) for step, by in overtaken if by is not None), None)
             with self._patches.lock:
                 if state.applied is not steps or state.state != "applied":
                     continue  # what was looked up is no longer so
+                if replaced is not None and _is_being_executed(module_of(replaced[0].target)):
+                    continue  # a reload has put the module's own there, and applies the patch anew at its end
                 bypassed += self._bypassed(state, found)
                 if replaced is not None:
                     state.settle("failed", "overwritten", f"{replaced[0].target} was replaced later by {replaced[1]}")
@@ -157,7 +177,27 @@ class Reporter:
             self._write(patches)
 
 
-def end_process(why: str) -> None:
+def _not_applied(state: PatchState) -> str:
+    return f"{state.patch.name} is not applied ({state.reason}): {state.detail}"
+
+
+def _overtaken_by(step: application.Applied) -> str | None:
+    try:
+        return application.overtaken_by(step)
+    except Exception as error:  # somebody's lazy proxy, of what is not bound yet
+        return f"an object that raises {type(error).__name__} when its attributes are asked for"
+
+
+def _is_being_executed(module: str) -> bool:
+    """Whether a thread imports or reloads the module right now: its lock is held as long, and nothing else tells of a
+    reload.
+    """
+    lock = getattr(sys.modules["_frozen_importlib"], "_module_locks", {}).get(module)
+    return lock is not None and getattr(lock(), "owner", None) is not None
+
+
+def end_process(*why: str) -> None:
     """LIVEPATCH=strict: end before anything is served. `os._exit`, since an import may run in any thread."""
-    to_stderr(f"LIVEPATCH=strict: {why}")
+    for one in why:
+        to_stderr(f"LIVEPATCH=strict: {one}")
     os._exit(EXIT_STRICT)

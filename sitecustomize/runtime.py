@@ -38,6 +38,7 @@ class Runtime:
         place = cache.in_time(cache.directory, os.environ)
         self._sources = SourceChanges(place)
         self._decider = Decider(self.patches, self._sources, catalogue, place, self.reporter.decided)
+        self.reporter.decide_rest = functools.partial(self._decider.decide, self.patches.all)
         self._applier = Applier(self.patches, self._sources, root, self.reporter, self._decider.patch_set)
         self._looked_at = {module_of(name) for state in self.patches.all for name in state.patch.names}
         self._applied: list[PatchState] = []  # since an outermost import ended
@@ -88,6 +89,7 @@ class Runtime:
             self._sources.arriving.discard(module.__name__)
             return  # somebody's private copy: no caller reaches it by its name
         application.executed(module)
+        failed: list[PatchState] = []
         for state in sorted(self.patches.of(module.__name__), key=lambda state: not state.patch.diff):
             decision = state.decision
             if decision is None or not decision.apply or state.state == "failed":
@@ -100,9 +102,11 @@ class Runtime:
             else:
                 continue
             if state.state == "failed":
-                self.reporter.not_applied(state)
+                failed.append(state)
             else:
                 self._applied.append(state)
+        if failed:
+            self.reporter.not_applied(*failed)
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)
 
@@ -159,7 +163,7 @@ class Runtime:
         if first and importing:
             self.reporter.decided(state)
         if state.state == "failed" and (decision.apply or not (first and importing)):
-            self.reporter.not_applied(state, importing)
+            self.reporter.not_applied(state, importing=importing)
 
     def _decide_anew(self, modules: set[str], importing: bool) -> None:
         """These modules are executed from elsewhere than they were looked at: what was decided on them may not hold."""
@@ -178,7 +182,7 @@ class Runtime:
             if state.applied:
                 self._applier.unapply(state, decision.reason, decision.detail)
             if state.missing:
-                self.reporter.not_applied(state, importing)
+                self.reporter.not_applied(state, importing=importing)
 
     def _read_back_again(self, state: PatchState) -> None:
         """The outermost import in which a patch was applied has ended: was a target replaced as it was imported?"""

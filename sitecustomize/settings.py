@@ -1,5 +1,5 @@
 """The environment's variables, read once, in any case. A value that is not one of those offered counts as `auto`, and a
-line says so.
+line says so. An empty one counts as unset, as charts and unit files leave it.
 
 But for LIVEPATCH itself: what turns everything off must not fail open, so there it counts as `off`.
 """
@@ -24,6 +24,7 @@ _MODE = {word: "auto" if switch == "on" else switch for word, switch in _SWITCH.
 
 def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
     """Read every variable of the contract; `errors` holds a sentence for each value that cannot be used."""
+    environ = {name: value for name, value in environ.items() if value.strip()}
     errors: list[str] = []
     mode = _one_of("LIVEPATCH", environ.get("LIVEPATCH", "auto"), MODES, errors, _MODE, "off")
     toggles: dict[str, str] = {}

@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _mode() -> str:
-    return os.environ.get("LIVEPATCH", "auto").strip().lower()
+    return os.environ.get("LIVEPATCH", "").strip().lower() or "auto"
 
 
 def _unknown() -> str:

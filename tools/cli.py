@@ -214,9 +214,13 @@ def status(
         list[str] | None,
         typer.Option(
             "--require",
-            metavar="PATCH",
+            metavar="PATCH[@VERSION]",
             help="Exit 1 unless all processes have it, or have not imported its target; repeatable.",
         ),
+    ] = None,
+    digest: Annotated[
+        str | None,
+        typer.Option("--digest", metavar="sha256:HEX", help="Exit 1 unless all processes run this bundle."),
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove the reports of processes that have ended.")] = False,
     prometheus: Annotated[
@@ -228,11 +232,12 @@ def status(
 ) -> None:
     """Every live patched process: releases, patches, state, reason, targets, counters."""
     code = monitor.run(
-        statuses.state_directory(state_dir, bool(require)),
+        statuses.state_directory(state_dir, bool(require or digest)),
         as_json=as_json,
         watch=watch,
         summary=summary,
         require=require or (),
+        digest=digest,
         prune=prune,
         prometheus=prometheus,
         serve=serve,

@@ -167,7 +167,7 @@ def run(place: Place, address: str, size: int, **variables: str) -> Outcome:
     logged = [line.partition("vllm-livepatch: ")[2] for line in lines if "vllm-livepatch: " in line]
     if found is None:
         return Outcome(logged, False, [], [])
-    return Outcome(logged, True, found.live, status.unmet(found, [PATCH]))
+    return Outcome(logged, True, found.live, status.unmet(found, [status.Required(PATCH)]))
 
 
 def state_of(process: dict[str, Any]) -> tuple[str, str | None]:

@@ -137,3 +137,38 @@ def test_a_property_and_what_is_below_what_bypasses(sandbox: Sandbox) -> None:
     body += "class Below(Own):\n    @property\n    def step(self): return super().step"
     message = f"vllm-livepatch: around is bypassed: {DETAIL}"
     assert sorted(run(sandbox, body)) == ["after the look", "the class is there", message]
+
+
+LAZY = """
+class Lazy:  # of a program that binds it later
+    def __getattribute__(self, name):
+        raise RuntimeError("not bound yet")
+"""
+
+
+def test_an_override_that_cannot_be_asked_hides_no_other(sandbox: Sandbox) -> None:
+    """A lazy proxy raises when it is asked for an attribute. What is counted behind it is reported all the same."""
+    sandbox.patch()
+    sandbox.generate()
+    code = f"""
+import fakeengine.scheduler
+from fakeengine.scheduler import Scheduler
+{LAZY}
+class First(Scheduler): step = Lazy()
+class Own(Scheduler):
+    def step(self, number): return number
+Scheduler().step(7)
+"""
+    done = sandbox.python(code)
+    assert (done.code, done.others) == (0, [f"vllm-livepatch: around is bypassed: {DETAIL}"]), done.err
+    reported = sandbox.reported()
+    assert (reported["state"], reported["detail"], reported["counters"]) == ("applied", DETAIL, {"calls": 1})
+
+
+def test_a_target_that_was_replaced_by_what_cannot_be_asked(sandbox: Sandbox) -> None:
+    sandbox.patch()
+    sandbox.generate()
+    done = sandbox.python(f"from fakeengine.scheduler import Scheduler\n{LAZY}\nScheduler.step = Lazy()")
+    detail = f"{STEP} was replaced later by an object that raises RuntimeError when its attributes are asked for"
+    assert (done.code, done.others) == (0, [f"vllm-livepatch: around is no longer applied (overwritten): {detail}"])
+    assert (sandbox.reported()["state"], sandbox.reported()["detail"]) == ("failed", detail)

@@ -736,7 +736,7 @@ def test_check_decides_as_the_process_does(engine: Sandbox) -> None:
     entries = engine.entries()
     _, answers = check.check(
         [entry.patch for entry in entries.values()],
-        check.directory_tree(engine.site),
+        check.directory_tree(engine.site, ()),
         {name: entry.changes() for name, entry in entries.items()},
     )
     offline = {answer.patch.name: (answer.decision.verdict, answer.decision.apply) for answer in answers}

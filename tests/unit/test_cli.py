@@ -341,3 +341,53 @@ def test_piped_output_is_plain(known: Sandbox, cli: Cli) -> None:
         )
         assert done.code == 0, done.err
         assert "\x1b" not in done.out
+
+
+EDITABLE = {"dir_info": {"editable": True}, "url": "file:///src/engine"}
+# What installers leave of an editable install, whose package is elsewhere.
+LEFT = {
+    "setuptools, a table": {
+        "__editable__.fakeengine-1.0.pth": "import __editable___fakeengine_1_0_finder",
+        "__editable___fakeengine_1_0_finder.py": "MAPPING = {'fakeengine': '/src/engine/fakeengine'}",
+    },
+    "setuptools, a path": {"__editable__.fakeengine-1.0.pth": "/src/engine"},
+    "setup.py develop": {"fakeengine.egg-link": "/src/engine", "easy-install.pth": "/src/engine"},
+    "another backend": {
+        "_fakeengine.pth": "/src/engine",
+        "fakeengine-1.0.dist-info/METADATA": "Name: fakeengine\nVersion: 1.0\n",
+        "fakeengine-1.0.dist-info/direct_url.json": json.dumps(EDITABLE),
+    },
+    "another name": {
+        "fakeengine_cpu-1.0.dist-info/METADATA": "Name: fakeengine-cpu\nVersion: 1.0\n",
+        "fakeengine_cpu-1.0.dist-info/top_level.txt": "fakeengine\nother\n",
+        "fakeengine_cpu-1.0.dist-info/direct_url.json": json.dumps(EDITABLE),
+    },
+}
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside another package"])
+@pytest.mark.parametrize("left", LEFT)
+def test_an_editable_engine_is_not_in_its_site_packages(known: Sandbox, cli: Cli, left: str, alone: bool) -> None:
+    """Whose code was not seen is not said to fit."""
+    place = known.root / "editable"
+    known.write(LEFT[left], place)
+    if not alone:
+        known.write({"lmcache/__init__.py": "", "lmcache/_version.py": "__version__ = '0.5.6'\n"}, place)
+    words = ["check", "--site-packages", str(place), "--no-diff", *own(known)]
+    done = cli(*words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"vllm-livepatch: fakeengine is installed editable in {place}: its code is not there, and was not looked at; "
+        "ask the interpreter that imports it: check --python PATH\n"
+    )
+    (place / "fakeengine").symlink_to(known.site / "fakeengine")  # it is there, after all
+    assert cli(*words).code == 0
+
+
+@pytest.mark.parametrize("written", ["", "{", "[]", json.dumps({"dir_info": {}}), json.dumps({"dir_info": 1})])
+def test_what_is_not_editable_is_not_called_so(known: Sandbox, cli: Cli, written: str) -> None:
+    place = known.root / "site2"
+    known.write({"lmcache/__init__.py": "", "lmcache/_version.py": "__version__ = '0.5.6'\n"}, place)
+    known.write({"fakeengine-1.0.dist-info/METADATA": "Name: fakeengine\nVersion: 1.0\n"}, place)
+    known.write({"fakeengine-1.0.dist-info/direct_url.json": written, "other.egg-link": "/src"}, place)
+    assert "editable" not in cli("check", "--site-packages", str(place), "--no-diff", *own(known)).err

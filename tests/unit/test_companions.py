@@ -109,7 +109,7 @@ def test_force_overrides_and_keeps_what_is_known_of_the_patched_package() -> Non
     ("toggle", "cache", "release", "verdict", "applies", "reason"),
     [
         ("auto", {HIT: "edit"}, "0.6", "fixed-upstream", False, "fixed-upstream"),
-        ("on", {HIT: "edit"}, "0.6", "drifted", False, "drifted"),
+        ("on", {HIT: "edit"}, "0.6", "fixed-upstream", False, "fixed-upstream"),
         ("force", {HIT: "edit"}, "0.6", "drifted", True, "forced"),
         ("on", NEW, "0.6", "fixed-upstream", True, "on"),
         ("on", NEW, "0.7", "fixed-upstream", True, "on"),
@@ -120,6 +120,8 @@ def test_asked_for_where_it_is_not_needed(
 ) -> None:
     decision = decided(cache, release, toggle, engine="fixed")
     assert (decision.verdict, decision.apply, decision.reason) == (verdict, applies, reason)
+    assert decision.wanted is applies, "there is no fault that is not mended"
+    assert (HIT in decision.detail) is (toggle != "auto" and cache != NEW)
 
 
 def test_drift_of_the_patched_package_comes_first() -> None:

@@ -160,27 +160,29 @@ def test_status_from_within(patched: Sandbox, start: Start) -> None:
 
 
 def test_status_from_without_and_from_another_container(patched: Sandbox, start: Start) -> None:
-    """On one host name, where each has its own processes 1 and 2: who cannot look there calls nobody ended."""
+    """On one host name, where each has its own processes 1 and 2: who cannot look there knows by the report's lock."""
     one, other = start(), start()
     pid = serving(one)
     until(lambda: pids(one) == [pid])
     (report,) = patched.state.iterdir()
     assert json.loads(report.read_text("ascii"))["host"] == os.uname().nodename
-    for last in (False, True):
-        found = status.read(patched.state)
-        assert [(process["pid"], seen) for process, seen in zip(found.live, found.seen, strict=True)] == [(pid, False)]
-        assert (found.ended, status.unmet(found, ["around"])) == ([], [])
-        assert status.prune(found) == []
-        done = other.run(PYTHON, "/livepatch", "status", "--prune", "--require", "around")
-        assert done.code == 0, done.out
-        assert f"pid {pid} on " in done.out
-        assert report.exists()
-        if not last:
-            one.script(f"kill -9 {pid}; wait {pid}")  # its heartbeat is what tells of it, in three minutes
-    assert pids(one) == []
-    one.end()
-    assert pids(other) == [pid]
+    ask = (PYTHON, "/livepatch", "status", "--prune", "--require", "around")
+    found = status.read(patched.state)
+    assert [(process["pid"], seen) for process, seen in zip(found.live, found.seen, strict=True)] == [(pid, True)]
+    assert (found.ended, status.unmet(found, [status.Required("around")])) == ([], [])
+    assert status.prune(found) == []
+    done = other.run(*ask)
+    assert done.code == 0, done.out
+    assert f"pid {pid} on " in done.out
     assert report.exists()
+    one.script(f"kill -9 {pid}; wait {pid}")
+    one.end()
+    found = status.read(patched.state)
+    assert (found.live, found.ended) == ([], [(pid, report)])
+    assert pids(other) == []
+    done = other.run(*ask)
+    assert (done.code, report.exists()) == (1, False)
+    assert f"removed the reports of 1 ended processes: {pid}\n" in done.out
 
 
 def test_strict_where_nothing_is_mounted(patched: Sandbox) -> None:

@@ -12,6 +12,7 @@ from vllm_livepatch.sitecustomize.decision import (
     Installed,
     Patch,
     Variant,
+    _age,
     decide,
     judge,
     public_release,
@@ -57,8 +58,8 @@ TABLE = {
     ("fixed-upstream", "force"): (True, True, "force"),
     ("fixed-upstream", "off"): (False, False, "off"),
     ("not-present", "auto"): (False, False, "not-present"),
-    ("not-present", "on"): (False, True, "not-present"),
-    ("not-present", "force"): (False, True, "not-present"),
+    ("not-present", "on"): (False, False, "not-present"),  # there is nothing to mend
+    ("not-present", "force"): (False, False, "not-present"),
     ("not-present", "off"): (False, False, "off"),
     ("drifted", "auto"): (False, True, "drifted"),
     ("drifted", "on"): (False, True, "drifted"),
@@ -104,6 +105,62 @@ def test_what_a_diff_changed_is_wanted_where_the_release_as_it_came_needs_it(
     assert (f"a diff changes {TARGET}" in decision.detail) is not wanted
     assert decided(changed, "on").verdict == decided(changed, "force").verdict == "drifted"
     assert decided(dataclasses.replace(changed, replaced={})).verdict == "drifted"
+
+
+EDITED = {**GOOD, TARGET: "of the nightly"}
+
+
+@pytest.mark.parametrize(
+    ("release", "needed"),
+    [
+        ("0.24.0", False),  # somebody's edit of a release that has no fault
+        ("0.24.0+vendor.1", False),
+        ("0.25.0", False),
+        ("0.34.0.dev5", False),
+        ("0.24.1rc1.dev424+g3f5a1e173", False),
+        ("0.24.0.post1", False),
+        ("0.24.0.0", False),
+        ("0.24.0rc2", True),  # before 0.24.0: 0.23.1 is the newest that is not newer
+        ("0.24.0.dev7", True),
+        ("0.24.0a1", True),
+        ("0.23.10", True),
+        ("0.23.1", True),
+        ("0.23", True),
+        ("0.3.0", True),  # older than all that are listed, or of no age: nothing speaks against the fault
+        ("0.1.dev1+g3f5a1e173", True),
+        ("unheard of", True),
+        ("", True),
+        (None, True),
+    ],
+)
+def test_code_that_nobody_knows_is_as_the_newest_listed_release_before_it(release: str | None, needed: bool) -> None:
+    """A nightly of a release that has mended the fault does not end under strict."""
+    decision = decided(Installed(release, EDITED))
+    expected = ("drifted", False, needed, "drifted" if needed else "unneeded")
+    assert (decision.verdict, decision.apply, decision.wanted, decision.reason) == expected
+    assert ("LIVEPATCH_SOME_PATCH=on asks for it" in decision.detail) is not needed
+    assert "has code that was never verified" in decision.detail
+    for toggle in ("on", "force"):
+        asked = decided(Installed(release, EDITED), toggle)
+        assert (asked.apply, asked.wanted) == (toggle == "force", True)
+    assert not decided(Installed(release, EDITED), "off").wanted
+
+
+def test_releases_are_in_the_order_of_their_ages() -> None:
+    ages = ["0.9", "0.10.dev1", "0.10a1.dev3", "0.10a1", "0.10a2", "0.10b1", "0.10rc1.dev9", "0.10rc1", "0.10rc10"]
+    ages += ["0.10", "0.10.post1.dev2", "0.10.post1", "0.10.1.dev4", "0.10.1", "0.11rc1", "1"]
+    found = [_age(release) for release in ages]
+    assert None not in found
+    assert found == sorted(found, key=lambda age: age or ())
+    assert len({str(age) for age in found}) == len(found)
+    assert _age("0.10.0+rocm") == _age("0.10")
+    assert [_age(release) for release in ("", "v1", "1!2", "1.0-2", "latest", None)] == [None] * 6
+
+
+def test_a_nightly_whose_last_release_has_none_of_the_code() -> None:
+    form = Variant({}, ("0.24.0",), verdict="not-present")
+    patch = dataclasses.replace(PATCH, variants=(*PATCH.variants[:2], form))
+    assert decided(Installed("0.25.0.dev1", EDITED), patch=patch).reason == "unneeded"
 
 
 def test_a_toggle_that_nobody_set_is_auto() -> None:
@@ -218,7 +275,7 @@ def test_a_fix_that_the_patch_cannot_be_put_on_is_not_put_on() -> None:
     patch = dataclasses.replace(PATCH, variants=(*PATCH.variants[:2], fixed))
     for toggle in ("on", "force"):
         decision = decided(BY_VERDICT["fixed-upstream"], toggle, patch=patch)
-        assert (decision.verdict, decision.apply, decision.wanted) == ("fixed-upstream", False, True)
+        assert (decision.verdict, decision.apply, decision.wanted) == ("fixed-upstream", False, False)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,23 @@ def test_a_path_that_does_not_name_it(patched: Sandbox, given: str) -> None:
     assert doctor(patched, PYTHONPATH="")[0]["path"] == "PYTHONPATH is not set"
 
 
+@pytest.mark.parametrize("named", ["bundle", "./bundle", ""])
+def test_a_relative_path_that_names_it(patched: Sandbox, named: str) -> None:
+    """A child that is started in another folder does not find it."""
+    started = {"cwd": patched.bundle if named == "" else patched.root}
+    environ = patched.environ(path=[named, patched.site])
+    elsewhere = f"{USE_STEP}\nimport subprocess, sys\nsys.stdout.flush()\nsubprocess.run([sys.executable, '-c', {USE_STEP!r}], cwd='/')"
+    assert finish([PYTHON, "-c", elsewhere], environ, **started).out == f"{PATCHED}{STOCK}"
+    done = finish([PYTHON, patched.bundle, "doctor"], environ, **started)
+    assert (done.code, done.out.splitlines()[-1]) == (1, "not fit to be patched: path")
+    assert (
+        f"failed   path: PYTHONPATH names the bundle as {named!r}, which a process that is started in another folder "
+        f"does not find: name {patched.bundle}\n"
+    ) in done.out
+    both = patched.environ(path=[named, patched.bundle, patched.site])
+    assert finish([PYTHON, patched.bundle, "doctor"], both, **started).code == 0
+
+
 def test_a_guard_that_vllm_would_not_run(patched: Sandbox) -> None:
     assert " guard: " not in ask(patched, "doctor").out
     patched.write({"vllm_livepatch_guard.py": ""})

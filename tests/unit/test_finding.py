@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import os
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.support import Sandbox
+from tests.unit import interpreters
+from tests.unit.support import WORK, Sandbox
 
 # By its name: it is no module in a patched process, and checked for types as what it is there.
 finding: Any = importlib.import_module("vllm_livepatch.sitecustomize.finding")
@@ -31,6 +33,7 @@ class Hook:
         self.until = 2
         for name in ("inside", "forking", "finding"):
             monkeypatch.setattr(finding, name, set())
+        self.load_hook = finding.load_hook
         monkeypatch.setattr(finding, "load_hook", lambda: SimpleNamespace(after=self.after))
         monkeypatch.setattr(finding, "sleep", self.sleep)
 
@@ -159,17 +162,111 @@ def test_each_wait_is_a_millisecond_and_ends_as_soon_as_it_may(hook: Hook, monke
 def test_in_the_child_what_another_thread_imported_is_imported_anew(
     hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owners = {"theirs": OTHER, "mine": ME, "nobodys": None}
+    monkeypatch.setattr(finding, "TARGETS", {"engine.a": "watched", "ours": "own"})
+    owners = {
+        **dict.fromkeys(("engine.a", "ours.b", "json.decoder", "engine", "engine.b", "app"), OTHER),
+        "ours.mine": ME,
+        "ours.nobodys": None,
+    }
     locks: dict[str, Any] = {
         **{name: partial(SimpleNamespace, owner=owner) for name, owner in owners.items()},
-        "gone": lambda: None,  # a weak reference, whose lock is no more
+        "ours.gone": lambda: None,  # a weak reference, whose lock is no more
     }
+    names, stay = list(locks), list(locks)[3:]
     monkeypatch.setattr(sys.modules["_frozen_importlib"], "_module_locks", locks)
     for name in locks:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     finding.after_fork_in_child()
-    assert list(locks) == ["mine", "nobodys", "gone"]
-    assert [name for name in ("theirs", "mine", "nobodys", "gone") if name in sys.modules] == list(locks)
+    assert list(locks) == stay
+    assert [name for name in names if name in sys.modules] == stay
+
+
+HALF_IMPORTED = """
+import os, sys, threading, typing
+from fakeengine.scheduler import Scheduler
+sys.ready, sys.go = threading.Event(), threading.Event()
+thread = threading.Thread(target=__import__, args=["application"])
+thread.start()
+sys.ready.wait()
+child = os.fork()
+if not child:
+    assert typing.get_type_hints(sys.shared) == {"other": sys.modules["application"].Other}
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+sys.go.set()
+thread.join()
+"""
+
+
+def test_in_the_child_a_half_imported_module_of_others_stays(patched: Sandbox) -> None:
+    """Of a program whose import serves: its classes' names are looked for in `sys.modules`."""
+    application = """\
+        import sys
+
+        class Shared:
+            other: "Other"
+
+        class Other: ...
+
+        sys.shared = Shared
+        sys.ready.set()
+        sys.go.wait()
+        """
+    patched.write({"application.py": application})
+    done = patched.python(HALF_IMPORTED)
+    assert (done.code, done.out) == (0, "0\n"), done.err
+
+
+# A target that is imported where the program's stack is nearly full.
+DEEP = """
+import sys
+def deep(left):
+    if left:
+        return deep(left - 1)
+    import fakeengine.scheduler
+    return fakeengine.scheduler.Scheduler().step(7)
+import fakeengine
+left = sys.getrecursionlimit()
+while True:
+    left -= 5
+    try:
+        found = deep(left)
+        break
+    except RecursionError:
+        pass
+import fakeengine.worker
+print(found, fakeengine.worker.work(8), sys.getrecursionlimit())
+"""
+
+
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
+def test_a_full_stack_is_no_damage(sandbox: Sandbox, version: str) -> None:
+    sandbox.patch()
+    sandbox.patch("later", [WORK])
+    sandbox.generate()
+    python = str(interpreters.find(version))
+    for given in ({}, {"LIVEPATCH": "strict"}):
+        done = sandbox.python(DEEP, python=python, **given)
+        assert (done.code, done.out) == (0, "['patched', 7] ['patched', 8] 1000\n"), done.err
+        assert done.others == []
+
+
+def test_an_error_of_a_stack_that_is_full_all_the_same_is_no_damage(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another thread has put the limit back."""
+    real = builtins.__import__
+
+    def full(name: str, *rest: Any) -> Any:
+        if name == "_vllm_livepatch.sitecustomize":
+            raise RecursionError("maximum recursion depth exceeded")
+        return real(name, *rest)
+
+    monkeypatch.setattr(finding, "load_hook", hook.load_hook)
+    monkeypatch.setattr(finding, "TARGETS", {"engine.a": "watched"})
+    monkeypatch.setattr(builtins, "__import__", full)
+    assert finding.call_hook("before", "engine.a", None, None) is None
+    assert (finding.damages, finding.TARGETS) == ([], {"engine.a": "watched"})
 
 
 class LivepatchFinder:

@@ -73,7 +73,11 @@ def everything(state: Path) -> tuple[status.Reports, list[str]]:
     screen = io.StringIO()
     console = Console(file=screen, width=200)
     console.print(rendering.status_view(found.live, state))
-    output = [summary.processes_text(found), summary.summary_text(of_all), *status.unmet(found, ["around", "b"])]
+    output = [
+        summary.processes_text(found),
+        summary.summary_text(of_all),
+        *status.unmet(found, [status.Required("around"), status.Required("b", 2)]),
+    ]
     output += [screen.getvalue(), generate_latest(metrics._registry(state)).decode()]
     for value in (found.live, of_all):
         json.dumps(value, allow_nan=False)
@@ -124,7 +128,7 @@ def test_a_line_break_makes_no_line_of_its_own(state: Path, more: dict[str, Any]
     file = fleet.leave(state, fleet.patch("around"))
     file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
     found = status.read(state)
-    required = [patch["name"] for patch in found.live[0]["patches"]]
+    required = [status.Required(patch["name"], 2) for patch in found.live[0]["patches"]]
     shown = [
         summary.processes_text(found),
         summary.summary_text(summary.summary(found)),

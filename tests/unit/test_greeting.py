@@ -108,3 +108,59 @@ def test_what_is_imported_later_is_in_it(sandbox: Sandbox) -> None:
     )
     assert "; applied=around,later armed=0 skipped=0 failed=- " in done.greeting
     assert len(done.lines) == 1
+
+
+def test_a_forked_child_begins_anew(greeted: Greeted) -> None:
+    """Its parent's line is its parent's; whoever held the lock does not exist in the child."""
+    greeted.greeting.begin({"vllm": "0.29.0"})
+    greeted.greeting.say()
+    greeted.greeting.behind("before")
+    greeted.greeting._lock.acquire()
+    greeted.greeting.forked_child()
+    greeted.greeting.say()
+    assert greeted.greeting.due_in() == float("inf")
+    assert len(greeted.lines) == 2  # it has imported nothing
+    greeted.greeting.behind("one")
+    greeted.greeting.wait()
+    assert greeted.greeting.due_in() == QUIET_SECONDS
+    context.to_stderr("two")
+    assert [line.partition(",")[0] for line in greeted.lines] == ["1.2", "before", "1.2", "one", "two"]
+    assert ", vllm 0.29.0; " in greeted.lines[2]
+
+
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
+def test_a_forked_child_that_imports_a_target_says_its_own_line(sandbox: Sandbox, version: str) -> None:
+    """As an engine core that is forked by an API server, which has imported little."""
+    sandbox.patch()
+    sandbox.patch("later", [WORK], code="def wrappers(livepatch):\n    raise ValueError('it broke')")
+    sandbox.generate()
+    code = """
+        import multiprocessing, os, sys
+        from fakeengine.scheduler import Scheduler
+
+        def child():
+            import fakeengine.worker
+
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        pid = os.fork()
+        if not pid:
+            child()
+            sys.exit()
+        os.waitpid(pid, 0)
+        pid = os.fork()
+        if not pid:  # it imports nothing
+            Scheduler().step(1)
+            sys.exit()
+        os.waitpid(pid, 0)
+        """
+    done = sandbox.python(code, python=str(interpreters.find(version)))
+    assert done.code == 0
+    said = [line.partition("; ")[2].partition(" bundle")[0] for line in done.lines if "LIVEPATCH=off" in line]
+    assert said == [
+        "applied=around armed=1 skipped=0 failed=-",
+        *["applied=around armed=0 skipped=0 failed=later"] * 2,
+    ]
+    assert len({line.partition("pid ")[2].partition(",")[0] for line in done.lines if "pid " in line}) == 3
+    assert [line for line in done.lines if "later is not applied (raised): " in line] == done.lines[2::2]

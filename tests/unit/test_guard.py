@@ -58,7 +58,7 @@ def test_turned_off_it_is_silent(patched: Sandbox, guard: Path, word: str) -> No
 
 
 @pytest.mark.parametrize("flags", [(), ("-E",)], ids=" ".join)
-@pytest.mark.parametrize("word", ["offf", ""])
+@pytest.mark.parametrize("word", ["offf", "nonsense"])
 def test_a_word_that_is_none_counts_as_off_and_it_says_so(
     patched: Sandbox, guard: Path, word: str, flags: tuple[str, ...]
 ) -> None:
@@ -69,6 +69,13 @@ def test_a_word_that_is_none_counts_as_off_and_it_says_so(
     assert (done.code, done.out, len(done.lines)) == (0, "went on\n", 2)  # it is called twice
     assert all(line.startswith(says) for line in done.lines)
     assert not patched.state.exists()
+
+
+@pytest.mark.parametrize("word", ["", " "])
+def test_an_empty_word_counts_as_unset(patched: Sandbox, guard: Path, word: str) -> None:
+    assert run(patched, guard, bundle=True, LIVEPATCH=word) == Done(0, "went on\n", "")
+    done = run(patched, guard, LIVEPATCH=word)
+    assert "no bundle is armed in this process, nothing is patched: " in done.lines[0]
 
 
 def test_with_a_bundle_the_bundle_says_it(patched: Sandbox, guard: Path) -> None:

@@ -91,8 +91,9 @@ MISSING = [
     ("skipped", "off", "needed", "off", False),
     ("skipped", "fixed-upstream", "fixed-upstream", "auto", False),
     ("skipped", "not-present", "not-present", "auto", False),
-    ("skipped", "not-present", "not-present", "on", True),
-    ("skipped", "fixed-upstream", "fixed-upstream", "force", True),
+    ("skipped", "not-present", "not-present", "on", False),
+    ("skipped", "fixed-upstream", "fixed-upstream", "force", False),
+    ("skipped", "unneeded", "drifted", "auto", False),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 from pytest_mock import MockerFixture
-from vllm_livepatch.sitecustomize import report_thread
+from vllm_livepatch.sitecustomize import cache, report_thread
 from vllm_livepatch.sitecustomize.report_thread import ReportThread
 
-from tests.unit.support import until
+from tests.unit import interpreters
+from tests.unit.support import PATCHED, USE_STEP, Sandbox, until
 
 
 class Thread:
@@ -236,3 +238,96 @@ def test_what_is_due_within_a_second_is_not_slept_over(thread: Thread) -> None:
     thread.reporter.soon(0.0)
     until(lambda: thread.waits)
     assert 0 < thread.waits[0] <= 0.25
+
+
+@pytest.mark.parametrize("step", ["look", "write", "due"])
+def test_an_error_ends_no_reporting(thread: Thread, step: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It looks at objects of others, whose code may raise anything; what comes next is written, and the last one."""
+    failing = [SystemExit(1), ValueError("of theirs")]
+
+    def fail_first(given: Any = "content") -> Any:
+        if failing:
+            raise failing.pop(0)
+        return given
+
+    real = thread.note
+    if step == "look":
+        thread.reporter._look = fail_first
+    elif step == "write":
+        thread.reporter._write = lambda content: (fail_first(), real(f"write {content}"))[1]
+    else:
+        thread.reporter._due_in = lambda: fail_first(float("inf"))
+    until(lambda: thread.reporter.flush(20.0) and thread.done)
+    assert thread.done[-1] == "write content"
+    assert failing == []
+    (line,) = capfd.readouterr().err.splitlines()  # once
+    assert line == "vllm-livepatch: a report failed, please report it: SystemExit: 1"
+    thread.reporter.close()
+    assert thread.done[-1] == "end content"
+
+
+def test_a_look_that_raises_is_not_taken_again_and_again(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is due stays due, and the thread would look without a pause."""
+    looks: list[int] = []
+
+    def look() -> Any:
+        looks.append(1)
+        raise ValueError
+
+    thread.reporter._look = look
+    thread.due = -1.0
+    thread.reporter.flush(20.0)
+    until(lambda: thread.waits)
+    assert len(looks) <= 2  # the first may have been due by itself
+    assert thread.waits[-1] > 50
+
+
+def test_the_exit_without_a_thread_survives_an_error(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("none left")))
+
+    def look() -> Any:
+        raise ValueError
+
+    thread.reporter._look = look
+    thread.reporter.soon(0.0)
+    thread.reporter.close()
+    assert thread.done == ["end None"]
+
+
+def test_its_thread_takes_no_signal(thread: Thread) -> None:
+    """A program blocks a signal in its own threads and waits for it: another thread that takes it ends the process.
+
+    Those of a fault stay open, for faulthandler.
+    """
+    masks: list[set[Any]] = []
+
+    def look() -> Any:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        return "content"
+
+    thread.reporter._look = look
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert thread.reporter.flush(20.0)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    can_be = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    assert can_be - masks[0] == {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+
+
+def test_nor_does_one_that_waits_for_a_file_system() -> None:
+    masks = cache.in_time(signal.pthread_sigmask, signal.SIG_BLOCK, [])
+    assert masks is not None
+    assert {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1} <= masks
+
+
+WAITS_FOR_IT = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+os.kill(os.getpid(), signal.SIGTERM)
+print(signal.sigwait({signal.SIGTERM}) == signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
+def test_a_program_that_waits_for_a_signal_gets_it(patched: Sandbox, version: str) -> None:
+    done = patched.python(f"{USE_STEP}\n{WAITS_FOR_IT}", "-u", python=str(interpreters.find(version)))
+    assert (done.code, done.out) == (0, f"{PATCHED}True\n"), done.err

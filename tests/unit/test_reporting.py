@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -15,10 +16,14 @@ from vllm_livepatch.sitecustomize.decision import Decision, Environment, Patch
 from vllm_livepatch.sitecustomize.greeting import QUIET_SECONDS
 from vllm_livepatch.sitecustomize.patch_state import PatchState
 
+from tests.unit import interpreters
+from tests.unit.support import PATCHED, Sandbox
+
 APPLY = Decision("needed", True, True, "needed", "")
 REFUSED = Decision("drifted", False, True, "drifted", "somebody's edit")
 OPTIONAL = Decision("needed", False, False, "optional", "")
 FORCED = Decision("drifted", True, True, "forced", "is put on code that nobody verified")
+UNNEEDED = Decision("drifted", False, False, "unneeded", "is not needed before")
 UNVERIFIED = Decision("needed", True, True, "unverified", "is put on a release that nobody tested")
 DIGEST = "sha256:0123456789abcdef"
 
@@ -152,6 +157,7 @@ def test_a_report_that_cannot_be_left_is_in_the_line(world: World, error: str | 
         (OPTIONAL, []),
         (FORCED, ["a: is put on code that nobody verified"]),
         (UNVERIFIED, ["a: is put on a release that nobody tested"]),
+        (UNNEEDED, ["a: is not needed before"]),
         (REFUSED, ["a is not applied (drifted): somebody's edit"]),
     ],
 )
@@ -297,3 +303,70 @@ def test_a_line_that_is_due_is_written_with_the_next_look(world: World) -> None:
     world.now += 1.0  # due half a second ago
     world.look()
     assert len(world.lines) == 1
+
+
+@pytest.mark.parametrize("executed", [True, False])
+def test_what_a_reload_has_put_there_is_not_somebody_s(
+    world: World, monkeypatch: pytest.MonkeyPatch, executed: bool
+) -> None:
+    """While it executes the module, its lock is held; at its end the patch is applied anew."""
+    owner = 7 if executed else None
+    locks = {"engine.a": lambda: SimpleNamespace(owner=owner), "engine.b": lambda: None}
+    monkeypatch.setattr(sys.modules["_frozen_importlib"], "_module_locks", locks)
+    world.applied(world.one)
+    world.applied(world.other)
+    world.reporter.decided(world.one)
+    world.overtaken_by.return_value = "the module's own"
+    assert [one["state"] for one in world.look()] == ["applied" if executed else "failed", "failed"]
+
+
+RELOADS = """
+import importlib, json, os, sys, threading, time
+import fakeengine.scheduler
+old = fakeengine.scheduler.Scheduler()
+place = os.environ["LIVEPATCH_STATE_DIR"]
+
+def looked():  # the next report, with what is counted now, is of a look while the module is executed
+    sys.looked = None
+    old.step(1)
+    while not any(json.load(open(f"{place}/{name}"))["patches"][0]["counters"] == {"calls": 1}
+                  for name in os.listdir(place) if name.endswith(".json")):
+        time.sleep(0.01)
+
+sys.looked = looked
+again = importlib.reload(fakeengine.scheduler)
+print(sys.looked, again.Scheduler().step(7))
+"""
+
+
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
+def test_a_look_in_the_middle_of_a_reload(sandbox: Sandbox, version: str) -> None:
+    file = sandbox.site / "fakeengine/scheduler.py"
+    file.write_text(f"{file.read_text('utf-8')}\nimport sys\ngetattr(sys, 'looked', lambda: None)()\n", "utf-8")
+    sandbox.patch()
+    sandbox.generate()
+    done = sandbox.python(RELOADS, python=str(interpreters.find(version)))
+    assert (done.code, done.out, done.others) == (0, f"None {PATCHED}", []), done.err
+    assert sandbox.reported()["state"] == "applied"
+
+
+def test_what_fails_while_the_rest_is_decided_on_is_named_with_it(mocker: MockerFixture) -> None:
+    """And nothing else is said then; an error of its own keeps strict from nothing."""
+    world = World(mocker, "strict")
+
+    def rest() -> None:
+        world.decided(world.other, REFUSED)
+        world.decided(world.other, UNVERIFIED)
+        raise ValueError
+
+    world.reporter.decide_rest = rest
+    with pytest.raises(Ended):
+        world.decided(world.one, REFUSED)
+    assert world.lines[1:] == [
+        f"LIVEPATCH=strict: {name} is not applied (drifted): somebody's edit" for name in ("a", "b")
+    ]
+
+
+def test_where_all_is_off_by_a_word_that_means_nothing_none_is_armed(mocker: MockerFixture) -> None:
+    world = World(mocker, "off")
+    assert [(state.state, state.reason) for state in (world.one, world.other)] == [("skipped", "off")] * 2

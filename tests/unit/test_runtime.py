@@ -256,7 +256,7 @@ class World:
         return {call.args[0].patch.name: call.args[1] for call in self.applier.apply.call_args_list}
 
     def not_applied(self) -> list[str]:
-        return [call.args[0].patch.name for call in self.reporter.not_applied.call_args_list]
+        return [state.patch.name for call in self.reporter.not_applied.call_args_list for state in call.args]
 
 
 @pytest.fixture

@@ -126,6 +126,49 @@ def test_a_required_name_that_nothing_here_has_where_not_all_can_be_read(cli: Cl
     assert (done.code, "cannot be read here" in done.err) == (1, True)
 
 
+def test_require_of_a_version(ask: Ask, state: Path) -> None:
+    """What a rollout waits for: a process that was not restarted has the older one."""
+    fleet.leave(state, fleet.patch("around", version=12))
+    fleet.leave(state, fleet.patch("around", "armed", version=11), pid=77)
+    assert ask("--require", "around@11").code == 0
+    done = ask("--require", "around@12", "--json")
+    assert (done.code, done.lines) == (
+        1,
+        ["vllm-livepatch: around is of version 11 in pid 77 on node1, and 12 is required"],
+    )
+    fleet.leave(state, fleet.patch("around"), pid=78)  # of a bundle that gave its patches none
+    assert ask("--require", "around").code == 0
+    done = ask("--require", "around@11", "--summary")
+    assert done.lines == ["vllm-livepatch: around is of version unknown in pid 78 on node1, and 11 is required"]
+    for wrong in ("around@", "around@two", "around@-1", "around@1.0", "around@\N{SUPERSCRIPT TWO}"):
+        done = ask("--require", wrong)
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith(f"vllm-livepatch: --require {wrong}: behind @ stands the number of a version")
+    assert ask("--require", "aruond@2").err == "vllm-livepatch: no patch is called aruond; did you mean around?\n"
+
+
+def test_require_of_a_bundle(ask: Ask, state: Path) -> None:
+    other = f"sha256:{'0' * 64}"
+    done = ask("--digest", fleet.DIGEST)
+    assert (done.code, done.err) == (1, "vllm-livepatch: no live patched process is there\n")
+    fleet.leave(state, fleet.patch("around"))
+    assert ask("--digest", fleet.DIGEST).code == 0
+    assert ask("--digest", fleet.DIGEST, "--require", "around").code == 0
+    fleet.leave(state, fleet.patch("around"), pid=77, digest=other)
+    fleet.leave(state, fleet.patch("around"), pid=78, digest=None)
+    done = ask("--digest", fleet.DIGEST)
+    assert (done.code, done.lines) == (
+        1,
+        [
+            f"vllm-livepatch: pid 77 on node1 runs the bundle {other}, not {fleet.DIGEST}",
+            f"vllm-livepatch: pid 78 on node1 runs the bundle of an unknown digest, not {fleet.DIGEST}",
+        ],
+    )
+    done = ask("--digest", "sha256:ab")
+    assert (done.code, done.out) == (2, "")
+    assert "is not sha256: and 64 hexadecimal digits" in done.err
+
+
 NOWHERE = "vllm-livepatch: mooncake-layerwise is applied nowhere: no process has imported what it patches"
 ASK = ", and it is off unless LIVEPATCH_MOONCAKE_LAYERWISE=on asks for it"
 

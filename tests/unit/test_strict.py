@@ -6,8 +6,9 @@ import json
 import time
 
 import pytest
+from vllm_livepatch.tools.bundled.status import is_missing
 
-from tests.unit.support import PATCHED, STEP, STOCK, USE_STEP, WORK, Sandbox
+from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Sandbox, finish
 
 BROKEN = "def wrappers(livepatch):\n    raise RuntimeError('it broke')"
 BEFORE = "print('before', flush=True)\n"
@@ -37,8 +38,7 @@ ENDS = {
     "drifted": ("", "drifted", {}),
     "raises": (BROKEN, "raised", {}),
     "mismatch": ("def wrappers(livepatch): return {}", "mismatch", {}),
-    "asked for, not present": ("", "not-present", {"LIVEPATCH_AROUND": "on"}),
-    "asked for, not possible": ("", "fixed-upstream", {"LIVEPATCH_AROUND": "on"}),
+    "drifted, asked for": ("", "drifted", {"LIVEPATCH_AROUND": "on"}),
 }
 
 
@@ -46,13 +46,9 @@ ENDS = {
 def test_wanted_and_not_applied_ends_the_process(sandbox: Sandbox, how: str) -> None:
     code, reason, environ = ENDS[how]
     sandbox.patch(**({"code": code} if code else {}))
-    if how == "asked for, not possible":
-        fixed(sandbox)
     sandbox.generate()
-    if how == "drifted":
+    if reason == "drifted":
         edit(sandbox)
-    if how == "asked for, not present":
-        sandbox.write({"fakeengine/scheduler.py": "class Other: pass\n"})
     done = sandbox.python(IMPORT, LIVEPATCH="strict", **environ)
     assert (done.code, done.out) == (78, "before\n")
     greeting, line = done.lines
@@ -62,6 +58,71 @@ def test_wanted_and_not_applied_ends_the_process(sandbox: Sandbox, how: str) -> 
     done = sandbox.python(IMPORT, **environ)
     assert (done.code, done.out) == (0, "before\nthe importer goes on\n")
     assert done.lines[1:] == [line.replace("LIVEPATCH=strict: ", "")]
+
+
+@pytest.mark.parametrize("toggle", ["on", "force"])
+@pytest.mark.parametrize("what", ["fixed-upstream", "not-present"])
+def test_asked_for_and_already_fixed_is_satisfied(sandbox: Sandbox, what: str, toggle: str) -> None:
+    """Strict ends a process only for a fault that is there and not mended."""
+    sandbox.patch()
+    if what == "fixed-upstream":
+        fixed(sandbox)
+    sandbox.generate()
+    if what == "not-present":
+        sandbox.write({"fakeengine/scheduler.py": "class Other: pass\n"})
+    done = sandbox.python(IMPORT, LIVEPATCH="strict", LIVEPATCH_AROUND=toggle)
+    assert (done.code, done.out, done.others) == (0, "before\nthe importer goes on\n", [])
+    assert " skipped=1 failed=- " in done.greeting
+    assert (sandbox.reported()["state"], sandbox.reported()["reason"]) == ("skipped", what)
+    assert finish([PYTHON, sandbox.bundle, "check"], sandbox.environ(LIVEPATCH_AROUND=toggle)).code == 0
+
+
+@pytest.mark.parametrize(("newest", "ends"), [("fixed-upstream", False), ("not-present", False), ("needed", True)])
+def test_a_nightly_is_as_the_newest_listed_release_before_it(sandbox: Sandbox, newest: str, ends: bool) -> None:
+    code = sandbox.fingerprints(STEP)
+    last = {"releases": ["1.1"], "code": {STEP: "f" * 16}, "verdict": newest}
+    sandbox.patch(variant=[{"releases": ["1.0"], "code": code}, last])
+    sandbox.generate()
+    edit(sandbox)
+    sandbox.write({"fakeengine/_version.py": '__version__ = "1.2.dev5+g1234567"\n'})
+    done = sandbox.python(IMPORT, LIVEPATCH="strict")
+    assert done.code == (78 if ends else 0)
+    unknown = f"fakeengine 1.2.dev5+g1234567 has code that was never verified: {STEP}"
+    skipped = f"vllm-livepatch: around: {unknown}; the newest listed release before it does not need this patch, "
+    failed = f"vllm-livepatch: LIVEPATCH=strict: around is not applied (drifted): {unknown}"
+    (line,) = done.others
+    assert line == (failed if ends else f"{skipped}LIVEPATCH_AROUND=on asks for it")
+    assert finish([PYTHON, sandbox.bundle, "check"], sandbox.environ()).code == int(ends)
+    assert sandbox.python(IMPORT, LIVEPATCH="strict", LIVEPATCH_AROUND="on").code == 78
+    if not ends:
+        (reported,) = [one["patches"][0] for one in sandbox.reports() if one["patches"][0]["reason"] == "unneeded"]
+        assert (reported["state"], reported["verdict"]) == ("skipped", "drifted")
+        assert not is_missing(reported)
+
+
+def test_all_that_is_not_applied_is_named_at_one_start(sandbox: Sandbox) -> None:
+    """Also what this start would have come to later, and what breaks as it is put in place."""
+    sandbox.patch("a-broken", code=BROKEN)
+    sandbox.patch("another", code=BROKEN)
+    sandbox.patch("fine")
+    sandbox.patch("later", [WORK])
+    sandbox.patch("nobody-asked", [WORK], auto="off")
+    sandbox.generate()
+    raised = "is not applied (raised): RuntimeError while applying: it broke"
+    drifted = f"is not applied (drifted): fakeengine 1.0 has code that was never verified: {STEP}"
+    done = sandbox.python(IMPORT, LIVEPATCH="strict")
+    head = "vllm-livepatch: LIVEPATCH=strict: "
+    assert (done.code, done.others) == (78, [f"{head}a-broken {raised}", f"{head}another {raised}"])
+    edit(sandbox)
+    done = sandbox.python(IMPORT, LIVEPATCH="strict", LIVEPATCH_ANOTHER="off")
+    assert (done.code, done.out) == (78, "before\n")
+    assert done.others == [f"{head}{name} {drifted}" for name in ("a-broken", "fine")]
+    worker = sandbox.site / "fakeengine/worker.py"
+    worker.write_text(worker.read_text("utf-8").replace("[item]", "[item, 0]"), "utf-8")
+    done = sandbox.python(IMPORT, LIVEPATCH="strict", LIVEPATCH_FINE="odd", LIVEPATCH_ANOTHER="off")
+    names = [line.removeprefix(head).split()[0].partition("=")[0] for line in done.others]
+    assert (done.code, names) == (78, ["LIVEPATCH_FINE", "a-broken", "fine", "later"])
+    assert "failed=a-broken,fine,later" in done.greeting
 
 
 @pytest.mark.parametrize(
@@ -132,13 +193,31 @@ def test_a_bad_value_ends_the_process_under_strict_and_is_logged_under_auto(
     assert done.lines[1:] == [line.replace("LIVEPATCH=strict: ", "")]
 
 
-@pytest.mark.parametrize("value", ["stritc", "", "force"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_mode_counts_as_unset(patched: Sandbox, value: str) -> None:
+    done = patched.python(USE_STEP, LIVEPATCH=value, LIVEPATCH_AROUND=value, LIVEPATCH_LOG=value)
+    assert (done.code, done.out, done.others) == (0, PATCHED, [])
+
+
+@pytest.mark.parametrize("value", ["stritc", "force", "nonsense"])
 def test_a_bad_mode_counts_as_off_and_is_reported(patched: Sandbox, value: str) -> None:
     done = patched.python(USE_STEP, LIVEPATCH=value)
     assert (done.code, done.out) == (0, STOCK)
     assert done.lines[1:] == [f"vllm-livepatch: LIVEPATCH={value!r} is none of auto, off, strict; it counts as off"]
     (entry,) = patched.report()["patches"]
     assert (entry["state"], entry["reason"]) == ("skipped", "off")
+
+
+def test_in_a_bad_mode_nothing_is_armed(sandbox: Sandbox) -> None:
+    sandbox.patch()
+    sandbox.patch("later", [WORK])
+    sandbox.generate()
+    done = sandbox.python(USE_STEP, LIVEPATCH="nonsense")
+    assert "; applied=- armed=0 skipped=2 failed=- " in done.greeting
+    found = [(patch["state"], patch["reason"]) for patch in sandbox.report()["patches"]]
+    assert found == [("skipped", "off")] * 2
+    done = sandbox.python("import fakeengine.scheduler, fakeengine.worker", LIVEPATCH="nonsense")
+    assert " armed=0 skipped=2 " in done.greeting
 
 
 @pytest.mark.parametrize("value", ["OFF", "0", "False", "no", "disabled "])

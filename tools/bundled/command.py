@@ -15,7 +15,7 @@ from ...sitecustomize.decision import Patch
 from ...sitecustomize.redaction import sentence
 from ..errors import UserError
 from . import doctor, status, summary, verdicts
-from .verifying import verified
+from .verifying import check_digest, verified
 
 
 def main(place: str, arguments: Sequence[str] | None = None) -> NoReturn:
@@ -83,9 +83,10 @@ def _parser() -> argparse.ArgumentParser:
                 "--require",
                 action="append",
                 default=[],
-                metavar="PATCH",
-                help="has to be applied everywhere; repeatable",
+                metavar="PATCH[@VERSION]",
+                help="has to be applied everywhere, at least of this version; repeatable",
             )
+            one.add_argument("--digest", metavar="sha256:HEX", help="of the bundle that every process has to run")
             one.add_argument("--prune", action="store_true", help="remove the reports of processes that have ended")
     return parser
 
@@ -119,11 +120,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _status(options: argparse.Namespace) -> int:
     return show_status(
-        status.state_directory(options.state_dir, bool(options.require)),
+        status.state_directory(options.state_dir, bool(options.require or options.digest)),
         as_json=options.json,
         watch=options.watch,
         as_summary=options.summary,
         require=options.require,
+        digest=options.digest,
         prune=options.prune,
         patches=verdicts.catalogue().patches if options.require else (),
     )
@@ -136,10 +138,12 @@ def show_status(
     watch: bool,
     as_summary: bool,
     require: Sequence[str],
+    digest: str | None,
     prune: bool,
     patches: Sequence[Patch],
 ) -> int:
     """Print what the state directory holds, in plain text or as JSON: the exit code. Raises UserError."""
+    check_digest(digest)
     while True:
         reports = status.read(directory)
         if as_json:
@@ -150,21 +154,27 @@ def show_status(
         else:
             text = summary.processes_text(reports)
         if not watch:
-            required = status.required_names(reports, require, patches)
+            required = status.requirements(reports, require, patches)
             say(text)
-            return settled(reports, required, prune, patches)
+            return settled(reports, required, digest, prune, patches)
         print(text, flush=True)
         time.sleep(1)
 
 
-def settled(reports: status.Reports, required: Sequence[str], prune: bool, patches: Sequence[Patch]) -> int:
+def settled(
+    reports: status.Reports,
+    required: Sequence[status.Required],
+    digest: str | None,
+    prune: bool,
+    patches: Sequence[Patch],
+) -> int:
     """Prune and require, as asked: the exit code. `patches` are those that are known here."""
     if prune:
         gone = status.prune(reports)
         print(
             f"removed the reports of {len(gone)} ended processes: {', '.join(map(str, gone)) or '-'}", file=sys.stderr
         )
-    lacking = status.unmet(reports, required) if required else []
+    lacking = status.unmet(reports, required, digest) if required or digest else []
     for message in lacking or [*filter(None, [status.unread(reports)]), *status.idle(reports, required, patches)]:
         print(f"vllm-livepatch: {message}", file=sys.stderr)
     return 1 if lacking else 0

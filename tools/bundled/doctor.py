@@ -114,6 +114,12 @@ def _path(place: str) -> Finding:
             return FAILED, "PYTHONPATH is ignored" if named else "PYTHONPATH is not set"
         return FAILED, f"PYTHONPATH is {named!r}, and does not name {place}"
     after = f"; {', '.join(found[first + 1 :])} runs after it" if found[first + 1 :] else ""
+    naming = [entry for entry in named.split(os.pathsep) if _same(entry or os.curdir, place)] if named else []
+    if naming and not any(map(os.path.isabs, naming)):
+        return FAILED, (
+            f"PYTHONPATH names the bundle as {naming[0]!r}, which a process that is started in another folder does not "
+            f"find: name {os.path.abspath(place)}"
+        )
     if first == 0:
         return OK, f"{own} is the first sitecustomize{after}"
     before = ", ".join(found[:first])

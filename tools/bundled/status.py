@@ -27,8 +27,8 @@ UNHEARD_SECONDS = 3 * HEARTBEAT_SECONDS
 
 
 class Reports(NamedTuple):
-    """What a state directory holds. A process of another host or PID namespace (the directory can be shared) cannot be
-    looked at from here, and counts as live: its `heartbeat` says when it last wrote.
+    """What a state directory holds. A process of another PID namespace or host (the directory can be shared) is known
+    by the lock on its report. Where that tells nothing it counts as live: its `heartbeat` says when it last wrote.
     """
 
     live: list[dict[str, Any]]  # oldest first
@@ -63,10 +63,11 @@ def read(directory: Path) -> Reports:
     found: list[tuple[dict[str, Any], bool]] = []
     ended: list[tuple[int, Path]] = []
     unreadable: list[Path] = []
-    here = (os.uname().nodename, report.pid_namespace())
+    here = os.uname().nodename, report.pid_namespace()
     for file in _files(directory):
         try:
-            content = json.loads(_read(file))
+            text, held = _read(file)
+            content = json.loads(text)
         except PermissionError:
             unreadable.append(file)
             continue
@@ -78,14 +79,33 @@ def read(directory: Path) -> Reports:
             if _NAMED.fullmatch(file.name):  # of a later version: its process may lack what is asked for
                 unreadable.append(file)
             continue
-        ticks, pid = content.get("start_ticks"), process["pid"]
-        can_tell = process["pid_namespace"] is not None and (process["host"], process["pid_namespace"]) == here
-        if can_tell and not _alive(pid, ticks):
-            ended.append((pid, file))
+        held = held if content.get("locked") is True else None
+        seen = _is_alive(process, content.get("start_ticks"), held, here)
+        if seen is False:
+            ended.append((process["pid"], file))
         else:
-            found.append((process, can_tell))
+            found.append((process, seen is True))
     found.sort(key=lambda one: (one[0]["started"], one[0]["pid"]))
     return Reports([process for process, _ in found], [seen for _, seen in found], ended, unreadable)
+
+
+def _is_alive(process: dict[str, Any], ticks: Any, held: bool | None, here: tuple[str, str | None]) -> bool | None:
+    """Whether its process lives, None where that cannot be known. `held` is whether somebody has the lock on its
+    report, None where nobody took one; `here` is this host and PID namespace.
+
+    A lock that another kernel took is not always seen here (NFS with `nolock`, a directory that two virtual machines
+    share), and a program that closes all descriptors gives its lock back. So one that nobody holds is believed of this
+    kernel's processes that cannot be looked at from here, and else after three silent heartbeats.
+    """
+    namespace = process["pid_namespace"]
+    if namespace is not None and (process["host"], namespace) == here:
+        if not _runs(process["pid"], ticks):
+            return False
+        return held is not False or is_heard_of(process)  # another program of the same pid (`exec`) is silent
+    if held is not False:
+        return held
+    same_kernel = None not in (namespace, here[1]) and namespace.split()[-1:] == str(here[1]).split()[-1:]
+    return False if same_kernel or not is_heard_of(process) else None
 
 
 def _files(directory: Path) -> list[Path]:
@@ -126,13 +146,11 @@ def is_heard_of(process: dict[str, Any]) -> bool:
     return seconds is not None and abs(seconds) <= UNHEARD_SECONDS
 
 
-def is_missing(process: dict[str, Any], patch: dict[str, Any]) -> bool:
-    """Whether a patch was wanted in a process and is not applied."""
+def is_missing(patch: dict[str, Any]) -> bool:
+    """Whether a patch was wanted in its process and is not applied."""
     if patch["state"] != "skipped":
         return bool(patch["state"] == "failed")
-    toggle = ((process["settings"] or {}).get("toggles") or {}).get(patch["name"], "auto")
-    nothing_to_mend = patch["reason"] in ("fixed-upstream", "not-present") and toggle not in ("on", "force")
-    return patch["reason"] not in ("off", "optional") and not nothing_to_mend
+    return patch["reason"] not in ("off", "optional", "fixed-upstream", "not-present", "unneeded")
 
 
 def unread(reports: Reports) -> str:
@@ -145,8 +163,16 @@ def unread(reports: Reports) -> str:
     return f"{number} {noun} cannot be read here, such as {first}: {why}"
 
 
-def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
-    """Why not every live process has all of these patches: a sentence each, none where each has them.
+class Required(NamedTuple):
+    """A patch that has to be applied everywhere, at least of this version."""
+
+    name: str
+    version: int | None = None
+
+
+def unmet(reports: Reports, required: Sequence[Required], digest: str | None = None) -> list[str]:
+    """Why not every live process has all of these patches, and runs the bundle of this digest: a sentence each, none
+    where each does.
 
     Where its target was not imported a process needs none. One that is not seen to be alive, and was not heard of for
     three heartbeats, is left out. A report of another user may be that of a process that lacks them.
@@ -157,38 +183,49 @@ def unmet(reports: Reports, required: Sequence[str]) -> list[str]:
     ]
     if not witnesses:
         return [*found, "no live patched process is there" if not reports.live else "no process was heard of lately"]
-    for name in required:
-        for process in witnesses:
-            who = f"pid {process['pid']} on {process['host']}"
+    for process in witnesses:
+        who = f"pid {process['pid']} on {process['host']}"
+        if digest not in (None, process["digest"]):
+            found.append(f"{who} runs the bundle {process['digest'] or 'of an unknown digest'}, not {digest}")
+        for name, version in required:
             patch = _patch(process, name)
             if patch is None:
                 found.append(f"{who} has no patch called {name} in its bundle")
             elif patch["state"] not in ("applied", "armed"):
                 why = ": ".join(filter(None, (patch["reason"], patch["detail"])))
                 found.append(f"{name} is {patch['state']} in {who} ({why})")
+            elif version is not None and (patch.get("version") or 0) < version:
+                has = patch.get("version") or "unknown"
+                found.append(f"{name} is of version {has} in {who}, and {version} is required")
     return found
 
 
-def required_names(reports: Reports, required: Sequence[str], patches: Iterable[Patch]) -> list[str]:
-    """The names that are required, as the patches that are known here, or a process, have them.
+def requirements(reports: Reports, required: Sequence[str], patches: Iterable[Patch]) -> list[Required]:
+    """What is required (NAME, or NAME@VERSION), named as the patches that are known here, or a process, have it.
 
-    Raises UserError for one that neither has; a report that cannot be read may have any.
+    Raises UserError for a name that neither has, and for a version that is no number; a report that cannot be read may
+    have any name.
     """
     names = {patch.name for patch in patches}
     names |= {str(patch["name"]) for process in reports.live for patch in process["patches"]}
-    if reports.unreadable:
-        names |= {name.replace("_", "-") for name in required}
-    return [known(names, name) for name in required]
+    found = []
+    for asked in required:
+        name, at, version = asked.partition("@")
+        if at and not (version.isascii() and version.isdigit()):
+            raise UserError(f"--require {asked}: behind @ stands the number of a version, as `show {name}` has it")
+        anything = {name.replace("_", "-")} if reports.unreadable else set()
+        found.append(Required(known(names | anything, name), int(version) if at else None))
+    return found
 
 
-def idle(reports: Reports, required: Sequence[str], patches: Iterable[Patch]) -> list[str]:
+def idle(reports: Reports, required: Sequence[Required], patches: Iterable[Patch]) -> list[str]:
     """Of patches that are required: which of them no process uses, since none has imported its target; a sentence each.
 
     That is no fault, and says nothing of whether one that does import it would have the patch.
     """
     off = {patch.name for patch in patches if patch.auto == "off"}
     found = []
-    for name in required:
+    for name, _ in required:
         of_all = [(_patch(process, name), process["settings"] or {}) for process in reports.live]
         if any(patch is None or patch["state"] != "armed" for patch, _ in of_all):
             continue
@@ -203,17 +240,25 @@ def _patch(process: dict[str, Any], name: str) -> dict[str, Any] | None:
     return next((patch for patch in process["patches"] if patch["name"] == name), None)
 
 
-def _read(file: Path) -> str:
-    """A report's text. Raises OSError for what is no plain file: who may write here may have put a pipe, or a link."""
-    opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(opened, "rb") as stream:
-        status = os.fstat(opened)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-            raise OSError("not a report")
-        return stream.read(_LARGEST).decode("ascii")
+def _read(file: Path) -> tuple[str, bool | None]:
+    """A report's text, and whether somebody holds the lock on it, None where the file system cannot tell.
+
+    Raises OSError for what is no plain file: who may write here may have put a pipe, or a link.
+    """
+    while True:
+        opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(opened, "rb") as stream:
+            status = os.fstat(opened)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+                raise OSError("not a report")
+            text = stream.read(_LARGEST).decode("ascii")
+            held = report.is_held(opened)
+        # One that was replaced meanwhile has lost its lock to the next, which lives.
+        if held is not False or os.path.samestat(status, os.lstat(file)):
+            return text, held
 
 
-def _alive(pid: int, ticks: int | None) -> bool:
+def _runs(pid: int, ticks: int | None) -> bool:
     now = report.start_ticks(pid)
     if now is None:
         try:

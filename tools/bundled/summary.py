@@ -86,7 +86,7 @@ def summary(reports: Reports) -> dict[str, Any]:
             of_all = patches.setdefault(versioned(patch), {**dict.fromkeys(STATES, 0), "counters": Counter()})
             of_all[patch["state"]] += 1
             of_all["counters"].update(patch["counters"])
-            if is_missing(process, patch):
+            if is_missing(patch):
                 first = {**{key: patch[key] for key in ("name", "state", "reason", "detail")}, "processes": 0}
                 first["example"] = {"pid": process["pid"], "host": process["host"]}
                 troubles.setdefault((patch["name"], patch["state"], patch["reason"]), first)["processes"] += 1

@@ -59,8 +59,7 @@ def verified(place: Path, digest: str | None = None) -> Verified:
     that is damaged so that the rest cannot be compared differs by that. Raises UserError where there is no bundle, or
     `digest` is none.
     """
-    if digest is not None and not _DIGEST.fullmatch(digest):
-        raise UserError(f"--digest {digest} is not sha256: and 64 hexadecimal digits, as `generate` prints it")
+    check_digest(digest)
     if not place.exists():
         raise UserError(f"{place} does not exist")
     try:
@@ -114,6 +113,12 @@ def verified(place: Path, digest: str | None = None) -> Verified:
             foreign += [name] if bytecode.is_foreign(data) and not why else []
     generation = next((folder for folder in current if folder.startswith("livepatch-")), "")
     return Verified(own, found, compared, earlier, foreign, generation)
+
+
+def check_digest(digest: str | None) -> None:
+    """Raises UserError for what is no digest of a bundle."""
+    if digest is not None and not _DIGEST.fullmatch(digest):
+        raise UserError(f"--digest {digest} is not sha256: and 64 hexadecimal digits, as `generate` prints it")
 
 
 def _own_manifests(folders: set[str], manifest: bytes) -> dict[str, str]:

@@ -81,7 +81,8 @@ def find(question: Question) -> Answer:
     tree: installed.Tree | None = None
     unserved: str | None = None
     if question.site_packages is not None:
-        tree, where = check.directory_tree(question.site_packages), str(question.site_packages)
+        asked_there = [package for package in packages_of_all if package not in others]
+        tree, where = check.directory_tree(question.site_packages, asked_there), str(question.site_packages)
     elif question.python is not None or not others:
         where = question.python or sys.executable
         asked = check.interpreter_tree(where, packages_of_all)

@@ -66,7 +66,7 @@ class Reports(Collector):
                 states.add_metric((patch["name"], patch["state"], patch["verdict"] or "", *who), 1)
                 if patch.get("version") is not None:
                     versions.add_metric((patch["name"], *who), patch["version"])
-                if status.is_missing(process, patch):
+                if status.is_missing(patch):
                     missing.add_metric((patch["name"], patch["reason"] or "", *who), 1)
                 for kind, number in patch["counters"].items():
                     events.add_metric((patch["name"], kind, *who), number)

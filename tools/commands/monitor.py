@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from vllm_livepatch.sitecustomize.decision import Patch
 from vllm_livepatch.tools.bundled import command, status
+from vllm_livepatch.tools.bundled.verifying import check_digest
 from vllm_livepatch.tools.commands import rendering
 from vllm_livepatch.tools.errors import UserError
 
@@ -21,6 +22,7 @@ def run(
     watch: bool,
     summary: bool,
     require: Sequence[str],
+    digest: str | None,
     prune: bool,
     prometheus: Path | None,
     serve: int | None,
@@ -28,8 +30,9 @@ def run(
     patches: Sequence[Patch],
 ) -> int:
     """The exit code. `patches` are those that are known here. Raises UserError."""
+    check_digest(digest)
     reports = status.read(directory)
-    required = status.required_names(reports, require, patches)
+    required = status.requirements(reports, require, patches)
     if prometheus is not None or serve is not None:
         if watch or as_json or summary:
             raise UserError("--prometheus and --serve go without --watch, --json and --summary")
@@ -39,14 +42,15 @@ def run(
             metrics.write(directory, prometheus)
         if serve is not None:
             metrics.serve(directory, serve, address)
-        return command.settled(status.read(directory), required, prune, patches)
+        return command.settled(status.read(directory), required, digest, prune, patches)
     if as_json or summary:
         return command.show_status(
             directory,
             as_json=as_json,
             watch=watch,
             as_summary=summary,
-            require=required,
+            require=require,
+            digest=digest,
             prune=prune,
             patches=patches,
         )
@@ -56,4 +60,4 @@ def run(
                 live.update(rendering.status_view(status.processes(directory), directory))
                 time.sleep(1)
     Console().print(rendering.status_view(reports.live, directory))
-    return command.settled(reports, required, prune, patches)
+    return command.settled(reports, required, digest, prune, patches)

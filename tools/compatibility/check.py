@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +137,46 @@ def _asked(command: Sequence[str], environ: Mapping[str, str]) -> str:
     return out
 
 
-def directory_tree(directory: Path) -> installed.Tree:
-    """The tree of a site-packages directory, of an unpacked image's too."""
+def directory_tree(directory: Path, packages: Iterable[str]) -> installed.Tree:
+    """The tree of a site-packages directory, of an unpacked image's too.
+
+    Raises UserError where one of the packages is installed there editable: its code lies elsewhere.
+    """
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
-    return installed.Tree([str(directory.absolute())])
+    tree = installed.Tree([str(directory.absolute())])
+    elsewhere = _editable(directory)
+    for package in packages:
+        if package in elsewhere and tree.origin(f"{package}.__init__") is None:
+            raise UserError(
+                f"{package} is installed editable in {directory}: its code is not there, and was not looked at; "
+                f"ask the interpreter that imports it: check --python PATH"
+            )
+    return tree
+
+
+def _editable(directory: Path) -> set[str]:
+    """The top-level packages of the distributions that a directory only refers to, as far as it names them."""
+    found = {_top(file.stem) for file in directory.glob("*.egg-link")}
+    # setuptools' own: __editable__.NAME-VERSION.pth; of a finder also the table of its packages.
+    found |= {_top(file.name.split(".", 1)[1].partition("-")[0]) for file in directory.glob("__editable__.*-*.pth")}
+    for distribution in distributions(path=[str(directory)]):
+        if _is_editable(distribution.read_text("direct_url.json") or ""):
+            found.add(_top(distribution.metadata["Name"] or ""))
+            found.update((distribution.read_text("top_level.txt") or "").split())
+    return found
+
+
+def _is_editable(direct_url: str) -> bool:
+    try:
+        return json.loads(direct_url)["dir_info"]["editable"] is True
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _top(distribution: str) -> str:
+    """The package of a distribution that names none: its name, as modules are spelled."""
+    return re.sub(r"[-_.]+", "_", distribution).lower()
 
 
 def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[Patch]) -> dict[str, installed.Tree]:
