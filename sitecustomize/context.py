@@ -56,12 +56,19 @@ class PatchContext:
         self._lasting: list[object] = []
 
     def count(self, kind: str, number: int = 1) -> None:
-        """Add to a counter that `status` shows."""
+        """Add to a counter that `status` shows; not where torch.compile traces: it would count once, not each call."""
+        if guard.traced():
+            return
         self.counters[kind] = self.counters.get(kind, 0) + number
         self._changed()
 
     def say(self, kind: str, message: str) -> None:
-        """One line on stderr, at most one every 30 seconds for each kind; what was held back is counted."""
+        """One line on stderr, at most one every 30 seconds for each kind; what was held back is counted.
+
+        None where torch.compile traces.
+        """
+        if guard.traced():
+            return
         now = time.monotonic()
         when, held_back = self._logged.get(kind, (float("-inf"), 0))
         if now - when < SAY_EVERY_SECONDS:
