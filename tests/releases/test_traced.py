@@ -70,8 +70,8 @@ WRAPPERS = """\
         livepatch.say("calls", "one more call")
         return wrapped(*args, **kwargs) * 0.5
     """
-BEFORE = "def look(instance, args, kwargs): livepatch.count('calls')\n    around = livepatch.before(look)"
-AFTER = "def look(instance, args, kwargs, answer): livepatch.count('calls')\n    around = livepatch.after(look)"
+BEFORE = "def look(instance, args, kwargs): livepatch.count('calls')\naround = livepatch.before(look)"
+AFTER = "def look(instance, args, kwargs, answer): livepatch.count('calls')\naround = livepatch.after(look)"
 SHORTCUT = """\
     def half(wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs) * 0.5
@@ -90,28 +90,33 @@ class Engine(Sandbox):
 
     def printed(self, code: str, *, stock: bool = False) -> list[str]:
         """What a program prints. It is compiled whole, or it fails."""
-        self.generate()
+        if not stock:
+            self.generate()
         done = (self.bare if stock else self.python)(code, python=str(self.torch))
         assert done.code == 0, done.err
         return done.out.splitlines()
 
 
+def made(place: Path, python: Path) -> Engine:
+    engine = Engine(place / "sandbox")
+    engine.torch = python
+    engine.write({"fakeengine/layers.py": LAYERS})
+    return engine
+
+
 @pytest.fixture
 def engine(tmp_path: Path, engine_python: Path) -> Engine:
-    made = Engine(tmp_path / "sandbox")
-    made.torch = engine_python
-    made.write({"fakeengine/layers.py": LAYERS})
-    return made
+    return made(tmp_path, engine_python)
 
 
 def wrappers(body: str) -> str:
     return f"def wrappers(livepatch):\n{indent(dedent(body), '    ')}\n    return dict.fromkeys(TARGETS, around)\n"
 
 
-@pytest.fixture
-def stock(engine: Engine) -> list[str]:
-    engine.patch()
-    return engine.printed(USE, stock=True)
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory, engine_python: Path) -> list[str]:
+    """What the program prints without a bundle."""
+    return made(tmp_path_factory.mktemp("stock"), engine_python).printed(USE, stock=True)
 
 
 def test_every_kind_of_target_and_two_patches_around_each(engine: Engine, stock: list[str]) -> None:
@@ -128,7 +133,7 @@ def test_every_kind_of_target_and_two_patches_around_each(engine: Engine, stock:
 def test_looks(engine: Engine, stock: list[str], body: str) -> None:
     engine.patch(targets=[f"{MODULE}:Layer.project"], code=wrappers(body))
     assert engine.printed(USE) == stock
-    assert engine.reported() and engine.reported()["counters"] == {"calls": 1}, "of the one call that was not compiled"
+    assert engine.reported()["counters"] == {"calls": 1}, "of the one call that was not compiled"
 
 
 def test_a_shortcut(engine: Engine, stock: list[str]) -> None:
@@ -158,8 +163,8 @@ def test_an_error_of_a_wrappers_own_while_it_is_traced(engine: Engine, stock: li
 NORM = "vllm.model_executor.layers.layernorm:RMSNorm.forward_native"
 USE_NORM = """
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-with set_current_vllm_config(VllmConfig()):
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
     from vllm.model_executor.layers.layernorm import RMSNorm
     norm, x = RMSNorm(8, dtype=torch.float32), torch.arange(16.0).reshape(2, 8)
     compiled = torch.compile(norm.forward_native, backend="eager", fullgraph=True)
