@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import time
 import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from . import fingerprint, guard
+from . import captures, fingerprint, guard
+from .captures import function_of
 
+_LOOKS, _LOOK_SECONDS = 5, 0.001
 StandIn = Callable[[Any, Callable[..., Any], str], Any]  # of the original, the wrapper and the target's name
 
 
@@ -26,41 +29,77 @@ class ApplyError(Exception):
 
 @dataclass
 class Applied:
-    """One wrapper in place. `owner` is the class or module whose attribute was replaced."""
+    """One wrapper in place. `owner` is the class or module whose attribute was replaced, `aliases` are its other names."""
 
     target: str
     owner: Any
     attribute: str
     original: Any
     wrapper: Any
+    aliases: list[captures.Alias] = field(default_factory=list)
+
+    def put(self, thing: Any) -> None:
+        """Set what stands there, the original or the wrapper, under all names."""
+        setattr(self.owner, self.attribute, thing)
+        for alias in self.aliases:
+            setattr(alias.owner, alias.attribute, function_of(thing) if alias.inner else thing)
 
 
 def planned(
     wrappers: Mapping[str, Callable[..., Any]],
     stand_in: StandIn,
-    known: Iterable[Any],
+    known: Iterable[Applied],
     files: Mapping[str, str],
     force: bool,
 ) -> list[Applied]:
     """What is to be put in place of every target (module:qualname). Changes nothing; may read sources.
 
-    Raises ApplyError where one of them is not there, is not what its module wrote, or cannot be wrapped.
+    Raises ApplyError where one of them is not there, is not what its module wrote, cannot be wrapped, or was taken by
+    somebody who would call it unpatched.
 
-    `known` are wrappers that we put in place before, `files` those of modules whose source we changed: neither
-    counts as somebody else's. `force` takes a target that somebody else replaced since its module was written.
+    `known` is what we put in place before, `files` those of modules whose source we changed: neither counts as somebody
+    else's. `force` takes a target that somebody else replaced since its module was written.
     """
-    ours = {id(wrapper) for wrapper in known}
+    ours = {id(step.wrapper) for step in known}
+    own = [target for target in wrappers if _is_own(target, ours, files, force)]
+    others = _aliases(own, ours)
     steps: list[Applied] = []
     for target, wrapper in wrappers.items():
         owner, attribute, original = _resolve(target)
-        replacement = None if force or id(original) in ours else _replacement(target, original, files)
-        if replacement is not None:
-            raise ApplyError("foreign", f"{target} was already replaced by {replacement}")
         try:
-            steps.append(Applied(target, owner, attribute, original, stand_in(original, wrapper, target)))
+            made = stand_in(original, wrapper, target)
+            steps.append(Applied(target, owner, attribute, original, made, others.get(target, [])))
         except guard.Unwrappable as error:
             raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for") from None
     return steps
+
+
+def _is_own(target: str, ours: Collection[int], files: Mapping[str, str], force: bool) -> bool:
+    """Whether what stands there is the module's own, or a wrapper of ours; else it must be forced, or it is an error."""
+    found = _resolve(target)[2]
+    replacement = None if id(found) in ours else _replacement(target, found, files)
+    if replacement is not None and not force:
+        raise ApplyError("foreign", f"{target} was already replaced by {replacement}")
+    return replacement is None
+
+
+def _aliases(targets: Iterable[str], ours: Collection[int]) -> dict[str, list[captures.Alias]]:
+    """The other names of those targets that have some. Raises ApplyError where one is held in another way."""
+    places = {target: _resolve(target)[:2] for target in targets}
+    for _ in range(_LOOKS):
+        held = {
+            target: place
+            for target, place in places.items()
+            if captures.is_held(*place, by_us=id(vars(place[0])[place[1]]) in ours)
+        }
+        if not held:
+            return {}
+        time.sleep(_LOOK_SECONDS)  # a thread that looks it up, as ours does for the report, holds it for a moment
+    try:
+        return dict(zip(held, captures.aliases(list(held.values()), __name__.partition(".")[0]), strict=True))
+    except captures.Captured as error:
+        one = next(iter(held)) if len(held) == 1 else ", ".join(held)
+        raise ApplyError("captured", f"{one} is held by {error}, which would call it unpatched") from None
 
 
 def is_as_planned(step: Applied) -> bool:
@@ -75,15 +114,14 @@ def put_in_place(steps: Iterable[Applied]) -> None:
     try:
         for step in steps:
             done.append(step)
-            setattr(step.owner, step.attribute, step.wrapper)
+            step.put(step.wrapper)
         for step in steps:
             if not in_place(step):
                 raise ApplyError("readback", f"{step.target}, looked up again, is {_described(_lookup(step.target))}")
-            holder = _bound_in(step)
-            if holder is not None:
-                raise ApplyError(
-                    "bound", f"{holder} imported {step.target} by name earlier, and would call it unpatched"
-                )
+            for owner, attribute, inner in step.aliases:
+                found, wanted = vars(owner).get(attribute), function_of(step.wrapper) if inner else step.wrapper
+                if found is not wanted:
+                    raise ApplyError("readback", f"{attribute} of {owner}, looked up again, is {_described(found)}")
     except BaseException as error:
         undo(done)
         if isinstance(error, Exception) and not isinstance(error, ApplyError):
@@ -95,7 +133,7 @@ def undo(steps: Iterable[Applied]) -> None:
     """Put the originals back, the last step's first."""
     for step in reversed(list(steps)):
         with contextlib.suppress(Exception):  # what cannot be set back could not be set
-            setattr(step.owner, step.attribute, step.original)
+            step.put(step.original)
 
 
 _run: dict[str, types.ModuleType] = {}
@@ -162,11 +200,6 @@ def reaches(found: Any, step: Applied) -> bool:
     return False
 
 
-def function_of(found: Any) -> Any:
-    """The function in a method, a property's getter, or the thing itself."""
-    return found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-
-
 def _resolve(target: str) -> tuple[Any, str, Any]:
     module_name, _, qualname = target.partition(":")
     *path, attribute = qualname.split(".")
@@ -205,24 +238,6 @@ def _replacement(target: str, found: Any, files: Mapping[str, str]) -> str | Non
     if getattr(node, "decorator_list", None):
         return None
     return _described(found)
-
-
-def _bound_in(step: Applied) -> str | None:
-    """Another module that has the original of a module's function, by `from module import function`."""
-    if not isinstance(step.owner, types.ModuleType):
-        return None
-    ours = __name__.partition(".")[0]
-    for name, module in list(sys.modules.items()):
-        if module is step.owner or not isinstance(module, types.ModuleType) or name.partition(".")[0] == ours:
-            continue
-        try:
-            # Not vars(): a lazy module's would import it.
-            names = object.__getattribute__(module, "__dict__")
-        except AttributeError:  # cffi's libraries, which cryptography has, only call themselves modules
-            continue
-        if any(value is step.original for value in list(names.values())):
-            return name
-    return None
 
 
 def _described(found: Any) -> str:

@@ -84,7 +84,7 @@ class Applier:
         """
         applied = state.applied
         before = [other.applied for other in self._patches.all]
-        known = [step.wrapper for steps in before for step in steps]
+        known = [step for steps in before for step in steps]
         # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
         own = [step for step in applied if application.overtaken_by(step) is None]
         there = {step.target for step in own}

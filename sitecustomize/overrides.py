@@ -13,7 +13,7 @@ import types
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from . import application
+from . import application, captures
 
 
 def bypassing(steps: Sequence[application.Applied]) -> list[str]:
@@ -53,7 +53,7 @@ def _calls(cls: type, step: application.Applied, override: Any) -> bool:
 def _functions(found: Any) -> Iterator[types.FunctionType]:
     """The function, and those that it says it wraps."""
     for _ in range(64):
-        found = application.function_of(found)
+        found = captures.function_of(found)
         if isinstance(found, types.FunctionType):
             yield found
         found = getattr(found, "__wrapped__", None)
