@@ -7,7 +7,7 @@ import inspect
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,23 +83,21 @@ def _is_own(target: str, ours: Collection[int], files: Mapping[str, str], force:
     return replacement is None
 
 
-def _aliases(targets: Iterable[str], ours: Collection[int]) -> dict[str, list[captures.Alias]]:
+def _aliases(targets: Sequence[str], ours: Collection[int]) -> dict[str, list[captures.Alias]]:
     """The other names of those targets that have some. Raises ApplyError where one is held in another way."""
-    places = {target: _resolve(target)[:2] for target in targets}
+    places = [_resolve(target)[:2] for target in targets]
+    known = [id(vars(owner)[attribute]) in ours for owner, attribute in places]
     for _ in range(_LOOKS):
-        held = {
-            target: place
-            for target, place in places.items()
-            if captures.is_held(*place, by_us=id(vars(place[0])[place[1]]) in ours)
-        }
-        if not held:
+        held = captures.held(places, known)
+        if not any(held):
             return {}
         time.sleep(_LOOK_SECONDS)  # a thread that looks it up, as ours does for the report, holds it for a moment
+    found = [target for target, more in zip(targets, held, strict=True) if more]
     try:
-        return dict(zip(held, captures.aliases(list(held.values()), __name__.partition(".")[0]), strict=True))
+        others = captures.aliases([_resolve(target)[:2] for target in found], __name__.partition(".")[0])
     except captures.Captured as error:
-        one = next(iter(held)) if len(held) == 1 else ", ".join(held)
-        raise ApplyError("captured", f"{one} is held by {error}, which would call it unpatched") from None
+        raise ApplyError("captured", f"{' or '.join(found)} is held by {error}, which would call it unpatched") from None
+    return dict(zip(found, others, strict=True))
 
 
 def is_as_planned(step: Applied) -> bool:

@@ -5,6 +5,9 @@ alone. To find holders means to walk all objects of the process, a third of a se
 where there are more. A holder that is a module's or a class's attribute is an alias, and can be given the wrapper too.
 
 Not looked at: local variables of functions under way, and the keys of an lru_cache.
+
+What is looked for must not be held by what looks for it. So lists here are `_Found`, and no generator, comprehension or
+`enumerate` runs over holders while others are looked for: each keeps what it is at in an object of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from __future__ import annotations
 import gc
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+Place = tuple[Any, str]
+"""A class or module, and the name of its attribute."""
 
 _LEVELS = 3
 """How far up a holder's own holders are followed, for its name."""
@@ -32,25 +38,7 @@ class Alias(NamedTuple):
 
 
 class _Found(list[Any]):
-    """What was found, told apart by its class: it holds what it was found for, too."""
-
-
-class _Probe:
-    """One of each kind that can be wrapped, which nobody else holds."""
-
-    def method(self) -> None: ...
-
-    @staticmethod
-    def of_static() -> None: ...
-
-    @classmethod
-    def of_class(cls) -> None: ...
-
-    @property
-    def value(self) -> None: ...
-
-
-_PROBES: Mapping[type, str] = {type(thing): name for name, thing in vars(_Probe).items() if not name.startswith("__")}
+    """What was found, told apart by its class from what else holds the same."""
 
 
 def function_of(found: Any) -> Any:
@@ -58,47 +46,70 @@ def function_of(found: Any) -> Any:
     return found.fget if isinstance(found, property) else getattr(found, "__func__", found)
 
 
-def is_held(owner: Any, attribute: str, by_us: int = 0) -> bool:
-    """Whether more holds what stands there than its class or module, and `by_us` references of ours."""
-    probe = _PROBES.get(type(vars(owner)[attribute]))
-    if probe is None:
-        return False
-    outer, inner = (
-        found - of_probe
-        for found, of_probe in zip(_references(owner, attribute), _references(_Probe, probe), strict=True)
-    )
-    # A plain function is its own inner one.
-    return outer > by_us or inner > (by_us if probe == "method" else 0)
+def held(places: Sequence[Place], by_us: Sequence[bool]) -> list[bool]:
+    """Whether more holds what stands at each place than its class or module.
+
+    `by_us` says of which one reference is ours: a wrapper that we put there, and remember.
+    """
+    probes = _probes()
+    answers = []
+    for place, ours in zip(places, by_us, strict=True):
+        probe = probes.get(type(vars(place[0])[place[1]]))
+        if probe is None:
+            answers.append(False)
+            continue
+        (outer, inner), (of_probe, of_inner) = _references(*place), _references(*probe)
+        plain = probe[1] == "method"  # then the two are one
+        answers.append(outer > of_probe + ours or inner > of_inner + (ours and plain))
+    return answers
+
+
+def _probes() -> dict[type, Place]:
+    """One of each kind that can be wrapped, which nobody else holds."""
+
+    class Probe:
+        def method(self) -> None: ...
+
+        @staticmethod
+        def of_static() -> None: ...
+
+        @classmethod
+        def of_class(cls) -> None: ...
+
+        @property
+        def value(self) -> None: ...
+
+    return {type(vars(Probe)[name]): (Probe, name) for name in ("method", "of_static", "of_class", "value")}
 
 
 def _references(owner: Any, attribute: str) -> tuple[int, int]:
     return sys.getrefcount(vars(owner)[attribute]), sys.getrefcount(function_of(vars(owner)[attribute]))
 
 
-def aliases(places: Sequence[tuple[Any, str]], root: str) -> list[list[Alias]]:
-    """The other names of what stands at each place (owner and attribute). Walks all objects, once for all places.
+def aliases(places: Sequence[Place], root: str) -> list[list[Alias]]:
+    """The other names of what stands at each place. Walks all objects, once for all places.
 
     Raises Captured where one is held in another way. What a package `root`, which is ours, holds does not count.
     """
-    everything = [*places, *((_Probe, name) for name in _PROBES.values())]
-    things = [_parts(owner, attribute) for owner, attribute in everything]
+    probes = _probes()
+    things = [_parts(*place) for place in (*places, *probes.values())]
     holders = {id(part): _Found() for parts in things for part in parts}
-    for referrer in _above(*(part for parts in things for part in parts)):
+    for referrer in _above(_Found(part for parts in things for part in parts)):
         for referent in gc.get_referents(referrer):
             if id(referent) in holders:
                 holders[id(referent)].append(referrer)
-    unseen = [
-        sum(sys.getrefcount(part) - len(holders[id(part)]) - _calls_under_way(part) for part in parts)
-        for parts in things
-    ]
-    kinds = dict(zip(_PROBES, unseen[len(places) :], strict=True))
-    modules = {id(_names(module)): module for module in list(sys.modules.values()) if _names(module) is not None}
-    found = []
-    for (owner, attribute), parts, more in zip(places, things, unseen, strict=False):
-        found.append(list(_aliases(owner, attribute, parts, holders, modules, root)))
-        if more > kinds[type(parts[0])]:
-            raise Captured("something that is no Python object, such as a custom operation of torch")
-    return found
+    try:
+        unseen = [_unseen(parts, holders) for parts in things]
+        modules = _modules()
+        found = []
+        for place, parts, more in zip(places, things, unseen, strict=False):
+            found.append(_aliases(place, parts, holders, modules, root))
+            if more > unseen[len(places) + list(probes).index(type(parts[0]))]:
+                raise Captured("something that is no Python object, such as a custom operation of torch")
+        return found
+    finally:  # an error's traceback would keep them
+        things.clear()
+        holders.clear()
 
 
 def _parts(owner: Any, attribute: str) -> _Found:
@@ -108,51 +119,16 @@ def _parts(owner: Any, attribute: str) -> _Found:
     return _Found([found] if inner is found else [found, inner])
 
 
-def _aliases(
-    owner: Any,
-    attribute: str,
-    parts: _Found,
-    holders: Mapping[int, _Found],
-    modules: Mapping[int, types.ModuleType],
-    root: str,
-) -> Iterator[Alias]:
+def _unseen(parts: _Found, holders: Mapping[int, _Found]) -> int:
+    """How many references are of no object that the garbage collector knows, nor of a call under way."""
+    number = 0
     for part in parts:
-        for number, holder in enumerate(holders[id(part)]):
-            if any(holder is other for other in holders[id(part)][:number]):
-                continue
-            own = holder is parts[0] or holder is getattr(parts[0], "__dict__", None)
-            if own:
-                continue
-            place = modules.get(id(holder)) or _class_of(holder)
-            if place is None:
-                if not _is_passed(holder, root):
-                    raise Captured(_described(part, holder, modules))
-            elif not _is_of(place, root):
-                for name in [name for name, value in list(holder.items()) if value is part]:
-                    if (place, name) != (owner, attribute):
-                        yield Alias(place, name, part is not parts[0])
-
-
-def _names(module: Any) -> Any:
-    """A module's names. Not vars(): a lazy module's would import it."""
-    try:
-        return object.__getattribute__(module, "__dict__") if isinstance(module, types.ModuleType) else None
-    except AttributeError:  # cffi's libraries, which cryptography has, only call themselves modules
-        return None
-
-
-def _class_of(holder: Any) -> type | None:
-    """The class whose names these are."""
-    if type(holder) is not dict or "__module__" not in holder:
-        return None
-    for one in _above(holder):
-        if isinstance(one, type) and gc.get_referents(one.__dict__)[0] is holder:
-            return one
-    return None
+        number += sys.getrefcount(part) - len(holders[id(part)]) - _calls_under_way(part)
+    return number
 
 
 def _calls_under_way(part: Any) -> int:
-    """A call that is under way holds its function."""
+    """A call holds its function."""
     code, number = getattr(part, "__code__", None), 0
     for frame in sys._current_frames().values() if code is not None else ():
         below: types.FrameType | None = frame
@@ -162,8 +138,66 @@ def _calls_under_way(part: Any) -> int:
     return number
 
 
+def _aliases(
+    place: Place, parts: _Found, holders: Mapping[int, _Found], modules: Mapping[int, types.ModuleType], root: str
+) -> list[Alias]:
+    found = []
+    for part in parts:
+        seen: set[int] = set()
+        for holder in holders[id(part)]:
+            if id(holder) in seen or holder is parts[0] or holder is getattr(parts[0], "__dict__", None):
+                continue
+            seen.add(id(holder))
+            owner = modules.get(id(holder)) or _class_of(holder)
+            if owner is None:
+                if not _is_ours(holder, root, _LEVELS):
+                    raise Captured(_described(part, holder, modules))
+            elif not _is_of(owner, root):
+                for name in _keys(part, holder):
+                    if (owner, name) != place:
+                        found.append(Alias(owner, name, part is not parts[0]))
+    return found
+
+
+def _keys(thing: Any, names: Mapping[Any, Any]) -> list[Any]:
+    return [key for key, value in list(names.items()) if value is thing]
+
+
+def _modules() -> dict[int, types.ModuleType]:
+    """All modules, by the identity of what has their names."""
+    found = {}
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            try:
+                # Not vars(): a lazy module's would import it.
+                found[id(object.__getattribute__(module, "__dict__"))] = module
+            except AttributeError:  # cffi's libraries, which cryptography has, only call themselves modules
+                continue
+    return found
+
+
+def _class_of(holder: Any) -> type | None:
+    """The class whose names these are."""
+    if type(holder) is dict and "__module__" in holder:
+        for one in _above(_Found([holder])):
+            if isinstance(one, type) and gc.get_referents(one.__dict__)[0] is holder:
+                return one
+    return None
+
+
+def _is_ours(thing: Any, root: str, levels: int) -> bool:
+    """Whether it is ours, or all that holds it is, such as a variable of a patch's code; or it calls nothing: a cache."""
+    if _is_of(thing, root) or type(thing).__name__ == "_lru_cache_wrapper":
+        return True
+    above = _above(_Found([thing])) if levels else _Found()
+    for one in above:
+        if not _is_ours(one, root, levels - 1):
+            return False
+    return bool(above)
+
+
 def _is_of(thing: Any, root: str) -> bool:
-    """Whether it is of a package of ours: a function, a class, a module, the names of one, or an object of such a class."""
+    """Whether it is of a package of ours: a function, a class, a module, the names of one, an object of such a class."""
     if isinstance(thing, types.FunctionType):
         name = thing.__globals__.get("__name__")  # a wrapper has the module's name of what it wraps
     elif isinstance(thing, types.ModuleType):
@@ -175,62 +209,44 @@ def _is_of(thing: Any, root: str) -> bool:
     return isinstance(name, str) and name.partition(".")[0] == root
 
 
-def _is_passed(holder: Any, root: str) -> bool:
-    """Whether a holder is ours, by what holds it, such as a variable of a patch's own code; or calls nothing: a cache."""
-    if type(holder).__name__ == "_lru_cache_wrapper" or _is_of(holder, root):
-        return True
-    return _is_held_by(holder, root, _LEVELS)
-
-
-def _is_held_by(thing: Any, root: str, levels: int) -> bool:
-    """Whether all that holds it is of a package of ours, or an lru_cache."""
-    above = _above(thing) if levels else _Found()
-    return bool(above) and all(
-        _is_of(one, root) or type(one).__name__ == "_lru_cache_wrapper" or _is_held_by(one, root, levels - 1)
-        for one in above
-    )
-
-
-def _above(*things: Any) -> _Found:
+def _above(things: _Found) -> _Found:
     """What holds one of these, but for variables of calls under way, and what was found here."""
     return _Found(one for one in gc.get_referrers(*things) if not isinstance(one, (types.FrameType, _Found)))
 
 
 def _described(part: Any, holder: Any, modules: Mapping[int, types.ModuleType]) -> str:
-    """The holder's kind, and its name where a module or a function has one for it."""
-    above = _above(holder)
-    for function in _Found(one for one in above if isinstance(one, types.FunctionType)):
-        name = f"{function.__module__}.{function.__qualname__}"
-        if function.__defaults__ is holder or function.__kwdefaults__ is holder:
-            return f"a default argument of {name}"
-        if vars(function) is holder:
-            return f"{name}, which wraps it"
+    """The holder's kind, and its name where a module, a class or a function has one for it."""
+    for function in _above(_Found([holder])):
+        if isinstance(function, types.FunctionType):
+            name = f"{function.__module__}.{function.__qualname__}"
+            if function.__defaults__ is holder or function.__kwdefaults__ is holder:
+                return f"a default argument of {name}"
+            if vars(function) is holder:
+                return f"{name}, which wraps it"
     if isinstance(holder, types.CellType):
-        for closure in above:
-            for function in _above(closure) if type(closure) is tuple else ():
+        for closure in _above(_Found([holder])):
+            for function in _above(_Found([closure])) if type(closure) is tuple else ():
                 if isinstance(function, types.FunctionType) and function.__closure__ is closure:
                     return f"a variable of {function.__module__}.{function.__qualname__}"
     kind = f"{type(holder).__module__}.{type(holder).__qualname__}".removeprefix("builtins.")
-    place = _place(holder, modules)
-    if isinstance(holder, dict):
-        key = next((key for key, value in list(holder.items()) if value is part), part)
-        entry = f"[{key!r}]" if isinstance(key, (str, int)) else ""
-        return f"the dict {place}{entry}" if place else f"a dict{f', as {key!r}' if entry else ''}"
-    return f"the {kind} {place}" if place else f"a {kind}"
+    where = _name(holder, modules)
+    keys = _keys(part, holder) if isinstance(holder, dict) else []
+    entry = f"[{keys[0]!r}]" if keys and isinstance(keys[0], (str, int)) else ""
+    return f"the {kind} {where}{entry}" if where else f"a {kind}{f', as {keys[0]!r}' if entry else ''}"
 
 
-def _place(thing: Any, modules: Mapping[int, types.ModuleType]) -> str:
+def _name(thing: Any, modules: Mapping[int, types.ModuleType]) -> str:
     """The name that a module or a class has for it, or for what it is a part of; empty where there is none."""
     for _ in range(_LEVELS):
-        above = _above(thing)
-        for one in above:
+        container = None
+        for one in _above(_Found([thing])):
             owner: Any = modules.get(id(one)) or _class_of(one)
             if owner is not None:
-                prefix = owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
-                name = next((name for name, value in list(one.items()) if value is thing), "")
-                return f"{prefix}.{name}"
-        containers = _Found(one for one in above if isinstance(one, (dict, list, tuple, set)))
-        if not containers:
+                of_class = isinstance(owner, type)
+                prefix = f"{owner.__module__}.{owner.__qualname__}" if of_class else owner.__name__
+                return f"{prefix}.{next(iter(_keys(thing, one)), '')}"
+            container = one if container is None and isinstance(one, (dict, list, tuple, set)) else container
+        if container is None:
             return ""
-        thing = containers[0]
+        thing = container
     return ""
