@@ -93,11 +93,7 @@ def aliases(places: Sequence[Place], root: str) -> list[list[Alias]]:
     """
     probes = _probes()
     things = [_parts(*place) for place in (*places, *probes.values())]
-    holders = {id(part): _Found() for parts in things for part in parts}
-    for referrer in _above(_Found(part for parts in things for part in parts)):
-        for referent in gc.get_referents(referrer):
-            if id(referent) in holders:
-                holders[id(referent)].append(referrer)
+    holders = _holders(_Found(part for parts in things for part in parts))
     try:
         unseen = [_unseen(parts, holders) for parts in things]
         modules = _modules()
@@ -117,6 +113,16 @@ def _parts(owner: Any, attribute: str) -> _Found:
     found = vars(owner)[attribute]
     inner = function_of(found)
     return _Found([found] if inner is found else [found, inner])
+
+
+def _holders(things: _Found) -> dict[int, _Found]:
+    """By each one's identity, what holds it, as often as it does."""
+    found = {id(thing): _Found() for thing in things}
+    for referrer in _above(things):
+        for referent in gc.get_referents(referrer):
+            if id(referent) in found:
+                found[id(referent)].append(referrer)
+    return found
 
 
 def _unseen(parts: _Found, holders: Mapping[int, _Found]) -> int:
