@@ -13,9 +13,10 @@ What is looked for must not be held by what looks for it. So lists here are `_Fo
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Place = tuple[Any, str]
@@ -95,7 +96,7 @@ def aliases(places: Sequence[Place], root: str) -> list[list[Alias]]:
     things = [_parts(*place) for place in (*places, *probes.values())]
     holders = _holders(_Found(part for parts in things for part in parts))
     try:
-        unseen = [_unseen(parts, holders) for parts in things]
+        unseen = _unseen(things, holders)
         modules = _modules()
         found = []
         for place, parts, more in zip(places, things, unseen, strict=False):
@@ -125,23 +126,32 @@ def _holders(things: _Found) -> dict[int, _Found]:
     return found
 
 
-def _unseen(parts: _Found, holders: Mapping[int, _Found]) -> int:
-    """How many references are of no object that the garbage collector knows, nor of a call under way."""
-    number = 0
-    for part in parts:
-        number += sys.getrefcount(part) - len(holders[id(part)]) - _calls_under_way(part)
-    return number
+def _unseen(things: Sequence[_Found], holders: Mapping[int, _Found]) -> list[int]:
+    """How many references to the parts of each are of no object that the garbage collector knows, nor of a call."""
+    found = []
+    for parts in things:
+        number = 0
+        for part in parts:
+            number += sys.getrefcount(part) - len(holders[id(part)])
+        found.append(number)
+    for name, value in _of_calls():  # later: on some Pythons a look at variables makes copies of them
+        for index, parts in enumerate(things):
+            found[index] -= sum(value is part or (name == "" and value is getattr(part, "__code__", 0)) for part in parts)
+    return found
 
 
-def _calls_under_way(part: Any) -> int:
-    """A call holds its function."""
-    code, number = getattr(part, "__code__", None), 0
-    for frame in sys._current_frames().values() if code is not None else ():
-        below: types.FrameType | None = frame
-        while below is not None:
-            number += below.f_code is code
-            below = below.f_back
-    return number
+def _of_calls() -> Iterator[tuple[str, Any]]:
+    """The local variables of all calls under way, and of each, with no name, its function's code: it holds that too."""
+    for frame in sys._current_frames().values():
+        call: types.FrameType | None = frame
+        while call is not None:
+            code = call.f_code
+            yield "", code
+            if code.co_flags & inspect.CO_OPTIMIZED and code not in _OWN:  # a module's and a class's are no copies
+                for name, value in list(call.f_locals.items()):
+                    if name not in code.co_cellvars and name not in code.co_freevars:  # cells are found as such
+                        yield name, value
+            call = call.f_back
 
 
 def _aliases(
@@ -256,3 +266,7 @@ def _name(thing: Any, modules: Mapping[int, types.ModuleType]) -> str:
             return ""
         thing = container
     return ""
+
+
+_OWN = frozenset(function.__code__ for function in (aliases, _unseen, _of_calls))
+"""Whose variables hold a probe as they hold a target."""
