@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from . import captures, fingerprint, guard
 from .captures import function_of
 
 _LOOKS, _LOOK_SECONDS = 5, 0.001
+_REACH = 200
+"""How many objects are looked at for what somebody else's wrapper calls."""
 StandIn = Callable[[Any, Callable[..., Any], str], Any]  # of the original, the wrapper and the target's name
 
 
@@ -102,7 +105,7 @@ def _aliases(targets: Sequence[str], ours: Collection[int]) -> dict[str, list[ca
 
 def is_as_planned(step: Applied) -> bool:
     """Whether what is to be replaced still stands there."""
-    return _lookup(step.target) is step.original
+    return _lookup(step.target, step.owner) is step.original
 
 
 def put_in_place(steps: Iterable[Applied]) -> None:
@@ -171,48 +174,77 @@ def _spec(module: types.ModuleType) -> Any:
 
 def in_place(step: Applied) -> bool:
     """Whether a fresh look-up of the target finds our wrapper itself."""
-    return _lookup(step.target) is step.wrapper
+    return _lookup(step.target, step.owner) is step.wrapper
 
 
 def overtaken_by(step: Applied) -> str | None:
     """Who replaced our wrapper since, None where it is still reached: in place, or wrapped by somebody else's.
 
-    None, too, while its module is dropped or on its way in: it is applied anew then.
+    None, too, while its module is dropped or on its way in: it is applied anew then. And where a class that derives from
+    ours has taken its name: whether that overrides the target without calling it, `overrides` says.
     """
     if not is_loaded(step.target.partition(":")[0]):
         return None
-    found = _lookup(step.target)
-    return None if reaches(found, step) else _described(found)
+    found = _lookup(step.target, step.owner)
+    return None if reaches(found, step.wrapper) else _described(found)
 
 
-def reaches(found: Any, step: Applied) -> bool:
-    """Whether what was found is our wrapper, or says that it wraps it."""
-    function = function_of(step.wrapper)  # what the class gives to who takes it from there, to wrap it
-    for _ in range(64):
-        if found is step.wrapper or found is function:
+def reaches(found: Any, wrapper: Any) -> bool:
+    """Whether what was found is a wrapper of ours, or holds it where a function holds what it calls."""
+    wanted = (wrapper, function_of(wrapper))  # what the class gives to who takes it from there, to wrap it
+    waiting, seen = [found], set[int]()
+    while waiting and len(seen) < _REACH:
+        one = waiting.pop(0)
+        if any(one is ours for ours in wanted):
             return True
-        inner = function_of(found)
-        found = inner if inner is not found else getattr(found, "__wrapped__", None)
-        if found is None:
-            break
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            with contextlib.suppress(Exception):  # somebody's own object, which may raise whatever it is asked
+                waiting += [function_of(one), getattr(one, "__wrapped__", None)]
+            waiting += [value for value in _held_by(one) if issubclass(type(value), _CALLED) or any(value is ours for ours in wanted)]
     return False
 
 
-def _resolve(target: str) -> tuple[Any, str, Any]:
+_CALLED = (types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod, property)
+
+
+def _held_by(found: Any) -> Iterator[Any]:
+    """Where a function, a partial or an object that is called may have what it calls."""
+    if type(found) is functools.partial:
+        yield from (found.func, *found.args, *found.keywords.values())
+    elif type(found) is types.FunctionType:
+        names = found.__globals__
+        yield from (*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values())
+        yield from (names[name] for name in found.__code__.co_names if name in names)
+        for cell in found.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty
+                yield cell.cell_contents
+    elif not issubclass(type(found), (type, types.ModuleType)):
+        with contextlib.suppress(AttributeError, TypeError):
+            yield from list(object.__getattribute__(found, "__dict__").values())
+
+
+def _resolve(target: str, below: Any = None) -> tuple[Any, str, Any]:
+    """The owner, the attribute, and what stands there. Of a class that derives from `below`: what it inherits of that.
+
+    Raises ApplyError.
+    """
     module_name, _, qualname = target.partition(":")
     *path, attribute = qualname.split(".")
     try:
         owner: Any = imported(module_name)
         for part in path:
             owner = getattr(owner, part)
+        if isinstance(owner, type) and isinstance(below, type) and issubclass(owner, below):
+            owner = below
         return owner, attribute, vars(owner)[attribute]
     except (KeyError, AttributeError, TypeError):
         raise ApplyError("missing", f"{target} is not there in the loaded module") from None
 
 
-def _lookup(target: str) -> Any:
+def _lookup(target: str, below: Any = None) -> Any:
     try:
-        return _resolve(target)[2]
+        return _resolve(target, below)[2]
     except ApplyError:
         return None
 

@@ -452,9 +452,9 @@ def test_a_wrapper_is_reached_as_what_its_class_gives_of_it(engine: Any) -> None
     def theirs() -> None: ...
 
     theirs.__wrapped__ = ours.__func__  # type: ignore[attr-defined]
-    assert application.reaches(ours, step)
-    assert application.reaches(theirs, step)
-    assert not application.reaches(lambda: None, step)
+    assert application.reaches(ours, step.wrapper)
+    assert application.reaches(theirs, step.wrapper)
+    assert not application.reaches(lambda: None, step.wrapper)
 
 
 @pytest.mark.parametrize("source", [None, "def work(:\n", ""], ids=["gone", "does not parse", "names nothing"])
