@@ -118,11 +118,11 @@ def put_in_place(steps: Iterable[Applied]) -> None:
             step.put(step.wrapper)
         for step in steps:
             if not in_place(step):
-                raise ApplyError("readback", f"{step.target}, looked up again, is {_described(_lookup(step.target))}")
+                raise ApplyError("readback", f"{step.target}, looked up again, is {described(_lookup(step.target))}")
             for owner, attribute, inner in step.aliases:
                 found, wanted = vars(owner).get(attribute), function_of(step.wrapper) if inner else step.wrapper
                 if found is not wanted:
-                    raise ApplyError("readback", f"{attribute} of {owner}, looked up again, is {_described(found)}")
+                    raise ApplyError("readback", f"{attribute} of {owner}, looked up again, is {described(found)}")
     except BaseException as error:
         undo(done)
         if isinstance(error, Exception) and not isinstance(error, ApplyError):
@@ -186,7 +186,7 @@ def overtaken_by(step: Applied) -> str | None:
     if not is_loaded(step.target.partition(":")[0]):
         return None
     found = _lookup(step.target, step.owner)
-    return None if reaches(found, step.wrapper) else _described(found)
+    return None if reaches(found, step.wrapper) else described(found)
 
 
 def reaches(found: Any, wrapper: Any) -> bool:
@@ -267,10 +267,11 @@ def _replacement(target: str, found: Any, files: Mapping[str, str]) -> str | Non
         node = None
     if getattr(node, "decorator_list", None):
         return None
-    return _described(found)
+    return described(found)
 
 
-def _described(found: Any) -> str:
+def described(found: Any) -> str:
+    """Its module, its name and its file, for a sentence."""
     if found is None:
         return "nothing"
     function = getattr(found, "__func__", found)

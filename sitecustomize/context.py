@@ -139,6 +139,10 @@ class PatchContext:
         if self._first.acquire(blocking=False):
             self._withdrawn()
 
+    def withdraw_at_next_call(self) -> None:
+        """Stand aside without a word in the thread that calls a wrapper next: what is given back is that thread's."""
+        self.__class__ = _Leaving
+
     def _withdrawn(self) -> str:
         self.aside = True
         failures = ""
@@ -153,6 +157,16 @@ class PatchContext:
         """Begin anew, as a forked child does."""
         self.counters.clear()
         self._logged.clear()
+
+
+class _Leaving(PatchContext):
+    """Stands aside when a wrapper asks whether it does: to ask costs other calls nothing."""
+
+    @property  # type: ignore[override]
+    def aside(self) -> bool:
+        self.__class__ = PatchContext  # type: ignore[assignment]
+        self.withdraw()
+        return True
 
 
 def _described(error: BaseException) -> str:

@@ -44,11 +44,15 @@ def _below(owner: type) -> Iterator[type]:
 
 
 def _calls(cls: type, step: application.Applied, override: Any) -> bool:
-    if application.reaches(override, step.wrapper):
-        return True
+    return application.reaches(override, step.wrapper) or calls_above(cls, step.attribute, override)
+
+
+def calls_above(cls: type, name: str, override: Any) -> bool:
+    """Whether a class's own attribute calls that of a class above; `name` ends with the attribute's."""
     functions = list(_functions(override))
     above = {"super", *(base.__name__ for base in cls.__mro__[1:-1])}
-    return not functions or any(_names(function.__code__, step.attribute, above) for function in functions)
+    attribute = name.rpartition(".")[2]
+    return not functions or any(_names(function.__code__, attribute, above) for function in functions)
 
 
 def _functions(found: Any) -> Iterator[types.FunctionType]:

@@ -116,6 +116,7 @@ class Reporter:
             found = overrides.bypassing(steps)
             overtaken = ((step, application.overtaken_by(step)) for step in steps)
             replaced = next(((step, by) for step, by in overtaken if by is not None), None)
+            relied_on = None if state.relied_on is None else state.relied_on.replaced(self._patches.wrappers())
             with self._patches.lock:
                 if state.applied is not steps or state.state != "applied":
                     continue  # what was looked up is no longer so
@@ -123,6 +124,11 @@ class Reporter:
                 if replaced is not None:
                     state.settle("failed", "overwritten", f"{replaced[0].target} was replaced later by {replaced[1]}")
                     lost.append(state)
+                elif relied_on is not None:
+                    state.settle("failed", "relied-on", relied_on)
+                    lost.append(state)
+                    if state.context is not None:
+                        state.context.withdraw_at_next_call()
         with self._patches.lock:
             if all(state.decision is None for state in self._patches.all):
                 return None

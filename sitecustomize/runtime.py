@@ -78,6 +78,8 @@ class Runtime:
                 continue
             if state.state == "failed":
                 self.reporter.not_applied(state)
+        for state in self._applier.look_at_relied_on():
+            self.reporter.not_applied(state)
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)
 
