@@ -32,7 +32,7 @@ class ApplyError(Exception):
 
 @dataclass
 class Applied:
-    """One wrapper in place. `owner` is the class or module whose attribute was replaced, `aliases` are its other names."""
+    """One wrapper in place. `owner` is the class or module whose attribute was replaced, `aliases` its other names."""
 
     target: str
     owner: Any
@@ -78,7 +78,7 @@ def planned(
 
 
 def _is_own(target: str, ours: Collection[int], files: Mapping[str, str], force: bool) -> bool:
-    """Whether what stands there is the module's own, or a wrapper of ours; else it must be forced, or it is an error."""
+    """Whether what stands there is the module's own, or ours. Raises ApplyError where it is not, unless forced."""
     found = _resolve(target)[2]
     replacement = None if id(found) in ours else _replacement(target, found, files)
     if replacement is not None and not force:
@@ -99,7 +99,9 @@ def _aliases(targets: Sequence[str], ours: Collection[int]) -> dict[str, list[ca
     try:
         others = captures.aliases([_resolve(target)[:2] for target in found], __name__.partition(".")[0])
     except captures.Captured as error:
-        raise ApplyError("captured", f"{' or '.join(found)} is held by {error}, which would call it unpatched") from None
+        raise ApplyError(
+            "captured", f"{' or '.join(found)} is held by {error}, which would call it unpatched"
+        ) from None
     return dict(zip(found, others, strict=True))
 
 
@@ -180,8 +182,8 @@ def in_place(step: Applied) -> bool:
 def overtaken_by(step: Applied) -> str | None:
     """Who replaced our wrapper since, None where it is still reached: in place, or wrapped by somebody else's.
 
-    None, too, while its module is dropped or on its way in: it is applied anew then. And where a class that derives from
-    ours has taken its name: whether that overrides the target without calling it, `overrides` says.
+    None, too, while its module is dropped or on its way in: it is applied anew then. And where a class that derives
+    from ours has taken its name: whether that overrides the target without calling it, `overrides` says.
     """
     if not is_loaded(step.target.partition(":")[0]):
         return None
@@ -201,7 +203,11 @@ def reaches(found: Any, wrapper: Any) -> bool:
             seen.add(id(one))
             with contextlib.suppress(Exception):  # somebody's own object, which may raise whatever it is asked
                 waiting += [function_of(one), getattr(one, "__wrapped__", None)]
-            waiting += [value for value in _held_by(one) if issubclass(type(value), _CALLED) or any(value is ours for ours in wanted)]
+            waiting += [
+                value
+                for value in _held_by(one)
+                if issubclass(type(value), _CALLED) or any(value is ours for ours in wanted)
+            ]
     return False
 
 

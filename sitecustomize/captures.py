@@ -136,7 +136,9 @@ def _unseen(things: Sequence[_Found], holders: Mapping[int, _Found]) -> list[int
         found.append(number)
     for name, value in _of_calls():  # later: on some Pythons a look at variables makes copies of them
         for index, parts in enumerate(things):
-            found[index] -= sum(value is part or (name == "" and value is getattr(part, "__code__", 0)) for part in parts)
+            found[index] -= sum(
+                value is part or (name == "" and value is getattr(part, "__code__", 0)) for part in parts
+            )
     return found
 
 
@@ -202,7 +204,7 @@ def _class_of(holder: Any) -> type | None:
 
 
 def _is_ours(thing: Any, root: str, levels: int) -> bool:
-    """Whether it is ours, or all that holds it is, such as a variable of a patch's code; or it calls nothing: a cache."""
+    """Whether it or all that holds it is ours, such as a variable of a patch's code; or a cache, which calls none."""
     if _is_of(thing, root) or type(thing).__name__ == "_lru_cache_wrapper":
         return True
     above = _above(_Found([thing])) if levels else _Found()
@@ -213,7 +215,7 @@ def _is_ours(thing: Any, root: str, levels: int) -> bool:
 
 
 def _is_of(thing: Any, root: str) -> bool:
-    """Whether it is of a package of ours: a function, a class, a module, the names of one, an object of such a class."""
+    """Whether it is of a package of ours: a function, a class, a module, their names, an object of such a class."""
     if isinstance(thing, types.FunctionType):
         name = thing.__globals__.get("__name__")  # a wrapper has the module's name of what it wraps
     elif isinstance(thing, types.ModuleType):

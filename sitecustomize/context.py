@@ -162,8 +162,8 @@ class PatchContext:
 class _Leaving(PatchContext):
     """Stands aside when a wrapper asks whether it does: to ask costs other calls nothing."""
 
-    @property  # type: ignore[override]
-    def aside(self) -> bool:
+    @property
+    def aside(self) -> bool:  # type: ignore[override]
         self.__class__ = PatchContext  # type: ignore[assignment]
         self.withdraw()
         return True

@@ -30,7 +30,7 @@ class ReliedOn:
         self._first: dict[str, Any] = {}
 
     def replaced(self, known: Sequence[application.Applied]) -> str | None:
-        """A sentence on the first name that is another's now, None where there is none. `known` are wrappers of ours."""
+        """A sentence on the first name that is another's now, None where there is none. `known` are our wrappers."""
         originals = {id(step.wrapper): step.original for step in known}
         for name in self._names:
             if application.is_loaded(module_of(name)):

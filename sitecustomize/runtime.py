@@ -57,6 +57,7 @@ class Runtime:
 
     def before_execution(self, module: str) -> None:
         """A target module is about to be executed, or was before us: decide about every patch that names it."""
+        self._look_at_relied_on()
         self._decider.decide(self.patches.of(module))
         self.reporter.imported()
 
@@ -78,10 +79,14 @@ class Runtime:
                 continue
             if state.state == "failed":
                 self.reporter.not_applied(state)
-        for state in self._applier.look_at_relied_on():
-            self.reporter.not_applied(state)
+        self._look_at_relied_on()
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)
+
+    def _look_at_relied_on(self) -> None:
+        """Before the report's thread does, which ends nothing under strict."""
+        for state in self._applier.look_at_relied_on():
+            self.reporter.not_applied(state)
 
     def out_of_reach(self, module: str, why: str) -> None:
         """A target module is being loaded in a way that does not notify us when it has run."""

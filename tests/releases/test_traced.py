@@ -176,7 +176,10 @@ with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
 def test_a_layer_of_vllms(engine: Engine) -> None:
     engine.site = sources.site_packages("vllm", "0.33.0")
     engine.patch(
-        targets=[NORM], code=wrappers(WRAPPERS), package="vllm", traced=True,
+        targets=[NORM],
+        code=wrappers(WRAPPERS),
+        package="vllm",
+        traced=True,
         variant=[{"releases": ["0.33.0"], "code": engine.fingerprints(NORM)}],
     )
     (stock,), (patched,) = engine.printed(USE_NORM, stock=True), engine.printed(USE_NORM)

@@ -274,7 +274,10 @@ def test_a_function_that_a_module_has_taken_by_name_already(sandbox: Sandbox) ->
     sandbox.write({"fakeengine/user.py": "from fakeengine.worker import work\ndef use(): return work(8)\n"})
     sandbox.patch(targets=[WORK, STEP])
     sandbox.generate()
-    for code in (f"import fakeengine.user\n{BOTH}print(fakeengine.user.use())", f"{BOTH}import fakeengine.user; print(fakeengine.user.use())"):
+    for code in (
+        f"import fakeengine.user\n{BOTH}print(fakeengine.user.use())",
+        f"{BOTH}import fakeengine.user; print(fakeengine.user.use())",
+    ):
         assert sandbox.python(code).out == BOTH_PATCHED + "['patched', 8]\n"
 
 
@@ -504,7 +507,9 @@ def test_an_alias_that_does_not_take_the_wrapper_is_no_success(engine: Any, monk
     other = Keeps("elsewhere.a_module")
     vars(other)["renamed"] = original = engine.work
     monkeypatch.setitem(sys.modules, other.__name__, other)
-    with pytest.raises(application.ApplyError, match=r"^renamed of .*elsewhere.a_module.*, looked up again, is ") as caught:
+    with pytest.raises(
+        application.ApplyError, match=r"^renamed of .*elsewhere.a_module.*, looked up again, is "
+    ) as caught:
         application.put_in_place([step_for(engine)])
     assert caught.value.reason == "readback"
     assert engine.work is original

@@ -32,7 +32,12 @@ ALIASES = {
     "a subclass": ("", "class Other(Scheduler):\n    run = Scheduler.step", "Other().run(7)", "step"),
     "a class that is no subclass": ("", "class Other:\n    run = Scheduler.step", "Other().run(7)", "step"),
     "a static method": ("    run = of_static", "", "Scheduler.run(7)", "static"),
-    "the function in a static method": ("", "class Other: pass\nOther.run = Scheduler.of_static", "Other.run(7)", "static"),
+    "the function in a static method": (
+        "",
+        "class Other: pass\nOther.run = Scheduler.of_static",
+        "Other.run(7)",
+        "static",
+    ),
     "a class method": ("    run = of_class", "", "Scheduler.run(7)", "class"),
     "a property": ("    run = value", "", "Scheduler().run", "value"),
     "a function under two names": ("", "run = work", "scheduler.run(7)", "work"),

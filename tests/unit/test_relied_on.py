@@ -125,7 +125,9 @@ def test_another_patchs_wrapper_is_none_of_it(sandbox: Sandbox) -> None:
     ["free = property(lambda self: 1)", "free = staticmethod(len)", "from os.path import join as free", "free = 3"],
 )
 def test_what_the_file_itself_has_from_elsewhere(sandbox: Sandbox, own: str) -> None:
-    sandbox.write({"fakeengine/scheduler.py": f"class Scheduler:\n    def step(self, number): return [number]\n    {own}\n"})
+    sandbox.write(
+        {"fakeengine/scheduler.py": f"class Scheduler:\n    def step(self, number): return [number]\n    {own}\n"}
+    )
     sandbox.patch(calls=[FREE])
     sandbox.generate()
     assert sandbox.python(USE_STEP).out == PATCHED
