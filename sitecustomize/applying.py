@@ -11,7 +11,7 @@ from . import application, guard, patch_code
 from .context import PatchContext
 from .decision import Patch
 from .patch_state import PatchState, PatchStates
-from .relied_on import ReliedOn
+from .relied_on import RELIED_ON, ReliedOn
 from .reporting import Reporter
 from .source_changes import SourceChanges
 
@@ -45,7 +45,7 @@ class Applier:
             forced = state.decision is not None and state.decision.reason == "forced"
             replaced = None if forced else state.relied_on.replaced(self._patches.wrappers())
             if replaced is not None:
-                raise application.ApplyError("relied-on", replaced)
+                raise application.ApplyError(RELIED_ON, replaced)
             wanted = {target: made[target] for target in targets}
             while not patiently(lambda: self._put_around(state, context, wanted)):
                 pass  # another thread was faster: on what it left
@@ -64,12 +64,18 @@ class Applier:
             state.context.withdraw()
 
     def look_at_relied_on(self) -> list[PatchState]:
-        """Take back every patch whose code relies on what is another's now; those patches."""
+        """Take back every patch whose code relies on what is another's now; those patches.
+
+        Under strict those too that the report's thread has found: it ends nothing, since it may look while one serves.
+        """
         lost = []
-        for state in [state for state in self._patches.all if state.state == "applied" and state.relied_on is not None]:
-            replaced = state.relied_on.replaced(self._patches.wrappers()) if state.relied_on is not None else None
+        for state in self._patches.all:
+            replaced = None
+            if state.state == "applied" and state.relied_on is not None:
+                replaced = state.relied_on.replaced(self._patches.wrappers())
             if replaced is not None:
-                self.unapply(state, "relied-on", replaced)
+                self.unapply(state, RELIED_ON, replaced)
+            if replaced is not None or (state.reason == RELIED_ON and self._patches.environment.mode == "strict"):
                 lost.append(state)
         return lost
 

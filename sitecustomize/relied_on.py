@@ -16,6 +16,8 @@ from . import application, fingerprint, overrides
 from .captures import function_of
 from .decision import module_of
 
+RELIED_ON = "relied-on"
+"""The reason of a patch that is not applied, or no longer, for what is found here."""
 _KINDS = (types.FunctionType, staticmethod, classmethod, property, type)
 """Other attributes change as a program runs."""
 

@@ -10,6 +10,7 @@ from . import application, overrides
 from .context import to_stderr
 from .greeting import Greeting, Outcome
 from .patch_state import PatchState, PatchStates
+from .relied_on import RELIED_ON
 from .report import ProcessReport
 from .report_thread import ReportThread
 
@@ -125,7 +126,7 @@ class Reporter:
                     state.settle("failed", "overwritten", f"{replaced[0].target} was replaced later by {replaced[1]}")
                     lost.append(state)
                 elif relied_on is not None:
-                    state.settle("failed", "relied-on", relied_on)
+                    state.settle("failed", RELIED_ON, relied_on)
                     lost.append(state)
                     if state.context is not None:
                         state.context.withdraw_at_next_call()
