@@ -56,7 +56,7 @@ def held(places: Sequence[Place], by_us: Sequence[bool]) -> list[bool]:
     answers = []
     for place, ours in zip(places, by_us, strict=True):
         probe = probes.get(type(vars(place[0])[place[1]]))
-        if probe is None:
+        if probe is None or type(function_of(vars(place[0])[place[1]])) is not types.FunctionType:  # nor can be wrapped
             answers.append(False)
             continue
         (outer, inner), (of_probe, of_inner) = _references(*place), _references(*probe)
