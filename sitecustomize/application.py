@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import sys
+import time
 import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from . import executed_text, fingerprint, guard
+from . import captures, executed_text, fingerprint, guard
+from .captures import function_of
 from .installed import attribute
 
 _LAZY = getattr(importlib.util, "_LazyModule", None)  # LazyLoader's: executed when it is first used
+_LOOKS, _LOOK_SECONDS = 5, 0.001
+_REACH = 200
+"""How many objects are looked at for what somebody else's wrapper calls."""
+
 StandIn = Callable[[Any, Callable[..., Any], str], Any]  # of the original, the wrapper and the target's name
 
 
@@ -29,46 +36,82 @@ class ApplyError(Exception):
 
 @dataclass
 class Applied:
-    """One wrapper in place. `owner` is the class or module whose attribute was replaced."""
+    """One wrapper in place. `owner` is the class or module whose attribute was replaced, `aliases` its other names."""
 
     target: str
     owner: Any
     attribute: str
     original: Any
     wrapper: Any
+    aliases: list[captures.Alias] = field(default_factory=list)
+
+    def put(self, thing: Any) -> None:
+        """Set what stands there, the original or the wrapper, under all names."""
+        setattr(self.owner, self.attribute, thing)
+        for alias in self.aliases:
+            setattr(alias.owner, alias.attribute, function_of(thing) if alias.inner else thing)
 
 
 def planned(
     wrappers: Mapping[str, Callable[..., Any]],
     stand_in: StandIn,
-    known: Iterable[Any],
+    known: Iterable[Applied],
     files: Mapping[str, str],
     force: bool,
 ) -> list[Applied]:
     """What is to be put in place of every target (module:qualname). Changes nothing; may read sources.
 
-    Raises ApplyError where one of them is not there, is not what its module wrote, or cannot be wrapped.
+    Raises ApplyError where one of them is not there, is not what its module wrote, cannot be wrapped, or was taken by
+    somebody who would call it unpatched.
 
-    `known` are wrappers that we put in place before, `files` those of modules whose source we changed: neither
-    counts as somebody else's. `force` takes a target that somebody else replaced since its module was written.
+    `known` is what we put in place before, `files` those of modules whose source we changed: neither counts as somebody
+    else's. `force` takes a target that somebody else replaced since its module was written.
     """
-    ours = {id(wrapper) for wrapper in known}
+    ours = {id(step.wrapper) for step in known}
+    own = [target for target in wrappers if _is_own(target, ours, files, force)]
+    others = _aliases(own, ours)
     steps: list[Applied] = []
     for target, wrapper in wrappers.items():
         owner, attribute, original = _resolve(target)
-        replacement = None if force or id(original) in ours else _replacement(target, original, files)
-        if replacement is not None:
-            raise ApplyError("foreign", f"{target} was already replaced by {replacement}")
         try:
-            steps.append(Applied(target, owner, attribute, original, stand_in(original, wrapper, target)))
+            made = stand_in(original, wrapper, target)
+            steps.append(Applied(target, owner, attribute, original, made, others.get(target, [])))
         except guard.Unwrappable as error:
             raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for") from None
     return steps
 
 
+def _is_own(target: str, ours: Collection[int], files: Mapping[str, str], force: bool) -> bool:
+    """Whether what stands there is the module's own, or ours. Raises ApplyError where it is not, unless forced."""
+    found = _resolve(target)[2]
+    replacement = None if id(found) in ours else _replacement(target, found, files)
+    if replacement is not None and not force:
+        raise ApplyError("foreign", f"{target} was already replaced by {replacement}")
+    return replacement is None
+
+
+def _aliases(targets: Sequence[str], ours: Collection[int]) -> dict[str, list[captures.Alias]]:
+    """The other names of those targets that have some. Raises ApplyError where one is held in another way."""
+    places = [_resolve(target)[:2] for target in targets]
+    known = [id(vars(owner)[attribute]) in ours for owner, attribute in places]
+    for _ in range(_LOOKS):
+        held = captures.held(places, known)
+        if not any(held):
+            return {}
+        time.sleep(_LOOK_SECONDS)  # a thread that looks it up, as ours does for the report, holds it for a moment
+    found = [target for target, more in zip(targets, held, strict=True) if more]
+    try:
+        others = captures.aliases([_resolve(target)[:2] for target in found], __name__.partition(".")[0])
+    except captures.Captured as error:
+        raise ApplyError(
+            "captured", f"{' or '.join(found)} is held by {error}, which would call it unpatched"
+        ) from None
+    return dict(zip(found, others, strict=True))
+
+
 def is_as_planned(step: Applied) -> bool:
     """Whether what is to be replaced still stands there."""
-    return _lookup(step.target) is step.original
+    return _lookup(step.target, step.owner) is step.original
 
 
 def put_in_place(steps: Iterable[Applied]) -> None:
@@ -78,15 +121,14 @@ def put_in_place(steps: Iterable[Applied]) -> None:
     try:
         for step in steps:
             done.append(step)
-            setattr(step.owner, step.attribute, step.wrapper)
+            step.put(step.wrapper)
         for step in steps:
             if not in_place(step):
-                raise ApplyError("readback", f"{step.target}, looked up again, is {_described(_lookup(step.target))}")
-            holder = _bound_in(step)
-            if holder is not None:
-                raise ApplyError(
-                    "bound", f"{holder} imported {step.target} by name earlier, and would call it unpatched"
-                )
+                raise ApplyError("readback", f"{step.target}, looked up again, is {described(_lookup(step.target))}")
+            for owner, attribute, inner in step.aliases:
+                found, wanted = vars(owner).get(attribute), function_of(step.wrapper) if inner else step.wrapper
+                if found is not wanted:
+                    raise ApplyError("readback", f"{attribute} of {owner}, looked up again, is {described(found)}")
     except BaseException as error:
         undo(done)
         if isinstance(error, Exception) and not isinstance(error, ApplyError):
@@ -98,7 +140,7 @@ def undo(steps: Iterable[Applied]) -> None:
     """Put the originals back, the last step's first."""
     for step in reversed(list(steps)):
         with contextlib.suppress(Exception):  # what cannot be set back could not be set
-            setattr(step.owner, step.attribute, step.original)
+            step.put(step.original)
 
 
 _run: dict[str, types.ModuleType] = {}
@@ -166,53 +208,81 @@ def _spec(module: Any) -> Any:
 
 def in_place(step: Applied) -> bool:
     """Whether a fresh look-up of the target finds our wrapper itself."""
-    return _lookup(step.target) is step.wrapper
+    return _lookup(step.target, step.owner) is step.wrapper
 
 
 def overtaken_by(step: Applied) -> str | None:
     """Who replaced our wrapper since, None where it is still reached: in place, or wrapped by somebody else's.
 
-    None, too, while its module is dropped or on its way in: it is applied anew then.
+    None, too, while its module is dropped or on its way in: it is applied anew then. And where a class that derives
+    from ours has taken its name: whether that overrides the target without calling it, `overrides` says.
     """
     if not is_loaded(step.target.partition(":")[0]):
         return None
-    found = _lookup(step.target)
-    return None if reaches(found, step) else _described(found)
+    found = _lookup(step.target, step.owner)
+    return None if reaches(found, step.wrapper) else described(found)
 
 
-def reaches(found: Any, step: Applied) -> bool:
-    """Whether what was found is our wrapper, or says that it wraps it."""
-    function = function_of(step.wrapper)  # what the class gives to who takes it from there, to wrap it
-    for _ in range(64):
-        if found is step.wrapper or found is function:
+def reaches(found: Any, wrapper: Any) -> bool:
+    """Whether what was found is a wrapper of ours, or holds it where a function holds what it calls."""
+    wanted = (wrapper, function_of(wrapper))  # what the class gives to who takes it from there, to wrap it
+    waiting, seen = [found], set[int]()
+    while waiting and len(seen) < _REACH:
+        one = waiting.pop(0)
+        if any(one is ours for ours in wanted):
             return True
-        inner = function_of(found)
-        found = inner if inner is not found else getattr(found, "__wrapped__", None)
-        if found is None:
-            break
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            with contextlib.suppress(Exception):  # somebody's own object, which may raise whatever it is asked
+                waiting += [function_of(one), getattr(one, "__wrapped__", None)]
+            waiting += [
+                value
+                for value in _held_by(one)
+                if issubclass(type(value), _CALLED) or any(value is ours for ours in wanted)
+            ]
     return False
 
 
-def function_of(found: Any) -> Any:
-    """The function in a method, a property's getter, or the thing itself."""
-    return found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+_CALLED = (types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod, property)
 
 
-def _resolve(target: str) -> tuple[Any, str, Any]:
+def _held_by(found: Any) -> Iterator[Any]:
+    """Where a function, a partial or an object that is called may have what it calls."""
+    if type(found) is functools.partial:
+        yield from (found.func, *found.args, *found.keywords.values())
+    elif type(found) is types.FunctionType:
+        names = found.__globals__
+        yield from (*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values())
+        yield from (names[name] for name in found.__code__.co_names if name in names)
+        for cell in found.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty
+                yield cell.cell_contents
+    elif not issubclass(type(found), (type, types.ModuleType)):
+        with contextlib.suppress(AttributeError, TypeError):
+            yield from list(object.__getattribute__(found, "__dict__").values())
+
+
+def _resolve(target: str, below: Any = None) -> tuple[Any, str, Any]:
+    """The owner, the attribute, and what stands there. Of a class that derives from `below`: what it inherits of that.
+
+    Raises ApplyError.
+    """
     module_name, _, qualname = target.partition(":")
     *path, attribute = qualname.split(".")
     try:
         owner: Any = imported(module_name)
         for part in path:
             owner = getattr(owner, part)
+        if isinstance(owner, type) and isinstance(below, type) and issubclass(owner, below):
+            owner = below
         return owner, attribute, vars(owner)[attribute]
     except (KeyError, AttributeError, TypeError):
         raise ApplyError("missing", f"{target} is not there in the loaded module") from None
 
 
-def _lookup(target: str) -> Any:
+def _lookup(target: str, below: Any = None) -> Any:
     try:
-        return _resolve(target)[2]
+        return _resolve(target, below)[2]
     except ApplyError:
         return None
 
@@ -235,28 +305,11 @@ def _replacement(target: str, found: Any, files: Mapping[str, str]) -> str | Non
         node = None
     if getattr(node, "decorator_list", None):
         return None
-    return _described(found)
+    return described(found)
 
 
-def _bound_in(step: Applied) -> str | None:
-    """Another module that has the original of a module's function, by `from module import function`."""
-    if not isinstance(step.owner, types.ModuleType):
-        return None
-    ours = __name__.partition(".")[0]
-    for name, module in list(sys.modules.items()):
-        if module is step.owner or not isinstance(module, types.ModuleType) or name.partition(".")[0] == ours:
-            continue
-        try:
-            # Not vars(): a lazy module's would import it.
-            names = object.__getattribute__(module, "__dict__")
-        except AttributeError:  # cffi's libraries, which cryptography has, only call themselves modules
-            continue
-        if any(value is step.original for value in list(names.values())):
-            return name
-    return None
-
-
-def _described(found: Any) -> str:
+def described(found: Any) -> str:
+    """Its module, its name and its file, for a sentence."""
     if found is None:
         return "nothing"
     function = getattr(found, "__func__", found)

@@ -11,6 +11,7 @@ from . import application, guard, patch_code
 from .context import PatchContext
 from .decision import Patch
 from .patch_state import PatchState, PatchStates
+from .relied_on import RELIED_ON, ReliedOn
 from .reporting import Reporter
 from .source_changes import SourceChanges
 
@@ -39,6 +40,12 @@ class Applier:
             made = state.wrappers = state.wrappers or self._made(state.patch, context)
             if set(made) != set(state.patch.targets):
                 raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
+            if state.relied_on is None:
+                state.relied_on = ReliedOn(state.patch.calls, self._sources.files)
+            forced = state.decision is not None and state.decision.reason == "forced"
+            replaced = None if forced else state.relied_on.replaced(self._patches.wrappers())
+            if replaced is not None:
+                raise application.ApplyError(RELIED_ON, replaced)
             wanted = {target: made[target] for target in targets}
             while not patiently(lambda: self._put_around(state, context, wanted)):
                 pass  # another thread was faster: on what it left
@@ -55,6 +62,22 @@ class Applier:
             state.settle("failed", reason, detail)
         if steps and state.context is not None:  # who took our wrapper by name still calls it
             state.context.withdraw()
+
+    def look_at_relied_on(self) -> list[PatchState]:
+        """Take back every patch whose code relies on what is another's now; those patches.
+
+        Under strict those too that the report's thread has found: it ends nothing, since it may look while one serves.
+        """
+        lost = []
+        for state in self._patches.all:
+            replaced = None
+            if state.state == "applied" and state.relied_on is not None:
+                replaced = state.relied_on.replaced(self._patches.wrappers())
+            if replaced is not None:
+                self.unapply(state, RELIED_ON, replaced)
+            if replaced is not None or (state.reason == RELIED_ON and self._patches.environment.mode == "strict"):
+                lost.append(state)
+        return lost
 
     def _context(self, state: PatchState) -> PatchContext:
         """What the patch's code is given, the same each time."""
@@ -84,7 +107,7 @@ class Applier:
         """
         applied = state.applied
         before = [other.applied for other in self._patches.all]
-        known = [step.wrapper for steps in before for step in steps]
+        known = [step for steps in before for step in steps]
         # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
         own = [step for step in applied if application.overtaken_by(step) is None]
         there = {step.target for step in own}

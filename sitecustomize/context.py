@@ -56,12 +56,19 @@ class PatchContext:
         self._lasting: list[object] = []
 
     def count(self, kind: str, number: int = 1) -> None:
-        """Add to a counter that `status` shows."""
+        """Add to a counter that `status` shows; not where torch.compile traces: it would count once, not each call."""
+        if guard.traced():
+            return
         self.counters[kind] = self.counters.get(kind, 0) + number
         self._changed()
 
     def say(self, kind: str, message: str) -> None:
-        """One line on stderr, at most one every 30 seconds for each kind; what was held back is counted."""
+        """One line on stderr, at most one every 30 seconds for each kind; what was held back is counted.
+
+        None where torch.compile traces.
+        """
+        if guard.traced():
+            return
         now = time.monotonic()
         when, held_back = self._logged.get(kind, (float("-inf"), 0))
         if now - when < SAY_EVERY_SECONDS:
@@ -132,6 +139,10 @@ class PatchContext:
         if self._first.acquire(blocking=False):
             self._withdrawn()
 
+    def withdraw_at_next_call(self) -> None:
+        """Stand aside without a word in the thread that calls a wrapper next: what is given back is that thread's."""
+        self.__class__ = _Leaving
+
     def _withdrawn(self) -> str:
         self.aside = True
         failures = ""
@@ -146,6 +157,16 @@ class PatchContext:
         """Begin anew, as a forked child does."""
         self.counters.clear()
         self._logged.clear()
+
+
+class _Leaving(PatchContext):
+    """Stands aside when a wrapper asks whether it does: to ask costs other calls nothing."""
+
+    @property
+    def aside(self) -> bool:  # type: ignore[override]
+        self.__class__ = PatchContext  # type: ignore[assignment]
+        self.withdraw()
+        return True
 
 
 def _described(error: BaseException) -> str:

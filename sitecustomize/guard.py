@@ -2,6 +2,9 @@
 
 A plain function each, not a proxy object: it binds, pickles and copies as the function that it stands for, also by
 cloudpickle, and costs less a call than wrapt's.
+
+torch.compile traces all of it, also an error of a wrapper's own. So there are no slots beside `__getattr__`, no call of
+`types.MethodType`, and an error's attributes are not asked for there: it can trace none of these.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -27,8 +31,6 @@ class Unwrappable(TypeError):
 
 class Wrapped:
     """What a wrapper is given to call: the release's own code, bound. It keeps what that answered last."""
-
-    __slots__ = ("_answer", "_function")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -164,18 +166,19 @@ def deliberate(error: BaseException) -> None:
 def _method(original: Any, wrapper: Wrapper, context: PatchContext, target: str) -> Callable[..., Any]:
     """For what is called with its instance, or its class, in front."""
     gate: Any = _Always if context.lasts(wrapper) else context
-    bind = types.MethodType if type(original) is types.FunctionType else _bound
+    stand_aside = _stands_aside(context, target)
+    bind = original.__get__ if type(original) is types.FunctionType else functools.partial(_bound, original)
 
     def method(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         if gate.aside or instance is None:
             return original(instance, *args, **kwargs)
-        wrapped = Wrapped(bind(original, instance))
+        wrapped = Wrapped(bind(instance))
         try:
             return wrapper(wrapped, instance, args, {**kwargs})
         except Exception as error:
             if _meant(error, wrapped):
                 raise
-            _stand_aside(context, target, error)
+            stand_aside(error)
             answer = wrapped._answer
         finally:
             wrapped._answer = None
@@ -187,6 +190,7 @@ def _method(original: Any, wrapper: Wrapper, context: PatchContext, target: str)
 def _looked_at(original: Any, look_at: Before | After, context: PatchContext, target: str) -> Callable[..., Any]:
     """A method, and a look at its calls."""
     gate: Any = _Always if context.lasts(look_at) else context
+    stand_aside = _stands_aside(context, target)
     look: Callable[..., None] = look_at.look
     call = _callable(original)
 
@@ -195,7 +199,7 @@ def _looked_at(original: Any, look_at: Before | After, context: PatchContext, ta
             try:
                 look(instance, args, kwargs)
             except Exception as error:
-                _stand_aside(context, target, error)
+                stand_aside(error)
         return call(instance, *args, **kwargs)
 
     def after(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +208,7 @@ def _looked_at(original: Any, look_at: Before | After, context: PatchContext, ta
             try:
                 look(instance, args, kwargs, answer)
             except Exception as error:
-                _stand_aside(context, target, error)
+                stand_aside(error)
         return answer
 
     return before if isinstance(look_at, Before) else after
@@ -215,6 +219,7 @@ def _function(
 ) -> Callable[..., Any]:
     """For what is called as it is."""
     gate: Any = _Always if context.lasts(wrapper) else context
+    stand_aside = _stands_aside(context, target)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         if gate.aside:
@@ -225,7 +230,7 @@ def _function(
         except Exception as error:
             if _meant(error, wrapped):
                 raise
-            _stand_aside(context, target, error)
+            stand_aside(error)
             answer = wrapped._answer
         finally:
             wrapped._answer = None
@@ -251,12 +256,37 @@ def _called(original: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
 def _meant(error: Exception, wrapped: Wrapped) -> bool:
     """Whether an error is the caller's: the release's own, or one that a wrapper raises on purpose."""
     answer = wrapped._answer
-    return (type(answer) is _Raised and answer.error is error) or getattr(error, _DELIBERATE, False)
+    if type(answer) is _Raised and answer.error is error:
+        return True
+    return not traced() and getattr(error, _DELIBERATE, False)
 
 
-def _stand_aside(context: PatchContext, target: str, error: Exception) -> None:
-    with contextlib.suppress(Exception):  # at the end of the stack, or of memory, this may fail as well
-        context.stand_aside(target, error)
+def traced() -> bool:
+    """Whether torch.compile traces this call, rather than Python making it."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    return compiler is not None and compiler.is_compiling()
+
+
+def _stands_aside(context: PatchContext, target: str) -> Callable[[Exception], None]:
+    """What is done about a wrapper's own error."""
+
+    def while_traced(kind: str, text: str) -> None:
+        by_python(type(kind, (Exception,), {})(text))
+
+    # As torch.compiler.assume_constant_result: torch.compile calls it while it traces, and it is no part of the graph.
+    while_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def by_python(error: Exception) -> None:
+        with contextlib.suppress(Exception):  # at the end of the stack, or of memory, this may fail as well
+            context.stand_aside(target, error)
+
+    def stand_aside(error: Exception) -> None:
+        if traced():
+            while_traced(type(error).__name__, str(error))
+        else:
+            by_python(error)
+
+    return stand_aside
 
 
 def _again(answer: Any) -> Any:

@@ -13,21 +13,22 @@ import types
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from . import application
+from . import application, captures
 
 
 def bypassing(steps: Sequence[application.Applied]) -> list[str]:
     """One sentence for each loaded class and target that it bypasses."""
     ours = {id(step.wrapper) for step in steps}
-    return [
-        f"{cls.__module__}.{cls.__qualname__} overrides {step.target} without calling it"
-        for step in steps
-        if isinstance(step.owner, type)
-        for cls in _below(step.owner)
-        if step.attribute in vars(cls)
-        and id(vars(cls)[step.attribute]) not in ours
-        and not _calls(cls, step, vars(cls)[step.attribute])
-    ]
+    found: dict[str, None] = {}  # a class that several inherit from is named once
+    for step in steps:
+        for cls in _below(step.owner) if isinstance(step.owner, type) else ():
+            by = next(one for one in cls.__mro__ if step.attribute in vars(one) or one is step.owner)
+            # What stands below another class of these is found there.
+            if by is cls or (by is not step.owner and not issubclass(by, step.owner)):
+                override = vars(by)[step.attribute]
+                if id(override) not in ours and not _calls(cls, step, override):
+                    found[f"{by.__module__}.{by.__qualname__} overrides {step.target} without calling it"] = None
+    return list(found)
 
 
 def _below(owner: type) -> Iterator[type]:
@@ -44,19 +45,23 @@ def _below(owner: type) -> Iterator[type]:
 
 def _calls(cls: type, step: application.Applied, override: Any) -> bool:
     try:
-        if application.reaches(override, step):
-            return True
-        functions = list(_functions(override))
+        return application.reaches(override, step.wrapper) or calls_above(cls, step.attribute, override)
     except Exception:  # a lazy proxy's, of what is not bound yet
         return True
+
+
+def calls_above(cls: type, name: str, override: Any) -> bool:
+    """Whether a class's own attribute calls that of a class above; `name` ends with the attribute's."""
+    functions = list(_functions(override))
     above = {"super", *(base.__name__ for base in cls.__mro__[1:-1])}
-    return not functions or any(_names(function.__code__, step.attribute, above) for function in functions)
+    attribute = name.rpartition(".")[2]
+    return not functions or any(_names(function.__code__, attribute, above) for function in functions)
 
 
 def _functions(found: Any) -> Iterator[types.FunctionType]:
     """The function, and those that it says it wraps."""
     for _ in range(64):
-        found = application.function_of(found)
+        found = captures.function_of(found)
         if isinstance(found, types.FunctionType):
             yield found
         found = getattr(found, "__wrapped__", None)

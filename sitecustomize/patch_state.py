@@ -11,6 +11,7 @@ from .application import Applied
 from .context import PatchContext
 from .decision import Decision, Patch
 from .facts import to_patch
+from .relied_on import ReliedOn
 
 
 class PatchState:
@@ -25,6 +26,7 @@ class PatchState:
         self.context: PatchContext | None = None
         self.wrappers: dict[str, Callable[..., Any]] = {}  # by target, once the patch's code has made them
         self.applied: list[Applied] = []
+        self.relied_on: ReliedOn | None = None  # once it was applied
         self.bypassed: dict[str, None] = {}  # sentences on classes that override its targets, already on stderr
 
     @property
@@ -77,6 +79,10 @@ class PatchStates:
         self.all = [PatchState(patch) for patch in patches]
         self.packages: dict[str, str | None] = {}  # releases, by package, once a patch of it was decided on
         self.new_lock()
+
+    def wrappers(self) -> list[Applied]:
+        """All that stand at a target."""
+        return [step for state in self.all for step in state.applied]
 
     def of(self, module: str) -> list[PatchState]:
         """The patches of which a target is in this module."""

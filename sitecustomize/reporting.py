@@ -12,6 +12,7 @@ from .context import to_stderr
 from .decision import module_of
 from .greeting import Greeting, Outcome
 from .patch_state import PatchState, PatchStates
+from .relied_on import RELIED_ON
 from .report import ProcessReport
 from .report_thread import ReportThread
 
@@ -136,6 +137,7 @@ class Reporter:
             found = overrides.bypassing(steps)
             overtaken = ((step, _overtaken_by(step)) for step in steps)
             replaced = next(((step, by) for step, by in overtaken if by is not None), None)
+            relied_on = None if state.relied_on is None else state.relied_on.replaced(self._patches.wrappers())
             with self._patches.lock:
                 if state.applied is not steps or state.state != "applied":
                     continue  # what was looked up is no longer so
@@ -145,6 +147,11 @@ class Reporter:
                 if replaced is not None:
                     state.settle("failed", "overwritten", f"{replaced[0].target} was replaced later by {replaced[1]}")
                     lost.append(state)
+                elif relied_on is not None:
+                    state.settle("failed", RELIED_ON, relied_on)
+                    lost.append(state)
+                    if state.context is not None:
+                        state.context.withdraw_at_next_call()
         with self._patches.lock:
             if all(state.decision is None for state in self._patches.all):
                 return None

@@ -80,6 +80,7 @@ class Runtime:
         """
         if loader is not None and self._decider.modules.executing(module, loader, origin):
             self._decide_anew({module}, True)
+        self._look_at_relied_on()
         self._decider.decide(self.patches.of(module))
         self.reporter.imported()
 
@@ -107,6 +108,7 @@ class Runtime:
                 self._applied.append(state)
         if failed:
             self.reporter.not_applied(*failed)
+        self._look_at_relied_on()
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)
 
@@ -128,6 +130,7 @@ class Runtime:
             applied, self._applied = self._applied, []
             for state in applied:
                 self._read_back_again(state)
+            self._look_at_relied_on()
 
     def program(self, module: str) -> None:
         """A target module is about to run as the program: nothing of it can be wrapped when it has run.
@@ -194,6 +197,11 @@ class Runtime:
                 state.settle("failed", "overwritten", f"{step.target} was replaced as it was imported, by {by}")
             seen = state.state == "failed" and state.reason == "overwritten"  # by the report's thread
         if lost or (seen and self.patches.environment.mode == "strict"):
+            self.reporter.not_applied(state)
+
+    def _look_at_relied_on(self) -> None:
+        """Before the report's thread does, which ends nothing under strict."""
+        for state in self._applier.look_at_relied_on():
             self.reporter.not_applied(state)
 
     def out_of_reach(self, module: str, why: str) -> None:

@@ -274,12 +274,11 @@ def test_a_function_that_a_module_has_taken_by_name_already(sandbox: Sandbox) ->
     sandbox.write({"fakeengine/user.py": "from fakeengine.worker import work\ndef use(): return work(8)\n"})
     sandbox.patch(targets=[WORK, STEP])
     sandbox.generate()
-    done = sandbox.python(f"import fakeengine.user\n{BOTH}print(fakeengine.user.use())")
-    assert done.out == BOTH_STOCK + "[8]\n", done.err
-    assert not_applied(sandbox, "bound", done.err).startswith("fakeengine.user imported fakeengine.worker:work by name")
-    # In the other order everybody has the patched one.
-    done = sandbox.python(f"{BOTH}import fakeengine.user; print(fakeengine.user.use())")
-    assert done.out == BOTH_PATCHED + "['patched', 8]\n", done.err
+    for code in (
+        f"import fakeengine.user\n{BOTH}print(fakeengine.user.use())",
+        f"{BOTH}import fakeengine.user; print(fakeengine.user.use())",
+    ):
+        assert sandbox.python(code).out == BOTH_PATCHED + "['patched', 8]\n"
 
 
 def test_two_patches_around_one_function(sandbox: Sandbox) -> None:
@@ -456,9 +455,9 @@ def test_a_wrapper_is_reached_as_what_its_class_gives_of_it(engine: Any) -> None
     def theirs() -> None: ...
 
     theirs.__wrapped__ = ours.__func__  # type: ignore[attr-defined]
-    assert application.reaches(ours, step)
-    assert application.reaches(theirs, step)
-    assert not application.reaches(lambda: None, step)
+    assert application.reaches(ours, step.wrapper)
+    assert application.reaches(theirs, step.wrapper)
+    assert not application.reaches(lambda: None, step.wrapper)
 
 
 @pytest.mark.parametrize("source", [None, "def work(:\n", ""], ids=["gone", "does not parse", "names nothing"])
@@ -485,21 +484,32 @@ def test_a_module_without_a_file_may_have_a_strange_function(engine: Any) -> Non
     assert caught.value.detail == "fake_engine:work was already replaced by builtins.len"
 
 
-def test_who_took_a_function_by_name_is_found_but_for_modules_of_ours(
+def test_who_took_a_function_by_name_is_patched_but_for_modules_of_ours(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    original = engine.work
+    own, other = ModuleType("vllm_livepatch.a_module"), ModuleType("elsewhere.a_module")
+    own.work, other.renamed = original, original  # type: ignore[attr-defined]
+    for module in (own, other):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     step = step_for(engine)
-    own = ModuleType("vllm_livepatch.a_module")
-    own.work = engine.work  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, own.__name__, own)
     application.put_in_place([step])
+    assert (own.work, other.renamed) == (original, engine.work)
+    assert engine.work is step.wrapper
     application.undo([step])
-    other = ModuleType("elsewhere.a_module")
-    other.renamed = engine.work  # type: ignore[attr-defined]
+    assert [own.work, other.renamed, engine.work] == [original] * 3
+
+
+def test_an_alias_that_does_not_take_the_wrapper_is_no_success(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keeps(ModuleType):
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    other = Keeps("elsewhere.a_module")
+    vars(other)["renamed"] = original = engine.work
     monkeypatch.setitem(sys.modules, other.__name__, other)
     with pytest.raises(
-        application.ApplyError, match=r"^elsewhere.a_module imported fake_engine:work by name"
+        application.ApplyError, match=r"^renamed of .*elsewhere.a_module.*, looked up again, is "
     ) as caught:
-        application.put_in_place([step])
-    assert caught.value.reason == "bound"
-    assert engine.work is other.renamed
+        application.put_in_place([step_for(engine)])
+    assert caught.value.reason == "readback"
+    assert engine.work is original

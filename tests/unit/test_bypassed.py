@@ -172,3 +172,77 @@ def test_a_target_that_was_replaced_by_what_cannot_be_asked(sandbox: Sandbox) ->
     detail = f"{STEP} was replaced later by an object that raises RuntimeError when its attributes are asked for"
     assert (done.code, done.others) == (0, [f"vllm-livepatch: around is no longer applied (overwritten): {detail}"])
     assert (sandbox.reported()["state"], sandbox.reported()["detail"]) == ("failed", detail)
+
+
+REPLACED = """
+import functools, sys
+import fakeengine.scheduler as module
+ours = module.Scheduler
+{code}
+import fakeengine.worker  # the next look
+print(module.Scheduler().step(7))
+"""
+CLASSES = {
+    "nothing of its own": ("class Own(ours): pass", "['patched', 7]", None),
+    "another method": ("class Own(ours):\n    def free(self): return 1", "['patched', 7]", None),
+    "calls it": ("class Own(ours):\n    def step(self, number): return super().step(number)", "['patched', 7]", None),
+    "does not": ("class Own(ours):\n    def step(self, number): return [0]", "[0]", "Own"),
+    "a class beside it does not": (
+        "class Beside:\n    def step(self, number): return [0]\nclass Own(Beside, ours): pass", "[0]", "Beside",
+    ),
+    "a class beside it does": (
+        "class Beside:\n    def step(self, number): return super().step(number)\nclass Own(Beside, ours): pass",
+        "['patched', 7]", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "out", "named"), CLASSES.values(), ids=CLASSES)
+def test_a_class_below_that_takes_the_name(sandbox: Sandbox, code: str, out: str, named: str | None) -> None:
+    """As vllm-ascend assigns its own scheduler over vLLM's: what it inherits is patched, what it overrides is named."""
+    sandbox.patch()
+    sandbox.patch("other", ["fakeengine.worker:work"])
+    sandbox.generate()
+    done = sandbox.python(REPLACED.format(code=f"{code}\nmodule.Scheduler = Own"))
+    assert done.out == f"{out}\n", done.err
+    reported = sandbox.reported()
+    detail = named and f"__main__.{named} overrides {STEP} without calling it"
+    assert (reported["state"], reported["reason"], reported["detail"]) == ("applied", named and "bypassed", detail)
+
+
+def test_another_class_that_takes_the_name_is_named(sandbox: Sandbox) -> None:
+    sandbox.patch()
+    sandbox.patch("other", ["fakeengine.worker:work"])
+    sandbox.generate()
+    code = "class Own:\n    def step(self, number): return [0]\nmodule.Scheduler = Own"
+    sandbox.python(REPLACED.format(code=code))
+    reported = sandbox.reported()
+    assert (reported["state"], reported["reason"]) == ("failed", "overwritten")
+    assert "__main__.Own.step" in reported["detail"]
+
+
+AROUND_OURS = {
+    "closure": "def made(f):\n    return lambda self, number: f(self, number)\nours.step = made(ours.step)",
+    "global": "taken = ours.step\ndef theirs(self, number): return taken(self, number)\nours.step = theirs",
+    "default": "def theirs(self, number, f=ours.step): return f(self, number)\nours.step = theirs",
+    "two": "def made(f):\n    return lambda self, number: f(self, number)\nours.step = made(made(made(ours.step)))",
+    "partialmethod": "ours.step = functools.partialmethod(ours.step)",
+    "object": (
+        "class Theirs:\n    def __init__(self, f): self.f = f\n    def __get__(self, one, cls=None): return self.f.__get__(one)\n"
+        "ours.step = Theirs(ours.step)"
+    ),
+    "object that raises": (
+        "class Theirs:\n    def __init__(self, f): self.f = f\n    def __get__(self, one, cls=None): return self.f.__get__(one)\n"
+        "    def __getattr__(self, name): raise RuntimeError(name)\nours.step = Theirs(ours.step)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", AROUND_OURS.values(), ids=AROUND_OURS)
+def test_somebody_elses_wrapper_that_does_not_say_what_it_wraps(sandbox: Sandbox, code: str) -> None:
+    sandbox.patch()
+    sandbox.patch("other", ["fakeengine.worker:work"])
+    sandbox.generate()
+    done = sandbox.python(REPLACED.format(code=code))
+    assert done.out == "['patched', 7]\n", done.err
+    assert (sandbox.reported()["state"], sandbox.reported()["reason"]) == ("applied", None)

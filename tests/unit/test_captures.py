@@ -1,0 +1,148 @@
+"""What was taken of a target before the patch came: other names get the wrapper too, everything else refuses the patch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.support import WORK, Sandbox
+from tests.unit.test_application import not_applied
+
+SCHEDULER = "fakeengine.scheduler"
+TARGETS = [f"{SCHEDULER}:{name}" for name in ("work", "Scheduler.step", "Scheduler.of_static", "Scheduler.of_class")]
+TARGETS.append(f"{SCHEDULER}:Scheduler.value")
+# The patch waits for the worker, which the program imports last: what `{taken}` takes is stock.
+SOURCE = """\
+import functools, threading
+
+def work(number): return ["work", number]
+
+class Scheduler:
+    def step(self, number): return ["step", number]
+    @staticmethod
+    def of_static(number): return ["static", number]
+    @classmethod
+    def of_class(cls, number): return ["class", number]
+    @property
+    def value(self): return ["value"]
+{body}
+{taken}
+"""
+ALIASES = {
+    "a method under two names": ("    run = step", "", "Scheduler().run(7)", "step"),
+    "a subclass": ("", "class Other(Scheduler):\n    run = Scheduler.step", "Other().run(7)", "step"),
+    "a class that is no subclass": ("", "class Other:\n    run = Scheduler.step", "Other().run(7)", "step"),
+    "a static method": ("    run = of_static", "", "Scheduler.run(7)", "static"),
+    "the function in a static method": (
+        "",
+        "class Other: pass\nOther.run = Scheduler.of_static",
+        "Other.run(7)",
+        "static",
+    ),
+    "a class method": ("    run = of_class", "", "Scheduler.run(7)", "class"),
+    "a property": ("    run = value", "", "Scheduler().run", "value"),
+    "a function under two names": ("", "run = work", "scheduler.run(7)", "work"),
+    "a method as a function of the module": ("", "run = Scheduler.step", "scheduler.run(Scheduler(), 7)", "step"),
+}
+CAPTURES = {
+    "dict": ("TABLE = {'y': work}", "scheduler.TABLE['y'](7)", "the dict fakeengine.scheduler.TABLE['y']"),
+    "dict in a class": ("class T: TABLE = {'y': work}", "scheduler.T.TABLE['y'](7)", "the dict fakeengine.scheduler.T.TABLE['y']"),
+    "dict in a list": ("TABLE = [{'y': [work]}]", "scheduler.TABLE[0]['y'][0](7)", "the list fakeengine.scheduler.TABLE"),
+    "list": ("TABLE = [Scheduler.step]", "scheduler.TABLE[0](None, 7)", "the list fakeengine.scheduler.TABLE"),
+    "set": ("TABLE = {work}", "[*scheduler.TABLE][0](7)", "the set fakeengine.scheduler.TABLE"),
+    "partial": ("run = functools.partial(work, 7)", "scheduler.run()", "the functools.partial fakeengine.scheduler.run"),
+    "default": ("def run(f=work): return f(7)", "scheduler.run()", "a default argument of fakeengine.scheduler.run"),
+    "keyword": ("def run(*, f=work): return f(7)", "scheduler.run()", "a default argument of fakeengine.scheduler.run"),
+    "closure": (
+        "def outer(f):\n    def run(): return f(7)\n    return run\nrun = outer(work)",
+        "scheduler.run()", "a variable of fakeengine.scheduler.outer.<locals>.run",
+    ),
+    "wraps": (
+        "@functools.wraps(work)\ndef run(number): return run.__wrapped__(number)",
+        "scheduler.run(7)", "fakeengine.scheduler.work, which wraps it",
+    ),
+    "bound method": ("TABLE = [Scheduler().step]", "scheduler.TABLE[0](7)", "the method fakeengine.scheduler.TABLE"),
+    "class method": ("TABLE = [Scheduler.of_class]", "scheduler.TABLE[0](7)", "the method fakeengine.scheduler.TABLE"),
+    "static method": ("TABLE = [Scheduler.of_static]", "scheduler.TABLE[0](7)", "the list fakeengine.scheduler.TABLE"),
+    "getter": ("TABLE = [Scheduler.value.fget]", "scheduler.TABLE[0](None)", "the list fakeengine.scheduler.TABLE"),
+    "instance": ("class Box: pass\nbox = Box()\nbox.f = work", "scheduler.box.f(7)", "the fakeengine.scheduler.Box fakeengine.scheduler.box"),
+}  # fmt: skip
+NO_CALLS = {
+    "a cache's key": "@functools.lru_cache\ndef known(f): return 1\nknown(work)",
+    "a weak reference": "import weakref\nTABLE = weakref.WeakValueDictionary(work=work)",
+    "a call": "work(7); Scheduler().step(7); Scheduler.of_static(7)",
+    "a signature": "import inspect\ninspect.signature(work); inspect.signature(Scheduler.step)",
+    "a name": "TABLE = {'work': 'work'}",
+    "overloads": "import typing\n@typing.overload\ndef other(x: int) -> int: ...\n@typing.overload\ndef other(x: str) -> str: ...\ndef other(x): return x",
+    "an abstract class": "import abc\nclass Base(abc.ABC):\n    @abc.abstractmethod\n    def step(self, number): ...\nBase.register(Scheduler)\nissubclass(Scheduler, Base)",
+    "a subclass that calls it": "class Other(Scheduler):\n    def step(self, number): return super().step(number)",
+    "dropped": "TABLE = [work]; TABLE.clear()",
+}  # fmt: skip
+
+
+def ready(sandbox: Sandbox, body: str, taken: str) -> None:
+    sandbox.write({"fakeengine/scheduler.py": SOURCE.replace("{body}", body).replace("{taken}", taken)})
+    sandbox.patch(targets=[*TARGETS, WORK])
+    sandbox.generate()
+
+
+def program(call: str) -> str:
+    imports = "import fakeengine.scheduler as scheduler, fakeengine.worker\nfrom fakeengine.scheduler import *\n"
+    return f"{imports}print({call})"
+
+
+@pytest.mark.parametrize(("body", "taken", "call", "word"), ALIASES.values(), ids=ALIASES)
+def test_another_name_gets_the_wrapper_too(sandbox: Sandbox, body: str, taken: str, call: str, word: str) -> None:
+    ready(sandbox, body, taken)
+    done = sandbox.python(program(call))
+    assert done.out.startswith(f"['patched', '{word}'"), done.err
+    assert (sandbox.reported()["state"], done.others) == ("applied", [])
+
+
+@pytest.mark.parametrize(("taken", "call", "holder"), CAPTURES.values(), ids=CAPTURES)
+def test_what_is_held_in_another_way_refuses_the_patch(sandbox: Sandbox, taken: str, call: str, holder: str) -> None:
+    """All of it: no target is patched, and the holder is named."""
+    ready(sandbox, "", taken)
+    done = sandbox.python(program(f"[{call}, work(1), Scheduler().step(2)]"))
+    assert "patched" not in done.out, done.err
+    detail = not_applied(sandbox, "captured", done.err)
+    assert f"is held by {holder}" in detail
+    strict = sandbox.python(program(call), LIVEPATCH="strict")
+    assert (strict.code, strict.out) == (78, "")
+
+
+@pytest.mark.parametrize("taken", NO_CALLS.values(), ids=NO_CALLS)
+def test_what_calls_nothing_is_fine(sandbox: Sandbox, taken: str) -> None:
+    ready(sandbox, "", taken)
+    done = sandbox.python(program("work(7)"))
+    assert done.out.startswith("['patched', 'work'"), done.err
+    assert (sandbox.reported()["state"], done.others) == ("applied", [])
+
+
+def test_what_another_patch_holds_is_no_capture(sandbox: Sandbox) -> None:
+    """Two patches around one function, the second applied much later; a patch's code has the original by name."""
+    ready(sandbox, "", "")
+    code = """\
+        from functools import partial
+        TABLE = []
+        def wrappers(livepatch):
+            from fakeengine.scheduler import work
+            TABLE.append(partial(work, 1))
+            def around(wrapped, instance, args, kwargs):
+                return ["again", *wrapped(*args, **kwargs), *work(0), *TABLE[0]()]
+            return dict.fromkeys(TARGETS, around)
+        """
+    sandbox.patch("last", [f"{SCHEDULER}:work", WORK], code)
+    sandbox.patch("first", [f"{SCHEDULER}:work"])
+    sandbox.generate()
+    done = sandbox.python(program("work(7)"))
+    assert {sandbox.reported(name)["state"] for name in ("around", "first", "last")} == {"applied"}, done.err
+    assert "'again'" in done.out
+    assert done.out.count("'patched'") == 6, "of three calls, by two patches each"
+
+
+def test_a_call_that_is_under_way_is_no_capture(sandbox: Sandbox) -> None:
+    sandbox.write({"fakeengine/scheduler.py": "class Scheduler:\n    def step(self, number):\n        import fakeengine.worker\n        return [number]\n"})  # fmt: skip
+    sandbox.patch(targets=["fakeengine.scheduler:Scheduler.step", WORK])
+    sandbox.generate()
+    done = sandbox.python("from fakeengine.scheduler import Scheduler; Scheduler().step(1); print(Scheduler().step(7))")
+    assert (done.out, sandbox.reported()["state"]) == ("['patched', 7]\n", "applied"), done.err
