@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,8 @@ class Desk:
         self._gone: set[str] = set()  # agents whose process is gone
         self.waiting: dict[str, Waiting] = {}  # by token
         self._tokens: dict[str, str] = {}  # by request
-        self._agents: dict[str, str] = {}  # by token, also of what has ended: prefill may call when it has written
+        # By token, also of what has ended: prefill may call when it has written.
+        self._agents: OrderedDict[str, str] = OrderedDict()
         self._look = 0.0
 
     def register(self, request_id: str, agent: str, prefill: tuple[str, int]) -> Message | None:
@@ -70,7 +72,7 @@ class Desk:
             self._tokens[request_id] = token
             self._agents[token] = agent
             if len(self._agents) > REMEMBERED:
-                del self._agents[next(iter(self._agents))]
+                self._agents.popitem(last=False)
             if agent in self._gone:  # it was never registered there: nothing can come
                 waiting.failed = 0.0
                 self._look = 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,9 @@ class Answers:
         self._lines: dict[tuple[str, int], Line] = {}  # by the decode worker's address
         self._lives: dict[tuple[str, int], Line] = {}
         self._registered: dict[str, Registered] = {}  # by token
-        self._refused: dict[str, bool] = {}  # token: whether it was posted
+        self._refused: OrderedDict[str, bool] = OrderedDict()  # token: whether it was posted
         self._writes: dict[Any, Registered] = {}  # by NIXL's handle
-        self._over: dict[str, None] = {}  # requests, by base id, that have ended for the scheduler
+        self._over: OrderedDict[str, None] = OrderedDict()  # requests, by base id, that have ended for the scheduler
         self.leases = threading.Lock()  # held while leases end, and while a write is begun
         self.writing_for: str | None = None  # the request that the writer is about to write for
         self._starting: Registered | None = None
@@ -204,8 +205,8 @@ def _alive(line: Line | None) -> bool:
     return line is not None and line.alive
 
 
-def _remember(where: dict[str, Any], key: str, value: Any) -> None:
+def _remember(where: OrderedDict[str, Any], key: str, value: Any) -> None:
     where.pop(key, None)
     where[key] = value
     if len(where) > REMEMBERED:
-        del where[next(iter(where))]
+        where.popitem(last=False)
