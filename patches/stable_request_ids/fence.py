@@ -34,7 +34,7 @@ class Fence:
 
     def under_way(self, request_id: str) -> bool:
         """Whether a step that knows a former request of this id has not ended, or is still to tell of its end."""
-        if request_id in self.scheduler.finished_req_ids:
+        if request_id in getattr(self.scheduler, "finished_req_ids", ()):
             return True
         return any(
             request_id in step.num_scheduled_tokens or request_id in step.finished_req_ids
@@ -71,7 +71,8 @@ class Fence:
 
     def alive(self, request_ids: Iterable[str]) -> list[tuple[int, str]]:
         """Those of the requests that have not ended, as `answers` has them."""
-        found = [self.scheduler.requests.get(request_id) for request_id in request_ids]
+        requests = getattr(self.scheduler, "requests", {})
+        found = [requests.get(request_id) for request_id in request_ids]
         return [
             (request.client_index, request.request_id)
             for request in found

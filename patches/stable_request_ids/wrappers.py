@@ -55,7 +55,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         request = args[0] if args else kwargs["request"]
         aborts = getattr(core, "aborts_queue", None)
         if aborts is not None and not aborts.empty():
-            # An abort waits in two queues, and the other one is looked at amid a step: it is not meant for this request.
+            # An abort waits in two queues. The other one is read amid a step, and would end this request.
             core._process_aborts_queue()
         held = getattr(core.scheduler, "requests", {}).get(request.request_id)
         known = fence.of(core.scheduler)
@@ -159,7 +159,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         known.seen(outputs)  # also the ends of those: they come no more
         return processed
 
-    # Ids that are kept stay in use when the patch has stood aside, here or in another process: all but `assign` goes on.
+    # Ids that were kept stay in use when the patch has stood aside, here or in another process: the rest goes on.
     kept = {
         REGISTER: register,
         ADMIT: admit,
