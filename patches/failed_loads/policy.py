@@ -48,6 +48,5 @@ def _given() -> Any:
 
 def is_set(scheduler: Any) -> bool:
     """Whether somebody has set the policy that a scheduler follows; False where that cannot be told."""
-    config = scheduler.vllm_config.kv_transfer_config
-    known = vars(config)
+    known = getattr(getattr(getattr(scheduler, "vllm_config", None), "kv_transfer_config", None), "__dict__", {})
     return DEFAULT in known and known[DEFAULT] is not known[POLICY]
