@@ -111,7 +111,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         known = fence.of(scheduler)
         if not known.parked:
             return wrapped(*args, **kwargs)
-        asked, status = (*args, *(kwargs[name] for name in ("request_ids", "finished_status") if name in kwargs))
+        given = dict(zip(("request_ids", "finished_status"), args, strict=False)) | kwargs
+        asked, status = given["request_ids"], given["finished_status"]
         asked = [asked] if isinstance(asked, str) else asked if asked is None else list(asked)  # it may be an iterator
         known.abort_parked(asked, status)
         return wrapped(asked, status)
