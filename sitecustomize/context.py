@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from . import guard, redaction
+from .seen_through import SeenThrough
 
 SAY_EVERY_SECONDS = 30.0
 STDERR_SECONDS = 1.0
@@ -124,6 +125,10 @@ class PatchContext:
     ) -> Callable[..., Any]:
         """`wrapper` around something that is no target, such as a method of one object, guarded as a target is."""
         return guard.around(function, wrapper, self, getattr(function, "__qualname__", type(function).__qualname__))
+
+    def over(self, method: Callable[..., Any], call: Callable[..., Any]) -> SeenThrough:
+        """`call`, to be put in the method's place on its object: who looks there sees all else of the method."""
+        return SeenThrough(call, method)
 
     def stand_aside(self, where: str, error: Exception) -> None:
         """Leave everything to the release's own code from now on. `where` names what was called.

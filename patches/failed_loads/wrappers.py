@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import policy
 from .losses import Table, block_sizes, spread, tables_given
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+CONFIGURATION = "vllm.config.kv_transfer:KVTransferConfig.__post_init__"
 LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector:LMCacheMPConnector"
 
 STATE = "_livepatch_lost_loads"
@@ -114,7 +116,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if loads is None:
             loads = _Loads()
             setattr(scheduler, STATE, loads)
-            if recompute and not livepatch.aside:
+            if recompute and not livepatch.aside and not policy.is_set(scheduler):
                 scheduler.recompute_kv_load_failures = True
         return loads
 
@@ -172,7 +174,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def mark(scheduler: Any, loads: _Loads, requests: list[Any]) -> None:
         if not loads.asks:
             connector = scheduler.connector
-            connector.get_num_new_matched_tokens = livepatch.around(connector.get_num_new_matched_tokens, asked)
+            method = connector.get_num_new_matched_tokens
+            connector.get_num_new_matched_tokens = livepatch.over(method, livepatch.around(method, asked))
             loads.asks = True
         for request in requests:
             setattr(request, LOST, True)
@@ -193,9 +196,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         loads = loads_of(scheduler)
         lost = _Losses(scheduler, loads, reported)
         names = {request.request_id for request in (*lost.running, *lost.gone)}
-        if lost.blocks:
+        blocks = scheduler.kv_cache_manager.block_pool.blocks
+        found = {block for block in lost.blocks if blocks[block].block_hash is not None}
+        if found:
             # From here on nobody finds them; who has them already is among those found.
-            scheduler.kv_cache_manager.evict_blocks(lost.blocks)
+            scheduler.kv_cache_manager.evict_blocks(found)
         for request in lost.running:
             loads.withhold(request.request_id, loads.steps)
         for request in lost.gone:
@@ -268,7 +273,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         unreported.clear()
         return failed
 
+    def made(config: Any, args: Any, kwargs: Any) -> None:
+        policy.note(config)
+
     return {
+        CONFIGURATION: livepatch.before(made),
         f"{SCHEDULER}._update_after_schedule": livepatch.shortcut(in_each_step, livepatch.before(scheduled)),
         f"{SCHEDULER}._handle_invalid_blocks": handle,
         # What was sampled on lost KV stays undelivered when the patch stands aside.

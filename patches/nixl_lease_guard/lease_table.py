@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import mmap
 import re
+from collections import OrderedDict
 
 DIGEST = 16
 ENTRIES = 8
@@ -39,7 +40,7 @@ class LeaseTable:
         self._memory = mmap.mmap(-1, self.size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._places: dict[str, int] = {}  # request id: where its entry begins
-        self._ended: dict[str, None] = {}  # ids whose lease ended unread, oldest first
+        self._ended: OrderedDict[str, None] = OrderedDict()  # ids whose lease ended unread, oldest first
         self.free_landings = list(range(LANDINGS))
         _KEPT.append(self)
 
@@ -73,7 +74,7 @@ class LeaseTable:
         if unread:
             self._ended[request_id] = None
             if len(self._ended) > REMEMBERED:
-                del self._ended[next(iter(self._ended))]
+                self._ended.popitem(last=False)
         return True
 
     def stand_aside(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests keep the id that they came with, and an id is live once.
+"""Requests keep the id that they came with, and an id is live once: `fence` and `endings` say when it has ended.
 
 Source: vllm#27987, vllm PR#34415.
 """
@@ -9,12 +9,19 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import endings, fence
+
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 ASSIGN = "vllm.v1.engine.input_processor:InputProcessor.assign_request_id"
 REGISTER = "vllm.v1.engine.output_processor:OutputProcessor.add_request"
 ADMIT = "vllm.v1.engine.core:EngineCore.add_request"
+SEND = "vllm.v1.engine.async_llm:AsyncLLM._add_request"
+FORGET = "vllm.v1.engine.output_processor:OutputProcessor.abort_requests"
+RECEIVE = "vllm.v1.engine.output_processor:OutputProcessor.process_outputs"
+ABORT = "vllm.v1.engine.core:EngineCore.abort_requests"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
@@ -46,11 +53,24 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         still to be sent. The scheduler would assert, and so end the engine core.
         """
         request = args[0] if args else kwargs["request"]
+        aborts = getattr(core, "aborts_queue", None)
+        if aborts is not None and not aborts.empty():
+            # An abort waits in two queues. The other one is read amid a step, and would end this request.
+            core._process_aborts_queue()
         held = getattr(core.scheduler, "requests", {}).get(request.request_id)
-        if held is None or _is_session(held, request):
+        known = fence.of(core.scheduler)
+        if held is None and request.request_id not in known.parked:
+            if not known.under_way(request.request_id):
+                return wrapped(*args, **kwargs)
+            known.parked[request.request_id] = request, lambda: core.add_request(*args, **kwargs)
+            livepatch.count("waited")
+            livepatch.say("waited", f"request id {request.request_id!r} is used again while steps of it run: it waits")
+            return None
+        if held is not None and _is_session(held, request):
             return wrapped(*args, **kwargs)
-        what = "its blocks are kept for a transfer" if held.is_finished() else "another request of that id is running"
-        error = refused("refused_held" if held.is_finished() else "refused_live", request.request_id, what)
+        held_for_transfer = held is not None and held.is_finished()
+        what = "its blocks are kept for a transfer" if held_for_transfer else "another request of that id is running"
+        error = refused("refused_held" if held_for_transfer else "refused_live", request.request_id, what)
         tell = getattr(core, "_handle_request_validation_error", None)
         if tell is not None:
             tell(request, error)
@@ -73,8 +93,86 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         error: Exception = getattr(kinds, "VLLMValidationError", ValueError)(message)
         return livepatch.deliberate(error)
 
-    # Ids that are kept stay in use when the patch has stood aside, here or in another process: refusing goes on.
-    return {ASSIGN: assign, REGISTER: livepatch.lasting(register), ADMIT: livepatch.lasting(admit)}
+    # In the engine core
+
+    def begun(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
+        step = wrapped(*args, **kwargs)
+        fence.of(scheduler).begun(step)
+        return step
+
+    def ended(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
+        step = args[0] if args else kwargs["scheduler_output"]
+        outputs = wrapped(*args, **kwargs)
+        fence.of(scheduler).ended(step, outputs)
+        return outputs
+
+    def finish(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
+        """A request that waits for its id can be aborted, too."""
+        known = fence.of(scheduler)
+        if not known.parked:
+            return wrapped(*args, **kwargs)
+        given = dict(zip(("request_ids", "finished_status"), args, strict=False)) | kwargs
+        asked, status = given["request_ids"], given["finished_status"]
+        asked = [asked] if isinstance(asked, str) else asked if asked is None else list(asked)  # it may be an iterator
+        known.abort_parked(asked, status)
+        return wrapped(asked, status)
+
+    def abort(wrapped: Callable[..., Any], core: Any, args: Any, kwargs: Any) -> Any:
+        known, request_ids = fence.of(core.scheduler), args[0] if args else kwargs["request_ids"]
+        alive = known.alive([request_ids] if isinstance(request_ids, str) else request_ids)
+        result = wrapped(*args, **kwargs)
+        known.answers += alive
+        return result
+
+    # In the API server
+
+    def send(wrapped: Callable[..., Any], llm: Any, args: Any, kwargs: Any) -> Any:
+        request, processor = args[0] if args else kwargs["request"], llm.output_processor
+        known: endings.Endings | None = getattr(processor, endings.ATTRIBUTE, None)
+        if known is None:
+            known = endings.Endings()
+            setattr(processor, endings.ATTRIBUTE, known)
+        if request.request_id not in known.awaited:
+            return wrapped(*args, **kwargs)
+        return wait(known, llm, request.request_id, lambda: wrapped(*args, **kwargs))
+
+    async def wait(known: endings.Endings, llm: Any, request_id: str, proceed: Callable[[], Any]) -> Any:
+        livepatch.count("waited")
+        livepatch.say("waited", f"request id {request_id!r} is used again before its former request's end: it waits")
+        if not await known.over(request_id, lambda: bool(llm.errored)):
+            raise refused("refused_live", request_id, "the end of its former request was not heard of")
+        return await proceed()
+
+    def forget(wrapped: Callable[..., Any], processor: Any, args: Any, kwargs: Any) -> Any:
+        aborted = wrapped(*args, **kwargs)
+        known: endings.Endings | None = getattr(processor, endings.ATTRIBUTE, None)
+        if known is not None:
+            known.forgotten(aborted)
+        return aborted
+
+    def receive(wrapped: Callable[..., Any], processor: Any, args: Any, kwargs: Any) -> Any:
+        outputs = args[0] if args else kwargs["engine_core_outputs"]
+        known: endings.Endings | None = getattr(processor, endings.ATTRIBUTE, None)
+        if known is None:
+            return wrapped(*args, **kwargs)
+        processed = wrapped(*args, **kwargs)
+        known.forgotten(processed.reqs_to_abort)
+        known.seen(outputs)  # also the ends of those: they come no more
+        return processed
+
+    # Ids that were kept stay in use when the patch has stood aside, here or in another process: the rest goes on.
+    kept = {
+        REGISTER: register,
+        ADMIT: admit,
+        ABORT: abort,
+        f"{SCHEDULER}.schedule": begun,
+        f"{SCHEDULER}.update_from_output": ended,
+        f"{SCHEDULER}.finish_requests": finish,
+        SEND: send,
+        FORGET: forget,
+        RECEIVE: receive,
+    }
+    return {ASSIGN: assign, **{target: livepatch.lasting(wrapper) for target, wrapper in kept.items()}}
 
 
 def _is_live(processor: Any, request: Any, parent: Any, queue: Any) -> bool:

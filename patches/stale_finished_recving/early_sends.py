@@ -11,6 +11,7 @@ Source: docs/connector-completions.md, "MultiConnector".
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,9 @@ class ChildSends:
     def __init__(self, livepatch: PatchContext) -> None:
         self.livepatch = livepatch
         self.calls = 0
-        self.ended: dict[str, None] = {}  # requests whose end reached the worker, oldest first, until the child's send
+        # Requests whose end reached the worker, oldest first, until the child's send. (A dict would search for its
+        # first entry past all that were taken from its front.)
+        self.ended: OrderedDict[str, None] = OrderedDict()
         self.held: dict[str, int] = {}  # request id: the call in which the child reported its send, too early
 
     def __call__(self, wrapped: Call, child: Any, args: Any, kwargs: Any) -> Any:
@@ -52,10 +55,10 @@ class ChildSends:
             self.ended.pop(request_id, None)
             self.ended[request_id] = None
         while len(self.ended) > REMEMBERED:
-            del self.ended[next(iter(self.ended))]
+            self.ended.popitem(last=False)
         result = wrapped(*args, **kwargs)
         sent: set[str] = set((result[0] if isinstance(result, tuple) else result.finished_sending) or ())
-        early = set() if self.livepatch.aside else sent.difference(self.ended)
+        early = {name for name in sent if name not in self.ended and not self.livepatch.aside}
         due = {name for name, call in self.held.items() if name in self.ended or self.calls - call >= PATIENCE}
         new = early.difference(self.held)
         for request_id in early:

@@ -76,8 +76,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 found.dropped.append(("send_late", request_id))
             elif held is not None and held.send:
                 found.sent.append(held)
-            elif aside and held is None:
-                found.passed.add(request_id)
+            elif held is None and (aside or (request is not None and request.is_finished())):
+                found.passed.add(request_id)  # of its send nothing is known here: the release acts
             elif request is None:
                 found.dropped.append(("send_unknown", request_id))
             else:
@@ -184,17 +184,17 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         The connector may change what is passed to it (MoRI-IO does), so the ids are sorted between the connector's look
         at them and the scheduler's; afterwards the output has again what the connector left in it.
         """
-        see = connector.update_connector_output
+        method = connector.update_connector_output
 
         def update_connector_output(output: Any) -> Any:
-            result = see(output)
+            result = method(output)
             ended = output.finished_recving or output.finished_sending or output.invalid_block_ids
             # Another caller's passes through.
-            if ended and output is ledger.output and ledger.see is update_connector_output:
+            if ended and output is ledger.output and ledger.see is see:
                 sort(scheduler, ledger, output)
             return result
 
-        ledger.see = connector.update_connector_output = update_connector_output
+        see = ledger.see = connector.update_connector_output = livepatch.over(method, update_connector_output)
 
     def update(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         output = args[0] if args else kwargs["kv_connector_output"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_livepatch.patches.stable_request_ids import wrappers
+from vllm_livepatch.patches.stable_request_ids import endings, fence, wrappers
 from vllm_livepatch.sitecustomize import guard
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -15,7 +16,7 @@ class Core:
     """An engine core without a client to tell; `LLMEngine` without multiprocessing has one."""
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(requests={})
+        self.scheduler = SimpleNamespace(requests={}, finished_req_ids=set())
 
     def add_request(self, request: Any, request_wave: int = 0) -> None:
         """Take a request in."""
@@ -123,3 +124,147 @@ def test_an_error_of_its_own_refuses_nobody(context: PatchContext) -> None:
     core.add_request(request())
     assert context.aside
     assert core.scheduler.requests["a"].client_index == 0
+
+
+# The API server's and the engine core's part in ids that are used again; the release tests have them together.
+
+
+def step(*scheduled: str, finished: tuple[str, ...] = ()) -> Any:
+    """A scheduler output, as far as the fence reads it."""
+    return SimpleNamespace(num_scheduled_tokens=dict.fromkeys(scheduled, 1), finished_req_ids=set(finished))
+
+
+def test_an_id_is_under_way_until_the_step_that_told_of_its_end_is_over() -> None:
+    scheduler = SimpleNamespace(finished_req_ids=set(), requests={})
+    known = fence.of(scheduler)
+    assert fence.of(scheduler) is known
+    first, second = step("a"), step("b", finished=("a",))
+    known.begun(first)
+    assert known.under_way("a")
+    scheduler.finished_req_ids = {"a"}
+    known.ended(first, {})
+    assert known.under_way("a"), "the workers have not heard"
+    scheduler.finished_req_ids = set()
+    known.begun(second)
+    assert known.under_way("a"), "they hear with this step"
+    known.ended(second, {})
+    assert not known.under_way("a")
+
+
+def test_steps_that_never_end_are_forgotten() -> None:
+    known = fence.Fence(SimpleNamespace(finished_req_ids=set()))
+    steps = [step(str(number)) for number in range(fence.STEPS + 1)]
+    for one in steps:
+        known.begun(one)
+    assert not known.under_way("0")
+    assert known.under_way("1")
+
+
+def test_who_waits_is_let_in_once_and_not_after_an_abort(context: PatchContext) -> None:
+    core = Core()
+    known = fence.of(core.scheduler)
+    amid = step("a", "b", "c")
+    known.begun(amid)
+    for name in "abc":
+        core.add_request(request(name))
+    assert core.scheduler.requests == {}
+    with pytest.raises(ValueError, match="request id 'a' is in use"):
+        core.add_request(request("a"))
+    known.abort_parked(["a", "unknown"], "aborted")
+    outputs: dict[int, Any] = {}
+    known.answers.clear()
+    known.ended(amid, outputs)
+    assert list(core.scheduler.requests) == ["b", "c"]
+    known.ended(amid, outputs)
+    assert context.counters == {"waited": 3, "refused_live": 1}
+    assert outputs == {}
+
+
+def test_of_those_that_wait_none_is_left_when_all_are_aborted() -> None:
+    known = fence.Fence(SimpleNamespace(finished_req_ids=set(), requests={}))
+    waiting = request("a")
+    known.parked["a"] = waiting, lambda: None
+    known.abort_parked(None, "aborted")
+    assert (known.parked, waiting.status, known.answers) == ({}, "aborted", [(0, "a")])
+
+
+def test_only_what_lives_is_answered() -> None:
+    requests = {
+        "a": request("a"),
+        "held": request("held", finished=True),
+        "left": request("left", abort_immediately=True),
+    }
+    known = fence.Fence(SimpleNamespace(requests=requests))
+    assert known.alive(["a", "held", "left", "unknown"]) == [(0, "a")]
+
+
+def test_a_request_waits_for_the_end_of_the_former_one_alone() -> None:
+    async def play() -> list[str]:
+        known, order = endings.Endings(), []
+        known.forgotten(["a", "b"])
+
+        async def send(name: str) -> None:
+            assert await known.over(name, lambda: False)
+            order.append(name)
+
+        tasks = [asyncio.ensure_future(send(name)) for name in ("a", "b", "c")]
+        await asyncio.sleep(0)
+        known.seen([SimpleNamespace(request_id="a", finish_reason=None)])
+        for name in ("b", "a"):
+            order.append("end")
+            known.seen([SimpleNamespace(request_id=name, finish_reason="abort")])
+            while name not in order:
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        assert not known.awaited
+        return order
+
+    assert asyncio.run(play()) == ["c", "end", "b", "end", "a"]
+
+
+def test_a_wait_ends_with_the_engine_or_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = endings.Endings()
+    known.forgotten(["a"])
+    looks = iter([False, True])
+    monkeypatch.setattr(endings, "LOOK_SECONDS", 0.0)
+    assert asyncio.run(known.over("a", lambda: next(looks))), "the release says that its engine is dead"
+    monkeypatch.setattr(endings, "WAIT_SECONDS", 0.0)
+    assert not asyncio.run(known.over("a", lambda: False))
+    assert list(known.awaited) == ["a"], "its outputs may still come"
+
+
+def test_what_is_awaited_is_bounded_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "REMEMBERED", 2)
+    known = endings.Endings()
+    known.forgotten("abc")
+    assert list(known.awaited) == ["b", "c"]
+
+
+class Llm:
+    """As much of AsyncLLM as the patch wraps or asks."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.output_processor = Front()
+        self.sent: list[Any] = []
+
+    async def _add_request(self, request: Any) -> None:
+        self.sent.append(request)
+
+
+def test_who_has_waited_too_long_is_refused(context: PatchContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "WAIT_SECONDS", 0.0)
+    wrapped = guard.in_place_of(
+        vars(Llm)["_add_request"], wrappers.wrappers(context)[wrappers.SEND], context, wrappers.SEND
+    )
+    monkeypatch.setattr(Llm, "_add_request", wrapped)
+    llm = Llm()
+    asyncio.run(llm._add_request(request("a")))
+    getattr(llm.output_processor, endings.ATTRIBUTE).forgotten(["a"])
+    with pytest.raises(ValueError, match="the end of its former request was not heard of"):
+        asyncio.run(llm._add_request(request("a")))
+    assert [one.request_id for one in llm.sent] == ["a"]
+    llm.errored = True  # the release's own code says what is wrong
+    asyncio.run(llm._add_request(request=request("a")))
+    assert len(llm.sent) == 2

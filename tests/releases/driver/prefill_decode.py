@@ -33,6 +33,7 @@ vllm.platforms._current_platform = CpuPlatform()
 import nixl_agents
 import real_scheduler as real
 import request_ids
+import reused_ids
 
 gc.enable()
 
@@ -43,7 +44,7 @@ def main() -> None:
     imported = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        ids = request_ids.play(model_config)
+        ids = {**request_ids.play(model_config), **reused_ids.play(model_config)}
         agents = nixl_agents.play(model_config, Path(directory))
     seconds = {"import": imported - STARTED, "cases": time.perf_counter() - imported}
     print_result({"pid": os.getpid(), "ids": ids, "agents": agents, "seconds": seconds}, vllm)
