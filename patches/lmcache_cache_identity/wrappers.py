@@ -1,0 +1,157 @@
+"""Nobody is given KV of another adapter, image or embedding by LMCache.
+
+LMCache's keys have token ids, the model's path and the salt, and nothing else that decides a request's KV. In the place
+of a request's ids, the connectors of its server (MP) read ids whose first ones in each chunk carry the rest.
+
+Source: vllm#44250, LMCache#2961, LMCache PR#4183.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .adapters import Adapters
+from .marks import WORDS, Identity, MarkedIds, Marks
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+CREATE = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.create_connector"
+CORE = "vllm.v1.engine.core:EngineCore"
+
+UNKNOWN: tuple[int, ...] = ()
+"""In the place of the ids of a request whose identity is unknown: it never has a whole chunk."""
+
+SETTLED = "_livepatch_settled"
+"""Attribute of a tracker: whether its ids are what keys are to be made of."""
+
+
+class Identities:
+    """What decides the KV of one engine's requests beside their ids."""
+
+    def __init__(self, adapters: Adapters, lora: bool, fingerprint: str) -> None:
+        self.adapters = adapters
+        self.lora = lora
+        self.all: Identity = (("fingerprint", fingerprint),) if fingerprint else ()
+
+    def of(self, request: Any) -> Identity | None:
+        """Of a request; None where it is unknown. Empty where ids, images and embeddings are all."""
+        if not self.lora:
+            return self.all
+        adapter = request.lora_request
+        if adapter is None:
+            return (*self.all, ("base",))  # an unmarked entry may be an adapter's, from before
+        found = self.adapters.identity(adapter)
+        return None if found is None else (*self.all, found)
+
+    def mixed(self, request: Any) -> bool:
+        """Whether vLLM's own prefix cache may have other weights' KV for a request."""
+        adapter = request.lora_request
+        return adapter is not None and self.adapters.shares_a_name(adapter)
+
+
+class Multiprocess:
+    """The scheduler's part of one LMCacheMPConnector, vLLM's or LMCache's own."""
+
+    def __init__(self, connector: Any, identities: Identities, livepatch: PatchContext) -> None:
+        self.identities = identities
+        self.livepatch = livepatch
+        self.trackers: Mapping[str, Any] = connector.request_trackers
+        adapter = connector.scheduler_adapter
+        blocks = adapter.num_blocks_per_chunk() * getattr(connector, "vllm_block_size", 1)
+        self.chunk: int = getattr(adapter, "lmcache_tokens_per_chunk", blocks)
+        for owner, name, wrapper in (
+            (connector, "_get_or_create_request_tracker", self.track),
+            (connector, "get_num_new_matched_tokens", self.matched),
+            (adapter, "maybe_submit_lookup_request", self.submit),
+            (adapter, "check_lookup_result", self.check),
+            (adapter, "_create_key", self.key),
+        ):
+            setattr(owner, name, livepatch.around(getattr(owner, name), wrapper))
+
+    def track(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        """A tracker holds the request's ids, of which keys are made for as long as the request lives."""
+        tracker = wrapped(*args, **kwargs)
+        if not hasattr(tracker, SETTLED):
+            self.settle(tracker, args[0] if args else kwargs["request"])
+        return tracker
+
+    def settle(self, tracker: Any, request: Any) -> None:
+        identity = self.identities.of(request)
+        if identity is None or self.chunk < WORDS:
+            self.forgo(tracker)
+        elif identity or request.mm_features or getattr(request, "prompt_embeds", None) is not None:
+            _put(tracker, MarkedIds(Marks(request, identity, self.chunk)))
+            self.livepatch.count("marked")
+        setattr(tracker, SETTLED, True)
+
+    def forgo(self, tracker: Any) -> None:
+        """Load and store nothing."""
+        _put(tracker, UNKNOWN)
+        self.livepatch.count("unidentified")
+
+    def matched(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        request, computed = (dict(zip(("request", "num_computed_tokens"), args)) | kwargs).values()
+        if computed and self.identities.lora and self.identities.mixed(request):
+            tracker = connector._get_or_create_request_tracker(request)
+            if tracker.all_token_ids is not UNKNOWN:
+                self.forgo(tracker)  # what is computed behind other weights' KV is nobody's
+        return wrapped(*args, **kwargs)
+
+    def unknown(self, name: str) -> bool:
+        return getattr(self.trackers.get(name), "all_token_ids", None) is UNKNOWN
+
+    def submit(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        return None if self.unknown(_name(args, kwargs)) else wrapped(*args, **kwargs)
+
+    def check(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        return 0 if self.unknown(_name(args, kwargs)) else wrapped(*args, **kwargs)
+
+    def key(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        """Lookups, and the locks that they take: some releases make these of the request's own ids."""
+        ids = getattr(self.trackers.get(kwargs["request_id"]), "all_token_ids", None)
+        if isinstance(ids, MarkedIds):
+            given = list(args[0] if args else kwargs["token_ids"])
+            ids.marks.put(given)
+            args, kwargs = ((given, *args[1:]), kwargs) if args else ((), {**kwargs, "token_ids": given})
+        return wrapped(*args, **kwargs)
+
+
+def _put(tracker: Any, ids: Any) -> None:
+    tracker.all_token_ids = ids
+    if hasattr(tracker, "mm_adjusted_prompt_ids"):  # from LMCache 0.5.3: narrower marks, of images alone
+        tracker.mm_adjusted_prompt_ids = []
+
+
+def _name(args: Any, kwargs: Any) -> str:
+    return str(args[0] if args else kwargs["request_id"])
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    adapters = Adapters(lambda sentence: livepatch.say("adapter", sentence))
+
+    def created(_: Any, args: Any, kwargs: Any, connector: Any) -> None:
+        given = dict(zip(("config", "role"), args), **kwargs)
+        if given["role"].name != "SCHEDULER":
+            return
+        fingerprint = livepatch.options["FINGERPRINT"]
+        identities = Identities(adapters, given["config"].lora_config is not None, fingerprint)
+        for one in (connector, *getattr(connector, "_connectors", ())):
+            if hasattr(one, "request_trackers") and hasattr(one, "scheduler_adapter"):
+                Multiprocess(one, identities, livepatch)
+
+    def add_lora(_: Any, args: Any, kwargs: Any) -> None:
+        """Before the workers read it."""
+        adapters.met(args[0] if args else kwargs["lora_request"])
+
+    def remove_lora(_: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        adapters.removed(args[0] if args else kwargs["lora_id"])
+
+    return {
+        CREATE: livepatch.after(created),
+        f"{CORE}.add_lora": livepatch.before(add_lora),
+        f"{CORE}.remove_lora": livepatch.after(remove_lora),
+    }
