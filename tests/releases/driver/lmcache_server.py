@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -182,7 +183,14 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
             lock.lock()
         if question == "evict":  # all that is not locked
             l1.delete(list(l1._objects))
-        counted = {"silence": known, "known": known, "free": free, "reserved": lock.is_locked}.get(question)
+        counted = {
+            "silence": known,
+            "known": known,
+            "free": free,
+            "reserved": lock.is_locked,
+            "salts": lambda: Counter(key.cache_salt for key in list(l1._objects)),
+            "keys": lambda: sorted(key.chunk_hash.hex() for key in list(l1._objects)),
+        }.get(question)
         pipe.send(counted() if counted else question)
 
 
