@@ -133,15 +133,16 @@ def _name(args: Any, kwargs: Any) -> str:
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     adapters = Adapters(lambda sentence: livepatch.say("adapter", sentence))
 
-    def created(_: Any, args: Any, kwargs: Any, connector: Any) -> None:
+    def create(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        connector = wrapped(*args, **kwargs)
         given = dict(zip(("config", "role"), args), **kwargs)
-        if given["role"].name != "SCHEDULER":
-            return
-        fingerprint = livepatch.options["FINGERPRINT"]
-        identities = Identities(adapters, given["config"].lora_config is not None, fingerprint)
-        for one in (connector, *getattr(connector, "_connectors", ())):
-            if hasattr(one, "request_trackers") and hasattr(one, "scheduler_adapter"):
-                Multiprocess(one, identities, livepatch)
+        if given["role"].name == "SCHEDULER":
+            fingerprint = livepatch.options["FINGERPRINT"]
+            identities = Identities(adapters, given["config"].lora_config is not None, fingerprint)
+            for one in (connector, *getattr(connector, "_connectors", ())):
+                if hasattr(one, "request_trackers") and hasattr(one, "scheduler_adapter"):
+                    Multiprocess(one, identities, livepatch)
+        return connector
 
     def add_lora(_: Any, args: Any, kwargs: Any) -> None:
         """Before the workers read it."""
@@ -151,7 +152,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         adapters.removed(args[0] if args else kwargs["lora_id"])
 
     return {
-        CREATE: livepatch.after(created),
+        CREATE: create,
         f"{CORE}.add_lora": livepatch.before(add_lora),
         f"{CORE}.remove_lora": livepatch.after(remove_lora),
     }
