@@ -15,9 +15,11 @@ from result import attempted, begin_driver, leave, print_result
 
 begin_driver()
 
+import contextlib
 import gc
 import hashlib
 import importlib
+import inspect
 import os
 import sys
 import tempfile
@@ -36,6 +38,7 @@ import lmcache
 import real_scheduler as real
 import torch
 import vllm
+from lmcache_messages import Copies, Messages
 from lmcache_server import Server, until
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
@@ -100,10 +103,15 @@ class Engine:
         for rank in range(workers):
             vllm_config.parallel_config.rank = rank
             worker = factory.create_connector(config=vllm_config, role=role, kv_cache_config=self.scheduler.kv_cache_config)
-            caches = {"layer0": torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8)}
-            worker.register_kv_caches(caches)
+            cache = torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8)
+            for one in getattr(worker, "_connectors", [worker]):
+                if isinstance(server, Messages):
+                    one.worker_adapter, worker.register_kv_caches = Copies(server, rank, cache, BLOCK), MagicMock()
+                elif one.worker_adapter.instance_id == os.getpid():  # to LMCache 0.4.7: several workers are several processes
+                    one.worker_adapter.instance_id = next(NUMBERS)
+            worker.register_kv_caches({"layer0": cache})
             self.workers.append(worker)
-            self.caches.append(caches["layer0"])
+            self.caches.append(cache)
         vllm_config.parallel_config.rank = 0
         assert isinstance(self.workers[0] if not multi else self.workers[0]._connectors[0], kind)
 
@@ -443,10 +451,18 @@ CASES: tuple[Callable[[Server], Any], ...] = (
 )
 
 
+def serves_without_a_gpu() -> bool:
+    """From LMCache 0.4.7 on."""
+    with contextlib.suppress(ImportError):  # of cupy
+        importlib.import_module("lmcache.v1.multiprocess.server")
+        config = importlib.import_module("lmcache.v1.multiprocess.config")
+        return "supported_transfer_mode" in inspect.getsource(config)
+    return False
+
+
 def main() -> None:
-    importlib.import_module("lmcache.v1.multiprocess.server")
     importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
-    server = Server()
+    server: Any = Server() if serves_without_a_gpu() else Messages()
     cases = {case.__name__: case for case in CASES}
     came = {}
     for name in sys.argv[2:] or cases:
