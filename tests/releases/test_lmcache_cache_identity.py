@@ -63,22 +63,22 @@ def own_images(lmcache: str) -> str:
 
 
 def stock(vllm: str, images: str) -> dict[str, Any]:
-    return {**STOCK, "images": IMAGES[images], "salts": salts(vllm, 3), "unknown": unknown(vllm, [OWN, LOADED], FOREIGN)}
+    return {
+        **STOCK,
+        "within_multi": [OWN, FOREIGN if Version(vllm) >= Version("0.20") else OWN],  # it stored nothing before
+        "images": IMAGES[images],
+        "salts": salts(vllm, 3),
+        "unknown": [OWN, LOADED, LOADED, FOREIGN],
+    }
 
 
 def patched(vllm: str) -> dict[str, Any]:
-    return {**PATCHED, "salts": salts(vllm, 6), "unknown": unknown(vllm, [OWN, OWN], OWN)}
+    return {**PATCHED, "salts": salts(vllm, 6), "unknown": [OWN, OWN, OWN, OWN]}
 
 
 def salts(vllm: str, first: int) -> dict[str, int]:
     """Chunks by tenant. vLLM's connector sends a salt from 0.20 on."""
     return {"tenant-1": first, "tenant-2": 3} if Version(vllm) >= Version("0.20") else {"": first}
-
-
-def unknown(vllm: str, not_read: list[Any], other: list[Any]) -> list[Any]:
-    """An adapter is loaded in the place of another from 0.15 on; both engines have read its new files."""
-    in_place = [not_read[1]] if Version(vllm) >= Version("0.15") else []
-    return [*not_read, *in_place, other]
 
 
 def driven(

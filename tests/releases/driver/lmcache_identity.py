@@ -351,17 +351,16 @@ def unknown(server: Server) -> list[Any]:
     nowhere = LoRARequest("hub", 1, "org/not-here")
     before = adapter("x", 2, "before", "in-place")
     engine.load(before)
-    in_place = LoRARequest("x", 2, before.lora_path, load_inplace=True) if "load_inplace" in dir(before) else None
+    in_place = LoRARequest("x", 2, before.lora_path, load_inplace=True)
     came = []
     for one in (engine, other):
         one.weights[1] = "of the hub"
         came.append(one.run(request(nowhere, prompt=7)))
-    if in_place is not None:
-        adapter("x", 2, "after!", "in-place")
-        engine.load(in_place)
-        engine.run(request(in_place, prompt=8))
-        other.load(adapter("x", 2, "after!", "in-place"))
-        came.append(other.run(request(adapter("x", 2, "after!", "in-place"), prompt=8)))
+    adapter("x", 2, "after!", "in-place")
+    engine.load(in_place)
+    engine.run(request(in_place, prompt=8))
+    other.load(adapter("x", 2, "after!", "in-place"))
+    came.append(other.run(request(adapter("x", 2, "after!", "in-place"), prompt=8)))
     engine.load(adapter("y", 3, "of y"))
     engine.run(request(LoRARequest("z", 3, adapter("z", 4, "of z").lora_path), prompt=9))
     other.load(adapter("z", 4, "of z"))
