@@ -59,11 +59,7 @@ class Marks:
     def _more(self, first: int) -> list[tuple[Any, ...]]:
         """What decides the KV of one chunk, as vLLM's `generate_block_hash_extra_keys` has it for a block."""
         end = first + self.chunk
-        found: list[tuple[Any, ...]] = []
-        for feature in self.request.mm_features or ():
-            position = feature.mm_position
-            if position.offset < end and position.offset + position.length > first:
-                found.append(("mm", str(feature.identifier), position.offset))
+        found = images_of(self.request, first, end)
         embeds = getattr(self.request, "prompt_embeds", None)
         if embeds is not None and first < len(embeds):
             if first not in self._embeds:
@@ -96,6 +92,21 @@ class MarkedIds(Sequence[int]):
         ids = list(self.marks.request.all_token_ids[start:stop])
         self.marks.put(ids, start)
         return ids
+
+
+def images_of(request: Any, first: int, end: float) -> list[tuple[Any, ...]]:
+    """The images, and where they begin, of which tokens lie in a part of a request."""
+    found: list[tuple[Any, ...]] = []
+    for feature in request.mm_features or ():
+        position = feature.mm_position
+        if position.offset < end and position.offset + position.length > first:
+            found.append(("mm", str(feature.identifier), position.offset))
+    return found
+
+
+def more_than_ids(request: Any) -> bool:
+    """Whether a request has images or embeddings."""
+    return bool(request.mm_features) or getattr(request, "prompt_embeds", None) is not None
 
 
 def marks_of(identity: object, ids: tuple[int, ...]) -> list[int]:

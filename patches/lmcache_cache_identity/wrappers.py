@@ -1,7 +1,8 @@
 """Nobody is given KV of another adapter, image or embedding by LMCache.
 
 LMCache's keys have token ids, the model's path and the salt, and nothing else that decides a request's KV. In the place
-of a request's ids, the connectors of its server (MP) read ids whose first ones in each chunk carry the rest.
+of a request's ids, the connectors of its server (MP) read ids whose first ones in each chunk carry the rest; in the
+engine's process (in_process.py) a tag of LMCache's own does.
 
 Source: vllm#44250, LMCache#2961, LMCache PR#4183.
 """
@@ -12,7 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .adapters import Adapters
-from .marks import WORDS, Identity, MarkedIds, Marks
+from .identities import Identities
+from .in_process import InProcess
+from .marks import WORDS, MarkedIds, Marks, more_than_ids
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -27,30 +30,6 @@ UNKNOWN: tuple[int, ...] = ()
 
 SETTLED = "_livepatch_settled"
 """Attribute of a tracker: whether its ids are what keys are to be made of."""
-
-
-class Identities:
-    """What decides the KV of one engine's requests beside their ids."""
-
-    def __init__(self, adapters: Adapters, lora: bool, fingerprint: str) -> None:
-        self.adapters = adapters
-        self.lora = lora
-        self.all: Identity = (("fingerprint", fingerprint),) if fingerprint else ()
-
-    def of(self, request: Any) -> Identity | None:
-        """Of a request; None where it is unknown. Empty where ids, images and embeddings are all."""
-        if not self.lora:
-            return self.all
-        adapter = request.lora_request
-        if adapter is None:
-            return (*self.all, ("base",))  # an unmarked entry may be an adapter's, from before
-        found = self.adapters.identity(adapter)
-        return None if found is None else (*self.all, found)
-
-    def mixed(self, request: Any) -> bool:
-        """Whether vLLM's own prefix cache may have other weights' KV for a request."""
-        adapter = request.lora_request
-        return adapter is not None and self.adapters.shares_a_name(adapter)
 
 
 class Multiprocess:
@@ -83,7 +62,7 @@ class Multiprocess:
         identity = self.identities.of(request)
         if identity is None or self.chunk < WORDS:
             self.forgo(tracker)
-        elif identity or request.mm_features or getattr(request, "prompt_embeds", None) is not None:
+        elif identity or more_than_ids(request):
             _put(tracker, MarkedIds(Marks(request, identity, self.chunk)))
             self.livepatch.count("marked")
         setattr(tracker, SETTLED, True)
@@ -142,6 +121,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             for one in (connector, *getattr(connector, "_connectors", ())):
                 if hasattr(one, "request_trackers") and hasattr(one, "scheduler_adapter"):
                     Multiprocess(one, identities, livepatch)
+                if hasattr(one, "_lmcache_engine"):
+                    InProcess(one._lmcache_engine, identities, livepatch)
         return connector
 
     def add_lora(_: Any, args: Any, kwargs: Any) -> None:

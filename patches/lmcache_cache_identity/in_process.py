@@ -1,0 +1,97 @@
+"""LMCache in the engine's process: a tag, which LMCache makes a part of a request's keys, carries what ids do not."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .identities import Identities
+from .marks import digest_of, images_of, more_than_ids
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+TAG = "lmcache.tag.livepatch"
+"""LMCache reads it from the transfer parameters in a request's sampling parameters, as it does users' own tags."""
+
+SETTLED = "_livepatch_tagged"
+"""Attribute of a request: whether it may be looked up. Its tag was put in then."""
+
+
+class InProcess:
+    """The scheduler's part of one LMCacheConnectorV1Impl, vLLM's copy or LMCache's own."""
+
+    def __init__(self, impl: Any, identities: Identities, livepatch: PatchContext) -> None:
+        self.identities = identities
+        self.livepatch = livepatch
+        self.requests: Mapping[str, Any] = getattr(impl, "_unfinished_requests", {})
+        self.blends = bool(getattr(getattr(impl, "config", None), "enable_blending", False))
+        apply = getattr(sys.modules[type(impl).__module__], "apply_mm_hashes_to_token_ids", None)
+        # The last 16 bits of an image's hash are in LMCache's keys then: to LMCache 0.5.4, and in vLLM's copy.
+        self.narrow = apply is None or hasattr(sys.modules[apply.__module__], "hex_hash_to_int16")
+        impl.get_num_new_matched_tokens = livepatch.around(impl.get_num_new_matched_tokens, self.matched)
+        impl.build_connector_meta = livepatch.around(impl.build_connector_meta, self.built)
+
+    def matched(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        request, computed = (dict(zip(("request", "num_computed_tokens"), args)) | kwargs).values()
+        if not hasattr(request, SETTLED):
+            setattr(request, SETTLED, self.settle(request))
+        if computed and self.identities.lora and getattr(request, SETTLED) and self.identities.mixed(request):
+            setattr(request, SETTLED, self.forgo(request))
+        return wrapped(*args, **kwargs) if getattr(request, SETTLED) else 0
+
+    def settle(self, request: Any) -> bool:
+        identity = self.identities.of(request)
+        if identity is None:
+            return self.forgo(request)
+        more = images_of(request, 0, float("inf")) if self.narrow else []
+        embeds = getattr(request, "prompt_embeds", None)
+        if embeds is not None:
+            more.append(("embeds", digest_of(embeds)))
+        if (identity or more_than_ids(request)) and self.blends:
+            self.livepatch.say("blending", "CacheBlend matches chunks without what is before them: it is not used here")
+            return self.forgo(request)
+        if not identity and not more:
+            given = ((getattr(request.sampling_params, "extra_args", None) or {}).get("kv_transfer_params")) or {}
+            if TAG in given:  # a client's: it would be taken for another request's
+                _put(request, TAG, None)
+            return True
+        if request.sampling_params is None:  # of a pooling request: LMCache reads no tag
+            return self.forgo(request)
+        text = repr((identity, more)).encode("utf-8", "surrogatepass")
+        _put(request, TAG, hashlib.blake2b(text, digest_size=16, person=b"livepatch-kv").hexdigest())
+        self.livepatch.count("marked")
+        return True
+
+    def forgo(self, request: Any) -> bool:
+        """Load and store nothing."""
+        self.livepatch.count("unidentified")
+        return False
+
+    def built(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        """What the workers are to store in a step: nothing of requests whose identity is unknown."""
+        metadata = wrapped(*args, **kwargs)
+        for one in metadata.requests:
+            if getattr(self.requests.get(one.req_id), SETTLED, True) or one.save_spec is None:
+                continue
+            one.save_spec.can_save = False
+            # What a producer goes by, which it sends to a decode engine.
+            one.save_spec.skip_leading_tokens = len(one.token_ids)
+            one.disagg_spec = None
+        return metadata
+
+
+def _put(request: Any, name: str, value: Any) -> None:
+    """Set one transfer parameter, None for not at all, in sampling parameters that are this request's alone."""
+    params = request.sampling_params = copy.copy(request.sampling_params)
+    extra = dict(params.extra_args or {})
+    given = dict(extra.get("kv_transfer_params") or {})
+    given.pop(name, None)
+    if value is not None:
+        given[name] = value
+    params.extra_args = {**extra, "kv_transfer_params": given}
