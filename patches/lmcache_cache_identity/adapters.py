@@ -129,7 +129,9 @@ class Adapters:
             self._wake.wait(rest)
 
     def _say(self, adapter: Adapter) -> None:
-        self._said(f"adapter {adapter.name} (id {adapter.request[0]}): {adapter.lost}. Its requests neither load from LMCache nor store there")
+        self._said(
+            f"adapter {adapter.name} (id {adapter.request[0]}): {adapter.lost}. Its requests neither load from LMCache nor store there"
+        )
 
 
 def _same(lora: Any) -> tuple[Any, ...]:

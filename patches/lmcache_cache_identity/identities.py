@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .adapters import Adapters
-from .marks import Identity
+from .marks import Identity, more_than_ids
 
 
 class Identities:
@@ -15,6 +15,10 @@ class Identities:
         self.adapters = adapters
         self.lora = lora
         self.all: Identity = (("fingerprint", fingerprint),) if fingerprint else ()
+
+    def needed(self, request: Any) -> bool:
+        """Whether a request's keys are to carry more than ids."""
+        return self.lora or bool(self.all) or more_than_ids(request)
 
     def of(self, request: Any) -> Identity | None:
         """Of a request; None where it is unknown. Empty where ids, images and embeddings are all."""

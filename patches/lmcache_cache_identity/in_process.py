@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .identities import Identities
-from .marks import digest_of, images_of, more_than_ids
+from .marks import digest_of, images_of
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -34,41 +34,45 @@ class InProcess:
         apply = getattr(sys.modules[type(impl).__module__], "apply_mm_hashes_to_token_ids", None)
         # The last 16 bits of an image's hash are in LMCache's keys then: to LMCache 0.5.4, and in vLLM's copy.
         self.narrow = apply is None or hasattr(sys.modules[apply.__module__], "hex_hash_to_int16")
-        impl.get_num_new_matched_tokens = livepatch.around(impl.get_num_new_matched_tokens, self.matched)
-        impl.build_connector_meta = livepatch.around(impl.build_connector_meta, self.built)
+        matched, built = livepatch.lasting(self.matched), livepatch.lasting(self.built)
+        impl.get_num_new_matched_tokens = livepatch.around(impl.get_num_new_matched_tokens, matched)
+        impl.build_connector_meta = livepatch.around(impl.build_connector_meta, built)
 
     def matched(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-        request, computed = (dict(zip(("request", "num_computed_tokens"), args)) | kwargs).values()
+        given = {**dict(zip(("request", "num_computed_tokens"), args, strict=False)), **kwargs}
+        request, computed = given["request"], given["num_computed_tokens"]
         if not hasattr(request, SETTLED):
+            setattr(request, SETTLED, False)  # should this raise: keys of ids alone would be others' as well
             setattr(request, SETTLED, self.settle(request))
         if computed and self.identities.lora and getattr(request, SETTLED) and self.identities.mixed(request):
-            setattr(request, SETTLED, self.forgo(request))
+            setattr(request, SETTLED, self.forgo())
         return wrapped(*args, **kwargs) if getattr(request, SETTLED) else 0
 
     def settle(self, request: Any) -> bool:
-        identity = self.identities.of(request)
-        if identity is None:
-            return self.forgo(request)
+        """Put a request's tag in; whether it may be looked up and stored."""
+        params = request.sampling_params
+        if not self.identities.needed(request):
+            given = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
+            if TAG in given:  # a client's: LMCache would take it for an adapter's
+                _put(request, None)
+            return True
+        identity = None if self.livepatch.aside else self.identities.of(request)
+        if identity is None or params is None:  # LMCache reads no tag of a pooling request
+            return self.forgo()
+        if self.blends:
+            self.livepatch.say("blending", "CacheBlend matches chunks without what is before them: it is not used here")
+            return self.forgo()
         more = images_of(request, 0, float("inf")) if self.narrow else []
         embeds = getattr(request, "prompt_embeds", None)
         if embeds is not None:
             more.append(("embeds", digest_of(embeds)))
-        if (identity or more_than_ids(request)) and self.blends:
-            self.livepatch.say("blending", "CacheBlend matches chunks without what is before them: it is not used here")
-            return self.forgo(request)
-        if not identity and not more:
-            given = ((getattr(request.sampling_params, "extra_args", None) or {}).get("kv_transfer_params")) or {}
-            if TAG in given:  # a client's: it would be taken for another request's
-                _put(request, TAG, None)
-            return True
-        if request.sampling_params is None:  # of a pooling request: LMCache reads no tag
-            return self.forgo(request)
-        text = repr((identity, more)).encode("utf-8", "surrogatepass")
-        _put(request, TAG, hashlib.blake2b(text, digest_size=16, person=b"livepatch-kv").hexdigest())
-        self.livepatch.count("marked")
+        if identity or more:
+            text = repr((identity, more)).encode("utf-8", "surrogatepass")
+            _put(request, hashlib.blake2b(text, digest_size=16, person=b"livepatch-kv").hexdigest())
+            self.livepatch.count("marked")
         return True
 
-    def forgo(self, request: Any) -> bool:
+    def forgo(self) -> bool:
         """Load and store nothing."""
         self.livepatch.count("unidentified")
         return False
@@ -86,12 +90,9 @@ class InProcess:
         return metadata
 
 
-def _put(request: Any, name: str, value: Any) -> None:
-    """Set one transfer parameter, None for not at all, in sampling parameters that are this request's alone."""
+def _put(request: Any, tag: str | None) -> None:
+    """Set our tag, or none, in sampling parameters that are this request's alone."""
     params = request.sampling_params = copy.copy(request.sampling_params)
     extra = dict(params.extra_args or {})
-    given = dict(extra.get("kv_transfer_params") or {})
-    given.pop(name, None)
-    if value is not None:
-        given[name] = value
-    params.extra_args = {**extra, "kv_transfer_params": given}
+    given = {name: value for name, value in (extra.get("kv_transfer_params") or {}).items() if name != TAG}
+    params.extra_args = {**extra, "kv_transfer_params": {**given, TAG: tag} if tag else given}

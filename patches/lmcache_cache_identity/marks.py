@@ -21,7 +21,7 @@ Identity = tuple[tuple[str, ...], ...]
 
 
 class Marks:
-    """The marks of one request. They are made of its ids as they are, so that marking ids twice is marking them once."""
+    """The marks of one request. They are made of its own ids, so that marking ids twice is marking them once."""
 
     __slots__ = ("_embeds", "_made", "chunk", "identity", "request")
 
@@ -42,7 +42,7 @@ class Marks:
                     ids[place - start] = mark
 
     def _at(self, first: int) -> list[int]:
-        """The marks of the chunk that begins there; none where its KV depends on ids alone, or it is not long enough."""
+        """The marks of the chunk that begins there; none where its KV depends on ids alone, or it is too short yet."""
         all_ids = self.request.all_token_ids
         ids = tuple(all_ids[first : first + WORDS])
         if len(ids) < WORDS:

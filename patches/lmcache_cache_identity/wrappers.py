@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .adapters import Adapters
 from .identities import Identities
 from .in_process import InProcess
-from .marks import WORDS, MarkedIds, Marks, more_than_ids
+from .marks import WORDS, MarkedIds, Marks
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -49,23 +49,29 @@ class Multiprocess:
             (adapter, "check_lookup_result", self.check),
             (adapter, "_create_key", self.key),
         ):
-            setattr(owner, name, livepatch.around(getattr(owner, name), wrapper))
+            setattr(owner, name, livepatch.around(getattr(owner, name), livepatch.lasting(wrapper)))
 
     def track(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
         """A tracker holds the request's ids, of which keys are made for as long as the request lives."""
         tracker = wrapped(*args, **kwargs)
         if not hasattr(tracker, SETTLED):
-            self.settle(tracker, args[0] if args else kwargs["request"])
+            setattr(tracker, SETTLED, True)
+            try:
+                self.settle(tracker, args[0] if args else kwargs["request"])
+            except Exception:
+                self.forgo(tracker)  # keys of ids alone would be others' as well
+                raise
         return tracker
 
     def settle(self, tracker: Any, request: Any) -> None:
-        identity = self.identities.of(request)
+        if not self.identities.needed(request):
+            return
+        identity = None if self.livepatch.aside else self.identities.of(request)
         if identity is None or self.chunk < WORDS:
             self.forgo(tracker)
-        elif identity or more_than_ids(request):
+        else:
             _put(tracker, MarkedIds(Marks(request, identity, self.chunk)))
             self.livepatch.count("marked")
-        setattr(tracker, SETTLED, True)
 
     def forgo(self, tracker: Any) -> None:
         """Load and store nothing."""
@@ -73,7 +79,8 @@ class Multiprocess:
         self.livepatch.count("unidentified")
 
     def matched(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
-        request, computed = (dict(zip(("request", "num_computed_tokens"), args)) | kwargs).values()
+        given = {**dict(zip(("request", "num_computed_tokens"), args, strict=False)), **kwargs}
+        request, computed = given["request"], given["num_computed_tokens"]
         if computed and self.identities.lora and self.identities.mixed(request):
             tracker = connector._get_or_create_request_tracker(request)
             if tracker.all_token_ids is not UNKNOWN:
@@ -114,7 +121,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def create(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
         connector = wrapped(*args, **kwargs)
-        given = dict(zip(("config", "role"), args), **kwargs)
+        given = {**dict(zip(("config", "role"), args, strict=False)), **kwargs}
         if given["role"].name == "SCHEDULER":
             fingerprint = livepatch.options["FINGERPRINT"]
             identities = Identities(adapters, given["config"].lora_config is not None, fingerprint)
@@ -134,6 +141,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     return {
         CREATE: create,
-        f"{CORE}.add_lora": livepatch.before(add_lora),
-        f"{CORE}.remove_lora": livepatch.after(remove_lora),
+        f"{CORE}.add_lora": livepatch.lasting(livepatch.before(add_lora)),
+        f"{CORE}.remove_lora": livepatch.lasting(livepatch.after(remove_lora)),
     }

@@ -82,7 +82,13 @@ def salts(vllm: str, first: int) -> dict[str, int]:
 
 
 def driven(
-    whose: str, vllm: str, lmcache: str, warm: interpreter.Interpreter, work: Path, *cases: str, bundle: Path | None = None
+    whose: str,
+    vllm: str,
+    lmcache: str,
+    warm: interpreter.Interpreter,
+    work: Path,
+    *cases: str,
+    bundle: Path | None = None,
 ) -> dict[str, Any]:
     releases = {"vllm": vllm} if lmcache == INSTALLED else {"vllm": vllm, "lmcache": lmcache}
     found = warm.run(DRIVER, releases, work, bundle=bundle, arguments=(whose, *cases))
@@ -121,7 +127,7 @@ def test_own(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path
     compared("lmcache", "0.29.0", release, own_images(release), warm, bundle, tmp_path)
 
 
-@pytest.mark.parametrize("whose,vllm,lmcache", [("vllm", "0.33.0", "0.4.6"), ("lmcache", "0.29.0", INSTALLED)])
+@pytest.mark.parametrize(("whose", "vllm", "lmcache"), [("vllm", "0.33.0", "0.4.6"), ("lmcache", "0.29.0", INSTALLED)])
 def test_ten_thousand_images(
     whose: str, vllm: str, lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,8 @@ MODEL = real.make_model_config(DIRECTORY)
 
 
 def connector_class(whose: str) -> tuple[str, str]:
+    if whose == "in-process":
+        return "lmcache_within_step", "InProcess"
     module = importlib.import_module(MODULES[whose])
     name = "LMCacheMPConnector"
     return MODULES[whose], f"{name}Upstream" if hasattr(module, f"{name}Upstream") else name
@@ -69,9 +72,9 @@ def connector_class(whose: str) -> tuple[str, str]:
 class Engine:
     """`adapters`: whether LoRA is enabled; `workers` of one tensor-parallel group."""
 
-    def __init__(self, server: Server, *, adapters: bool = True, workers: int = 1, multi: bool = False) -> None:
+    def __init__(self, server: Any, *, adapters: bool = True, workers: int = 1, multi: bool = False) -> None:
         module, name = connector_class(sys.argv[1])
-        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
+        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": getattr(server, "port", 0)}
         vllm_config = real.make_config(
             "Scheduler", MODEL, (module, name), adapters=4 if adapters else 0, extra=extra, workers=workers
         )
@@ -87,6 +90,7 @@ class Engine:
         self.loaded: dict[str, int] = {}  # tokens that came from LMCache
         self.known: tuple[Any, Any] = {}, {}
         connector = self.scheduler.connector
+        self.connector = connector._connectors[0] if multi else connector
         allocated = connector.update_state_after_alloc
 
         def noted(request: Any, blocks: Any, tokens: int, *others: Any) -> None:
@@ -94,26 +98,27 @@ class Engine:
             allocated(request, blocks, tokens, *others)
 
         connector.update_state_after_alloc = noted
-        self.connector = connector._connectors[0] if multi else connector
-        self.workers: list[Any] = []
-        self.caches: list[Any] = []
-        kind = type(self.connector)
+        made = [self.worker(server, vllm_config, rank, workers) for rank in range(workers)]
+        self.workers = [worker for worker, _ in made]
+        self.caches = [cache for _, cache in made]
+
+    def worker(self, server: Any, vllm_config: Any, rank: int, workers: int) -> tuple[Any, Any]:
+        """A worker's connector, and its cache."""
         factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
         role = importlib.import_module(f"{V1}.base").KVConnectorRole.WORKER
-        for rank in range(workers):
-            vllm_config.parallel_config.rank = rank
-            worker = factory.create_connector(config=vllm_config, role=role, kv_cache_config=self.scheduler.kv_cache_config)
-            cache = torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8)
-            for one in getattr(worker, "_connectors", [worker]):
-                if isinstance(server, Messages):
-                    one.worker_adapter, worker.register_kv_caches = Copies(server, rank, cache, BLOCK), MagicMock()
-                elif one.worker_adapter.instance_id == os.getpid():  # to LMCache 0.4.7: several workers are several processes
-                    one.worker_adapter.instance_id = next(NUMBERS)
-            worker.register_kv_caches({"layer0": cache})
-            self.workers.append(worker)
-            self.caches.append(cache)
+        vllm_config.parallel_config.rank = rank
+        worker = factory.create_connector(config=vllm_config, role=role, kv_cache_config=self.scheduler.kv_cache_config)
         vllm_config.parallel_config.rank = 0
-        assert isinstance(self.workers[0] if not multi else self.workers[0]._connectors[0], kind)
+        cache = torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8)
+        for one in getattr(worker, "_connectors", [worker]):
+            if isinstance(server, Messages):
+                one.worker_adapter, worker.register_kv_caches = Copies(server, rank, cache, BLOCK), MagicMock()
+            elif (
+                one.worker_adapter.instance_id == os.getpid()
+            ):  # to LMCache 0.4.7: several workers are several processes
+                one.worker_adapter.instance_id = next(NUMBERS)
+        worker.register_kv_caches({"layer0": cache})
+        return worker, cache
 
     def enter(self) -> None:
         """This engine's process is another than the others': let the patch know this one's adapters."""
@@ -145,7 +150,7 @@ class Engine:
             scheduled = self.scheduler.schedule()
             for worker in self.workers:
                 worker.bind_connector_metadata(scheduled.kv_connector_metadata)
-                worker.start_load_kv(MagicMock())
+                worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
             before = real.computed_before(scheduled)
             for name, number in scheduled.num_scheduled_tokens.items():
                 self.compute(request, before[name], before[name] + number)
@@ -247,7 +252,12 @@ NUMBERS = iter(range(100_000))
 
 
 def request(
-    lora: Any = None, image: str = "", prompt: int = 0, salt: str | None = None, embeds: Any = None, place: int = IMAGE_AT
+    lora: Any = None,
+    image: str = "",
+    prompt: int = 0,
+    salt: str | None = None,
+    embeds: Any = None,
+    place: int = IMAGE_AT,
 ) -> Any:
     ids = [3 + (prompt + 7 * place) % 200 for place in range(PROMPT)]
     features = []
@@ -283,7 +293,10 @@ def adapters(server: Server) -> list[Any]:
     first, second = Engine(server), Engine(server)
     came = []
     for engine, numbers in ((first, (1, 2)), (second, (2, 1))):
-        a, b = (adapter(name, number, f"weights of {name}") for name, number in zip(("org/a", "org/b"), numbers, strict=True))
+        a, b = (
+            adapter(name, number, f"weights of {name}")
+            for name, number in zip(("org/a", "org/b"), numbers, strict=True)
+        )
         for lora in (a, b):
             engine.load(lora)
         came.append([engine.run(request(lora, prompt=1)) for lora in (a, b, None)])
@@ -396,24 +409,24 @@ def embeddings(server: Server) -> list[Any]:
     return [*came, *(second.run(request(embeds=one)) for one in given)]
 
 
-def salts(server: Server) -> list[Any]:
+def salts(server: Server) -> dict[str, int]:
     """What the server has of each tenant: the salt as it was given."""
     engine = Engine(server)
-    server.ask("evict")
+    before = Counter(server.ask("salts"))
     lora = adapter("org/a", 1, "weights of a")
     engine.load(lora)
     for salt in ("tenant-1", "tenant-1", "tenant-2"):
         engine.run(request(lora, prompt=12, salt=salt))
     engine.run(request(None, prompt=12, salt="tenant-1"))
-    return server.ask("salts")
+    return dict(Counter(server.ask("salts")) - before)
 
 
 def plain(server: Server) -> list[Any]:
-    """Keys of an engine without adapters, for text: a digest, which is to be the same with the patch and without it."""
+    """Keys of an engine without adapters, for text: they are to be the same with the patch and without it."""
     engine = Engine(server, adapters=False)
-    server.ask("evict")
+    before = server.ask("keys")
     came = engine.run(request(prompt=13))
-    return [came, server.ask("keys")]
+    return [came, sorted(set(server.ask("keys")) - set(before))]
 
 
 def many_images(server: Server) -> list[Any]:

@@ -60,8 +60,6 @@ class Messages:
         return found
 
     def ask(self, question: str) -> Any:
-        if question == "evict":
-            self.stored.clear()
         if question == "salts":
             return Counter(salt for salt, _, _ in self.stored)
         return sorted(key.hex() for _, _, key in self.stored)
