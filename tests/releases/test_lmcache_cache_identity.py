@@ -1,6 +1,6 @@
-"""Each LMCacheMPConnector: whose KV a request is given that shares its ids with another's, by contents.
+"""Each LMCacheMPConnector, and LMCache in the engine: whose KV a request is given that shares its ids, by contents.
 
-vLLM's built-in connector works with LMCache 0.4.3 to 0.4.6, by release; LMCache's own is driven in vLLM 0.29.0.
+vLLM's built-in connector works with LMCache 0.4.3 to 0.4.6, by release; what is LMCache's own is driven in vLLM 0.29.0.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ VLLM = [pin.version for pin in registry.pins("vllm") if Version(pin.version) >= 
 LMCACHE = [pin.version for pin in registry.pins("lmcache") if Version(pin.version) >= Version("0.4.5")]
 INSTALLED = "0.5.6"
 """What the engine's environment has: the whole wheel."""
+
+IN_PROCESS = "in-process"
 
 OWN = [0, True]
 """A request that nothing was loaded for, and whose KV is right."""
@@ -81,6 +83,13 @@ def salts(vllm: str, first: int) -> dict[str, int]:
     return {"tenant-1": first, "tenant-2": 3} if Version(vllm) >= Version("0.20") else {"": first}
 
 
+def in_process(expected: dict[str, Any]) -> dict[str, Any]:
+    """What there is of it in the engine's process. A user's tag stays, and a client's that says it were ours does nothing."""
+    left = ("within_multi", "embeddings", "salts", "images")
+    cases = {case: came for case, came in expected.items() if case not in left}
+    return {**cases, "images_in_process": expected["images"], "users_tags": [OWN, 3, OWN]}
+
+
 def driven(
     whose: str,
     vllm: str,
@@ -91,7 +100,8 @@ def driven(
     bundle: Path | None = None,
 ) -> dict[str, Any]:
     releases = {"vllm": vllm} if lmcache == INSTALLED else {"vllm": vllm, "lmcache": lmcache}
-    found = warm.run(DRIVER, releases, work, bundle=bundle, arguments=(whose, *cases))
+    driver = DRIVER if whose != IN_PROCESS else f"{DRIVER}_in_process"
+    found = warm.run(driver, releases, work, bundle=bundle, arguments=(whose, *cases))
     came: dict[str, Any] = found["cases"]
     return came
 
@@ -101,6 +111,8 @@ def compared(
 ) -> None:
     """Stock gives foreign KV and the patch does not, in one run each; the keys of plain text are the same in both."""
     expected, right = stock(vllm, images), patched(vllm)
+    if whose == IN_PROCESS:
+        expected, right = in_process(expected), in_process(right)
     for folder in ("stock", "patched"):
         (work / folder).mkdir()
     unpatched = driven(whose, vllm, lmcache, warm, work / "stock", *expected, "plain")
@@ -125,6 +137,12 @@ def test_built_in(release: str, warm: interpreter.Interpreter, bundle: Path, tmp
 @pytest.mark.parametrize("release", executed.some(LMCACHE))
 def test_own(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     compared("lmcache", "0.29.0", release, own_images(release), warm, bundle, tmp_path)
+
+
+@pytest.mark.parametrize("release", executed.some(LMCACHE))
+def test_in_process(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    images = "whole" if Version(release) >= Version("0.5.5") else "16 bits"
+    compared(IN_PROCESS, "0.29.0", release, images, warm, bundle, tmp_path)
 
 
 @pytest.mark.parametrize(("whose", "vllm", "lmcache"), [("vllm", "0.33.0", "0.4.6"), ("lmcache", "0.29.0", INSTALLED)])
