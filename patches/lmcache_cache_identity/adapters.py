@@ -129,9 +129,8 @@ class Adapters:
             self._wake.wait(rest)
 
     def _say(self, adapter: Adapter) -> None:
-        self._said(
-            f"adapter {adapter.name} (id {adapter.request[0]}): {adapter.lost}. Its requests neither load from LMCache nor store there"
-        )
+        which = f"adapter {adapter.name} (id {adapter.request[0]})"
+        self._said(f"{which}: {adapter.lost}. Its requests neither load from LMCache nor store there")
 
 
 def _same(lora: Any) -> tuple[Any, ...]:

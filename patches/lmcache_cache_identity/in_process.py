@@ -42,8 +42,12 @@ class InProcess:
         given = {**dict(zip(("request", "num_computed_tokens"), args, strict=False)), **kwargs}
         request, computed = given["request"], given["num_computed_tokens"]
         if not hasattr(request, SETTLED):
-            setattr(request, SETTLED, False)  # should this raise: keys of ids alone would be others' as well
-            setattr(request, SETTLED, self.settle(request))
+            try:
+                settled = self.settle(request)
+            except Exception as error:  # keys of ids alone would be others' as well
+                self.livepatch.stand_aside("a request's tag", error)
+                settled = self.forgo()
+            setattr(request, SETTLED, settled)
         if computed and self.identities.lora and getattr(request, SETTLED) and self.identities.mixed(request):
             setattr(request, SETTLED, self.forgo())
         return wrapped(*args, **kwargs) if getattr(request, SETTLED) else 0

@@ -58,9 +58,9 @@ class Multiprocess:
             setattr(tracker, SETTLED, True)
             try:
                 self.settle(tracker, args[0] if args else kwargs["request"])
-            except Exception:
-                self.forgo(tracker)  # keys of ids alone would be others' as well
-                raise
+            except Exception as error:  # keys of ids alone would be others' as well
+                self.livepatch.stand_aside("a request's marks", error)
+                self.forgo(tracker)
         return tracker
 
     def settle(self, tracker: Any, request: Any) -> None:
