@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,7 +141,10 @@ class TestAdapters:
         assert (one.lost, one.looked) == ("", looked)
 
     @pytest.mark.parametrize("others", [{"load_inplace": True}, {"name": "b"}, {"is_3d_lora_weight": True}])
-    def test_another_adapter_by_its_id_ends_it(self, files: Path, others: dict[str, Any]) -> None:
+    def test_another_adapter_by_its_id_ends_it(
+        self, files: Path, others: dict[str, Any], mocker: MockerFixture
+    ) -> None:
+        mocker.patch("threading.Thread")
         said: list[str] = []
         known = Adapters(said.append)
         known.met(lora_of(files))
@@ -151,17 +153,18 @@ class TestAdapters:
         assert "other weights were loaded in its place" in said[0]
 
     def test_what_was_not_looked_at_for_long_is_unknown(self, files: Path, mocker: MockerFixture) -> None:
+        mocker.patch("threading.Thread")  # it hangs, as on a file system that does
         known = Adapters(mocker.Mock())
         one = known.met(lora_of(files))
         one.look()
         assert known.identity(lora_of(files)) == ("lora", "org/a", one.digest, "False")
-        later = time.monotonic() + 1000
-        mocker.patch.object(adapters.time, "monotonic", return_value=later)
-        one.files = ()  # its thread would see that they have changed
-        one.looked = later - 100
+        one.looked -= adapters.FRESH_SECONDS + 1
         assert known.identity(lora_of(files)) is None
 
-    def test_one_that_was_removed_is_read_anew_and_is_remembered_by_its_name(self, files: Path) -> None:
+    def test_one_that_was_removed_is_read_anew_and_is_remembered_by_its_name(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        mocker.patch("threading.Thread")
         known = Adapters(lambda sentence: None)
         known.met(lora_of(files)).look()
         known.removed(1)
@@ -171,6 +174,7 @@ class TestAdapters:
         assert known.shares_a_name(lora_of(files))
 
     def test_a_repository_is_not_a_folder(self, mocker: MockerFixture) -> None:
+        mocker.patch("threading.Thread")
         said = mocker.Mock()
         Adapters(said).met(SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="org/not-here"))
         assert "give a local folder" in said.call_args.args[0]

@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import inspect
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -148,8 +149,9 @@ class Engine:
         while self.scheduler.has_requests():
             assert time.monotonic() < deadline, f"{request.request_id} was never answered: {request.status}"
             scheduled = self.scheduler.schedule()
+            metadata = pickle.dumps(scheduled.kv_connector_metadata)  # a worker has a copy, in a process of its own
             for worker in self.workers:
-                worker.bind_connector_metadata(scheduled.kv_connector_metadata)
+                worker.bind_connector_metadata(pickle.loads(metadata))
                 worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
             before = real.computed_before(scheduled)
             for name, number in scheduled.num_scheduled_tokens.items():
