@@ -67,7 +67,8 @@ def own_images(lmcache: str) -> str:
 def stock(vllm: str, images: str) -> dict[str, Any]:
     return {
         **STOCK,
-        "within_multi": [OWN, FOREIGN if Version(vllm) >= Version("0.20") else OWN],  # it stored nothing before
+        # A MultiConnector tells a child of no blocks that are not loaded by it before 0.26: such a child stores nothing.
+        "within_multi": [OWN, FOREIGN if Version(vllm) >= Version("0.26") else OWN],
         "images": IMAGES[images],
         "salts": salts(vllm, 3),
         "unknown": [OWN, LOADED, LOADED, FOREIGN],
