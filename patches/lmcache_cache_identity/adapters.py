@@ -117,13 +117,16 @@ class Adapters:
     def _look(self) -> None:
         while True:
             self._wake.clear()
-            began = time.monotonic()
+            took = 0.0  # without the hashing of new adapters
             for adapter in list(self._known.values()):
-                if not adapter.lost:
-                    adapter.look()
-                    if adapter.lost:
-                        self._say(adapter)
-            took = time.monotonic() - began
+                if adapter.lost:
+                    continue
+                began, known = time.monotonic(), adapter.digest is not None
+                adapter.look()
+                if known:
+                    took += time.monotonic() - began
+                if adapter.lost:
+                    self._say(adapter)
             rest = max(LOOK_SECONDS, SHARE * took)
             self._fresh = FRESH_SECONDS + 2 * (rest + took)
             self._wake.wait(rest)
