@@ -72,6 +72,8 @@ class Adapters:
     def __init__(self, said: Callable[[str], None]) -> None:
         """`said` is called with a sentence when an adapter turns out to have no identity."""
         self._said = said
+        self.on_replaced: list[Callable[[int], None]] = []
+        """Called with an adapter's id when other weights are loaded in its place, under requests that run."""
         self._known: dict[int, Adapter] = {}
         self._before: dict[str, set[str | None]] = {}  # name: digests of adapters that are gone
         self._wake = threading.Event()
@@ -92,6 +94,8 @@ class Adapters:
         elif not adapter.lost and (adapter.request != _same(lora) or getattr(lora, "load_inplace", False)):
             adapter.lost = "other weights were loaded in its place"
             self._say(adapter)
+            for replaced in self.on_replaced:
+                replaced(lora.lora_int_id)
         return adapter
 
     def removed(self, number: int) -> None:

@@ -34,6 +34,7 @@ class InProcess:
         apply = getattr(sys.modules[type(impl).__module__], "apply_mm_hashes_to_token_ids", None)
         # The last 16 bits of an image's hash are in LMCache's keys then: to LMCache 0.5.4, and in vLLM's copy.
         self.narrow = apply is None or hasattr(sys.modules[apply.__module__], "hex_hash_to_int16")
+        identities.adapters.on_replaced.append(self.replaced)
         matched, built = livepatch.lasting(self.matched), livepatch.lasting(self.built)
         impl.get_num_new_matched_tokens = livepatch.around(impl.get_num_new_matched_tokens, matched)
         impl.build_connector_meta = livepatch.around(impl.build_connector_meta, built)
@@ -80,6 +81,12 @@ class InProcess:
         """Load and store nothing."""
         self.livepatch.count("unidentified")
         return False
+
+    def replaced(self, number: int) -> None:
+        """Requests that run while other weights take their adapter's place store nothing from now on."""
+        for request in self.requests.values():
+            if request.lora_request is not None and request.lora_request.lora_int_id == number:
+                setattr(request, SETTLED, self.forgo())
 
     def built(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
         """What the workers are to store in a step: nothing of requests whose identity is unknown."""

@@ -39,12 +39,15 @@ class Multiprocess:
         self.identities = identities
         self.livepatch = livepatch
         self.trackers: Mapping[str, Any] = connector.request_trackers
+        self.replaced: set[int] = set()  # ids of adapters, since the last step
+        identities.adapters.on_replaced.append(lambda number: self.replaced.add(number))
         adapter = connector.scheduler_adapter
         blocks = adapter.num_blocks_per_chunk() * getattr(connector, "vllm_block_size", 1)
         self.chunk: int = getattr(adapter, "lmcache_tokens_per_chunk", blocks)
         for owner, name, wrapper in (
             (connector, "_get_or_create_request_tracker", self.track),
             (connector, "get_num_new_matched_tokens", self.matched),
+            (connector, "build_connector_meta", self.build),
             (adapter, "maybe_submit_lookup_request", self.submit),
             (adapter, "check_lookup_result", self.check),
             (adapter, "_create_key", self.key),
@@ -85,6 +88,20 @@ class Multiprocess:
             tracker = connector._get_or_create_request_tracker(request)
             if tracker.all_token_ids is not UNKNOWN:
                 self.forgo(tracker)  # what is computed behind other weights' KV is nobody's
+        return wrapped(*args, **kwargs)
+
+    def build(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        """Requests that run while other weights take their adapter's place store nothing from this step on."""
+        loading: set[int] = set()  # of requests that are told of their load in this step
+        for tracker in list(self.trackers.values()) if self.replaced else ():
+            ids = tracker.all_token_ids
+            lora = ids.marks.request.lora_request if isinstance(ids, MarkedIds) else None
+            if lora is not None and lora.lora_int_id in self.replaced:
+                if tracker.is_ready_for_retrieving():
+                    loading.add(lora.lora_int_id)
+                else:
+                    self.forgo(tracker)
+        self.replaced &= loading
         return wrapped(*args, **kwargs)
 
     def unknown(self, name: str) -> bool:

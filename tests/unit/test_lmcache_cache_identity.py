@@ -181,8 +181,13 @@ class TestAdapters:
 
 
 class Tracker:
+    loads = False
+
     def __init__(self, request: Any) -> None:
         self.all_token_ids = request.all_token_ids
+
+    def is_ready_for_retrieving(self) -> bool:
+        return self.loads
 
 
 def connector() -> Any:
@@ -200,7 +205,43 @@ def connector() -> Any:
         scheduler_adapter=adapter,
         _get_or_create_request_tracker=lambda request: trackers.setdefault(request.request_id, Tracker(request)),
         get_num_new_matched_tokens=lambda request, computed: (8, True),
+        build_connector_meta=lambda scheduled: "metadata",
     )
+
+
+class TestReplaced:
+    def test_a_request_that_runs_stores_no_more_when_its_load_was_sent_out(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        made = connector()
+        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
+        request = asked(list(range(16)), lora=lora_of(files))
+        tracker = made._get_or_create_request_tracker(request)
+        tracker.loads = True
+        known.met(lora_of(files, load_inplace=True))
+        assert made.build_connector_meta(None) == "metadata"
+        assert len(tracker.all_token_ids) == 16
+        tracker.loads = False
+        made.build_connector_meta(None)
+        assert tracker.all_token_ids == ()
+
+    def test_in_the_engines_process_it_stores_no_more(self, files: Path, mocker: MockerFixture) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        impl, _ = in_process(mocker, known=known)
+        request = asked(list(range(16)), lora=lora_of(files))
+        request.sampling_params = SimpleNamespace(extra_args=None)
+        assert impl.get_num_new_matched_tokens(request, 0) == 8
+        impl._unfinished_requests["r"] = request
+        known.met(lora_of(files, load_inplace=True))
+        save = SimpleNamespace(can_save=True, skip_leading_tokens=0)
+        one = SimpleNamespace(req_id="r", save_spec=save, token_ids=[1] * 16, disagg_spec=None)
+        impl.build_connector_meta(SimpleNamespace(requests=[one]))
+        assert not save.can_save
 
 
 class TestErrors:
@@ -246,7 +287,9 @@ class TestErrors:
         assert len(keys) == 3
 
 
-def in_process(mocker: MockerFixture, lora: bool = True, **config: Any) -> tuple[Any, PatchContext]:
+def in_process(
+    mocker: MockerFixture, lora: bool = True, known: Adapters | None = None, **config: Any
+) -> tuple[Any, PatchContext]:
     impl = SimpleNamespace(
         _unfinished_requests={},
         config=SimpleNamespace(**config),
@@ -254,7 +297,7 @@ def in_process(mocker: MockerFixture, lora: bool = True, **config: Any) -> tuple
         build_connector_meta=lambda metadata: metadata,
     )
     livepatch = context(mocker)
-    InProcess(impl, Identities(Adapters(mocker.Mock()), lora, ""), livepatch)
+    InProcess(impl, Identities(known or Adapters(mocker.Mock()), lora, ""), livepatch)
     return impl, livepatch
 
 
