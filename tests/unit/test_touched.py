@@ -58,6 +58,16 @@ ALLOWED = {
         **dict.fromkeys(("st_dev", "st_ino"), "of os.fstat's answer"),
         "copy_": TORCH,
     },
+    "lmcache-cache-identity": {
+        **dict.fromkeys(("is_file", "stat", "expanduser", "read", "hexdigest", "indices"), "of the standard library"),
+        **dict.fromkeys(("st_ctime_ns", "st_dev", "st_ino", "st_mtime_ns", "st_size"), "of os.stat's answer"),
+        **dict.fromkeys(("contiguous", "cpu", "detach", "dtype", "numpy", "shape", "uint8", "view"), TORCH),
+        **dict.fromkeys(
+            ("mm_adjusted_prompt_ids", "vllm_block_size"),
+            "assigned by __init__ of LMCache's tracker and connector; those that have none are left alone",
+        ),
+        "enable_blending": "of LMCache's configuration; one that has no such field blends nothing",
+    },
     "kv-block-reaper": dict.fromkeys(("held", "parked", "receive"), "of the ledger of stale-finished-recving, ours"),
     "stale-finished-recving": {
         "_pause_state": "read by Scheduler.get_num_unfinished_requests, whose whole fingerprint is in the facts",

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -196,6 +197,8 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
             "free": free,
             "reserved": lock.is_locked,
             "remembered": remembered,
+            "salts": lambda: Counter(key.cache_salt for key in list(l1._objects)),
+            "keys": lambda: sorted(key.chunk_hash.hex() for key in list(l1._objects)),
         }.get(question)
         pipe.send(counted() if counted else question)
 

@@ -118,6 +118,19 @@ def make_scheduler(
     is `max_loras`, 0 for no LoRA; `options` are the scheduler configuration's, beside those set here; `extra` is the
     connector's own configuration.
     """
+    return scheduler_of(name, make_config(name, model_config, connector, adapters, options, extra), windows)
+
+
+def make_config(
+    name: str,
+    model_config: Any,
+    connector: tuple[str, str],
+    adapters: int = 0,
+    options: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    workers: int = 1,
+) -> Any:
+    """Return what a scheduler is made of; `workers` are those of one tensor-parallel group."""
     module, class_name = connector
     vllm_config = VllmConfig(
         model_config=model_config,
@@ -139,8 +152,15 @@ def make_scheduler(
         device_config=DeviceConfig(device="cpu"),
         lora_config=LoRAConfig(max_loras=adapters) if adapters else None,
     )
+    if workers > 1:
+        vllm_config.parallel_config.tensor_parallel_size = vllm_config.parallel_config.world_size = workers
     as_on_a_gpu(vllm_config, name)
     vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    return vllm_config
+
+
+def scheduler_of(name: str, vllm_config: Any, windows: Iterable[int] = ()) -> Any:
+    """Return a scheduler of the class `name`."""
     shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     specs = [FullAttentionSpec(**shape), *(SlidingWindowSpec(**shape, sliding_window=window) for window in windows)]
     init_none_hash(sha256)

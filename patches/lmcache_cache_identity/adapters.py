@@ -1,0 +1,170 @@
+"""The identity of each LoRA adapter: its name and a digest of its files, hashed by a thread."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+Files = tuple[tuple[str, int, int, int, int, int], ...]
+"""Name, device, inode, size, mtime and ctime of each file of an adapter. Equal: nobody has written to them."""
+
+LOOK_SECONDS = 1.0
+"""So often the thread looks whether files have changed: a worker that has dropped an adapter reads them again."""
+
+SHARE = 20
+"""The thread rests this many times longer than its look took: many adapters, or a slow disk, cost 5 % of a core."""
+
+FRESH_SECONDS = 10.0
+"""An identity that was not looked at for so long, its file system being stuck perhaps, counts as unknown."""
+
+PART = 1 << 20
+"""Bytes that are read at once."""
+
+
+class Adapter:
+    """What is known of one adapter id of this engine. `files` are those that were there before a worker read them."""
+
+    __slots__ = ("digest", "files", "looked", "lost", "name", "request")
+
+    def __init__(self, lora: Any) -> None:
+        self.name = str(lora.lora_name)
+        self.request = _same(lora)
+        self.digest: str | None = None
+        self.lost = ""  # why there will never be an identity
+        self.looked = float("-inf")  # when the files were last seen to be these
+        self.files: Files = ()
+        try:
+            self.files = listed(lora.lora_path)
+        except OSError as error:
+            self.lost = f"its files cannot be read ({type(error).__name__}): give a local folder, not a repository"
+        if getattr(lora, "tensorizer_config_dict", None):
+            self.lost = "its weights are not read from files"
+
+    def look(self) -> None:
+        """Hash the files where that was not done yet, or see whether they are the same. Called by the thread alone."""
+        _, _, path, *_ = self.request
+        try:
+            files = listed(path)
+            if self.digest is not None and files == self.files:
+                self.looked = time.monotonic()
+                return
+            hashed = digest_of(path, files)
+            stable = listed(path) == files
+        except OSError:
+            return  # files that are gone, or written to, are no new weights yet: the identity is unknown meanwhile
+        if not stable:
+            return
+        if self.digest is None and files != self.files:
+            self.lost = "its files have changed while it was loaded"
+        elif self.digest is not None and hashed != self.digest:
+            self.lost = "its files have changed since it was loaded: load it under another id (unload it first)"
+        else:
+            self.digest, self.files, self.looked = hashed, files, time.monotonic()
+
+
+class Adapters:
+    """The adapters of one engine. The scheduler's thread asks; another one reads the files."""
+
+    def __init__(self, said: Callable[[str], None]) -> None:
+        """`said` is called with a sentence when an adapter turns out to have no identity."""
+        self._said = said
+        self.on_replaced: list[Callable[[int], None]] = []
+        """Called with an adapter's id when other weights are loaded in its place, under requests that run."""
+        self._known: dict[int, Adapter] = {}
+        self._before: dict[str, set[str | None]] = {}  # name: digests of adapters that are gone
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._fresh = FRESH_SECONDS
+
+    def met(self, lora: Any) -> Adapter:
+        """Note an adapter that a worker may read from now on, if it is new. Stats its files, once."""
+        adapter = self._known.get(lora.lora_int_id)
+        if adapter is None:
+            adapter = self._known[lora.lora_int_id] = Adapter(lora)
+            if adapter.lost:
+                self._say(adapter)
+            self._wake.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="livepatch-adapters", daemon=True)
+                self._thread.start()
+        elif not adapter.lost and (adapter.request != _same(lora) or getattr(lora, "load_inplace", False)):
+            adapter.lost = "other weights were loaded in its place"
+            self._say(adapter)
+            for replaced in self.on_replaced:
+                replaced(lora.lora_int_id)
+        return adapter
+
+    def removed(self, number: int) -> None:
+        """The workers have dropped an adapter: whoever has its id from now on is read from files again."""
+        adapter = self._known.pop(number, None)
+        if adapter is not None:
+            self._before.setdefault(adapter.name, set()).add(None if adapter.lost else adapter.digest)
+
+    def identity(self, lora: Any) -> tuple[str, ...] | None:
+        """Name, digest and format of a request's adapter; None while that is unknown, or for ever."""
+        adapter = self.met(lora)
+        if adapter.lost or adapter.digest is None or time.monotonic() - adapter.looked > self._fresh:
+            return None
+        return ("lora", adapter.name, adapter.digest, str(bool(getattr(lora, "is_3d_lora_weight", False))))
+
+    def shares_a_name(self, lora: Any) -> bool:
+        """Whether this engine has had other weights by the same name: vLLM's own prefix cache may mix them up."""
+        mine = self._known[lora.lora_int_id]
+        others = [one for one in self._known.values() if one is not mine and one.name == mine.name]
+        digests = {None if one.lost else one.digest for one in others} | self._before.get(mine.name, set())
+        return bool(digests - {mine.digest}) or (None in digests)
+
+    def _look(self) -> None:
+        while True:
+            self._wake.clear()
+            took = 0.0  # without the hashing of new adapters
+            for adapter in list(self._known.values()):
+                if adapter.lost:
+                    continue
+                began, known = time.monotonic(), adapter.digest is not None
+                adapter.look()
+                if known:
+                    took += time.monotonic() - began
+                if adapter.lost:
+                    self._say(adapter)
+            rest = max(LOOK_SECONDS, SHARE * took)
+            self._fresh = FRESH_SECONDS + 2 * (rest + took)
+            self._wake.wait(rest)
+
+    def _say(self, adapter: Adapter) -> None:
+        which = f"adapter {adapter.name} (id {adapter.request[0]})"
+        self._said(f"{which}: {adapter.lost}. Its requests neither load from LMCache nor store there")
+
+
+def _same(lora: Any) -> tuple[Any, ...]:
+    """What two requests for one adapter have in common."""
+    path = lora.lora_path
+    return lora.lora_int_id, str(lora.lora_name), path, bool(getattr(lora, "is_3d_lora_weight", False))
+
+
+def listed(path: str) -> Files:
+    """The files that an adapter may be read from. Raises OSError where there are none."""
+    found = []
+    for entry in os.scandir(os.path.expanduser(path)):
+        if entry.is_file() and not entry.name.startswith("."):
+            stat = entry.stat()
+            of_file = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+            found.append((entry.name, *of_file))
+    if not found:
+        raise FileNotFoundError(path)
+    return tuple(sorted(found))
+
+
+def digest_of(path: str, files: Files) -> str:
+    """128 bits, in hexadecimal, of names and contents."""
+    digest = hashlib.blake2b(digest_size=16, person=b"livepatch-lora")
+    for name, _, _, size, *_ in files:
+        digest.update(f"{len(name)}/{name}/{size}/".encode())
+        with open(os.path.join(os.path.expanduser(path), name), "rb") as file:
+            while part := file.read(PART):
+                digest.update(part)
+    return digest.hexdigest()

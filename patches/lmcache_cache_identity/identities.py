@@ -1,0 +1,36 @@
+"""What decides the KV of one engine's requests beside their ids, images and embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .adapters import Adapters
+from .marks import Identity, more_than_ids
+
+
+class Identities:
+    """Of one engine: `lora` is whether LoRA is enabled, `fingerprint` the option."""
+
+    def __init__(self, adapters: Adapters, lora: bool, fingerprint: str) -> None:
+        self.adapters = adapters
+        self.lora = lora
+        self.all: Identity = (("fingerprint", fingerprint),) if fingerprint else ()
+
+    def needed(self, request: Any) -> bool:
+        """Whether a request's keys are to carry more than ids."""
+        return self.lora or bool(self.all) or more_than_ids(request)
+
+    def of(self, request: Any) -> Identity | None:
+        """Of a request; None where it is unknown. Empty where ids, images and embeddings are all."""
+        if not self.lora:
+            return self.all
+        adapter = request.lora_request
+        if adapter is None:
+            return (*self.all, ("base",))  # an unmarked entry may be an adapter's, from before
+        found = self.adapters.identity(adapter)
+        return None if found is None else (*self.all, found)
+
+    def mixed(self, request: Any) -> bool:
+        """Whether vLLM's own prefix cache may have other weights' KV for a request."""
+        adapter = request.lora_request
+        return adapter is not None and self.adapters.shares_a_name(adapter)

@@ -1,0 +1,163 @@
+"""Nobody is given KV of another adapter, image or embedding by LMCache.
+
+LMCache's keys have token ids, the model's path and the salt, and nothing else that decides a request's KV. In the place
+of a request's ids, the connectors of its server (MP) read ids whose first ones in each chunk carry the rest; in the
+engine's process (in_process.py) a tag of LMCache's own does.
+
+Source: vllm#44250, LMCache#2961, LMCache PR#4183.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .adapters import Adapters
+from .identities import Identities
+from .in_process import InProcess
+from .marks import WORDS, MarkedIds, Marks
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+CREATE = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.create_connector"
+CORE = "vllm.v1.engine.core:EngineCore"
+
+UNKNOWN: tuple[int, ...] = ()
+"""In the place of the ids of a request whose identity is unknown: it never has a whole chunk."""
+
+SETTLED = "_livepatch_settled"
+"""Attribute of a tracker: whether its ids are what keys are to be made of."""
+
+
+class Multiprocess:
+    """The scheduler's part of one LMCacheMPConnector, vLLM's or LMCache's own."""
+
+    def __init__(self, connector: Any, identities: Identities, livepatch: PatchContext) -> None:
+        self.identities = identities
+        self.livepatch = livepatch
+        self.trackers: Mapping[str, Any] = connector.request_trackers
+        self.replaced: set[int] = set()  # ids of adapters, since the last step
+        identities.adapters.on_replaced.append(lambda number: self.replaced.add(number))
+        adapter = connector.scheduler_adapter
+        blocks = adapter.num_blocks_per_chunk() * getattr(connector, "vllm_block_size", 1)
+        self.chunk: int = getattr(adapter, "lmcache_tokens_per_chunk", blocks)
+        for owner, name, wrapper in (
+            (connector, "_get_or_create_request_tracker", self.track),
+            (connector, "get_num_new_matched_tokens", self.matched),
+            (connector, "build_connector_meta", self.build),
+            (adapter, "maybe_submit_lookup_request", self.submit),
+            (adapter, "check_lookup_result", self.check),
+            (adapter, "_create_key", self.key),
+        ):
+            setattr(owner, name, livepatch.around(getattr(owner, name), livepatch.lasting(wrapper)))
+
+    def track(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        """A tracker holds the request's ids, of which keys are made for as long as the request lives."""
+        tracker = wrapped(*args, **kwargs)
+        if not hasattr(tracker, SETTLED):
+            setattr(tracker, SETTLED, True)
+            try:
+                self.settle(tracker, args[0] if args else kwargs["request"])
+            except Exception as error:  # keys of ids alone would be others' as well
+                self.livepatch.stand_aside("a request's marks", error)
+                self.forgo(tracker)
+        return tracker
+
+    def settle(self, tracker: Any, request: Any) -> None:
+        if not self.identities.needed(request):
+            return
+        identity = None if self.livepatch.aside else self.identities.of(request)
+        if identity is None or self.chunk < WORDS:
+            self.forgo(tracker)
+        else:
+            _put(tracker, MarkedIds(Marks(request, identity, self.chunk)))
+            self.livepatch.count("marked")
+
+    def forgo(self, tracker: Any) -> None:
+        """Load and store nothing."""
+        _put(tracker, UNKNOWN)
+        self.livepatch.count("unidentified")
+
+    def matched(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        given = {**dict(zip(("request", "num_computed_tokens"), args, strict=False)), **kwargs}
+        request, computed = given["request"], given["num_computed_tokens"]
+        if computed and self.identities.lora and self.identities.mixed(request):
+            tracker = connector._get_or_create_request_tracker(request)
+            if tracker.all_token_ids is not UNKNOWN:
+                self.forgo(tracker)  # what is computed behind other weights' KV is nobody's
+        return wrapped(*args, **kwargs)
+
+    def build(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        """Requests that run while other weights take their adapter's place store nothing from this step on."""
+        loading: set[int] = set()  # of requests that are told of their load in this step
+        for tracker in list(self.trackers.values()) if self.replaced else ():
+            ids = tracker.all_token_ids
+            lora = ids.marks.request.lora_request if isinstance(ids, MarkedIds) else None
+            if lora is not None and lora.lora_int_id in self.replaced:
+                if tracker.is_ready_for_retrieving():
+                    loading.add(lora.lora_int_id)
+                else:
+                    self.forgo(tracker)
+        self.replaced &= loading
+        return wrapped(*args, **kwargs)
+
+    def unknown(self, name: str) -> bool:
+        return getattr(self.trackers.get(name), "all_token_ids", None) is UNKNOWN
+
+    def submit(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        return None if self.unknown(_name(args, kwargs)) else wrapped(*args, **kwargs)
+
+    def check(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        return 0 if self.unknown(_name(args, kwargs)) else wrapped(*args, **kwargs)
+
+    def key(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        """Lookups, and the locks that they take: some releases make these of the request's own ids."""
+        ids = getattr(self.trackers.get(kwargs["request_id"]), "all_token_ids", None)
+        if isinstance(ids, MarkedIds):
+            given = list(args[0] if args else kwargs["token_ids"])
+            ids.marks.put(given)
+            args, kwargs = ((given, *args[1:]), kwargs) if args else ((), {**kwargs, "token_ids": given})
+        return wrapped(*args, **kwargs)
+
+
+def _put(tracker: Any, ids: Any) -> None:
+    tracker.all_token_ids = ids
+    if hasattr(tracker, "mm_adjusted_prompt_ids"):  # from LMCache 0.5.3: narrower marks, of images alone
+        tracker.mm_adjusted_prompt_ids = []
+
+
+def _name(args: Any, kwargs: Any) -> str:
+    return str(args[0] if args else kwargs["request_id"])
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    adapters = Adapters(lambda sentence: livepatch.say("adapter", sentence))
+
+    def create(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        connector = wrapped(*args, **kwargs)
+        given = {**dict(zip(("config", "role"), args, strict=False)), **kwargs}
+        if given["role"].name == "SCHEDULER":
+            fingerprint = livepatch.options["FINGERPRINT"]
+            identities = Identities(adapters, given["config"].lora_config is not None, fingerprint)
+            for one in (connector, *getattr(connector, "_connectors", ())):
+                if hasattr(one, "request_trackers") and hasattr(one, "scheduler_adapter"):
+                    Multiprocess(one, identities, livepatch)
+                if hasattr(one, "_lmcache_engine"):
+                    InProcess(one._lmcache_engine, identities, livepatch)
+        return connector
+
+    def add_lora(_: Any, args: Any, kwargs: Any) -> None:
+        """Before the workers read it."""
+        adapters.met(args[0] if args else kwargs["lora_request"])
+
+    def remove_lora(_: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        adapters.removed(args[0] if args else kwargs["lora_id"])
+
+    return {
+        CREATE: create,
+        f"{CORE}.add_lora": livepatch.lasting(livepatch.before(add_lora)),
+        f"{CORE}.remove_lora": livepatch.lasting(livepatch.after(remove_lora)),
+    }

@@ -1,0 +1,492 @@
+# mypy: disable-error-code="import-not-found"
+"""One prompt to several adapters, images and embeddings of engines that share a real LMCache server; one JSON object.
+
+Run by a fresh interpreter with the releases' sources, and the bundle or not, on PYTHONPATH. Each engine has the release's
+scheduler, both sides of its LMCacheMPConnector (`vllm`: the built-in one, `lmcache`: LMCache's own), and a model that is
+stood in for: what a token leaves in each layer's cache is a digest of all that decides it. A request is right where its
+whole prompt holds that when it is answered.
+
+The arguments are whose connector, and the cases.
+"""
+
+from __future__ import annotations
+
+from result import attempted, begin_driver, leave, print_result
+
+begin_driver()
+
+import contextlib
+import gc
+import hashlib
+import importlib
+import inspect
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import lmcache_server
+
+lmcache_server.compiled()
+
+import lmcache
+import real_scheduler as real
+import torch
+import vllm
+from lmcache_messages import Copies, Messages
+from lmcache_server import Server, until
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+
+BLOCK, CHUNK = real.BLOCK_SIZE, lmcache_server.CHUNK
+PROMPT = 3 * CHUNK + 5
+IMAGE_AT, IMAGE_TOKENS = CHUNK + 20, 24
+"""An image begins in the second chunk and ends in the third."""
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+MODULES = {"vllm": f"{V1}.lmcache_mp_connector", "lmcache": "lmcache.integration.vllm.lmcache_mp_connector"}
+DIRECTORY = Path(tempfile.mkdtemp())
+WEIGHTS: dict[int, str] = {}
+"""Of each adapter id of an engine, what a worker has read from its files."""
+
+real.quiet()
+MODEL = real.make_model_config(DIRECTORY)
+
+
+def connector_class(whose: str) -> tuple[str, str]:
+    if whose == "in-process":
+        return "lmcache_within_step", "InProcess"
+    module = importlib.import_module(MODULES[whose])
+    name = "LMCacheMPConnector"
+    return MODULES[whose], f"{name}Upstream" if hasattr(module, f"{name}Upstream") else name
+
+
+class Engine:
+    """`adapters`: whether LoRA is enabled; `workers` of one tensor-parallel group."""
+
+    def __init__(self, server: Any, *, adapters: bool = True, workers: int = 1, multi: bool = False) -> None:
+        module, name = connector_class(sys.argv[1])
+        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": getattr(server, "port", 0)}
+        vllm_config = real.make_config(
+            "Scheduler", MODEL, (module, name), adapters=4 if adapters else 0, extra=extra, workers=workers
+        )
+        if hasattr(vllm_config.cache_config, "kv_cache_layout"):
+            vllm_config.cache_config.kv_cache_layout = "LBHNC"  # resolved by the engine core otherwise, from 0.29
+        if multi:
+            child = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
+            given = vllm_config.kv_transfer_config
+            given.kv_connector, given.kv_connector_module_path = "MultiConnector", None
+            given.kv_connector_extra_config = {"connectors": [{**child, "kv_connector_extra_config": extra}]}
+        self.scheduler = real.scheduler_of("Scheduler", vllm_config)
+        self.weights: dict[int, str] = {}
+        self.loaded: dict[str, int] = {}  # tokens that came from LMCache
+        self.known: tuple[Any, Any] = {}, {}
+        connector = self.scheduler.connector
+        self.connector = connector._connectors[0] if multi else connector
+        allocated = connector.update_state_after_alloc
+
+        def noted(request: Any, blocks: Any, tokens: int, *others: Any) -> None:
+            self.loaded[request.request_id] = self.loaded.get(request.request_id, 0) + tokens
+            allocated(request, blocks, tokens, *others)
+
+        connector.update_state_after_alloc = noted
+        made = [self.worker(server, vllm_config, rank, workers) for rank in range(workers)]
+        self.workers = [worker for worker, _ in made]
+        self.caches = [cache for _, cache in made]
+
+    def worker(self, server: Any, vllm_config: Any, rank: int, workers: int) -> tuple[Any, Any]:
+        """A worker's connector, and its cache."""
+        factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+        role = importlib.import_module(f"{V1}.base").KVConnectorRole.WORKER
+        vllm_config.parallel_config.rank = rank
+        worker = factory.create_connector(config=vllm_config, role=role, kv_cache_config=self.scheduler.kv_cache_config)
+        vllm_config.parallel_config.rank = 0
+        cache = torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8)
+        for one in getattr(worker, "_connectors", [worker]):
+            if isinstance(server, Messages):
+                one.worker_adapter, worker.register_kv_caches = Copies(server, rank, cache, BLOCK), MagicMock()
+            elif (
+                one.worker_adapter.instance_id == os.getpid()
+            ):  # to LMCache 0.4.7: several workers are several processes
+                one.worker_adapter.instance_id = next(NUMBERS)
+        worker.register_kv_caches({"layer0": cache})
+        return worker, cache
+
+    def enter(self) -> None:
+        """This engine's process is another than the others': let the patch know this one's adapters."""
+        for one in registries():
+            one._known, one._before = self.known
+
+    def load(self, lora: Any) -> None:
+        """As `/v1/load_lora_adapter` does, in this engine's process."""
+        self.enter()
+        EngineCore.add_lora(SimpleNamespace(model_executor=MagicMock()), lora)
+        self.read(lora)
+        settled(lora)
+
+    def read(self, lora: Any) -> None:
+        """A worker reads an adapter that it does not have, or that is to be read again."""
+        if lora.lora_int_id not in self.weights or getattr(lora, "load_inplace", False):
+            self.weights[lora.lora_int_id] = Path(lora.lora_path, "adapter_model.safetensors").read_text()
+
+    def run(self, request: Any) -> list[Any]:
+        """A request until it has been answered: how many tokens came from LMCache, and whether its KV is right."""
+        self.enter()
+        self.scheduler.add_request(request)
+        if request.lora_request is not None:
+            self.read(request.lora_request)
+        right = True
+        deadline = time.monotonic() + lmcache_server.PATIENCE
+        while self.scheduler.has_requests():
+            assert time.monotonic() < deadline, f"{request.request_id} was never answered: {request.status}"
+            scheduled = self.scheduler.schedule()
+            metadata = pickle.dumps(scheduled.kv_connector_metadata)  # a worker has a copy, in a process of its own
+            for worker in self.workers:
+                worker.bind_connector_metadata(pickle.loads(metadata))
+                worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
+            before = real.computed_before(scheduled)
+            for name, number in scheduled.num_scheduled_tokens.items():
+                self.compute(request, before[name], before[name] + number)
+                right = right and self.is_right(request)
+            output = self.ended(scheduled)
+            self.scheduler.update_from_output(scheduled, output)
+            if not scheduled.num_scheduled_tokens:
+                time.sleep(0.005)
+        return [self.loaded.get(request.request_id, 0), right]
+
+    def ended(self, scheduled: Any) -> Any:
+        sent: list[set[str]] = []
+        received: list[set[str]] = []
+        for worker in self.workers:
+            worker.wait_for_save()
+            sending, recving = worker.get_finished(scheduled.finished_req_ids)
+            sent.append(set(sending or ()))
+            received.append(set(recving or ()))
+            worker.clear_connector_metadata()
+        output = real.run_model(scheduled)
+        output.kv_connector_output = real.transfers(self.all_of(received), self.all_of(sent))
+        return output
+
+    def all_of(self, reported: list[set[str]]) -> set[str]:
+        """Whom all workers have reported by now."""
+        done = set()
+        for names in reported:
+            for name in names:
+                counts = vars(self).setdefault("counts", {})
+                counts[name] = counts.get(name, 0) + 1
+                if counts[name] == len(self.workers):
+                    del counts[name]
+                    done.add(name)
+        return done
+
+    def slots(self, request: Any, tokens: int) -> list[tuple[int, int]]:
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return [(blocks[place // BLOCK], place % BLOCK) for place in range(tokens)]
+
+    def compute(self, request: Any, start: int, end: int) -> None:
+        values = left_by(request, self.weights, end)
+        for (block, offset), value in list(zip(self.slots(request, end), values, strict=True))[start:]:
+            for rank, cache in enumerate(self.caches):
+                cache[:, block, :, offset] = value + rank
+
+    def is_right(self, request: Any) -> bool:
+        tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
+        values = left_by(request, self.weights, tokens)
+        return all(
+            bool((cache[:, block, :, offset] == value + rank).all())
+            for (block, offset), value in zip(self.slots(request, tokens), values, strict=True)
+            for rank, cache in enumerate(self.caches)
+        )
+
+
+def left_by(request: Any, weights: dict[int, str], tokens: int) -> list[float]:
+    """What each token of a request leaves in a cache: by all tokens up to it, what lies in their place, and the weights."""
+    lora = request.lora_request
+    state = hashlib.blake2b(b"base" if lora is None else weights[lora.lora_int_id].encode(), digest_size=4)
+    values: list[float] = []
+    embeds = getattr(request, "prompt_embeds", None)
+    for place, token in enumerate(request.all_token_ids[:tokens]):
+        state.update(str(token).encode())
+        for feature in request.mm_features or ():
+            first, length = feature.mm_position.offset, feature.mm_position.length
+            if first <= place < first + length:
+                state.update(f"{feature.identifier} {place - first}".encode())
+        if embeds is not None and place < len(embeds):
+            state.update(embeds[place].numpy().tobytes())
+        values.append(float(int.from_bytes(state.digest()[:3], "big")))
+    return values
+
+
+def registries() -> list[Any]:
+    """The patch's knowledge of adapters: one object of the process, and none in a stock one."""
+    if not REGISTRIES:
+        REGISTRIES.extend(one for one in gc.get_objects() if type(one).__name__ == "Adapters")
+    return REGISTRIES
+
+
+REGISTRIES: list[Any] = []
+
+
+def settled(lora: Any) -> None:
+    """Wait until the patch, where there is one, knows an adapter or knows that it never will."""
+    for one in registries():
+        adapter = one._known.get(lora.lora_int_id)
+        if adapter is not None:
+            until(lambda adapter=adapter: bool(adapter.lost) or adapter.digest is not None)
+
+
+class Asked(Request):  # type: ignore[misc]
+    """Its images need no encoder: none is here."""
+
+    has_encoder_inputs = property(lambda self: False, lambda self, value: None)
+
+
+NUMBERS = iter(range(100_000))
+
+
+def request(
+    lora: Any = None,
+    image: str = "",
+    prompt: int = 0,
+    salt: str | None = None,
+    embeds: Any = None,
+    place: int = IMAGE_AT,
+) -> Any:
+    ids = [3 + (prompt + 7 * place) % 200 for place in range(PROMPT)]
+    features = []
+    if image:
+        position = PlaceholderRange(offset=place, length=IMAGE_TOKENS)
+        ids[place : place + IMAGE_TOKENS] = [2] * IMAGE_TOKENS
+        features = [MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=position)]
+    return Asked(
+        request_id=f"r{next(NUMBERS)}",
+        prompt_token_ids=None if embeds is not None else ids,
+        sampling_params=SamplingParams(max_tokens=2, ignore_eos=True),
+        pooling_params=None,
+        lora_request=lora,
+        mm_features=features,
+        cache_salt=salt,
+        block_hasher=real.get_request_block_hasher(BLOCK, real.sha256),
+        **({"prompt_embeds": embeds} if embeds is not None else {}),
+        **real.end_token_named_per_request(),
+    )
+
+
+def adapter(name: str, number: int, weights: str, folder: str = "") -> Any:
+    """An adapter whose files lie in a folder of its own, or in this one."""
+    path = DIRECTORY / (folder or f"{name}-{number}-{weights}")
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_config.json").write_text("{}")
+    (path / "adapter_model.safetensors").write_text(weights)
+    return LoRARequest(name, number, str(path))
+
+
+def adapters(server: Server) -> list[Any]:
+    """Two adapters and the base model, of one engine; then of another engine, whose ids are others."""
+    first, second = Engine(server), Engine(server)
+    came = []
+    for engine, numbers in ((first, (1, 2)), (second, (2, 1))):
+        a, b = (
+            adapter(name, number, f"weights of {name}")
+            for name, number in zip(("org/a", "org/b"), numbers, strict=True)
+        )
+        for lora in (a, b):
+            engine.load(lora)
+        came.append([engine.run(request(lora, prompt=1)) for lora in (a, b, None)])
+    return came
+
+
+def tensor_parallel(server: Server) -> list[Any]:
+    """The same of engines of two workers, each with a server's object of its own for each chunk."""
+    first, second = Engine(server, workers=2), Engine(server, workers=2)
+    came = []
+    for engine in (first, second):
+        lora = adapter("a", 1, "weights of a")
+        engine.load(lora)
+        came.append([engine.run(request(one, prompt=2)) for one in (lora, None)])
+    return came
+
+
+def within_multi(server: Server) -> list[Any]:
+    engine = Engine(server, multi=True)
+    lora = adapter("a", 1, "weights of a")
+    engine.load(lora)
+    return [engine.run(request(one, prompt=3)) for one in (lora, None)]
+
+
+def two_pods(server: Server) -> list[Any]:
+    """One name with other files, and one with the same files under another path."""
+    first, other, same = (Engine(server) for _ in range(3))
+    came = []
+    for engine, weights, folder in ((first, "v1", "pod1"), (other, "v2", "pod2"), (same, "v1", "pod3")):
+        lora = adapter("sql", 1, weights, folder)
+        engine.load(lora)
+        came.append(engine.run(request(lora, prompt=4)))
+    return came
+
+
+def new_weights(server: Server) -> list[Any]:
+    """In one engine: unloaded, and loaded again from the same path with other files. Then a second prompt."""
+    engine = Engine(server)
+    old = adapter("sql", 1, "old", "sql")
+    engine.load(old)
+    came = [engine.run(request(old, prompt=5))]
+    new = adapter("sql", 2, "newer", "sql")
+    engine.load(new)
+    engine.scheduler.reset_prefix_cache()
+    return [*came, engine.run(request(new, prompt=5))]
+
+
+def behind_old_weights(server: Server) -> list[Any]:
+    """vLLM's own prefix cache may have the old weights' KV: what is computed behind it is not stored for others."""
+    engine, later = Engine(server), Engine(server)
+    old, new = adapter("sql", 1, "old", "p1"), adapter("sql", 2, "newer", "p1")
+    old = adapter("sql", 1, "old", "p1")
+    engine.load(old)
+    engine.run(request(old, prompt=6))
+    new = adapter("sql", 2, "newer", "p1")
+    engine.load(new)
+    engine.run(request(new, prompt=6))
+    later.load(adapter("sql", 1, "newer", "p1"))
+    return [later.run(request(adapter("sql", 1, "newer", "p1"), prompt=6))[1]]
+
+
+def unknown(server: Server) -> list[Any]:
+    """An adapter that cannot be read by its path, one loaded in the place of another, one whose id another has: each twice."""
+    engine, other = Engine(server), Engine(server)
+    nowhere = LoRARequest("hub", 1, "org/not-here")
+    before = adapter("x", 2, "before", "in-place")
+    engine.load(before)
+    in_place = LoRARequest("x", 2, before.lora_path, load_inplace=True)
+    came = []
+    for one in (engine, other):
+        one.weights[1] = "of the hub"
+        came.append(one.run(request(nowhere, prompt=7)))
+    adapter("x", 2, "after!", "in-place")
+    engine.load(in_place)
+    engine.run(request(in_place, prompt=8))
+    other.load(adapter("x", 2, "after!", "in-place"))
+    came.append(other.run(request(adapter("x", 2, "after!", "in-place"), prompt=8)))
+    engine.load(adapter("y", 3, "of y"))
+    engine.run(request(LoRARequest("z", 3, adapter("z", 4, "of z").lora_path), prompt=9))
+    other.load(adapter("z", 4, "of z"))
+    return [*came, other.run(request(adapter("z", 4, "of z"), prompt=9))]
+
+
+def changed_files(server: Server) -> list[Any]:
+    """Files that are written over while their adapter is loaded: a worker may read the new ones any time from then on."""
+    engine = Engine(server)
+    lora = adapter("a", 1, "before")
+    engine.load(lora)
+    came = [engine.run(request(lora, prompt=10))]
+    Path(lora.lora_path, "adapter_model.safetensors").write_text("after!")
+    until(lambda: all(one._known[1].lost for one in registries()))
+    engine.scheduler.reset_prefix_cache()
+    engine.weights[1] = "after!"
+    return [*came, engine.run(request(lora, prompt=10))]
+
+
+def images(server: Server) -> list[Any]:
+    """Three images behind one text, the third of the second's last 16 bits: the text before is everybody's."""
+    first, second = Engine(server, adapters=False), Engine(server, adapters=False)
+    names = ("a" * 60 + "0001", "b" * 60 + "0002", "c" * 60 + "0002")
+    came = [first.run(request(image=name, prompt=11)) for name in names]
+    return [*came, *(second.run(request(image=name, prompt=11)) for name in names)]
+
+
+def embeddings(server: Server) -> list[Any]:
+    first, second = Engine(server, adapters=False), Engine(server, adapters=False)
+    given = [torch.full((PROMPT, 64), float(number)) for number in (1, 2)]
+    given[1][:CHUNK] = given[0][:CHUNK]
+    came = [first.run(request(embeds=one)) for one in given]
+    return [*came, *(second.run(request(embeds=one)) for one in given)]
+
+
+def salts(server: Server) -> dict[str, int]:
+    """What the server has of each tenant: the salt as it was given."""
+    engine = Engine(server)
+    before = Counter(server.ask("salts"))
+    lora = adapter("org/a", 1, "weights of a")
+    engine.load(lora)
+    for salt in ("tenant-1", "tenant-1", "tenant-2"):
+        engine.run(request(lora, prompt=12, salt=salt))
+    engine.run(request(None, prompt=12, salt="tenant-1"))
+    return dict(Counter(server.ask("salts")) - before)
+
+
+def plain(server: Server) -> list[Any]:
+    """Keys of an engine without adapters, for text: they are to be the same with the patch and without it."""
+    engine = Engine(server, adapters=False)
+    before = server.ask("keys")
+    came = engine.run(request(prompt=13))
+    return [came, sorted(set(server.ask("keys")) - set(before))]
+
+
+def many_images(server: Server) -> list[Any]:
+    """Keys of 10,000 images of which one token lies in a chunk, as LMCache hashes them: how many there are."""
+    engine = Engine(server, adapters=False)
+    hasher = importlib.import_module("lmcache.v1.multiprocess.token_hasher")
+    found: dict[str, set[bytes]] = {name: set() for name in ("blake3", "sha256_cbor", "builtin")}
+    hashers = {name: hasher.TokenHasher(CHUNK, name) for name in found}
+    asked = request(image="?", prompt=14, place=2 * CHUNK - 1)
+    for number in range(10_000):
+        asked.mm_features[0].identifier = hashlib.sha256(str(number).encode()).hexdigest()
+        tracker = engine.connector._get_or_create_request_tracker(asked)
+        ids = getattr(tracker, "get_token_ids", lambda tracker=tracker: list(tracker.all_token_ids))()
+        for name, one in hashers.items():
+            found[name].add(one.compute_chunk_hashes(ids[: 2 * CHUNK])[1])
+        del engine.connector.request_trackers[asked.request_id]
+    return [len(ids) == PROMPT, *(len(keys) for keys in found.values())]
+
+
+CASES: tuple[Callable[[Server], Any], ...] = (
+    adapters,
+    tensor_parallel,
+    within_multi,
+    two_pods,
+    new_weights,
+    behind_old_weights,
+    unknown,
+    changed_files,
+    images,
+    embeddings,
+    salts,
+    plain,
+    many_images,
+)
+
+
+def serves_without_a_gpu() -> bool:
+    """From LMCache 0.4.7 on."""
+    with contextlib.suppress(ImportError):  # of cupy
+        importlib.import_module("lmcache.v1.multiprocess.server")
+        config = importlib.import_module("lmcache.v1.multiprocess.config")
+        return "supported_transfer_mode" in inspect.getsource(config)
+    return False
+
+
+def main() -> None:
+    importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
+    server: Any = Server() if serves_without_a_gpu() else Messages()
+    cases = {case.__name__: case for case in CASES}
+    came = {}
+    for name in sys.argv[2:] or cases:
+        began = time.monotonic()
+        came[name] = attempted(lambda name=name: cases[name](server))
+        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
+    server.kill()
+    print_result({"cases": came}, lmcache, vllm)
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+# mypy: disable-error-code="import-not-found"
+"""The cases of `lmcache_identity` that LMCache in the engine's process has, where engines share what is stored.
+
+vLLM's LMCacheConnectorV1, LMCache's LMCacheConnectorV1Impl on both sides and the keys, of LMCache's `ChunkedTokenDatabase`,
+are the releases' own. LMCache's engine is stood in for: it copies chunks by those keys.
+"""
+
+from __future__ import annotations
+
+from result import attempted, begin_driver, leave, print_result
+
+begin_driver()
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import lmcache_identity as identity
+import lmcache_within_step as within
+import real_scheduler as real
+import torch
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.token_database import ChunkedTokenDatabase
+
+Metadata = importlib.import_module("lmcache.v1.metadata").LMCacheMetadata
+CHUNK, BLOCK = within.CHUNK, within.BLOCK
+
+
+class Chunks:
+    """In the place of one worker's LMCacheEngine; `stored` is what all engines share."""
+
+    def __init__(self, stored: dict[str, Any], rank: int, workers: int) -> None:
+        config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK, pre_caching_hash_algorithm="sha256_cbor")
+        metadata = Metadata("m", workers, workers, rank, rank, torch.float32, (1, 2, CHUNK, 2, 8))
+        self.database = ChunkedTokenDatabase(config, metadata)
+        self.stored = stored
+
+    def keys(self, tokens: Any, configs: Any) -> list[str]:
+        whole = len(tokens) // CHUNK * CHUNK
+        found = self.database.process_tokens(tokens=[int(token) for token in tokens[:whole]], request_configs=configs)
+        return [key.to_string() for _, _, key in found]
+
+    def lookup(self, tokens: Any, configs: Any) -> int:
+        keys = self.keys(tokens, configs)
+        return next((number for number, key in enumerate(keys) if key not in self.stored), len(keys)) * CHUNK
+
+    def retrieve(self, tokens: Any, mask: Any, *, kvcaches: Any, slot_mapping: Any, **others: Any) -> Any:
+        loaded = torch.zeros(len(tokens), dtype=torch.bool)
+        for number, key in enumerate(self.keys(tokens, others.get("request_configs"))):
+            start = number * CHUNK
+            if mask[start]:
+                for place, content in zip(range(start, start + CHUNK), self.stored[key], strict=True):
+                    slot = int(slot_mapping[place])
+                    kvcaches[0][:, slot // BLOCK, :, slot % BLOCK] = content
+                    loaded[place] = True
+        return loaded
+
+    def store(self, tokens: Any, mask: Any, *, kvcaches: Any, slot_mapping: Any, **others: Any) -> None:
+        for number, key in enumerate(self.keys(tokens, others.get("request_configs"))):
+            start = number * CHUNK
+            if mask[start] and key not in self.stored:
+                slots = [int(slot) for slot in slot_mapping[start : start + CHUNK]]
+                self.stored[key] = [kvcaches[0][:, slot // BLOCK, :, slot % BLOCK].clone() for slot in slots]
+
+    def lookup_unpin(self, name: str) -> None: ...
+
+
+class Shared:
+    """In the place of a server: what is stored, and by which keys."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, Any] = {}
+
+    def ask(self, question: str) -> list[str]:
+        return sorted(self.stored)
+
+
+class Engine(identity.Engine):
+    """LMCache in the workers' processes."""
+
+    def __init__(self, shared: Shared, *, adapters: bool = True, workers: int = 1, multi: bool = False) -> None:
+        self.chunks = chunks = [Chunks(shared.stored, rank, workers) for rank in range(workers)]
+        within.lookup_client = lambda: SimpleNamespace(
+            lookup_cache=lambda lookup_id: -1,
+            lookup=lambda tokens, lookup_id, request_configs=None: min(
+                one.lookup(tokens, request_configs) for one in chunks
+            ),
+            clear_lookup_status=lambda name: None,
+            cancel_lookup=lambda name: None,
+        )
+        super().__init__(shared, adapters=adapters, workers=workers, multi=multi)
+
+    def worker(self, shared: Any, vllm_config: Any, rank: int, workers: int) -> tuple[Any, Any]:
+        within.ENGINES[:] = self.chunks
+        worker = within.worker_of(vllm_config, self.scheduler.kv_cache_config, rank, workers, 1)
+        cache = torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8)
+        worker._lmcache_engine.kv_caches = {"layer0": cache}
+        return worker, cache
+
+
+def images_in_process(shared: Shared) -> list[Any]:
+    """Three images behind one text, the third of the second's last 16 bits; then each again."""
+    first, second = Engine(shared, adapters=False), Engine(shared, adapters=False)
+    names = ("a" * 60 + "0001", "b" * 60 + "0002", "c" * 60 + "0002")
+    came = [first.run(identity.request(image=name, prompt=11)) for name in names]
+    return [*came, *(second.run(identity.request(image=name, prompt=11)) for name in names)]
+
+
+def users_tags(shared: Shared) -> list[Any]:
+    """A user's tag stays. A client that sends ours, by an engine without adapters, does not get at another's key."""
+    engine, plain = Engine(shared), Engine(shared, adapters=False)
+    lora = identity.adapter("a", 1, "weights of a")
+    engine.load(lora)
+    asked = identity.request(lora, prompt=15)
+    asked.sampling_params.extra_args = {"kv_transfer_params": {"lmcache.tag.user": "u1"}}
+    came = [engine.run(asked)]
+    keys = shared.ask("keys")
+    with_user = [key for key in keys if "user%u1" in key]
+    (ours,) = {part for key in keys for part in key.split("@") if part.startswith("livepatch%")} or {"livepatch%x"}
+    forged = identity.request(prompt=15)
+    tags = {"lmcache.tag.user": "u1", "lmcache.tag.livepatch": ours.partition("%")[2]}
+    forged.sampling_params.extra_args = {"kv_transfer_params": tags}
+    return [*came, len(with_user), plain.run(forged)]
+
+
+CASES = (
+    identity.adapters,
+    identity.tensor_parallel,
+    identity.two_pods,
+    identity.new_weights,
+    identity.behind_old_weights,
+    identity.unknown,
+    identity.changed_files,
+    images_in_process,
+    identity.plain,
+    users_tags,
+)
+
+
+def main() -> None:
+    identity.Engine = Engine
+    cases = {case.__name__: case for case in CASES}
+    came = {}
+    for name in sys.argv[2:] or cases:
+        came[name] = attempted(lambda name=name: cases[name](Shared()))
+    print_result({"cases": came}, identity.lmcache, identity.vllm)
+    leave()
+
+
+if __name__ == "__main__":
+    main()

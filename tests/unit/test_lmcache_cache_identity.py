@@ -1,0 +1,340 @@
+"""Marks, adapters' identities, and what becomes of a request where the patch raises."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pytest_mock import MockerFixture
+from vllm_livepatch.patches.lmcache_cache_identity import adapters, wrappers
+from vllm_livepatch.patches.lmcache_cache_identity.adapters import Adapter, Adapters
+from vllm_livepatch.patches.lmcache_cache_identity.identities import Identities
+from vllm_livepatch.patches.lmcache_cache_identity.in_process import TAG, InProcess
+from vllm_livepatch.patches.lmcache_cache_identity.marks import WORDS, MarkedIds, Marks
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+CHUNK = 8
+BASE = (("base",),)
+OTHER = (("lora", "a", "digest", "False"),)
+
+
+def asked(ids: list[int], *, lora: Any = None, images: tuple[Any, ...] = ()) -> Any:
+    features = [
+        SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+        for name, offset, length in images
+    ]
+    return SimpleNamespace(
+        request_id="r", all_token_ids=ids, mm_features=features, lora_request=lora, sampling_params=None
+    )
+
+
+def marked(ids: list[int], identity: Any = BASE, **others: Any) -> list[int]:
+    return list(MarkedIds(Marks(asked(ids, **others), identity, CHUNK)))
+
+
+def lora_of(path: Path, number: int = 1, name: str = "org/a", **others: Any) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), **others)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "adapter_model.safetensors").write_text("weights", encoding="utf-8")
+    return tmp_path
+
+
+def context(mocker: MockerFixture) -> PatchContext:
+    return PatchContext("lmcache-cache-identity", {"FINGERPRINT": ""}, {}, mocker.Mock())
+
+
+class TestMarks:
+    def test_each_whole_chunk_begins_with_ids_that_no_tokenizer_has_and_that_fit_32_bits(self) -> None:
+        ids = marked(list(range(20)))
+        assert len(ids) == 20
+        changed = [place for place, one in enumerate(ids) if one != place]
+        assert changed == [*range(WORDS), *range(CHUNK, CHUNK + WORDS)]
+        assert all(2**30 <= ids[place] < 2**31 for place in changed)
+
+    def test_the_ids_that_they_stand_for_are_in_them(self) -> None:
+        first, second = (marked([id_, *range(1, 16)]) for id_ in (100, 200))
+        assert first[:WORDS] != second[:WORDS]
+
+    def test_another_identity_has_others_in_each_chunk(self) -> None:
+        first, second = marked(list(range(16))), marked(list(range(16)), OTHER)
+        assert not set(first[:WORDS]) & set(second[:WORDS])
+        assert not set(first[CHUNK:][:WORDS]) & set(second[CHUNK:][:WORDS])
+
+    def test_marking_twice_is_marking_once(self) -> None:
+        marks = Marks(asked(list(range(24))), BASE, CHUNK)
+        once = list(MarkedIds(marks))
+        twice = list(once)
+        marks.put(twice)
+        assert twice == once
+
+    @pytest.mark.parametrize("part", [slice(3, 11), slice(None, 5), slice(-3, None), slice(0, 24, 2), slice(9, 9)])
+    def test_a_part_is_that_of_the_whole(self, part: slice) -> None:
+        ids = MarkedIds(Marks(asked(list(range(24))), BASE, CHUNK))
+        assert ids[part] == list(ids)[part]
+        assert ids[9] == list(ids)[9]
+
+    def test_an_answers_ids_follow(self) -> None:
+        request = asked(list(range(7)))
+        ids = MarkedIds(Marks(request, BASE, CHUNK))
+        short = list(ids)
+        request.all_token_ids.extend(range(7, 12))
+        assert (list(ids)[:7], len(ids)) == (short, 12)
+
+    def test_an_image_marks_the_chunks_that_it_lies_in_and_no_other(self) -> None:
+        ids = list(range(32))
+        image = marked(ids, (), images=(("cat", 15, 2),))
+        assert image[:CHUNK] == ids[:CHUNK]
+        assert image[CHUNK] != ids[CHUNK]
+        assert image[2 * CHUNK] != ids[2 * CHUNK]
+        assert image[3 * CHUNK :] == ids[3 * CHUNK :]
+        assert marked(ids, (), images=(("dog", 15, 2),))[CHUNK] != image[CHUNK]
+        assert marked(ids, (), images=(("cat", 14, 2),))[CHUNK] != image[CHUNK]
+
+
+class TestAdapters:
+    def test_the_same_files_under_another_path_have_one_digest(self, files: Path, tmp_path_factory: Any) -> None:
+        other = tmp_path_factory.mktemp("pod")
+        for file in files.iterdir():
+            (other / file.name).write_bytes(file.read_bytes())
+        digests = {adapters.digest_of(str(path), adapters.listed(str(path))) for path in (files, other)}
+        assert len(digests) == 1
+        (other / "adapter_config.json").write_text('{"r": 8}', encoding="utf-8")
+        assert adapters.digest_of(str(other), adapters.listed(str(other))) not in digests
+
+    def test_it_is_unknown_until_it_is_hashed(self, files: Path) -> None:
+        one = Adapter(lora_of(files))
+        assert (one.digest, one.lost) == (None, "")
+        one.look()
+        assert one.digest is not None
+
+    def test_files_that_change_before_they_are_hashed_may_be_what_was_loaded_or_not(self, files: Path) -> None:
+        one = Adapter(lora_of(files))
+        (files / "adapter_model.safetensors").write_text("others", encoding="utf-8")
+        one.look()
+        assert one.lost
+
+    def test_files_that_change_later_end_it_and_the_same_files_again_do_not(self, files: Path) -> None:
+        one = Adapter(lora_of(files))
+        one.look()
+        os.utime(files / "adapter_model.safetensors")
+        one.look()
+        assert not one.lost
+        (files / "adapter_model.safetensors").write_text("others!", encoding="utf-8")
+        one.look()
+        assert one.lost
+
+    def test_files_that_are_gone_are_not_looked_at_any_more(self, files: Path, mocker: MockerFixture) -> None:
+        one = Adapter(lora_of(files))
+        one.look()
+        looked = one.looked
+        for file in files.iterdir():
+            file.unlink()
+        one.look()
+        assert (one.lost, one.looked) == ("", looked)
+
+    @pytest.mark.parametrize("others", [{"load_inplace": True}, {"name": "b"}, {"is_3d_lora_weight": True}])
+    def test_another_adapter_by_its_id_ends_it(
+        self, files: Path, others: dict[str, Any], mocker: MockerFixture
+    ) -> None:
+        mocker.patch("threading.Thread")
+        said: list[str] = []
+        known = Adapters(said.append)
+        known.met(lora_of(files))
+        known.met(lora_of(files, **others))
+        assert known.identity(lora_of(files)) is None
+        assert "other weights were loaded in its place" in said[0]
+
+    def test_what_was_not_looked_at_for_long_is_unknown(self, files: Path, mocker: MockerFixture) -> None:
+        mocker.patch("threading.Thread")  # it hangs, as on a file system that does
+        known = Adapters(mocker.Mock())
+        one = known.met(lora_of(files))
+        one.look()
+        assert known.identity(lora_of(files)) == ("lora", "org/a", one.digest, "False")
+        one.looked -= adapters.FRESH_SECONDS + 1
+        assert known.identity(lora_of(files)) is None
+
+    def test_one_that_was_removed_is_read_anew_and_is_remembered_by_its_name(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(lambda sentence: None)
+        known.met(lora_of(files)).look()
+        known.removed(1)
+        (files / "adapter_model.safetensors").write_text("others", encoding="utf-8")
+        known.met(lora_of(files)).look()
+        assert known.identity(lora_of(files)) is not None
+        assert known.shares_a_name(lora_of(files))
+
+    def test_a_repository_is_not_a_folder(self, mocker: MockerFixture) -> None:
+        mocker.patch("threading.Thread")
+        said = mocker.Mock()
+        Adapters(said).met(SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="org/not-here"))
+        assert "give a local folder" in said.call_args.args[0]
+
+
+class Tracker:
+    loads = False
+
+    def __init__(self, request: Any) -> None:
+        self.all_token_ids = request.all_token_ids
+
+    def is_ready_for_retrieving(self) -> bool:
+        return self.loads
+
+
+def connector() -> Any:
+    """A connector and its scheduler's adapter, as far as they are wrapped."""
+    adapter = SimpleNamespace(
+        num_blocks_per_chunk=lambda: 1,
+        lmcache_tokens_per_chunk=CHUNK,
+        maybe_submit_lookup_request=lambda name, token_ids: "submitted",
+        check_lookup_result=lambda name: 8,
+        _create_key=lambda token_ids, request_id: list(token_ids),
+    )
+    trackers: dict[str, Any] = {}
+    return SimpleNamespace(
+        request_trackers=trackers,
+        scheduler_adapter=adapter,
+        _get_or_create_request_tracker=lambda request: trackers.setdefault(request.request_id, Tracker(request)),
+        get_num_new_matched_tokens=lambda request, computed: (8, True),
+        build_connector_meta=lambda scheduled: "metadata",
+    )
+
+
+class TestReplaced:
+    def test_a_request_that_runs_stores_no_more_when_its_load_was_sent_out(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        made = connector()
+        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
+        request = asked(list(range(16)), lora=lora_of(files))
+        tracker = made._get_or_create_request_tracker(request)
+        tracker.loads = True
+        known.met(lora_of(files, load_inplace=True))
+        assert made.build_connector_meta(None) == "metadata"
+        assert len(tracker.all_token_ids) == 16
+        tracker.loads = False
+        made.build_connector_meta(None)
+        assert tracker.all_token_ids == ()
+
+    def test_in_the_engines_process_it_stores_no_more(self, files: Path, mocker: MockerFixture) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        impl, _ = in_process(mocker, known=known)
+        request = asked(list(range(16)), lora=lora_of(files))
+        request.sampling_params = SimpleNamespace(extra_args=None)
+        assert impl.get_num_new_matched_tokens(request, 0) == 8
+        impl._unfinished_requests["r"] = request
+        known.met(lora_of(files, load_inplace=True))
+        save = SimpleNamespace(can_save=True, skip_leading_tokens=0)
+        one = SimpleNamespace(req_id="r", save_spec=save, token_ids=[1] * 16, disagg_spec=None)
+        impl.build_connector_meta(SimpleNamespace(requests=[one]))
+        assert not save.can_save
+
+
+class TestErrors:
+    def test_a_request_that_raises_and_those_after_it_neither_load_nor_store(self, mocker: MockerFixture) -> None:
+        livepatch = context(mocker)
+        identities = Identities(Adapters(mocker.Mock()), True, "")
+        made = connector()
+        wrappers.Multiprocess(made, identities, livepatch)
+        mocker.patch.object(identities, "of", side_effect=KeyError("ours"))
+        request = asked(list(range(16)))
+        assert made._get_or_create_request_tracker(request).all_token_ids == ()
+        assert livepatch.aside
+        assert made.scheduler_adapter.maybe_submit_lookup_request("r", [1]) is None
+        assert made.scheduler_adapter.check_lookup_result("r") == 0
+        mocker.stopall()
+        made.request_trackers.clear()
+        assert made._get_or_create_request_tracker(request).all_token_ids == ()
+
+    def test_a_key_of_the_requests_own_ids_is_marked_too(self, mocker: MockerFixture) -> None:
+        made = connector()
+        wrappers.Multiprocess(made, Identities(Adapters(mocker.Mock()), True, ""), context(mocker))
+        request = asked(list(range(16)))
+        tracker = made._get_or_create_request_tracker(request)
+        key = made.scheduler_adapter._create_key
+        assert (
+            key(list(range(16)), request_id="r")
+            == list(tracker.all_token_ids)
+            == key(token_ids=tracker.all_token_ids, request_id="r")
+        )
+
+    def test_without_adapters_images_and_fingerprint_nothing_changes(self, mocker: MockerFixture) -> None:
+        made = connector()
+        wrappers.Multiprocess(made, Identities(Adapters(mocker.Mock()), False, ""), context(mocker))
+        request = asked(list(range(16)))
+        assert made._get_or_create_request_tracker(request).all_token_ids is request.all_token_ids
+
+    def test_a_fingerprint_is_in_every_key(self, mocker: MockerFixture) -> None:
+        keys = set()
+        for fingerprint in ("", "v1", "v2"):
+            made = connector()
+            wrappers.Multiprocess(made, Identities(Adapters(mocker.Mock()), False, fingerprint), context(mocker))
+            keys.add(tuple(made._get_or_create_request_tracker(asked(list(range(16)))).all_token_ids))
+        assert len(keys) == 3
+
+
+def in_process(
+    mocker: MockerFixture, lora: bool = True, known: Adapters | None = None, **config: Any
+) -> tuple[Any, PatchContext]:
+    impl = SimpleNamespace(
+        _unfinished_requests={},
+        config=SimpleNamespace(**config),
+        get_num_new_matched_tokens=lambda request, computed: 8,
+        build_connector_meta=lambda metadata: metadata,
+    )
+    livepatch = context(mocker)
+    InProcess(impl, Identities(known or Adapters(mocker.Mock()), lora, ""), livepatch)
+    return impl, livepatch
+
+
+class TestInProcess:
+    def request(self, **given: Any) -> Any:
+        request = asked(list(range(16)))
+        request.sampling_params = SimpleNamespace(extra_args={"kv_transfer_params": given} if given else None)
+        return request
+
+    def test_a_tag_is_put_beside_the_users_in_parameters_of_its_own(self, mocker: MockerFixture) -> None:
+        impl, _ = in_process(mocker)
+        request = self.request(**{"lmcache.tag.user": "u1", TAG: "forged"})
+        params = request.sampling_params
+        assert impl.get_num_new_matched_tokens(request, 0) == 8
+        tags = request.sampling_params.extra_args["kv_transfer_params"]
+        assert (tags["lmcache.tag.user"], tags[TAG] != "forged") == ("u1", True)
+        assert params.extra_args["kv_transfer_params"][TAG] == "forged"
+
+    def test_a_clients_forged_tag_goes_where_none_is_needed(self, mocker: MockerFixture) -> None:
+        impl, _ = in_process(mocker, lora=False)
+        request = self.request(**{"lmcache.tag.user": "u1", TAG: "forged"})
+        impl.get_num_new_matched_tokens(request, 0)
+        assert request.sampling_params.extra_args["kv_transfer_params"] == {"lmcache.tag.user": "u1"}
+
+    @pytest.mark.parametrize("why", ["blends", "pools", "raises"])
+    def test_what_cannot_be_tagged_neither_loads_nor_stores(self, why: str, mocker: MockerFixture) -> None:
+        impl, livepatch = in_process(mocker, enable_blending=why == "blends")
+        request = self.request()
+        if why == "pools":
+            request.sampling_params = None
+        raising: Callable[..., Any] = mocker.Mock(side_effect=KeyError("ours"))
+        if why == "raises":
+            mocker.patch.object(Identities, "of", raising)
+        assert impl.get_num_new_matched_tokens(request, 0) == 0
+        impl._unfinished_requests["r"] = request
+        save = SimpleNamespace(can_save=True, skip_leading_tokens=0)
+        one = SimpleNamespace(req_id="r", save_spec=save, token_ids=[1] * 16, disagg_spec="to decode")
+        impl.build_connector_meta(SimpleNamespace(requests=[one]))
+        assert (save.can_save, save.skip_leading_tokens, one.disagg_spec) == (False, 16, None)
+        assert livepatch.aside == (why == "raises")
