@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from pytest_mock import MockerFixture
-from vllm_livepatch.sitecustomize import application, installed, patch_code
-from vllm_livepatch.sitecustomize.application import Applied, ApplyError
+from vllm_livepatch.sitecustomize import captures, installed, patch_code
+from vllm_livepatch.sitecustomize.application import ApplyError
 from vllm_livepatch.sitecustomize.decision import PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Overlay, Tree
@@ -203,20 +203,15 @@ def test_a_version_is_a_whole_number_from_one_on() -> None:
     assert [to_patch("one", {**FACTS, "version": version}).version for version in (None, 1, 2)] == [None, 1, 2]
 
 
-def test_who_imported_a_function_by_name_is_found_among_all_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def original() -> None: ...
-
-    owner, holder = ModuleType("owner"), ModuleType("holder")
-    vars(owner)["name"] = vars(holder)["name"] = original
-    step = Applied("owner:name", owner, "name", original, None)
-    # What stands among the modules need not be one, though it says so, as cffi's libraries do: these have no names.
+def test_modules_are_found_among_what_only_calls_itself_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cffi's libraries say that they are modules, and have no names."""
+    owner = ModuleType("owner")
     lib = type("Lib", (), {"__slots__": (), "__class__": property(lambda self: ModuleType)})()
     assert isinstance(lib, ModuleType)
-    monkeypatch.setattr(sys, "modules", {"none": None, "odd": object(), "lib": lib, "owner": owner})
-    assert application._bound_in(step) is None
-    sys.modules["holder"] = holder
-    assert application._bound_in(step) == "holder"
-    assert application._bound_in(Applied("owner:C.name", object, "name", original, None)) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "modules", {"none": None, "odd": object(), "lib": lib, "owner": owner})
+        found = captures._modules()
+    assert list(found.values()) == [owner]
 
 
 @pytest.mark.parametrize(("archive", "anew"), [("/place/bundle.zip", ["/place/bundle.zip/patches"]), (None, [])])
