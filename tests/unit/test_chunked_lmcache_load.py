@@ -121,6 +121,7 @@ def test_a_scheduler_with_another_connector_or_none_has_nothing_of_this_patch(co
         ({}, "auto", 32768),
         ({f"{TOGGLE}_MAX_TOKENS": "4096"}, "auto", 4096),
         ({FROM_THE_FIELD: "4096"}, "auto", 4096),
+        ({f"{TOGGLE}_MAX_TOKENS": ""}, "auto", 32768),  # counts as unset
         ({f"{TOGGLE}_MAX_TOKENS": "0"}, "off", 0),
         ({FROM_THE_FIELD: "0"}, "off", 0),
         ({TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": "0"}, "on", 0),
@@ -131,7 +132,7 @@ def test_options(environ: dict[str, str], toggle: str, tokens: int) -> None:
     assert (found.toggles[NAME], found.options[NAME]["max_tokens"], found.errors) == (toggle, tokens, ())
 
 
-@pytest.mark.parametrize("value", ["-1", "many", "", "1.5"])
+@pytest.mark.parametrize("value", ["-1", "many", "1.5"])
 def test_what_is_no_number_of_tokens_counts_as_the_default(value: str) -> None:
     found = settings.read([catalogue.load()[NAME].patch], {f"{TOGGLE}_MAX_TOKENS": value})
     assert (found.toggles[NAME], found.options[NAME]["max_tokens"]) == ("auto", 32768)
