@@ -5,10 +5,10 @@ Source: vllm PR#50754, vllm#48633, vllm#46283. Why it suffices: docs/nixl-push-f
 
 from __future__ import annotations
 
-import collections
 import secrets
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -46,10 +46,11 @@ class Desk:
         self._livepatch = livepatch
         self._wait = wait
         self._lock = threading.Lock()
-        self._new: dict[str, Waiting] = {}  # by token, in the order of `ask_at`, like those that were asked about
-        self._asked: dict[str, Waiting] = {}
+        # By token, in the order of `ask_at`, like those that were asked about. A dict trimmed at its front gets slow.
+        self._new: OrderedDict[str, Waiting] = OrderedDict()
+        self._asked: OrderedDict[str, Waiting] = OrderedDict()
         self._of_request: dict[str, Waiting] = {}
-        self._failed: collections.deque[Waiting] = collections.deque()
+        self._failed: deque[Waiting] = deque()
         self._look = 0.0
 
     def register(self, request_id: str, agent: str) -> str:

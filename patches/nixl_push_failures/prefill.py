@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,8 @@ class Answers:
         self._lock = threading.Lock()
         self._waiting: dict[str, Registered] = {}  # by token
         self._of_request: dict[str, dict[str, Registered]] = {}  # the same, by base id
-        self._refused: dict[str, Registered] = {}  # by token, the last ones
-        self._over: dict[str, None] = {}  # requests, by base id, that have ended for the scheduler, the last ones
+        self._refused: OrderedDict[str, Registered] = OrderedDict()  # by token, the last ones
+        self._over: OrderedDict[str, None] = OrderedDict()  # requests, by base id, that have ended for the scheduler, the last ones
         self._left: collections.deque[Registered] = collections.deque()  # that the writer is to refuse
         self._late: dict[str, dict[str, Any]] = {}  # by request: the registration for which hands are shaken
         self._closed = False
@@ -198,8 +199,8 @@ class Answers:
             )
 
 
-def _remember(where: dict[str, Any], key: str, value: Any, most: int) -> None:
+def _remember(where: OrderedDict[str, Any], key: str, value: Any, most: int) -> None:
     where.pop(key, None)
     where[key] = value
     if len(where) > most:
-        del where[next(iter(where))]
+        where.popitem(last=False)
