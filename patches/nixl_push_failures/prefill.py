@@ -5,9 +5,8 @@ Source: vllm PR#50754, vllm#48633, vllm#46283. Why it suffices: docs/nixl-push-f
 
 from __future__ import annotations
 
-import collections
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ class Answers:
         self._of_request: dict[str, dict[str, Registered]] = {}  # the same, by base id
         self._refused: OrderedDict[str, Registered] = OrderedDict()  # by token, the last ones
         self._over: OrderedDict[str, None] = OrderedDict()  # requests, by base id, that have ended for the scheduler, the last ones
-        self._left: collections.deque[Registered] = collections.deque()  # that the writer is to refuse
+        self._left: deque[Registered] = deque()  # that the writer is to refuse
         self._late: dict[str, dict[str, Any]] = {}  # by request: the registration for which hands are shaken
         self._closed = False
         self.leases = threading.Lock()  # held while leases end, and while a write is begun
