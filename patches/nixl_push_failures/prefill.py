@@ -54,7 +54,8 @@ class Answers:
         self._waiting: dict[str, Registered] = {}  # by token
         self._of_request: dict[str, dict[str, Registered]] = {}  # the same, by base id
         self._refused: OrderedDict[str, Registered] = OrderedDict()  # by token, the last ones
-        self._over: OrderedDict[str, None] = OrderedDict()  # requests, by base id, that have ended for the scheduler, the last ones
+        # Requests, by base id, that have ended for the scheduler, the last ones.
+        self._over: OrderedDict[str, None] = OrderedDict()
         self._left: deque[Registered] = deque()  # that the writer is to refuse
         self._late: dict[str, dict[str, Any]] = {}  # by request: the registration for which hands are shaken
         self._closed = False

@@ -225,11 +225,6 @@ def mooncake_lab() -> Iterator[str]:
     yield f"{counted(setup, 'mooncake-layerwise', 'early')} blocks left early"
 
 
-def mooncake() -> Iterator[str]:
-    waits = [setups(f"lab-mooncake/kill-prefill-{version}")[1]["longest_wait"] for version in ("0.29.0", "0.32.0")]
-    yield f"in the lab's two runs the longest wait was {waits[0]:.1f} and {waits[1]:.1f} s."
-
-
 def lab_gpu() -> Iterator[str]:
     def differ(setup: Kept) -> str:
         return f"{setup['mismatches']} of {setup['completed']:,}"

@@ -14,7 +14,7 @@ from packaging.version import Version
 from vllm_livepatch.tools.bench import figures
 
 from .kept_results import ROOT, kept, setups
-from .lab_sentences import lab, lab_gpu, lab_lease, lmcache_lost, mooncake, mooncake_lab, prefill_decode
+from .lab_sentences import lab, lab_gpu, lab_lease, lmcache_lost, mooncake_lab, prefill_decode
 
 
 def readme() -> Iterator[str]:
@@ -205,7 +205,6 @@ HELD: dict[str, Callable[[], Iterator[str]]] = {
     "docs/lab-mooncake.md": mooncake_lab,
     "docs/lab-prefill-decode.md": prefill_decode,
     "docs/layerwise.md": layerwise,
-    "docs/mooncake.md": mooncake,
     "docs/operate.md": steps,
     "docs/simulation.md": simulation,
 }

@@ -213,7 +213,8 @@ def test_a_recycled_pid_is_another_process(patched: Sandbox) -> None:
 def test_another_hosts_process_counts_as_live(patched: Sandbox) -> None:
     patched.python(USE_STEP)
     (file,) = patched.state.iterdir()
-    content = json.loads(file.read_text("ascii")) | {"host": "elsewhere"}
+    another = {"host": "elsewhere", "pid_namespace": "pid:[4026531836] another-boot"}
+    content = json.loads(file.read_text("ascii")) | another
     file.write_text(json.dumps(content), "ascii")
     assert [one["host"] for one in live(patched)] == ["elsewhere"]
 
