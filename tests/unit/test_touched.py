@@ -49,6 +49,8 @@ ALLOWED = {
             "of LMCache's connector; one that keeps no such notes is left alone",
         ),
         "_connectors": "of a MultiConnector",
+        **dict.fromkeys(("co_name", "f_back", "f_code", "f_locals"), "of a frame"),
+        "kv_transfer_config": "of vLLM's configuration; one without it counts as not set",
     },
     "idle-stepping": dict.fromkeys(("not_empty", "queue", "wait_for"), "of a queue.Queue, which input_queue is"),
     "lmcache-bounded-waits": {
@@ -69,6 +71,7 @@ ALLOWED = {
         "enable_blending": "of LMCache's configuration; one that has no such field blends nothing",
     },
     "kv-block-reaper": dict.fromkeys(("held", "parked", "receive"), "of the ledger of stale-finished-recving, ours"),
+    "stable-request-ids": {"empty": "of a queue.Queue"},
     "stale-finished-recving": {
         "_pause_state": "read by Scheduler.get_num_unfinished_requests, whose whole fingerprint is in the facts",
         "resumable": "read by Scheduler.add_request, whose whole fingerprint is in the facts",
@@ -82,7 +85,7 @@ ALLOWED = {
             "of LMCache's MemoryObj, which the targets ask as well, whose whole fingerprints are in the facts",
         ),
     },
-    "lmcache-unfilled-stores": dict.fromkeys(("entry", "key", "l1", "rooms", "store"), "of what the patch itself has"),
+    "lmcache-unfilled-stores": dict.fromkeys(("entry", "key", "l1"), "of what the patch itself has"),
     "lmcache-unloaded-stores": {
         **dict.fromkeys(
             ("_block_size", "_invalid_block_ids", "_vllm_config"),
@@ -120,12 +123,14 @@ ALLOWED = {
         **dict.fromkeys(("_livepatch_writes", "livepatch_kind"), "what the patch itself sets"),
     },
     "mooncake-failed-loads": {
-        **dict.fromkeys(("cancel", "done"), "of an asyncio.Future"),
+        **dict.fromkeys(("add_done_callback", "cancel", "cancelled", "done", "exception"), "of an asyncio.Future"),
         "call_soon": "of an asyncio event loop",
         **dict.fromkeys(("close", "hostname", "port", "wait_closed"), "of a parsed address and of asyncio's streams"),
         **dict.fromkeys(("empty", "put"), "of a queue.SimpleQueue"),
-        **dict.fromkeys(("_overdue", "_own", "_sending"), "of what the patch itself has"),
-        **dict.fromkeys(("Again", "rcvtimeo", "recv", "send"), "pyzmq's"),
+        **dict.fromkeys(("_answer", "_close", "_made", "_opened", "_overdue", "_own"), "of what the patch itself has"),
+        **dict.fromkeys(("_receive", "_send", "refuses"), "of what the patch itself has"),
+        **dict.fromkeys(("Again", "ContextTerminated", "EVENTS", "POLLOUT"), "pyzmq's"),
+        **dict.fromkeys(("rcvtimeo", "recv", "send", "setsockopt", "sndtimeo"), "pyzmq's"),
     },
     "mooncake-layerwise": {
         **dict.fromkeys(("_ask", "_settled", "_socket", "_write", "_written"), "the patch's own"),
