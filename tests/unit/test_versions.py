@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +94,8 @@ def test_it_is_named_wherever_the_patch_is(sandbox: Sandbox, cli: Cli) -> None:
     assert "around@7" in cli("list", *own).out
     assert "around@7" in cli("show", "around", *own).out
     (file,) = sandbox.state.iterdir()  # as if of a machine that cannot be seen from here
-    file.write_text(file.read_text("ascii").replace('"pid_namespace": "', '"pid_namespace": "not '), "ascii")
+    elsewhere = {"pid_namespace": "pid:[4026531836] another-boot"}
+    file.write_text(json.dumps(json.loads(file.read_text("ascii")) | elsewhere), "ascii")
     state = ("status", "--state-dir", str(sandbox.state))
     assert all("around@7" in cli(*state, *more).out for more in ((), ("--summary",)))
     metrics = sandbox.root / "livepatch.prom"
