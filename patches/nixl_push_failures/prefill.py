@@ -166,7 +166,7 @@ class Answers:
                     return False
                 registered.state = BEGINS
             self.writing_for = request_id
-            self._engine_id = registration["decode_engine_id"]
+            self._engine_id = registration.get("decode_engine_id")
             self.posted, self._handshake = False, None
         return True
 
