@@ -31,14 +31,9 @@ class Added(NamedTuple):
 
 
 def added_to(registration: Mapping[str, Any]) -> Added | None:
-    """What a registration has besides the release's own; None where decode's worker is without this patch.
-
-    Nor has one anything that names no engine or no request: a stranger's, which the release keeps as it came.
-    """
+    """What a registration has besides the release's own; None where decode's worker is without this patch."""
     given = registration.get(ADDED)
     if not isinstance(given, (list, tuple)) or len(given) != 2:
-        return None
-    if not all(isinstance(registration.get(name), str) for name in ("decode_engine_id", "request_id")):
         return None
     token, address = given
     if not isinstance(token, str) or len(token) != TOKEN_LETTERS or not isinstance(address, bytes):
