@@ -106,7 +106,10 @@ class Lines:
 
 
 class Ports:
-    """Tries whether ports refuse connections. Requests that ask about one port at the same time share one try."""
+    """Tries whether ports refuse connections. Requests that ask about one port at the same time share one try.
+
+    Where to is what a bootstrap server says, and that is one that a client names.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -122,12 +125,12 @@ class Ports:
 
 
 async def _refuses(address: str, seconds: float) -> bool:
-    place = urlsplit(address)
     try:
+        place = urlsplit(address)
         _, writer = await asyncio.wait_for(asyncio.open_connection(place.hostname, place.port), seconds)
     except ConnectionRefusedError:
         return True
-    except (OSError, asyncio.TimeoutError):
+    except (OSError, asyncio.TimeoutError, ValueError):  # ZMQ takes addresses that name no place, and tries for ever
         return False
     writer.close()
     with contextlib.suppress(OSError):

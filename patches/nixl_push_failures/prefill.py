@@ -75,6 +75,8 @@ class Answers:
         added = added_to(registration)
         if added is None or self._livepatch.aside:
             return None
+        if not isinstance(registration.get("decode_engine_id"), str):
+            return None  # a stranger's, which the release keeps as it came
         with self._lock:
             registered = self._waiting.get(added.token) or self._refused.get(added.token)
             if registered is None:
@@ -167,7 +169,7 @@ class Answers:
                     return False
                 registered.state = BEGINS
             self.writing_for = request_id
-            self._engine_id = registration["decode_engine_id"]
+            self._engine_id = registration.get("decode_engine_id")
             self.posted, self._handshake = False, None
         return True
 

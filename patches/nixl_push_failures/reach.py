@@ -69,6 +69,9 @@ class Reach:
             with self._worker._handshake_lock:
                 if engine_id in self._worker._remote_agents or engine_id in self._worker._handshake_futures:
                     continue  # the release lets it go
+                # Who registers can name any engine, and send the address of an agent that the release works with.
+                if any(name in agents.values() for agents in self._worker._remote_agents.values()):
+                    continue
             with contextlib.suppress(Exception):
                 self.agent.remove_remote_agent(name)
 

@@ -36,6 +36,9 @@ OURS = (
 )
 """Fields that connectors of prefill and decode read. All others in `kv_transfer_params` stay."""
 
+MARKS = ("_remote_blocks_processed", "_p_side_truncated")
+"""What the originals note in the parameters themselves. From outside, such a mark makes a request wait for ever."""
+
 Problem = str | None
 Check = Callable[[Any], bool]
 
@@ -117,13 +120,10 @@ def described(value: Any) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def host_of(parameters: Mapping[str, Any]) -> str:
-    """Return the host that a load names, of Mooncake the one of its bootstrap server."""
-    given = parameters.get("remote_bootstrap_addr")
-    if given is None:
-        return str(parameters.get("remote_host"))
+def host_of(url: str) -> str:
+    """Return the host of Mooncake's bootstrap server."""
     try:
-        return urlsplit(given if "//" in given else f"//{given}").hostname or ""
+        return urlsplit(url if "//" in url else f"//{url}").hostname or ""
     except ValueError:
         return ""
 

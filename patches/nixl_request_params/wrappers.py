@@ -22,13 +22,19 @@ CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 NIXL_PUSH = "NixlPushConnector"
 NIXL = ("NixlConnector", "NixlPullConnector", NIXL_PUSH)
 MOONCAKE = "MooncakeConnector"
-UNUSABLE = (AssertionError, LookupError, TypeError, ValueError, ArithmeticError)
+UNUSABLE = (AssertionError, LookupError, TypeError, ValueError, ArithmeticError, NotImplementedError)
 """What a worker raises at numbers of blocks that do not fit: nothing is read yet."""
 
 
 def kinds_of(connector: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each connector of prefill and decode, by its class's name in vLLM; of a MultiConnector, its children."""
-    names = {kind.__name__ for kind in type(connector).__mro__}
+    """Yield each connector of prefill and decode, by its class's name in vLLM; of a MultiConnector, its children.
+
+    A vendor's scheduler half reads fields of its own: vllm-ascend's MooncakeConnector, which has vLLM's name, knows no
+    `transfer_id`.
+    """
+    names: set[str] = set()
+    if type(getattr(connector, "connector_scheduler", None)).__module__.startswith(f"{CONNECTORS}."):
+        names = {kind.__name__ for kind in type(connector).__mro__}
     for name in (*NIXL[1:], NIXL[0], MOONCAKE):
         if name in names:
             yield name, connector
@@ -47,23 +53,29 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     mooncake = given.MOONCAKE_DIRECT if livepatch.facts.get("mooncake_direct") else given.MOONCAKE
     hosts = frozenset(host.strip() for host in livepatch.options["HOSTS"].split(",") if host.strip())
 
-    def problem_of_load(found: Mapping[str, Any], kind: str, connector: Any) -> str | None:
-        """Return why a connector cannot load what the parameters name."""
+    def problem_of_load(found: Mapping[str, Any], kind: str, connector: Any, loads: bool = True) -> str | None:
+        """Return why a connector cannot load what the parameters name, or, where another loads it, cannot read them."""
         if kind == MOONCAKE:
             if only(connector, "producer"):
                 return "do_remote_prefill is set, and this engine only prefills"
             checks = mooncake
         else:
             checks = given.PUSH if kind == NIXL_PUSH else given.PULL
+        if not loads:
+            checks = {name: given.optional(check) for name, check in checks.items()}
         problem = given.missing(found, checks)
-        if problem is None and hosts and given.host_of(found) not in hosts:
-            return f"the host {given.described(given.host_of(found))} is not one of LIVEPATCH_NIXL_REQUEST_PARAMS_HOSTS"
+        if problem is None and hosts:
+            url = found.get("remote_bootstrap_addr") if checks.keys() == given.MOONCAKE.keys() else None
+            host = found.get("remote_host") if url is None else given.host_of(url)
+            if host not in hosts and (loads or host is not None):
+                return f"the host {given.described(host)} is not one of LIVEPATCH_NIXL_REQUEST_PARAMS_HOSTS"
         return problem
 
     def problem_of_send(found: Mapping[str, Any], kind: str, connector: Any) -> str | None:
         """Return why a connector cannot keep the KV of this request for another engine."""
         if kind != MOONCAKE:
-            return None
+            unread = found.get("do_remote_prefill") and getattr(connector.connector_scheduler, "use_host_buffer", False)
+            return "do_remote_prefill and do_remote_decode are set, and host memory is between" if unread else None
         if only(connector, "consumer"):
             return "do_remote_decode is set, and this engine only decodes"
         transfer = found.get("transfer_id")
@@ -89,18 +101,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             refuse(request, f"they are {given.described(found)}", None, "refused", computed_here)
             return
         load, send = found.get("do_remote_prefill"), found.get("do_remote_decode")
-        for kind, one in kinds_of(connector):
+        for number, (kind, one) in enumerate(kinds_of(connector)):
+            for mark in given.MARKS:
+                found.pop(mark, None)
             problem = None
-            if load and send:
-                problem = "both do_remote_prefill and do_remote_decode are set"
-            elif load:
-                problem = problem_of_load(found, kind, one)
-            elif send:
+            if load:  # the first one loads, and takes the mark away before the others look
+                problem = problem_of_load(found, kind, one, loads=number == 0)
+            if send and problem is None:
                 problem = problem_of_send(found, kind, one)
             if problem is not None:
                 refuse(request, problem, given.without_ours(found), "refused", computed_here)
                 return
-            if send and kind in NIXL and kind != NIXL_PUSH and found.get("remote_block_ids"):
+            if send and not load and kind in NIXL and kind != NIXL_PUSH and found.get("remote_block_ids"):
                 unread = problem_of_return(found, one)
                 if unread is not None:
                     left = given.without_ours(found, tuple(name for name in given.OURS if name.startswith("remote_")))
@@ -109,7 +121,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def problem_of_return(found: Mapping[str, Any], connector: Any) -> str | None:
         """Return why prefill cannot read back what decode has computed of an earlier turn."""
-        if not getattr(connector.connector_scheduler, "is_bidirectional_kv_xfer_enabled", False):
+        half = connector.connector_scheduler
+        if getattr(half, "use_host_buffer", False) or not getattr(half, "is_bidirectional_kv_xfer_enabled", False):
             return "they name KV to read back, which is not enabled here"
         return problem_of_load(found, NIXL[0], connector)
 

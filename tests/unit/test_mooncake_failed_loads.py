@@ -105,6 +105,12 @@ def test_a_port_that_is_silent_does_not_refuse(answers: str, expected: bool, mon
         assert asyncio.run(Ports(60 if expected else 0.01).refuses(address)) is expected
 
 
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:99999", "tcp://a[b:5000", "tcp://a..b:5000"])
+def test_an_address_that_names_no_place_does_not_refuse(address: str) -> None:
+    """ZMQ's `connect` takes each of these; who names a bootstrap server decides what it says."""
+    assert asyncio.run(Ports(60).refuses(address)) is False
+
+
 def test_requests_that_ask_at_one_time_share_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[Any] = []
 

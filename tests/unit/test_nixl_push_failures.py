@@ -535,6 +535,16 @@ def test_few_agents_are_known_by_their_address_alone() -> None:
     assert not reached._guests
 
 
+def test_an_agent_of_the_releases_stays_under_whatever_engine_its_address_came() -> None:
+    """A stranger can register with the address of an agent that it has read at the handshake's port."""
+    worker = worker_of(Agent())
+    worker._remote_agents["d"] = {(0, 0): worker.nixl_wrapper.add_remote_agent(b"decode")}
+    reached = Reach(context(), worker)
+    reached.tell(registered("stranger", b"decode"))
+    reached.forget()
+    assert list(worker.nixl_wrapper.known.values()) == [b"decode"]
+
+
 @pytest.mark.parametrize("how", ["broken", "no address"])
 def test_who_cannot_be_told_holds_its_blocks(how: str) -> None:
     livepatch = context()

@@ -132,6 +132,26 @@ def refused(worker: Worker) -> dict[str, Any]:
 # Prefill
 
 
+@pytest.mark.parametrize("engine", [{}, {"decode_engine_id": ["d"]}, {"decode_engine_id": None}])
+@pytest.mark.parametrize("added", [{}, {words.ADDED: [TOKEN, b"address"]}])
+def test_a_registration_that_names_no_engine_is_the_release_s_alone(
+    engine: dict[str, Any], added: dict[str, Any], worker: Worker
+) -> None:
+    """Who has NIXL's metadata of a worker, which its handshake's port gives to anybody, can send it any bytes."""
+    registration = {"request_id": "a-d", **engine, **added}
+    worker.come(registration)
+    assert worker._pending_d_registrations == {"a-d": registration}
+
+    def unreadable() -> None:
+        raise KeyError("decode_engine_id")
+
+    with pytest.raises(KeyError, match="decode_engine_id"):
+        worker.push("a-p", registration, unreadable)
+    assert worker.sides.answers.writing_for is None
+    worker.step(sent=("a-p",))
+    assert (worker.refused(), worker.nixl_wrapper.sent, worker.context.aside) == ([], [], False)
+
+
 def test_what_decode_knows_will_not_come_is_not_written(worker: Worker) -> None:
     """Its blocks may be another request's by then."""
     worker.push("a-p", refused(worker))

@@ -23,12 +23,23 @@ PULL = {
 ADD = "vllm.v1.core.sched.scheduler:Scheduler.add_request"
 
 
+class Half(SimpleNamespace):
+    """A connector's scheduler half, in vLLM's own package."""
+
+
+Half.__module__ = f"{wrappers.CONNECTORS}.nixl.pull_scheduler"
+
+
 class NixlConnector:
-    connector_scheduler = SimpleNamespace(is_bidirectional_kv_xfer_enabled=False)
+    connector_scheduler: Any = Half(is_bidirectional_kv_xfer_enabled=False)
 
 
 class VendorsConnector(NixlConnector):
-    """A subclass in a vendor's package."""
+    """A subclass in a vendor's package, with vLLM's scheduler half."""
+
+
+class NixlPushConnector(NixlConnector):
+    pass
 
 
 class MultiConnector:
@@ -38,9 +49,7 @@ class MultiConnector:
 
 class MooncakeConnector:
     def __init__(self, role: str) -> None:
-        self.connector_scheduler = SimpleNamespace(
-            is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer"
-        )
+        self.connector_scheduler: Any = Half(is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer")
 
 
 def left(params: Any, connector: Any = None, hosts: str = "") -> tuple[Any, dict[str, int]]:
@@ -111,8 +120,45 @@ def test_a_connector_that_is_neither_of_them_is_left_alone() -> None:
     assert left({"do_remote_prefill": True}, object()) == ({"do_remote_prefill": True}, {})
 
 
-def test_both_at_once_is_neither() -> None:
-    assert left({**PULL, "do_remote_decode": True}) == (None, {"refused": 1})
+def test_a_vendors_connector_of_the_same_name_reads_its_own_fields() -> None:
+    """vllm-ascend's MooncakeConnector has vLLM's name, and is given what NIXL is given."""
+    ascend = MooncakeConnector("kv_consumer")
+    ascend.connector_scheduler = SimpleNamespace(kv_role="kv_consumer")
+    assert left(PULL, ascend) == (PULL, {})
+    assert left({**PULL, "_p_side_truncated": True}, ascend)[0]["_p_side_truncated"]
+
+
+def test_who_loads_may_keep_it_for_another_engine() -> None:
+    both = {**PULL, "do_remote_decode": True}
+    assert left(both) == left(both, NixlPushConnector()) == (both, {})
+    assert left({"do_remote_prefill": True, "do_remote_decode": True}) == (None, {"refused": 1})
+    by_host = NixlConnector()
+    by_host.connector_scheduler = Half(use_host_buffer=True, is_bidirectional_kv_xfer_enabled=True)
+    assert left(both, by_host) == (None, {"refused": 1}), "the KV would be saved, and never loaded"
+    assert left(PULL, by_host) == (PULL, {})
+    assert left({**both, "do_remote_prefill": False}, by_host)[1] == {"refused_return": 1}
+    consumer = {"do_remote_prefill": True, "do_remote_decode": True, **MOONCAKE}
+    assert left(consumer, MooncakeConnector("kv_both")) == (consumer, {})
+    assert left(consumer, MooncakeConnector("kv_consumer")) == (None, {"refused": 1})
+
+
+@pytest.mark.parametrize("mark", parameters.MARKS)
+def test_what_the_originals_note_themselves_does_not_come_from_outside(mark: str) -> None:
+    params = {"do_remote_decode": True, mark: True}
+    assert left(dict(params)) == ({"do_remote_decode": True}, {})
+    assert left(dict(params), object()) == (params, {})
+
+
+def test_of_several_connectors_the_first_loads() -> None:
+    of_mooncake = {"do_remote_prefill": True, **MOONCAKE}
+    nixl, mooncake = NixlConnector(), MooncakeConnector("kv_both")
+    assert left(PULL, MultiConnector(object(), nixl, mooncake)) == (PULL, {})
+    assert left(of_mooncake, MultiConnector(mooncake, nixl)) == (of_mooncake, {})
+    assert left(of_mooncake, MultiConnector(nixl, mooncake)) == (None, {"refused": 1})
+    assert left(PULL, MultiConnector(mooncake, nixl)) == (None, {"refused": 1})
+    # NIXL notes whom to send heartbeats, whoever loads.
+    assert left({**of_mooncake, "remote_host": ["a"]}, MultiConnector(mooncake, nixl)) == (None, {"refused": 1})
+    assert left(PULL, MultiConnector(nixl, MooncakeConnector("kv_producer"))) == (None, {"refused": 1})
 
 
 def test_what_is_to_be_read_back_is_left_out_where_nobody_reads_it() -> None:
@@ -120,7 +166,7 @@ def test_what_is_to_be_read_back_is_left_out_where_nobody_reads_it() -> None:
     kept = {"do_remote_prefill": False, "do_remote_decode": True, "tp_size": 2}
     assert left(back) == (kept, {"refused_return": 1})
     enabled = NixlConnector()
-    enabled.connector_scheduler = SimpleNamespace(is_bidirectional_kv_xfer_enabled=True)
+    enabled.connector_scheduler = Half(is_bidirectional_kv_xfer_enabled=True)
     assert left(back, enabled) == (back, {})
     assert left({**back, "remote_port": None}, enabled) == (kept, {"refused_return": 1})
 
@@ -151,6 +197,34 @@ def test_only_the_listed_hosts() -> None:
     load = {"do_remote_prefill": True, **MOONCAKE}
     assert left(load, MooncakeConnector("kv_both"), hosts="10.0.0.1")[1] == {}
     assert left(load, MooncakeConnector("kv_both"), hosts="10.0.0.2")[1] == {"refused": 1}
+    # NIXL does not read the field from which Mooncake's host is taken.
+    for decoy in ("http://10.0.0.2:8998", 5):
+        assert left({**PULL, "remote_bootstrap_addr": decoy}, hosts="10.0.0.2")[1] == {"refused": 1}
+        assert left({**PULL, "remote_bootstrap_addr": decoy}, hosts="10.0.0.1")[1] == {}
+    several = MultiConnector(MooncakeConnector("kv_both"), NixlConnector())
+    assert left({**load, "remote_host": "10.0.0.2"}, several, hosts="10.0.0.1")[1] == {"refused": 1}
+    assert left(load, several, hosts="10.0.0.1")[1] == {}
+
+
+def test_a_read_that_the_worker_does_not_know_how_to_do_has_failed() -> None:
+    """Of engines whose cache groups differ, the worker asks for fields that a client may leave out."""
+    context = PatchContext("nixl-request-params", {"HOSTS": ""}, {}, lambda: None)
+    read = wrappers.wrappers(context)[
+        f"{wrappers.CONNECTORS}.nixl.pull_worker:NixlPullConnectorWorker._read_blocks_for_req"
+    ]
+    failed: list[str] = []
+    worker = SimpleNamespace(
+        _recving_transfers={}, _recv_failures={}, _failed_recv_reqs=SimpleNamespace(put=failed.append)
+    )
+
+    def unknown(request_id: str, meta: Any) -> None:
+        raise NotImplementedError
+
+    assert read(unknown, worker, ("r", None), {}) is None
+    assert (failed, context.counters["unreadable"]) == (["r"], 1)
+    worker._recving_transfers["r"] = [object()]  # a read of another rank's part is under way
+    with pytest.raises(NotImplementedError):
+        read(unknown, worker, ("r", None), {})
 
 
 def test_a_value_is_described_in_a_few_words() -> None:

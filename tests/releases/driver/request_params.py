@@ -119,7 +119,6 @@ def odd_parameters(whole: dict[str, Any], fields: tuple[str, ...]) -> dict[str, 
     """Each of them, by what is odd about it."""
     cases: dict[str, Any] = {
         "alone": {"do_remote_prefill": True},
-        "both": {**whole, "do_remote_decode": True},
         "a list": ["do_remote_prefill"],
         "text": "do_remote_prefill",
     }
@@ -160,6 +159,7 @@ def play(model_config: Any, connector: str, role: str) -> dict[str, Any]:
     found["another's"] = engine.outcome({"lmcache.skip_save": True})
     if role != "kv_producer":
         found["whole"] = engine.outcome(whole)
+        found["both"] = Engine(model_config, connector, role).outcome({**whole, "do_remote_decode": True})
     if role != "kv_consumer":
         plain = {**dict.fromkeys(whole), "do_remote_prefill": False, "do_remote_decode": True}
         found["prefill"] = Engine(model_config, connector, role).outcome({**plain, "transfer_id": "t-2"})
