@@ -12,6 +12,7 @@ What is looked for must not be held by what looks for it. So lists here are `_Fo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import sys
@@ -24,6 +25,8 @@ Place = tuple[Any, str]
 
 _LEVELS = 3
 """How far up a holder's own holders are followed, for its name."""
+_CALLS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+"""What holds a function while a call of it waits."""
 
 
 class Captured(Exception):
@@ -94,6 +97,29 @@ def aliases(places: Sequence[Place], root: str) -> list[list[Alias]]:
     """
     probes = _probes()
     things = [_parts(*place) for place in (*places, *probes.values())]
+    with _unfrozen():
+        return _looked_for(places, probes, things, root)
+
+
+@contextlib.contextmanager
+def _unfrozen() -> Iterator[None]:
+    """Objects that the program has put out of the garbage collector's sight (`gc.freeze`) are seen meanwhile."""
+    frozen, collects = gc.get_freeze_count(), gc.isenabled()
+    if frozen:
+        gc.disable()
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()
+            if collects:
+                gc.enable()
+
+
+def _looked_for(
+    places: Sequence[Place], probes: Mapping[type, Place], things: list[_Found], root: str
+) -> list[list[Alias]]:
     holders = _holders(_Found(part for parts in things for part in parts))
     try:
         unseen = _unseen(things, holders)
@@ -163,7 +189,8 @@ def _aliases(
     for part in parts:
         seen: set[int] = set()
         for holder in holders[id(part)]:
-            if id(holder) in seen or holder is parts[0] or holder is getattr(parts[0], "__dict__", None):
+            own = holder is parts[0] or holder is getattr(parts[0], "__dict__", None)
+            if own or id(holder) in seen or isinstance(holder, _CALLS):
                 continue
             seen.add(id(holder))
             owner = modules.get(id(holder)) or _class_of(holder)
@@ -229,7 +256,9 @@ def _is_of(thing: Any, root: str) -> bool:
 
 def _above(things: _Found) -> _Found:
     """What holds one of these, but for variables of calls under way, and what was found here."""
-    return _Found(one for one in gc.get_referrers(*things) if not isinstance(one, (types.FrameType, _Found)))
+    asked = tuple(things)  # since Python 3.13 it is found as well
+    found = gc.get_referrers(*asked)
+    return _Found(one for one in found if one is not asked and not isinstance(one, (types.FrameType, _Found)))
 
 
 def _described(part: Any, holder: Any, modules: Mapping[int, types.ModuleType]) -> str:
@@ -270,5 +299,5 @@ def _name(thing: Any, modules: Mapping[int, types.ModuleType]) -> str:
     return ""
 
 
-_OWN = frozenset(function.__code__ for function in (aliases, _unseen, _of_calls))
+_OWN = frozenset(function.__code__ for function in (aliases, _looked_for, _unseen, _of_calls))
 """Whose variables hold a probe as they hold a target."""
