@@ -33,6 +33,10 @@ class Captured(Exception):
     """The message names the holder."""
 
 
+class _Unseen(Captured):
+    """By what the garbage collector does not show."""
+
+
 class Alias(NamedTuple):
     """Another name of a target. `inner`: for the function inside of what stands at the target, not for all of it."""
 
@@ -95,31 +99,32 @@ def aliases(places: Sequence[Place], root: str) -> list[list[Alias]]:
 
     Raises Captured where one is held in another way. What a package `root`, which is ours, holds does not count.
     """
-    probes = _probes()
-    things = [_parts(*place) for place in (*places, *probes.values())]
+    try:
+        return _looked_for(places, root)
+    except _Unseen:
+        if not gc.get_freeze_count():
+            raise
     with _unfrozen():
-        return _looked_for(places, probes, things, root)
+        return _looked_for(places, root)
 
 
 @contextlib.contextmanager
 def _unfrozen() -> Iterator[None]:
     """Objects that the program has put out of the garbage collector's sight (`gc.freeze`) are seen meanwhile."""
-    frozen, collects = gc.get_freeze_count(), gc.isenabled()
-    if frozen:
-        gc.disable()
-        gc.unfreeze()
+    collects = gc.isenabled()
+    gc.disable()
+    gc.unfreeze()
     try:
         yield
     finally:
-        if frozen:
-            gc.freeze()
-            if collects:
-                gc.enable()
+        gc.freeze()
+        if collects:
+            gc.enable()
 
 
-def _looked_for(
-    places: Sequence[Place], probes: Mapping[type, Place], things: list[_Found], root: str
-) -> list[list[Alias]]:
+def _looked_for(places: Sequence[Place], root: str) -> list[list[Alias]]:
+    probes = _probes()
+    things = [_parts(*place) for place in (*places, *probes.values())]
     holders = _holders(_Found(part for parts in things for part in parts))
     try:
         unseen = _unseen(things, holders)
@@ -128,7 +133,7 @@ def _looked_for(
         for place, parts, more in zip(places, things, unseen, strict=False):
             found.append(_aliases(place, parts, holders, modules, root))
             if more > unseen[len(places) + list(probes).index(type(parts[0]))]:
-                raise Captured("something that is no Python object, such as a custom operation of torch")
+                raise _Unseen("something that is no Python object, such as a custom operation of torch")
         return found
     finally:  # an error's traceback would keep them
         things.clear()
@@ -299,5 +304,5 @@ def _name(thing: Any, modules: Mapping[int, types.ModuleType]) -> str:
     return ""
 
 
-_OWN = frozenset(function.__code__ for function in (aliases, _looked_for, _unseen, _of_calls))
+_OWN = frozenset(function.__code__ for function in (_looked_for, _unseen, _of_calls))
 """Whose variables hold a probe as they hold a target."""

@@ -107,7 +107,7 @@ def test_another_name_on_each_python_and_where_the_garbage_collector_is_kept_fro
     """vLLM freezes what it has when it has started; a target may come later."""
     ready(sandbox, "    run = step", "run = work")
     code = f"import fakeengine.scheduler as scheduler\n{frozen}{program('Scheduler().run(7), scheduler.run(7)')}"
-    counted = "\nimport gc; print(gc.get_freeze_count() > 0, gc.isenabled())"
+    counted = "\nimport gc; print(gc.get_freeze_count() > 1_000, gc.isenabled())"  # of 3.12's own there are some
     done = sandbox.python(code + counted, python=interpreters.find(version) or "", LIVEPATCH="strict")
     assert done.out == f"['patched', 'step', 7] ['patched', 'work', 7]\n{bool(frozen)} True\n", done.err
 
