@@ -5,9 +5,12 @@ from __future__ import annotations
 import py_compile
 import shutil
 import zipfile
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.sitecustomize import executed_text
+from wrapt.importer import _ImportHookChainedLoader
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, Done, Sandbox
@@ -291,3 +294,13 @@ def test_a_package_that_is_a_target_could_not_be_imported(sandbox: Sandbox) -> N
         """
     done = sandbox.python(code, LIVEPATCH="strict")
     assert (done.code, done.out) == (0, PATCHED), done.err
+
+
+def test_the_loader_of_wrapts_import_hooks_only_looks_on(tmp_path: Path) -> None:
+    """In wrapt's newer releases it is a proxy, which shows the names of what it wraps in the place of its own."""
+    file = tmp_path / "module.py"
+    file.write_text("value = 1\n")
+    loader = SourceFileLoader("module", str(file))
+    around = _ImportHookChainedLoader(loader)
+    assert executed_text.innermost(around) is loader
+    assert executed_text.of(around, "module") == "value = 1\n"
