@@ -280,7 +280,10 @@ def test_the_loader_is_another_one_when_the_module_is_imported_again(patched: Sa
 
 def test_a_package_that_is_a_target_could_not_be_imported(sandbox: Sandbox) -> None:
     """Who tries it once more, when what it lacked has come, has the patch: what is inside of the package is found."""
-    package = {"__init__.py": "import os\nassert 'READY' in os.environ\ndef begin(): return []\n", "inner.py": "def end(): return []\n"}
+    package = {
+        "__init__.py": "import os\nassert 'READY' in os.environ\ndef begin(): return []\n",
+        "inner.py": "def end(): return []\n",
+    }
     sandbox.write({f"fakeengine/parts/{name}": text for name, text in package.items()})
     sandbox.patch(targets=["fakeengine.parts:begin", STEP], calls=["fakeengine.parts.inner:end"])
     sandbox.generate()
