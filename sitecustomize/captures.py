@@ -12,6 +12,7 @@ What is looked for must not be held by what looks for it. So lists here are `_Fo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import sys
@@ -24,10 +25,16 @@ Place = tuple[Any, str]
 
 _LEVELS = 3
 """How far up a holder's own holders are followed, for its name."""
+_CALLS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+"""What holds a function while a call of it waits."""
 
 
 class Captured(Exception):
     """The message names the holder."""
+
+
+class _Unseen(Captured):
+    """By what the garbage collector does not show."""
 
 
 class Alias(NamedTuple):
@@ -92,6 +99,30 @@ def aliases(places: Sequence[Place], root: str) -> list[list[Alias]]:
 
     Raises Captured where one is held in another way. What a package `root`, which is ours, holds does not count.
     """
+    try:
+        return _looked_for(places, root)
+    except _Unseen:
+        if not gc.get_freeze_count():
+            raise
+    with _unfrozen():
+        return _looked_for(places, root)
+
+
+@contextlib.contextmanager
+def _unfrozen() -> Iterator[None]:
+    """Objects that the program has put out of the garbage collector's sight (`gc.freeze`) are seen meanwhile."""
+    collects = gc.isenabled()
+    gc.disable()
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
+
+
+def _looked_for(places: Sequence[Place], root: str) -> list[list[Alias]]:
     probes = _probes()
     things = [_parts(*place) for place in (*places, *probes.values())]
     holders = _holders(_Found(part for parts in things for part in parts))
@@ -102,7 +133,7 @@ def aliases(places: Sequence[Place], root: str) -> list[list[Alias]]:
         for place, parts, more in zip(places, things, unseen, strict=False):
             found.append(_aliases(place, parts, holders, modules, root))
             if more > unseen[len(places) + list(probes).index(type(parts[0]))]:
-                raise Captured("something that is no Python object, such as a custom operation of torch")
+                raise _Unseen("something that is no Python object, such as a custom operation of torch")
         return found
     finally:  # an error's traceback would keep them
         things.clear()
@@ -163,7 +194,8 @@ def _aliases(
     for part in parts:
         seen: set[int] = set()
         for holder in holders[id(part)]:
-            if id(holder) in seen or holder is parts[0] or holder is getattr(parts[0], "__dict__", None):
+            own = holder is parts[0] or holder is getattr(parts[0], "__dict__", None)
+            if own or id(holder) in seen or isinstance(holder, _CALLS):
                 continue
             seen.add(id(holder))
             owner = modules.get(id(holder)) or _class_of(holder)
@@ -229,7 +261,9 @@ def _is_of(thing: Any, root: str) -> bool:
 
 def _above(things: _Found) -> _Found:
     """What holds one of these, but for variables of calls under way, and what was found here."""
-    return _Found(one for one in gc.get_referrers(*things) if not isinstance(one, (types.FrameType, _Found)))
+    asked = tuple(things)  # since Python 3.13 it is found as well
+    found = gc.get_referrers(*asked)
+    return _Found(one for one in found if one is not asked and not isinstance(one, (types.FrameType, _Found)))
 
 
 def _described(part: Any, holder: Any, modules: Mapping[int, types.ModuleType]) -> str:
@@ -270,5 +304,5 @@ def _name(thing: Any, modules: Mapping[int, types.ModuleType]) -> str:
     return ""
 
 
-_OWN = frozenset(function.__code__ for function in (aliases, _unseen, _of_calls))
+_OWN = frozenset(function.__code__ for function in (_looked_for, _unseen, _of_calls))
 """Whose variables hold a probe as they hold a target."""

@@ -52,6 +52,8 @@ def innermost(loader: Any) -> Any:
         attributes = getattr(loader, "__dict__", {})
         if "livepatch_loader" in attributes:
             loader = attributes["livepatch_loader"]
+        elif type(loader).__name__ == _CHAINED and hasattr(loader, "__wrapped__"):  # a proxy, since wrapt 1.15
+            loader = loader.__wrapped__
         elif type(loader).__name__ == _CHAINED and "loader" in attributes:
             loader = attributes["loader"]
         else:

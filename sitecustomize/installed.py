@@ -150,7 +150,7 @@ class Process(Tree):
         if package in sys.modules:
             found = attribute(sys.modules[package], "__path__")
         else:
-            spec = self._spec(package)
+            spec = self._found(package)  # one that is executing does not say where the parts of a package are
             found = None if spec is None else spec.submodule_search_locations
         return None if found is None else list(found)
 

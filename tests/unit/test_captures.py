@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit import interpreters
 from tests.unit.support import WORK, Sandbox
 from tests.unit.test_application import not_applied
 
@@ -96,6 +97,32 @@ def test_another_name_gets_the_wrapper_too(sandbox: Sandbox, body: str, taken: s
     done = sandbox.python(program(call))
     assert done.out.startswith(f"['patched', '{word}'"), done.err
     assert (sandbox.reported()["state"], done.others) == ("applied", [])
+
+
+@pytest.mark.parametrize("frozen", ["", "import gc; gc.freeze()\n"], ids=["", "frozen"])
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
+def test_another_name_on_each_python_and_where_the_garbage_collector_is_kept_from_looking(
+    sandbox: Sandbox, version: str, frozen: str
+) -> None:
+    """vLLM freezes what it has when it has started; a target may come later."""
+    ready(sandbox, "    run = step", "run = work")
+    code = f"import fakeengine.scheduler as scheduler\n{frozen}{program('Scheduler().run(7), scheduler.run(7)')}"
+    counted = "\nimport gc; print(gc.get_freeze_count() > 1_000, gc.isenabled())"  # of 3.12's own there are some
+    done = sandbox.python(code + counted, python=interpreters.find(version) or "", LIVEPATCH="strict")
+    assert done.out == f"['patched', 'step', 7] ['patched', 'work', 7]\n{bool(frozen)} True\n", done.err
+
+
+@pytest.mark.parametrize("kind", ["generator", "coroutine"])
+def test_a_call_that_waits_is_no_capture(sandbox: Sandbox, kind: str) -> None:
+    """Since Python 3.11 a suspended call holds its function."""
+    waits = "def waits(number): yield number" if kind == "generator" else "async def waits(number): return number"
+    target = f"{SCHEDULER}:waits"
+    sandbox.write({"fakeengine/scheduler.py": waits})
+    sandbox.patch(targets=[target, WORK])
+    sandbox.generate()
+    code = "import fakeengine.scheduler as s; one = s.waits(7); import fakeengine.worker; print(s.waits.__wrapped__); one.close()"
+    done = sandbox.python(code, LIVEPATCH="strict")
+    assert (done.code, sandbox.reported()["state"]) == (0, "applied"), done.err
 
 
 @pytest.mark.parametrize(("taken", "call", "holder"), CAPTURES.values(), ids=CAPTURES)

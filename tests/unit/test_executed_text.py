@@ -5,9 +5,12 @@ from __future__ import annotations
 import py_compile
 import shutil
 import zipfile
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.sitecustomize import executed_text
+from wrapt.importer import _ImportHookChainedLoader
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, Done, Sandbox
@@ -273,3 +276,34 @@ def test_the_loader_is_another_one_when_the_module_is_imported_again(patched: Sa
     done = patched.python(code)
     assert (done.code, done.out) == (0, PATCHED + OVERLAY), done.err
     assert (patched.reported()["state"], patched.reported()["verdict"]) == ("failed", "drifted")
+
+
+def test_a_package_that_is_a_target_could_not_be_imported(sandbox: Sandbox) -> None:
+    """Who tries it once more, when what it lacked has come, has the patch: what is inside of the package is found."""
+    package = {
+        "__init__.py": "import os\nassert 'READY' in os.environ\ndef begin(): return []\n",
+        "inner.py": "def end(): return []\n",
+    }
+    sandbox.write({f"fakeengine/parts/{name}": text for name, text in package.items()})
+    sandbox.patch(targets=["fakeengine.parts:begin", STEP], calls=["fakeengine.parts.inner:end"])
+    sandbox.generate()
+    code = f"""
+        try:
+            import fakeengine.parts
+        except AssertionError:
+            import os; os.environ["READY"] = "1"
+        import fakeengine.scheduler, fakeengine.parts
+        {USE_STEP}
+        """
+    done = sandbox.python(code, LIVEPATCH="strict")
+    assert (done.code, done.out) == (0, PATCHED), done.err
+
+
+def test_the_loader_of_wrapts_import_hooks_only_looks_on(tmp_path: Path) -> None:
+    """In wrapt's newer releases it is a proxy, which shows the names of what it wraps in the place of its own."""
+    file = tmp_path / "module.py"
+    file.write_text("value = 1\n")
+    loader = SourceFileLoader("module", str(file))
+    around = _ImportHookChainedLoader(loader)
+    assert executed_text.innermost(around) is loader
+    assert executed_text.of(around, "module") == "value = 1\n"
