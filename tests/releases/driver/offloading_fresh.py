@@ -17,7 +17,7 @@ begin_driver()
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import offloading_backend as backend
@@ -31,6 +31,7 @@ PROMPT = failures.PROMPT
 LONG = real.MAX_MODEL_LEN - ANSWER
 MULTI = ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector")
 PULLING = {"kv_connector": "PullingDouble", "kv_connector_module_path": "pulling_double", "kv_role": "kv_both"}
+backend.BLOCKS = 400  # nothing is evicted
 WINDOW = 4 * BLOCK
 """A sliding window, in tokens."""
 
@@ -47,8 +48,10 @@ class World(failures.World):
         windows: tuple[int, ...] = (),
         budget: int = real.MAX_MODEL_LEN,
         workers: int = 1,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         self.beside = beside
+        self.extra = extra or {}
         self.windows = (None, *windows)
         self.budget = budget
         super().__init__(mode, model_config, "recompute", workers)
@@ -57,7 +60,7 @@ class World(failures.World):
                 other.device = mover.device
 
     def make_scheduler(self, mode: str, model_config: Any, extra: dict[str, Any]) -> Any:
-        connector = failures.CONNECTOR
+        connector, extra = failures.CONNECTOR, extra | self.extra
         if self.beside:
             module, name = connector
             offloading = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -195,12 +198,16 @@ def reset(world: World) -> None:
     world.steps(6)
     world.add("first", answer=30)
     world.steps(8)
+    while world.unanswered:  # the engine is paused first
+        world.answer(*world.unanswered.popleft())
     world.scheduler.reset_prefix_cache(reset_running_requests=True)
     world.steps(20)
     world.expect("first" in world.loads, "first loads nothing")
     world.finish()
 
 
+ANSWERS = {"extra": {"offload_prompt_only": False}}
+"""What requests answer is stored too."""
 HYBRID = {"windows": (WINDOW,)}
 CASES: dict[str, tuple[dict[str, Any], Callable[[World], None]]] = {
     "computed": ({}, computed),
@@ -213,8 +220,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[World], None]]] = {
     "hung_up_longer": ({"budget": 40}, lambda world: hung_up(world, 90)),
     "hung_up_hybrid": ({"budget": 40, **HYBRID}, lambda world: hung_up(world, 50)),
     "hung_up_while_pulled": ({"beside": True}, hung_up_while_pulled),
-    "last_token": ({}, last_token),
-    "last_token_hybrid": (HYBRID, last_token),
+    "last_token": (ANSWERS, last_token),
+    "last_token_hybrid": ({**ANSWERS, **HYBRID}, last_token),
     "reset": ({}, reset),
 }
 
