@@ -1,9 +1,9 @@
 """The offloading scheduler knows of every block that is given anew, and stores only KV that was computed.
 
 Three faults of its bookkeeping. A block whose store is pending may be given to a request for which another child of a
-MultiConnector loads: nobody tells the offloading scheduler, so the store is not waited for, and keeps the newcomer's KV under
-the old prompt. A request that ended early is stored beyond its KV, or ends the engine. A request that is preempted and loaded
-again in one step, by a reset of the prefix cache, ends the engine.
+MultiConnector loads: nobody tells the offloading scheduler, so the worker does not wait for the store, which keeps the
+newcomer's KV under the old prompt. A request that ended early is stored beyond its KV, or ends the engine. A request
+that is preempted and loaded again in one step, by a reset of the prefix cache, ends the engine.
 
 Source: vllm#46951, vllm#49118, vllm#54193.
 """
@@ -64,7 +64,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         wanted: int = wrapped(*args, **kwargs)
         status = args[0] if args else kwargs["req_status"]
         req = status.req
-        computed = min(req.num_computed_tokens, max(req.num_prompt_tokens, req.num_tokens - 1))
+        computed: int = min(req.num_computed_tokens, max(req.num_prompt_tokens, req.num_tokens - 1))
         if not all(group.block_ids for group in status.group_states):
             computed = 0
         if computed < wanted:

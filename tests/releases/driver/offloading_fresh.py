@@ -62,8 +62,7 @@ class World(failures.World):
     def make_scheduler(self, mode: str, model_config: Any, extra: dict[str, Any]) -> Any:
         connector, extra = failures.CONNECTOR, extra | self.extra
         if self.beside:
-            module, name = connector
-            offloading = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+            offloading = {"kv_connector": connector[1], "kv_role": "kv_both", "kv_connector_extra_config": extra}
             connector, extra = MULTI, {"connectors": [offloading, PULLING]}
         options = {"max_num_batched_tokens": self.budget}
         return real.make_scheduler(
@@ -78,8 +77,9 @@ class World(failures.World):
     def compute(self, mover: backend.Mover, name: str, table: list[int], start: int, end: int) -> bool:
         """Of a group with a sliding window, older blocks are gone from the table."""
         gone = next((number for number, block in enumerate(table) if block), 0) * BLOCK
-        kept = [*range(gone, start)]
-        held = [slot for block in table[gone // BLOCK : (start + BLOCK - 1) // BLOCK] for slot in self.slots(mover, block)]
+        kept = range(gone, start)
+        blocks = table[gone // BLOCK : (start + BLOCK - 1) // BLOCK]
+        held = [slot for block in blocks for slot in mover.device.get(block, ())[:BLOCK]]
         right = held[: len(kept)] == [self.content(name, place) for place in kept]
         for place in range(start, end):
             block = table[place // BLOCK]
@@ -87,9 +87,6 @@ class World(failures.World):
                 slots = mover.device.get(block, ())[: place % BLOCK]
                 mover.device[block] = (*slots, self.content(name, place) if right else backend.LOST)
         return right
-
-    def slots(self, mover: backend.Mover, block: int) -> tuple[Any, ...]:
-        return mover.device.get(block, ())[:BLOCK]
 
     def pull(self, name: str, prompt: int, tokens: int) -> None:
         """A client comes whose prompt prefill holds."""
@@ -221,7 +218,6 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[World], None]]] = {
     "hung_up_hybrid": ({"budget": 40, **HYBRID}, lambda world: hung_up(world, 50)),
     "hung_up_while_pulled": ({"beside": True}, hung_up_while_pulled),
     "last_token": (ANSWERS, last_token),
-    "last_token_hybrid": ({**ANSWERS, **HYBRID}, last_token),
     "reset": ({}, reset),
 }
 
