@@ -5,7 +5,7 @@ has no word for one that failed. Here a failed store has the job's complement, a
 of several workers are added up as those of any job, and a release that is not patched never takes it for a store that
 went well.
 
-Source: vllm#55503, vllm#50454, vllm#39732, llm-d-kv-cache#514.
+Source: vllm#39732, vllm PR#52838, llm-d-kv-cache#514.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 from worlds import RIGHT, WRONG, Serving, Work
 
@@ -43,6 +42,7 @@ runner.get_forward_context = lambda: None
 ANSWER = 6
 BLOCK = real.BLOCK_SIZE
 PROMPT = 4 * BLOCK + 5
+EXTRA = {"spec_name": "Spec", "spec_module_path": "offloading_backend", "cpu_bytes_to_use": 1}
 CONNECTOR = ("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector", "OffloadingConnector")
 
 
@@ -50,19 +50,27 @@ class World(Serving):
     """A scheduler, its workers' connectors, their memory, and what clients got."""
 
     def __init__(self, mode: str, model_config: Any, policy: str, workers: int, within_step: bool = False) -> None:
-        extra = {"spec_name": "Spec", "spec_module_path": "offloading_backend", "cpu_bytes_to_use": 1}
         budget = {"sync_load_budget_bytes": 1 << 40} if within_step else {}
-        super().__init__(real.make_scheduler(mode, model_config, CONNECTOR, extra=extra | budget))
+        super().__init__(self.make_scheduler(mode, model_config, EXTRA | budget))
         self.scheduler.recompute_kv_load_failures = policy == "recompute"
-        self.offloading = self.scheduler.connector.connector_scheduler
+        connector = self.scheduler.connector
+        self.offloading = self.parts(connector)[0].connector_scheduler
         self.offloading.config = self.offloading.config._replace(num_workers=workers)
         given = (self.scheduler.vllm_config, KVConnectorRole.WORKER, self.scheduler.kv_cache_config)
-        self.workers = [OffloadingConnector(*given) for _ in range(workers)]
-        self.movers = [backend.begin(worker.connector_worker) for worker in self.workers]
+        self.workers = [type(connector)(*given) for _ in range(workers)]
+        self.movers = [backend.begin(self.parts(worker)[0].connector_worker) for worker in self.workers]
         self.aggregator = KVOutputAggregator(workers)
         self.answers: dict[str, int] = {}
         self.loads: dict[str, int] = {}
         self.add("witness", answer=60)
+
+    def make_scheduler(self, mode: str, model_config: Any, extra: dict[str, Any]) -> Any:
+        """The scheduler; `extra` is what the OffloadingConnector is configured with."""
+        return real.make_scheduler(mode, model_config, CONNECTOR, extra=extra)
+
+    def parts(self, whole: Any) -> list[Any]:
+        """Of a connector, or of its metadata: what is the OffloadingConnector's, and then what is others'."""
+        return [whole]
 
     def add(self, name: str, like: str = "", answer: int = ANSWER, prompt: int = PROMPT) -> None:
         """A client comes; its prompt is its own, or begins with that of the request `like`."""
@@ -75,7 +83,7 @@ class World(Serving):
         """Schedule a step, run the oldest that is not answered, and answer it."""
         scheduled = self.scheduler.schedule()
         work = self.work_of(scheduled)
-        for load in scheduled.kv_connector_metadata.load_jobs.values():
+        for load in self.parts(scheduled.kv_connector_metadata)[0].load_jobs.values():
             self.loads[load.req_id] = self.loads.get(load.req_id, 0) + 1
         self.unanswered.append((scheduled, work))
         between()
@@ -93,8 +101,9 @@ class World(Serving):
             kv_transfer_state._KV_CONNECTOR_AGENT = worker
             worker.handle_preemptions(given.kv_connector_metadata)
             with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(given) as connector_output:
-                for name, (table,), start, end, _ in work:
-                    sampled[name] = self.compute(mover, name, table, start, end) and sampled.get(name, True)
+                for name, tables, start, end, _ in work:
+                    right = [self.compute(mover, name, table, start, end) for table in tables]
+                    sampled[name] = all(right) and sampled.get(name, True)
             output.kv_connector_output = pickle.loads(pickle.dumps(connector_output))
             outputs.append(output)
         output = self.aggregator.aggregate(outputs, 0) if len(outputs) > 1 else outputs[0]

@@ -1,0 +1,113 @@
+"""The offloading scheduler knows of every block that is given anew, and stores only KV that was computed.
+
+Three faults of its bookkeeping. A block whose store is pending may be given to a request for which another child of a
+MultiConnector loads: nobody tells the offloading scheduler, so the worker does not wait for the store, which keeps the
+newcomer's KV under the old prompt. A request that ended early is stored beyond its KV, or ends the engine. A request
+that is preempted and loaded again in one step, by a reset of the prefix cache, ends the engine.
+
+Source: vllm#46951, vllm#49118, vllm#54193.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+MULTI = f"{CONNECTORS}.multi_connector:MultiConnector"
+SCHEDULER = f"{CONNECTORS}.offloading.scheduler:OffloadingConnectorScheduler"
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or an observer."""
+
+    def update_state_after_alloc(multi: Any, args: Any, kwargs: Any) -> None:
+        """Note a request's blocks with every offloading child, where some child loads into them.
+
+        A request without a load runs in the same step, and the release notes its blocks then.
+        """
+        given = dict(zip(("request", "blocks", "num_external_tokens"), args, strict=False)) | kwargs
+        if not given["num_external_tokens"]:
+            return
+        blocks = {block.block_id for group in given["blocks"].blocks for block in group if not block.is_null}
+        for scheduler in offloading_schedulers(multi):
+            note(scheduler, blocks)
+
+    def note(scheduler: Any, blocks: set[int]) -> None:
+        """Have the worker wait for the stores that read these blocks, before anybody writes them."""
+        stores = {job for block in blocks for job in scheduler._block_id_to_pending_jobs.get(block, ())}
+        if stores:
+            scheduler._current_batch_jobs_to_flush |= stores
+            livepatch.count("awaited_stores", len(stores))
+        allocated = getattr(scheduler, "_current_batch_allocated_block_ids", None)
+        if allocated is not None:  # from 0.23.0; from 0.26.0 the stores that this step begins are compared with it
+            allocated |= blocks
+
+    def counting(release: Call, guarded: Call) -> Call:
+        def calc_num_offloadable_tokens(scheduler: Any, req_status: Any, num_computed_tokens: int) -> Any:
+            ended = req_status.req.is_finished()
+            return (guarded if ended else release)(scheduler, req_status, num_computed_tokens)
+
+        return calc_num_offloadable_tokens if livepatch.facts.get("beyond_computed") else release
+
+    def calc_num_offloadable_tokens(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> int:
+        """Of a request that has ended, count the tokens whose KV is in its blocks.
+
+        Its last token was sampled, and never computed. A request that waits for blocks, or for a load, has none that
+        the offloading scheduler knows. A preempted one has none at all: what it had may be another's.
+        """
+        wanted: int = wrapped(*args, **kwargs)
+        status = args[0] if args else kwargs["req_status"]
+        req = status.req
+        computed: int = min(req.num_computed_tokens, max(req.num_prompt_tokens, req.num_tokens - 1))
+        if not all(group.block_ids for group in status.group_states):
+            computed = 0
+        if computed < wanted:
+            livepatch.count("not_computed")
+        return min(wanted, computed)
+
+    def beginning(release: Call, guarded: Call) -> Call:
+        def build_connector_meta(scheduler: Any, scheduler_output: Any) -> Any:
+            preempted = scheduler_output.preempted_req_ids
+            loads = scheduler._current_batch_load_jobs
+            return (guarded if preempted and loads else release)(scheduler, scheduler_output)
+
+        return build_connector_meta
+
+    def build_connector_meta(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+        """Hide the loads that this step begins from the release's flush of what preempted requests have under way.
+
+        It takes each of these for a store. Nothing else asks for a preempted request's jobs in this call.
+        """
+        output = args[0] if args else kwargs["scheduler_output"]
+        begun = scheduler._current_batch_load_jobs.keys()
+        states = [scheduler._req_status.get(name) for name in output.preempted_req_ids]
+        loading = [(state, state.transfer_jobs & begun) for state in states if state is not None]
+        for state, loads in loading:
+            state.transfer_jobs -= loads
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            for state, loads in loading:
+                state.transfer_jobs |= loads
+                livepatch.count("reloaded", len(loads))
+
+    return {
+        f"{MULTI}.update_state_after_alloc": livepatch.before(update_state_after_alloc),
+        f"{SCHEDULER}._calc_num_offloadable_tokens": livepatch.shortcut(counting, calc_num_offloadable_tokens),
+        f"{SCHEDULER}.build_connector_meta": livepatch.shortcut(beginning, build_connector_meta),
+    }
+
+
+def offloading_schedulers(connector: Any) -> Iterator[Any]:
+    """Yield the scheduler's part of every OffloadingConnector among a connector's children, at any depth."""
+    for child in getattr(connector, "_connectors", ()):
+        scheduler = getattr(child, "connector_scheduler", None)
+        if hasattr(scheduler, "_block_id_to_pending_jobs"):
+            yield scheduler
+        yield from offloading_schedulers(child)
