@@ -63,9 +63,15 @@ class World:
     """A decode engine of one release, and a peer to read from."""
 
     def __init__(
-        self, scheduler: str, policy: str, model: Any, blocks: int = BLOCKS, prefill: bool = False, write: bool = False
+        self,
+        scheduler: str,
+        policy: str,
+        model: Any,
+        blocks: int = BLOCKS,
+        prefill: bool = False,
+        write: bool | None = None,
     ) -> None:
-        read = not (prefill or write)
+        read = not (prefill if write is None else write)
         orders.let(orders.AT_ONCE)
         os.environ["VLLM_MORIIO_CONNECTOR_READ_MODE"] = str(int(read))
         ports = {"handshake_port": free_port(), "notify_port": free_port(), "http_port": 0, "proxy_ping_port": 0}
