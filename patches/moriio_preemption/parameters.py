@@ -77,16 +77,18 @@ def odd_field(parameters: Mapping[str, Any]) -> str | None:
     for name, check in GIVEN.items():
         if name in parameters and not check(parameters[name]):
             return f"{name} is {described(parameters[name])}"
-    if parameters.get("remote_dp_rank", 0) >= max(parameters.get("remote_dp_size", 1), 1):
-        return f"remote_dp_rank is {parameters['remote_dp_rank']} of {parameters.get('remote_dp_size', 1)}"
     return None
 
 
-def odd_address(found: Any, offset: int) -> str | None:
-    """Return what is wrong with a peer's address as the release read it, None where nothing is.
+def odd_peer(found: Any, offset: int, reads: bool) -> str | None:
+    """Return what is wrong with a peer as the release read it (its ReqMeta), None where nothing is.
 
-    `offset`: how far behind the notification port the ports of the peer's ranks may lie.
+    `offset`: how far behind the notification port the ports of the peer's ranks may lie. `reads`: KV is read from it, of
+    ranks that are counted.
     """
+    rank_read = getattr(found, "remote_dp_rank", 0)
+    if reads and rank_read >= found.remote_dp_size:
+        return f"remote_dp_rank is {rank_read} of {found.remote_dp_size}"
     if not host(found.remote_host):
         return f"remote_host is {described(found.remote_host)}"
     for name in ("remote_handshake_port", "remote_notify_port"):

@@ -10,6 +10,7 @@ Source: vllm PR#53250.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -94,13 +95,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return None if "transfer_id" in whole else "transfer_id is missing"
         if not half.is_producer and not reads:
             whole = {**UNREAD, **whole}
-        metadata = half.build_connector_meta.__func__.__globals__["MoRIIOConnectorMetadata"]()
+        metadata = sys.modules[f"{MORIIO}.moriio_common"].MoRIIOConnectorMetadata()
         try:
             metadata.add_new_req(request.request_id, [], whole, write_mode=half.is_producer)
         except Exception as error:
             return f"{type(error).__name__}: {given.described(str(error))}"
         (read,) = (metadata.reqs_to_save if half.is_producer else metadata.reqs_to_recv).values()
-        return given.odd_address(read, found.get("remote_dp_rank", 0) + half.tp_size)
+        return given.odd_peer(read, found.get("remote_dp_rank", 0) + half.tp_size, reads and not half.is_producer)
 
     def problem_of_blocks(half: Any, block_size: int, tokens: int, found: Mapping[str, Any]) -> str | None:
         """Return why a decode engine cannot read the blocks of so many tokens, or not from the engine that is named."""

@@ -198,6 +198,9 @@ def reset(two: Two) -> str:
 
 def full_pool(two: Two) -> str:
     """Two requests that fill the pool: one is preempted for the other, and finds part of its KV still there."""
+    met = two.add(prompt(7), 1)  # some releases lose one of two reads of a step that meets their peer
+    two.begun(met)
+    two.ended(met)
     first, second = two.add(prompt(11), 13), two.add(prompt(11), 13)
     for name in (first, second):
         two.begun(name)
@@ -266,7 +269,7 @@ def odd_cases(two: Two) -> dict[str, tuple[str, Any]]:
             cases[f"{field}: {number}"] = (two.named(), {**whole, field: value})
     for field, values in {
         "remote_host": (None, "", 7, "a b", "x/y", ["h"]),
-        "remote_notify_port": (None, "", 0, -1, 1 << 20, "x", [1], True),
+        "remote_notify_port": (None, "", 0, -1, 1 << 20, "x", [1]),
     }.items():
         for number, value in enumerate(values):
             cases[f"{field}: {number}"] = (f"cmpl-{field}-{number}", {**whole, field: value})
