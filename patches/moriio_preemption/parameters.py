@@ -1,7 +1,7 @@
 """Checks what a client or router sent to a MoRI-IO engine as `kv_transfer_params`, before the connector reads it.
 
-Whether the fields are there is asked of the release's own reader of them; types and bounds, which that takes as they come,
-are checked here. Hosts and ids go into addresses and messages between engines.
+The release's own reader of the fields says whether they are there. Types and bounds, which that reader takes as they
+come, are checked here. Hosts and ids go into addresses and messages between engines.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def odd_field(parameters: Mapping[str, Any]) -> str | None:
 def odd_peer(found: Any, offset: int, reads: bool) -> str | None:
     """Return what is wrong with a peer as the release read it (its ReqMeta), None where nothing is.
 
-    `offset`: how far behind the notification port the ports of the peer's ranks may lie. `reads`: KV is read from it, of
-    ranks that are counted.
+    `offset`: how far behind the notification port the ports of the peer's ranks may lie. `reads`: KV is read
+    from it, of ranks that are counted.
     """
     rank_read = getattr(found, "remote_dp_rank", 0)
     if reads and rank_read >= found.remote_dp_size:
@@ -100,7 +100,7 @@ def odd_peer(found: Any, offset: int, reads: bool) -> str | None:
 def odd_blocks(value: Any, needed: list[int], in_groups: bool) -> str | None:
     """Return what is wrong with the blocks to read, None where nothing is.
 
-    `needed`: how many blocks each KV cache group takes at least. Not `in_groups`: the blocks are those of the only group.
+    `needed`: how many blocks each KV cache group takes at least. Not `in_groups`: there is one group.
     """
     if type(value) not in (list, tuple) or not value:
         return f"remote_block_ids is {described(value)}"

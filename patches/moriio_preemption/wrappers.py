@@ -1,8 +1,8 @@
 """MoRI-IO's scheduler half answers only for KV that will be transferred, and only where the parameters can be used.
 
-A decode engine's connector answers for every request that the KV of its prompt is there, or comes: also for one that was
-preempted, whose transfer was asked for once and is not asked for again, and for one that no router sent. Here it answers so
-only while the transfer is still to be asked for; the rest is computed from the prompt.
+A decode engine's connector promises the KV of its prompt for every request: also for one that was preempted, whose
+transfer was asked for once and is not asked for again, and for one that no router sent. Here the connector promises it
+only while the transfer is still to be asked for. The rest is computed from the prompt.
 
 Source: vllm PR#53250.
 """
@@ -68,7 +68,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         livepatch.count("refused")
         livepatch.say(
             "refused",
-            f"request {request.request_id}: its kv_transfer_params cannot be used, {problem}: the prompt is computed here",
+            f"request {request.request_id}: its kv_transfer_params cannot be used, {problem}: "
+            "the prompt is computed here",
         )
 
     def problem_of(half: Any, block_size: int, request: Any, found: Any) -> str | None:
@@ -123,7 +124,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     # What the connector answers and plans
 
     def matched(wrapped: Call, half: Any, args: Any, kwargs: Any) -> Any:
-        """Answer 0 where no transfer will be asked for. The scheduler asks of requests of which it has computed nothing."""
+        """Answer 0 where no transfer will be asked for. The scheduler asks only of requests with nothing computed."""
         request = args[0] if args else kwargs["request"]
         if half.is_producer:
             # What was noted before a preemption names blocks that are others' now.
@@ -155,7 +156,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         return wrapped(noted_only(half, output))
 
     def noted_only(half: Any, output: Any) -> Any:
-        """Return a step's plan without new requests, whose parameters no worker reads in write mode, and unknown ones."""
+        """Return a step's plan without new requests, which no worker reads in write mode, and without unknown ones."""
         cached = copy.copy(output.scheduled_cached_reqs)
         known = [at for at, name in enumerate(cached.req_ids) if name in half._reqs_need_pending_save]
         cached.new_block_ids = [cached.new_block_ids[at] for at in known]

@@ -25,7 +25,13 @@ LOAD = {
     "remote_dp_rank": 1,
     "tp_size": 8,
 }
-SEND = {**LOAD, "do_remote_prefill": False, "do_remote_decode": True, "remote_block_ids": None, "remote_engine_id": None}
+SEND = {
+    **LOAD,
+    "do_remote_prefill": False,
+    "do_remote_decode": True,
+    "remote_block_ids": None,
+    "remote_engine_id": None,
+}
 
 
 class Metadata:
@@ -108,14 +114,21 @@ def test_what_a_release_does_not_read_may_be_missing() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((name, value) for name in ("transfer_id", "remote_engine_id") for value in (None, "", 7, ["a"], "x" * 5000, "\n")),
+        *(
+            (name, value)
+            for name in ("transfer_id", "remote_engine_id")
+            for value in (None, "", 7, ["a"], "x" * 5000, "\n")
+        ),
         *(("remote_host", value) for value in (None, "", 7, "a b", "x/y", "-", ["h"])),
         *(("remote_notify_port", value) for value in (None, "", 0, -1, 65535, "x", [1])),
         *(("remote_dp_rank", value) for value in (None, "0", -1, 2, 1 << 40, True)),
         *((name, value) for name in ("tp_size", "remote_dp_size") for value in ("many", -1, 0, [1], 1 << 40)),
         ("remote_hosts", "10.0.0.1"),
         ("remote_hosts", ["a b"]),
-        *(("remote_block_ids", value) for value in (None, [], {}, "123", [1, 2], [1, 2, -1], ["1"], [[1, 2, 3]], [None])),
+        *(
+            ("remote_block_ids", value)
+            for value in (None, [], {}, "123", [1, 2], [1, 2, -1], ["1"], [[1, 2, 3]], [None])
+        ),
         ("do_remote_decode", True),
     ],
 )
@@ -170,7 +183,12 @@ def test_only_what_asks_for_a_transfer_reaches_the_release() -> None:
     seen: list[Any] = []
     wrapper = wrappers.wrappers(context())[f"{wrappers.HALF}.update_state_after_alloc"]
     for params in (None, {}, {"another": 1}, {**LOAD, "do_remote_prefill": False}, LOAD, SEND):
-        wrapper(lambda request, *rest: seen.append(request.kv_transfer_params), None, (SimpleNamespace(kv_transfer_params=params), 1, 2), {})
+        wrapper(
+            lambda request, *rest: seen.append(request.kv_transfer_params),
+            None,
+            (SimpleNamespace(kv_transfer_params=params), 1, 2),
+            {},
+        )
     assert seen == [LOAD, SEND]
 
 

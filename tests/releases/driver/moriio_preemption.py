@@ -115,7 +115,8 @@ class Two:
     def named(self) -> str:
         """An id as the router makes it, with the addresses of both engines."""
         addresses = [
-            f"host:{HOST},handshake:{one.handshake_port},notify:{one.notify_port}" for one in (self.prefill, self.decode)
+            f"host:{HOST},handshake:{one.handshake_port},notify:{one.notify_port}"
+            for one in (self.prefill, self.decode)
         ]
         return f"cmpl-___prefill_addr_{addresses[0]}___decode_addr_{addresses[1]}_{next(self._numbers):032x}-0"
 
@@ -320,7 +321,10 @@ def at_prefill(two: Two) -> dict[str, str]:
         "another's": {"lmcache.skip_save": True},
         "alone": {"do_remote_decode": True},
         "to load": {**whole, "do_remote_decode": False, "do_remote_prefill": True},
-        **{f"transfer_id: {number}": {**whole, "transfer_id": value} for number, value in enumerate((None, 7, ["a"], ""))},
+        **{
+            f"transfer_id: {number}": {**whole, "transfer_id": value}
+            for number, value in enumerate((None, 7, ["a"], ""))
+        },
     }
     found = {}
     for case, parameters in cases.items():
