@@ -109,6 +109,16 @@ ALLOWED = {
         **dict.fromkeys(("current_stream", "synchronize"), TORCH),
         "_replace": "of a named tuple of ours",
     },
+    "moriio-preemption": {
+        **dict.fromkeys(
+            ("add_new_req", "reqs_to_recv", "reqs_to_save", "remote_dp_size", "remote_dp_rank", "remote_host"),
+            "of MoRIIOConnectorMetadata and ReqMeta, whose whole fingerprints are in the facts",
+        ),
+        **dict.fromkeys(
+            ("new_block_ids", "req_ids", "scheduled_cached_reqs", "scheduled_new_reqs"),
+            "of SchedulerOutput and CachedRequestData, whose whole fingerprints are in the facts",
+        ),
+    },
     "moriio-timeouts": {
         **dict.fromkeys(
             ("backend", "dst_engine_id", "enqueue_time", "local_block_ids", "remote_handshake_port", "remote_host"),

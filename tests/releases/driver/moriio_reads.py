@@ -62,9 +62,18 @@ class Died(Exception):
 class World:
     """A decode engine of one release, and a peer to read from."""
 
-    def __init__(self, scheduler: str, policy: str, model: Any, blocks: int = BLOCKS, prefill: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: str,
+        policy: str,
+        model: Any,
+        blocks: int = BLOCKS,
+        prefill: bool = False,
+        write: bool | None = None,
+    ) -> None:
+        read = not (prefill if write is None else write)
         orders.let(orders.AT_ONCE)
-        os.environ["VLLM_MORIIO_CONNECTOR_READ_MODE"] = str(int(not prefill))
+        os.environ["VLLM_MORIIO_CONNECTOR_READ_MODE"] = str(int(read))
         ports = {"handshake_port": free_port(), "notify_port": free_port(), "http_port": 0, "proxy_ping_port": 0}
         config = VllmConfig(
             model_config=model,
@@ -82,7 +91,7 @@ class World:
                 kv_connector="MoRIIOConnector",
                 kv_role="kv_producer" if prefill else "kv_consumer",
                 kv_load_failure_policy=policy,
-                kv_connector_extra_config={"proxy_ip": "", "read_mode": not prefill, **ports},
+                kv_connector_extra_config={"proxy_ip": "", "read_mode": read, **ports},
             ),
             device_config=DeviceConfig(device="cpu"),
         )
@@ -104,17 +113,25 @@ class World:
         knows_caches = "kv_cache_config" in inspect.signature(create).parameters
         given = (config, KVConnectorRole.WORKER, kv_cache_config) if knows_caches else (config, KVConnectorRole.WORKER)
         self.connector = create(*given)
-        self.caches = caches(0.0)
+        self.caches = self.empty_caches(spec)
         self.connector.register_kv_caches(self.caches)
         runner.get_kv_transfer_group = lambda: self.connector
         runner.get_forward_context = lambda: None
-        self.notify_port = int(ports["notify_port"])
+        self.handshake_port, self.notify_port = int(ports["handshake_port"]), int(ports["notify_port"])
         self.sampled = RIGHT
         self.ahead = 1 if scheduler == "AsyncScheduler" else 0
         self.queue: deque[tuple[Any, Any]] = deque()
         self.tokens: dict[str, list[int]] = {}  # what clients have got
         self.ends: dict[str, str] = {}
         self.peers: list[Peer] = []
+
+    def empty_caches(self, spec: Any) -> dict[str, Any]:
+        """The worker's caches, in the release's layout."""
+        return caches(0.0)
+
+    def slot(self, cache: Any, block: int, at: int) -> Any:
+        """Where a layer's cache has a token's KV."""
+        return cache[:, block, at]
 
     def peer(self, answers: str = "yes") -> Peer:
         self.peers.append(Peer(answers))
@@ -204,7 +221,7 @@ class World:
         right = True
         for layer, cache in enumerate(self.caches.values()):
             for at in range(start + number):
-                slot = cache[:, blocks[at // BLOCK_SIZE], at % BLOCK_SIZE]
+                slot = self.slot(cache, blocks[at // BLOCK_SIZE], at % BLOCK_SIZE)
                 if at < start:
                     right = right and bool((slot == content(layer, tokens[at], at)).all())
                 else:
