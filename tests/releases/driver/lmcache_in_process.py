@@ -33,8 +33,8 @@ native_double.device_ops(lmcache)
 import real_scheduler as real
 import torch
 import vllm
+from lmcache.integration.vllm import utils as lmcache_utils
 from lmcache.integration.vllm import vllm_v1_adapter as adapter
-from lmcache.integration.vllm.utils import ENGINE_NAME
 from lmcache.v1 import gpu_connector
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from vllm.distributed import parallel_state
@@ -43,13 +43,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCac
 from worlds import RIGHT, WRONG, Serving, Work
 
 gc.enable()
+gc.freeze()  # LMCache collects where it starts and ends, for seconds with all modules' objects
 
 ANSWER = 6
 BLOCK = real.BLOCK_SIZE
 CHUNK = 2 * BLOCK
 CHUNKS = 3
 PROMPT = CHUNKS * CHUNK + 5
-SECONDS = 30.0
+SECONDS = 60
 """How long another thread's work is awaited."""
 WIDTH = 2 * 32
 """Numbers of a token in a layer: two heads of 32."""
@@ -65,6 +66,7 @@ GROUP = SimpleNamespace(
 parallel_state.get_tp_group = lambda: GROUP
 parallel_state.get_tensor_model_parallel_rank = lambda: 0
 adapter.get_pp_group = lambda: GROUP
+lmcache_utils.vllm_layout_hints = lambda *_: {}  # of the device's KV cache, for the connector that is stood in for
 
 
 class Copies:
@@ -101,12 +103,12 @@ class World(Serving):
     """A scheduler and a worker, LMCache on both sides, and what clients got."""
 
     def __init__(self, mode: str, model_config: Any, **config: Any) -> None:
-        LMCacheEngineBuilder.destroy(ENGINE_NAME)
+        LMCacheEngineBuilder.destroy(lmcache_utils.ENGINE_NAME)
         given = {
             "chunk_size": CHUNK,
             "max_local_cpu_size": 0.02,
             "enable_async_loading": False,
-            "lookup_timeout_ms": 3000,
+            "lookup_timeout_ms": 1000 * SECONDS,
             "use_layerwise": False,
             "hit_miss_ratio": None,
             **config,
@@ -222,6 +224,7 @@ class World(Serving):
 
 def well(world: World, name: str = "last") -> None:
     """LMCache goes on: what is stored of the first prompt is loaded, and leaves nothing held."""
+    world.settle()
     world.forget()
     world.add(name, like="first")
     world.settle()
@@ -310,14 +313,19 @@ def waiting_for_nothing(world: World) -> None:
     well(world)
 
 
-def hold_answers(world: World) -> Callable[[], None]:
-    """Let the worker's lookup server keep its answers; what lets go of them, and of later ones at once."""
+def hold_answers(world: World, milliseconds: int = 1000 * SECONDS) -> Callable[[], None]:
+    """Let the worker's lookup server keep its answers; what lets go of them, and of later ones at once.
+
+    Until then lookups are given up after so many milliseconds.
+    """
+    world.connector.config.lookup_timeout_ms = milliseconds
     server = world.worker._lmcache_engine.lookup_server
     send, kept = server.send_response_to_scheduler, []
     server.send_response_to_scheduler = lambda *args, **kwargs: kept.append((args, kwargs))
 
     def let_go() -> None:
         world.until(lambda: kept, "the worker looks up")
+        world.connector.config.lookup_timeout_ms = 1000 * SECONDS
         server.send_response_to_scheduler = send
         for args, kwargs in kept:
             send(*args, **kwargs)
@@ -340,7 +348,7 @@ def pending(world: World) -> None:
 def timed_out(world: World, gone: bool = False) -> None:
     """A lookup times out while its request waits for blocks. It is asked for again, and answered late."""
     stored(world)
-    let_go = hold_answers(world)
+    let_go = hold_answers(world, milliseconds=20)
     world.fill()
     world.add("late", like="first")
     world.until(lambda: "late" in world.connector.load_specs, "late is given up", world.step)
@@ -363,10 +371,11 @@ def timed_out_and_gone(world: World) -> None:
 def timed_out_and_answered(world: World) -> None:
     """The answer comes while the request still waits for blocks: it is asked for anew, and loads."""
     stored(world)
-    let_go = hold_answers(world)
+    let_go = hold_answers(world, milliseconds=20)
     world.fill()
     world.add("late", like="first")
     world.until(lambda: "late" in world.connector.load_specs, "late is given up", world.step)
+    world.step()
     let_go()
     late = world.connector.load_specs
     world.until(lambda: late["late"].lmcache_cached_tokens, "late is answered", world.step)
@@ -392,7 +401,6 @@ def degraded(world: World) -> None:
 
 Case = tuple[Callable[[World], None], dict[str, Any]]
 ASYNC = {"enable_async_loading": True}
-QUICK = {**ASYNC, "lookup_timeout_ms": 30}
 CASES: dict[str, Case] = {
     "undisturbed": (undisturbed, {}),
     "waiting": (waiting_for_nothing, {}),
@@ -402,13 +410,14 @@ CASES: dict[str, Case] = {
     "running": (running, {}),
     "async_undisturbed": (undisturbed, ASYNC),
     "async_queued": (queued, ASYNC),
+    "async_queued_again": (queued_again, ASYNC),
     "async_loading": (loading, ASYNC),
     "async_running": (running, ASYNC),
     "async_pending": (pending, ASYNC),
     "async_limited": (pending, {**ASYNC, "hit_miss_ratio": 0.0}),
-    "timed_out": (timed_out, QUICK),
-    "timed_out_and_gone": (timed_out_and_gone, QUICK),
-    "timed_out_and_answered": (timed_out_and_answered, QUICK),
+    "timed_out": (timed_out, ASYNC),
+    "timed_out_and_gone": (timed_out_and_gone, ASYNC),
+    "timed_out_and_answered": (timed_out_and_answered, ASYNC),
 }
 DEGRADED: dict[str, Case] = {
     "degraded": (degraded, {}),
