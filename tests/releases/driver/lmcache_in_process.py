@@ -229,17 +229,13 @@ def well(world: World, name: str = "last") -> None:
     world.add(name, like="first")
     world.settle()
     world.expect(world.loaded.get(name) == CHUNKS * CHUNK, f"{name} loads nothing")
-    world.until(lambda: not world.held(), "what was looked up is given back", lambda: asks(world))
+    for number in range(3):  # LMCache's asynchronous client gives back at its next lookup, and the workers do before they answer it
+        world.add(f"{name} {number}")
+        world.settle()
+    world.expect(not world.held(), "what was looked up is never given back")
     connector = world.connector
     kept = {**connector.load_specs, **connector._unfinished_requests, **connector._request_trackers}
     world.expect(not kept, f"kept of requests that ended: {sorted(kept)}")
-
-
-def asks(world: World) -> None:
-    """One more request comes, since LMCache's asynchronous client gives back at its next lookup."""
-    name = f"asks {len(world.clients)}"
-    world.add(name)
-    world.settle()
 
 
 def stored(world: World) -> None:
