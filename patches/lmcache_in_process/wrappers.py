@@ -23,8 +23,8 @@ CONNECTOR = "lmcache.integration.vllm.vllm_v1_adapter:LMCacheConnectorV1Impl"
 LOOKUPS = "lmcache.v1.lookup_client.lmcache_async_lookup_client:LMCacheAsyncLookupClient"
 
 UNUSED = "_livepatch_unused_lookups"
-"""Attribute of a scheduler's connector: by request id, how many steps are scheduled until each worker has given back the
-pins of a lookup that nobody uses; None where the workers were not told yet. Of a step's metadata: the ids to give back."""
+"""Attribute of a scheduler's connector: how many steps are scheduled until each worker has given back the pins of a
+lookup that nobody uses, by request id; None where no worker was told yet. Of a step's metadata: the ids to give back."""
 
 
 class WithoutStatus:
@@ -40,7 +40,7 @@ class WithoutStatus:
 
 
 def innermost(client: Any) -> Any:
-    """Return the lookup client that asks the workers, without those that LMCache may put around it; None where there is none."""
+    """Return the lookup client that asks the workers, without those that LMCache may put around it."""
     while hasattr(client, "actual_lookup_client"):
         client = client.actual_lookup_client
     return client
@@ -48,8 +48,8 @@ def innermost(client: Any) -> Any:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def get_num_new_matched_tokens(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
-        """Return 0, a miss, where there is nobody to ask, or where the workers still give back an earlier request's pins
-        under the same id: they could not tell these from the new one's."""
+        """Return 0, a miss, where there is nobody to ask, or where the workers still give back pins of an earlier request
+        with the same id: they could not tell these from the new one's."""
         if connector.lookup_client is None:
             return 0
         request = args[0] if args else kwargs["request"]
@@ -60,14 +60,17 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def request_finished(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
         """Give back the lookup of a request that ended before it used it. LMCache's own code, which would do so through
         parts that are not there, is shown the request without its status."""
-        request, *rest = args if args else (kwargs.pop("request"),)
+        request = args[0] if args else kwargs["request"]
         name = request.request_id
         give_back(connector, name)
         connector.load_specs.pop(name, None)
         connector._requests_priority.pop(name, None)
         engine, client = connector.lmcache_engine, connector.lookup_client
         able = engine is not None and (not connector.async_loading or hasattr(client, "cancel_lookup"))
-        return original(request if able else WithoutStatus(request), *rest, **kwargs)
+        if able:
+            return original(*args, **kwargs)
+        shown = WithoutStatus(request)
+        return original(shown, *args[1:], **kwargs) if args else original(**{**kwargs, "request": shown})
 
     def give_back(connector: Any, name: str) -> None:
         client = innermost(connector.lookup_client)

@@ -53,7 +53,7 @@ def asynchronous(status: dict[str, int | None], aborted: set[str]) -> Any:
     return client
 
 
-def build(made: Callable[..., Any], scheduler: Any, mocker: Any) -> set[str]:
+def build(scheduler: Any) -> set[str]:
     """What the next step tells the workers to give back."""
     context = PatchContext("lmcache-in-process", {}, {}, lambda: None)
     wrapper = patch.wrappers(context)[f"{patch.CONNECTOR}.build_connector_meta"]
@@ -80,7 +80,7 @@ def test_an_engine(made: Callable[..., Any]) -> None:
     assert made("request_finished", connector(around, object(), loads_async=True), aborted, [])[0] is not aborted
 
 
-def test_pins_are_given_back_once(made: Callable[..., Any], mocker: Any) -> None:
+def test_pins_are_given_back_once(made: Callable[..., Any]) -> None:
     """The workers are told in the next step; until they have done it, the id misses."""
     scheduler = connector(synchronous(a=64))
     made("request_finished", scheduler, request(), [])
@@ -88,18 +88,18 @@ def test_pins_are_given_back_once(made: Callable[..., Any], mocker: Any) -> None
     assert not scheduler.load_specs
     assert not scheduler._requests_priority
     assert made("get_num_new_matched_tokens", scheduler, request(), 0) == 0
-    assert build(made, scheduler, mocker) == {"a"}
+    assert build(scheduler) == {"a"}
     for _ in range(STAGES + 1):
         assert made("get_num_new_matched_tokens", scheduler, request(), 0) == 0
         assert made("get_num_new_matched_tokens", scheduler, request("b"), 0) != 0
-        assert build(made, scheduler, mocker) == set()
+        assert build(scheduler) == set()
     assert made("get_num_new_matched_tokens", scheduler, request(), 0) != 0
 
 
-def test_not_looked_up(made: Callable[..., Any], mocker: Any) -> None:
+def test_not_looked_up(made: Callable[..., Any]) -> None:
     scheduler = connector(synchronous())
     made("request_finished", scheduler, request(), [])
-    assert build(made, scheduler, mocker) == set()
+    assert build(scheduler) == set()
 
 
 def test_a_worker_gives_back(made: Callable[..., Any]) -> None:

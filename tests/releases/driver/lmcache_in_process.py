@@ -229,7 +229,9 @@ def well(world: World, name: str = "last") -> None:
     world.add(name, like="first")
     world.settle()
     world.expect(world.loaded.get(name) == CHUNKS * CHUNK, f"{name} loads nothing")
-    for number in range(3):  # LMCache's asynchronous client gives back at its next lookup, and the workers do before they answer it
+    for number in range(
+        3
+    ):  # LMCache's asynchronous client gives back at its next lookup, and the workers do before they answer it
         world.add(f"{name} {number}")
         world.settle()
     world.expect(not world.held(), "what was looked up is never given back")
