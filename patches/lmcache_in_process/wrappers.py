@@ -24,7 +24,7 @@ LOOKUPS = "lmcache.v1.lookup_client.lmcache_async_lookup_client:LMCacheAsyncLook
 
 UNUSED = "_livepatch_unused_lookups"
 """Attribute of a scheduler's connector: how many steps are scheduled until each worker has given back the pins of a
-lookup that nobody uses, by request id; None where no worker was told yet. Of a step's metadata: the ids to give back."""
+lookup that nobody uses, by request id; None where no worker was told yet. Of a step's metadata: these ids."""
 
 
 class WithoutStatus:
@@ -48,8 +48,8 @@ def innermost(client: Any) -> Any:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def get_num_new_matched_tokens(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
-        """Return 0, a miss, where there is nobody to ask, or where the workers still give back pins of an earlier request
-        with the same id: they could not tell these from the new one's."""
+        """Return 0, a miss, where there is nobody to ask, or where the workers still give back pins of an earlier
+        request with the same id: they could not tell these from the new one's."""
         if connector.lookup_client is None:
             return 0
         request = args[0] if args else kwargs["request"]
