@@ -72,7 +72,6 @@ ALLOWED = {
         "request_id": "vLLM's, of a request",
         "_connector_metadata": "of vLLM's base class of connectors",
         "actual_lookup_client": "asked for with hasattr",
-        "_request": "of what the patch itself has",
     },
     "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
     "lmcache-unordered-copies": {
