@@ -77,6 +77,15 @@ ALLOWED = {
         "resumable": "read by Scheduler.add_request, whose whole fingerprint is in the facts",
     },
     "lmcache-failed-loads": {"livepatch_blocks": "what the patch itself sets"},
+    "lmcache-in-process": {
+        **dict.fromkeys(
+            ("load_specs", "async_loading", "_requests_priority"), "set in _init_connector_state, whose code is a fact"
+        ),
+        **dict.fromkeys(("parallel_config", "pipeline_parallel_size"), "vLLM's configuration"),
+        "request_id": "vLLM's, of a request",
+        "_connector_metadata": "of vLLM's base class of connectors",
+        "actual_lookup_client": "asked for with hasattr",
+    },
     "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
     "lmcache-unordered-copies": {
         **dict.fromkeys(("copy_", "current_stream", "device", "is_cuda", "nbytes", "synchronize", "view"), TORCH),

@@ -1,0 +1,144 @@
+"""No request ends the engine where LMCache runs in the engine's process.
+
+The scheduler's connector asserts on parts of LMCache that its process has not: on the storage engine when a client goes
+(the scheduler never has one), on everything where LMCache did not start. Its asynchronous lookup client raises where a
+lookup that timed out is asked for again. And what a lookup found stays pinned in the workers' memory where its request
+ends before it is computed.
+
+Source: LMCache#3337, vllm#44249, vllm#3685; LMCache 0.5.1 guards the connector.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+CONNECTOR = "lmcache.integration.vllm.vllm_v1_adapter:LMCacheConnectorV1Impl"
+LOOKUPS = "lmcache.v1.lookup_client.lmcache_async_lookup_client:LMCacheAsyncLookupClient"
+
+UNUSED = "_livepatch_unused_lookups"
+"""Attribute of a scheduler's connector: how many steps are scheduled until each worker has given back the pins of a
+lookup that nobody uses, by request id; None where no worker was told yet. Of a step's metadata: these ids."""
+
+
+class WithoutStatus:
+    """A request as LMCache's connector may see it: all that it has but its status, by which it would be cleaned up."""
+
+    status = None
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def innermost(client: Any) -> Any:
+    """Return the lookup client that asks the workers, without those that LMCache may put around it."""
+    while hasattr(client, "actual_lookup_client"):
+        client = client.actual_lookup_client
+    return client
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
+    def get_num_new_matched_tokens(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """Return 0, a miss, where there is nobody to ask, or where the workers still give back pins of an earlier
+        request with the same id: they could not tell these from the new one's."""
+        if connector.lookup_client is None:
+            return 0
+        request = args[0] if args else kwargs["request"]
+        if request.request_id in vars(connector).get(UNUSED, ()):
+            return 0
+        return original(*args, **kwargs)
+
+    def request_finished(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """Give back the lookup of a request that ended before it used it. LMCache's own code, which would do so through
+        parts that are not there, is shown the request without its status."""
+        request = args[0] if args else kwargs["request"]
+        name = request.request_id
+        give_back(connector, name)
+        connector.load_specs.pop(name, None)
+        connector._requests_priority.pop(name, None)
+        engine, client = connector.lmcache_engine, connector.lookup_client
+        able = engine is not None and (not connector.async_loading or hasattr(client, "cancel_lookup"))
+        if able:
+            return original(*args, **kwargs)
+        shown = WithoutStatus(request)
+        return original(shown, *args[1:], **kwargs) if args else original(**{**kwargs, "request": shown})
+
+    def give_back(connector: Any, name: str) -> None:
+        client = innermost(connector.lookup_client)
+        if name not in getattr(client, "reqs_status", ()):
+            return
+        livepatch.count("lookup_given_back")
+        if hasattr(client, "cancel_lookup"):
+            client.cancel_lookup(name)
+            return
+        client.clear_lookup_status(name)
+        vars(connector).setdefault(UNUSED, {})[name] = None
+
+    def build_connector_meta(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """Tell the workers whose pins to give back."""
+        if connector.lookup_client is None:
+            return sys.modules[type(connector).__module__].LMCacheConnectorMetadata()
+        metadata = original(*args, **kwargs)
+        unused = vars(connector).get(UNUSED)
+        if unused:
+            vars(metadata)[UNUSED] = {name for name, steps in unused.items() if steps is None}
+            # Of the steps that are scheduled, as many as there are pipeline stages, and one more, may be under way.
+            under_way = connector._vllm_config.parallel_config.pipeline_parallel_size + 1
+            left = {name: under_way if steps is None else steps - 1 for name, steps in unused.items()}
+            vars(connector)[UNUSED] = {name: steps for name, steps in left.items() if steps}
+        return metadata
+
+    def get_finished(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """Give back, at a worker, the pins of lookups that nobody uses."""
+        engine = connector.lmcache_engine
+        if engine is not None:
+            for name in getattr(connector._parent._connector_metadata, UNUSED, ()):
+                engine.lookup_unpin(name)
+        return original(*args, **kwargs)
+
+    def lookup_cache(original: Call, client: Any, args: Any, kwargs: Any) -> Any:
+        """Return 0, a miss, for a lookup that was given up, until the workers have answered it: then LMCache gives back
+        what they found, and asks anew."""
+        name = args[0] if args else kwargs["lookup_id"]
+        if name in client.aborted_lookups:
+            with client.lock:
+                answered = client.reqs_status.get(name) is not None
+            if not answered:
+                livepatch.count("lookup_not_answered")
+                return 0
+        return original(*args, **kwargs)
+
+    def update_state_after_alloc(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """Leave a request alone that is computed here, since there is no LMCache."""
+        if connector.lookup_client is not None:
+            return original(*args, **kwargs)
+        livepatch.count("computed_without_lmcache")
+        livepatch.say("computed_without_lmcache", "LMCache did not start: prompts are computed, and nothing is stored")
+        return None
+
+    def if_started(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+        """Neither load nor store at a worker whose LMCache did not start."""
+        return None if connector.lmcache_engine is None else original(*args, **kwargs)
+
+    # They go on when the patch has stood aside: nothing else gives back what was given up, or serves without LMCache.
+    made: dict[str, Call] = {
+        f"{CONNECTOR}.get_num_new_matched_tokens": livepatch.lasting(get_num_new_matched_tokens),
+        f"{CONNECTOR}.build_connector_meta": livepatch.lasting(build_connector_meta),
+        f"{CONNECTOR}.request_finished": request_finished,
+        f"{CONNECTOR}.get_finished": livepatch.lasting(get_finished),
+        f"{LOOKUPS}.lookup_cache": livepatch.lasting(lookup_cache),
+    }
+    if livepatch.facts.get("asserts"):
+        made[f"{CONNECTOR}.update_state_after_alloc"] = livepatch.lasting(update_state_after_alloc)
+        for name in ("start_load_kv", "save_kv_layer", "wait_for_save"):
+            made[f"{CONNECTOR}.{name}"] = livepatch.lasting(if_started)
+    return made

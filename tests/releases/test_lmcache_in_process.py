@@ -1,0 +1,87 @@
+"""LMCache's real connector, engine and lookups in the engine's process: clients that go, lookups that time out, no LMCache.
+
+KV and LMCache's memory have contents (driver/lmcache_in_process.py). On stock one client ends the engine, or one lookup, or the
+first request; what a lookup found stays pinned where its client goes first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import executed
+import interpreter
+import pytest
+from packaging.version import Version
+from vllm_livepatch.tools.releases import registry
+
+DRIVER = "lmcache_in_process"
+PATCH = "lmcache-in-process"
+IN_CI = {"0.4.4": "0.20.2", "0.5.0": "0.29.0", "0.5.6": "0.33.0"}
+"""Which vLLM is beside an LMCache."""
+FREED_TWICE = ("0.5.6",)
+"""LMCache frees what it loaded asynchronously twice: what loads in these cases is not judged. Not this patch's to mend."""
+EVERY = [pin.version for pin in registry.pins("lmcache")]
+MODES = ("Scheduler", "AsyncScheduler")
+ABORTED = ("waiting", "queued", "loading", "running", "async_queued", "async_loading", "async_running", "async_pending")
+TIMED_OUT = ("timed_out", "timed_out_and_gone", "timed_out_and_answered")
+DEGRADED = ("degraded", "degraded_by_layer", "degraded_async")
+UNDISTURBED = ("undisturbed", "async_undisturbed")
+AGAIN = ("queued_again", "async_queued_again")
+
+
+def beside(lmcache: str) -> str:
+    """A vLLM that the release can be imported with."""
+    version = Version(lmcache)
+    otherwise = "0.20.2" if version < Version("0.4.7") else "0.23.0" if version < Version("0.5.0") else "0.29.0"
+    return IN_CI.get(lmcache, otherwise)
+
+
+PAIRS = [(beside(release), release) for release in executed.chosen(list(IN_CI), EVERY)]
+
+
+def driven(
+    pair: tuple[str, str], warm: interpreter.Interpreter, work: Path, bundle: Path | None = None
+) -> dict[str, dict[str, str]]:
+    result: dict[str, Any] = warm.run(DRIVER, dict(zip(("vllm", "lmcache"), pair, strict=True)), work, bundle=bundle)
+    return {mode: result[mode] for mode in MODES}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_stock(pair: tuple[str, str], warm: interpreter.Interpreter, tmp_path: Path) -> None:
+    """Each fault, on the releases that have it."""
+    version = Version(pair[1])
+    asserts = Version("0.4.5") <= version <= Version("0.5.0")
+    for found in driven(pair, warm, tmp_path).values():
+        assert found["undisturbed"] == "right"
+        assert {found[case] for case in TIMED_OUT} == {"KeyError in lookup_cache"}
+        no_lmcache = "AssertionError in get_num_new_matched_tokens" if version <= Version("0.5.0") else "right"
+        assert {found[case] for case in DEGRADED} == {no_lmcache}
+        if asserts:
+            assert {found[case] for case in (*ABORTED, "async_limited")} == {"AssertionError in request_finished"}
+        else:
+            assert "what was looked up is never given back" in found["queued"]
+            assert found["async_limited"] == "AttributeError in request_finished"
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_patched(pair: tuple[str, str], warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """All are served, with their own KV; what is stored is loaded; nothing stays pinned."""
+    cases = (*UNDISTURBED, *ABORTED, *AGAIN, "async_limited", *TIMED_OUT, *DEGRADED)
+    if pair[1] in FREED_TWICE:
+        cases = tuple(case for case in cases if not case.startswith(("async_", "timed_out")))
+    for found in driven(pair, warm, tmp_path, bundle).values():
+        assert {case: found[case] for case in cases} == dict.fromkeys(cases, "right")
+        assert not [
+            case
+            for case, came in found.items()
+            if came.startswith(("KeyError", "AttributeError", "AssertionError in request"))
+        ]
+    patch = interpreter.reported(tmp_path, PATCH)
+    assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
+    counters = patch["counters"]
+    assert counters["lookup_given_back"] >= len(MODES) * 4, counters  # queued, and pending, with each client
+    assert counters["lookup_not_answered"] >= len(MODES) * len(TIMED_OUT), counters
+    if Version(pair[1]) <= Version("0.5.0"):
+        # From 0.5.1 on LMCache itself leaves them alone.
+        assert counters["computed_without_lmcache"] == len(MODES) * len(DEGRADED) * 3, counters

@@ -1,0 +1,145 @@
+"""lmcache-in-process without LMCache: what its wrappers ask, answer, and tell the workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_livepatch.patches.lmcache_in_process import wrappers as patch
+from vllm_livepatch.sitecustomize.context import PatchContext
+
+STAGES = 2
+
+
+@pytest.fixture
+def made() -> Callable[..., Any]:
+    """Call a wrapper by its method's name; the original returns what it was given."""
+    context = PatchContext("lmcache-in-process", {}, {"asserts": True}, lambda: None)
+    wrappers = {target.rpartition(".")[2]: wrapper for target, wrapper in patch.wrappers(context).items()}
+
+    def call(name: str, instance: Any, *args: Any) -> Any:
+        return wrappers[name](lambda *given: given, instance, args, {})
+
+    return call
+
+
+def connector(client: Any, engine: Any = None, loads_async: bool = False) -> Any:
+    return SimpleNamespace(
+        lookup_client=client,
+        lmcache_engine=engine,
+        async_loading=loads_async,
+        load_specs={"a": object()},
+        _requests_priority={"a": 1},
+        _vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=STAGES)),
+    )
+
+
+def request(name: str = "a") -> Any:
+    return SimpleNamespace(request_id=name, status="aborted", kv_transfer_params=None)
+
+
+def synchronous(**found: int) -> Any:
+    client = SimpleNamespace(reqs_status=dict(found))
+    client.clear_lookup_status = client.reqs_status.pop
+    return client
+
+
+def asynchronous(status: dict[str, int | None], aborted: set[str]) -> Any:
+    client = SimpleNamespace(reqs_status=status, aborted_lookups=aborted, lock=threading.Lock())
+    client.cancel_lookup = aborted.add
+    return client
+
+
+def build(scheduler: Any) -> set[str]:
+    """What the next step tells the workers to give back."""
+    context = PatchContext("lmcache-in-process", {}, {}, lambda: None)
+    wrapper = patch.wrappers(context)[f"{patch.CONNECTOR}.build_connector_meta"]
+    metadata = SimpleNamespace()
+    wrapper(lambda *_: metadata, scheduler, (object(),), {})
+    return set(getattr(metadata, patch.UNUSED, ()))
+
+
+def test_no_engine(made: Callable[..., Any]) -> None:
+    """The original does not learn that the request was aborted, and sees the rest of it."""
+    shown, blocks = made("request_finished", connector(synchronous()), request(), [1])
+    assert (shown.status, shown.request_id, shown.kv_transfer_params, blocks) == (None, "a", None, [1])
+    with pytest.raises(AttributeError):
+        shown.nothing  # noqa: B018
+
+
+def test_an_engine(made: Callable[..., Any]) -> None:
+    """Where LMCache can clean up by itself it is shown the request as it is."""
+    aborted = request()
+    assert made("request_finished", connector(synchronous(), engine=object()), aborted, [])[0] is aborted
+    client = asynchronous({}, set())
+    assert made("request_finished", connector(client, object(), loads_async=True), aborted, [])[0] is aborted
+    around = SimpleNamespace(actual_lookup_client=client)
+    assert made("request_finished", connector(around, object(), loads_async=True), aborted, [])[0] is not aborted
+
+
+def test_pins_are_given_back_once(made: Callable[..., Any]) -> None:
+    """The workers are told in the next step; until they have done it, the id misses."""
+    scheduler = connector(synchronous(a=64))
+    made("request_finished", scheduler, request(), [])
+    assert not scheduler.lookup_client.reqs_status
+    assert not scheduler.load_specs
+    assert not scheduler._requests_priority
+    assert made("get_num_new_matched_tokens", scheduler, request(), 0) == 0
+    assert build(scheduler) == {"a"}
+    for _ in range(STAGES + 1):
+        assert made("get_num_new_matched_tokens", scheduler, request(), 0) == 0
+        assert made("get_num_new_matched_tokens", scheduler, request("b"), 0) != 0
+        assert build(scheduler) == set()
+    assert made("get_num_new_matched_tokens", scheduler, request(), 0) != 0
+
+
+def test_not_looked_up(made: Callable[..., Any]) -> None:
+    scheduler = connector(synchronous())
+    made("request_finished", scheduler, request(), [])
+    assert build(scheduler) == set()
+
+
+def test_a_worker_gives_back(made: Callable[..., Any]) -> None:
+    given: list[str] = []
+    engine = SimpleNamespace(lookup_unpin=given.append)
+    for metadata in (None, SimpleNamespace(), SimpleNamespace(**{patch.UNUSED: {"a"}})):
+        worker = SimpleNamespace(lmcache_engine=engine, _parent=SimpleNamespace(_connector_metadata=metadata))
+        assert made("get_finished", worker, {"x"}) == ({"x"},)
+    assert given == ["a"]
+
+
+def test_cancelled_only_where_it_is_looked_up(made: Callable[..., Any]) -> None:
+    """An id that LMCache does not look up would stay among the aborted ones for ever."""
+    client = asynchronous({"a": None}, set())
+    scheduler = connector(SimpleNamespace(actual_lookup_client=client), loads_async=True)
+    made("request_finished", scheduler, request("other"), [])
+    assert client.aborted_lookups == set()
+    made("request_finished", scheduler, request("a"), [])
+    assert client.aborted_lookups == {"a"}
+
+
+@pytest.mark.parametrize("status", [{"a": None}, {}])
+def test_given_up_and_not_answered(made: Callable[..., Any], status: dict[str, int | None]) -> None:
+    assert made("lookup_cache", asynchronous(status, {"a"}), "a") == 0
+    assert made("lookup_cache", asynchronous(status, {"b"}), "a") == ("a",)
+
+
+def test_given_up_and_answered(made: Callable[..., Any]) -> None:
+    """LMCache's own code gives back what the workers found, and asks anew."""
+    assert made("lookup_cache", asynchronous({"a": 0}, {"a"}), "a") == ("a",)
+
+
+def test_not_started(made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Metadata: ...
+
+    monkeypatch.setattr("sys.modules", {__name__: SimpleNamespace(LMCacheConnectorMetadata=Metadata)})
+    scheduler = type("Impl", (), {"__module__": __name__, "lookup_client": None})()
+    assert made("get_num_new_matched_tokens", scheduler, request(), 0) == 0
+    assert made("update_state_after_alloc", scheduler, request(), 0) is None
+    assert isinstance(made("build_connector_meta", scheduler, object()), Metadata)
+    for name in ("start_load_kv", "save_kv_layer", "wait_for_save"):
+        assert made(name, SimpleNamespace(lmcache_engine=None), 1) is None
+        assert made(name, SimpleNamespace(lmcache_engine=object()), 1) == (1,)
