@@ -90,6 +90,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Came]:
     placing.write_directory(bundle.contents(catalogue.load()), work / "bundle")
     (work / "state").mkdir()
     patched = {"PYTHONPATH": str(work / "bundle"), "LIVEPATCH_STATE_DIR": str(work / "state"), "LIVEPATCH": "strict"}
+    patched["LIVEPATCH_LMCACHE_CACHE_IDENTITY"] = "on"
     setups: dict[str, tuple[str, Mapping[str, str]]] = {
         "alone": ("engine", {}),
         "stock": ("lmcache", {}),

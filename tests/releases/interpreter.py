@@ -161,7 +161,15 @@ def read(file: Path, patch: str) -> dict[str, Any]:
     return dict(found)
 
 
-OFF_BY_DEFAULT = {f"LIVEPATCH_{name}": "on" for name in ("MOONCAKE_FAILED_LOADS", "NIXL_PUSH_FAILURES")}
+_ON = (
+    "LMCACHE_CACHE_IDENTITY",
+    "LMCACHE_IN_PROCESS",
+    "MOONCAKE_FAILED_LOADS",
+    "MORIIO_PREEMPTION",
+    "NIXL_PUSH_FAILURES",
+    "OFFLOADING_FRESH_BLOCKS",
+)
+OFF_BY_DEFAULT = dict.fromkeys((f"LIVEPATCH_{name}" for name in _ON), "on")
 """Patches that a later version may put on again: what they mend is shown as if they were on."""
 
 

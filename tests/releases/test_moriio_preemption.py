@@ -61,7 +61,9 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Each client gets what its own prompt says; what cannot be used is computed here, and nothing is kept."""
     expected = {way: dict(RIGHT) for way in WAYS}
-    if Version(release) >= Version("0.31"):  # all that a prefill engine which is read from needs: held for defer_timeout
+    if Version(release) >= Version(
+        "0.31"
+    ):  # all that a prefill engine which is read from needs: held for defer_timeout
         for way in (way for way in WAYS if way.endswith("read")):
             expected[way]["at_prefill"] = {"alone": "right; blocks are kept"}
     assert drive(warm, release, tmp_path, bundle) == expected
