@@ -26,7 +26,6 @@ Call = Callable[..., Any]
 
 BACKEND = "lmcache.v1.storage_backend.local_disk_backend"
 DISK = f"{BACKEND}:LocalDiskBackend"
-CPU = "lmcache.v1.storage_backend.local_cpu_backend:LocalCPUBackend"
 RLOCK: Any = type(threading.RLock())
 LAYER_BY_LAYER = "fake_lookup_id"
 """LMCache's name of a load that goes layer by layer: its caller takes it that every chunk comes."""
@@ -114,6 +113,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def init(backend: Any, args: Any, kwargs: Any, answer: Any) -> None:
         """A lock that knows its owner: after an error inside LMCache's own code it is seen whether that holds it yet."""
         backend.disk_lock = threading.RLock()
+        cpu = backend.local_cpu_backend
+        if "allocate" not in vars(cpu):  # a disk that an operator makes anew has the same memory
+            cpu.allocate = livepatch.around(cpu.allocate, allocate)
 
     def missing(key: Any, error: object) -> None:
         livepatch.count("missing")
@@ -359,7 +361,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         f"{DISK}.submit_put_task": submit,
         f"{DISK}.write_file": write_file,
         f"{DISK}.async_save_bytes_to_disk": save,
-        f"{CPU}.allocate": allocate,
     }
 
 
