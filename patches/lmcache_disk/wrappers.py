@@ -1,8 +1,8 @@
 """LMCache's disk, in the engine's process, gives whole chunks or none, and gives back what it takes.
 
-A load reads a chunk from a file into memory that it takes from LMCache's CPU pool. LMCache ignores how many bytes came,
-and where memory runs out at a later chunk it hands out the earlier ones without reading them, while it holds the lock of
-the whole backend. What fails leaves memory, pins, keys under way and room on the disk taken.
+A load reads a chunk from a file into memory that it takes from LMCache's CPU pool. LMCache ignores how many bytes
+came, and where memory runs out at a later chunk it hands out the earlier ones without reading them, while it holds the
+lock of the whole backend. What fails leaves memory, pins, keys under way and room on the disk taken.
 
 Source: LMCache#3022, LMCache#3855, LMCache PR#3292 (its own reads of `readinto`); the rest was found here.
 """
@@ -51,7 +51,7 @@ class Writing:
 # Context variables, not thread-local: while one load awaits its reads, others take memory on the event loop's thread.
 STAGING: contextvars.ContextVar[Staging | None] = contextvars.ContextVar("lmcache-disk staging", default=None)
 WRITING: contextvars.ContextVar[Writing | None] = contextvars.ContextVar("lmcache-disk writing", default=None)
-LOOKED_UP: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("lmcache-disk pins", default=frozenset())
+LOOKED_UP: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("lmcache-disk lookup", default=frozenset())
 """The keys that this task's lookup has pinned. The load is a task that the lookup begins: it has the lookup's context."""
 
 
@@ -98,12 +98,12 @@ def opener(direct: bool, mode: int) -> Callable[[str, int], int]:
 
 def is_direct(backend: Any, buffer: Any) -> bool:
     """As LMCache decides."""
-    return backend.use_odirect and len(buffer) % backend.os_disk_bs == 0
+    return bool(backend.use_odirect and len(buffer) % backend.os_disk_bs == 0)
 
 
 def is_held(lock: Any) -> bool:
     """Whether this thread holds the backend's lock. A lock of a backend that was made before the patch says nothing."""
-    return isinstance(lock, RLOCK) and lock._is_owned()
+    return isinstance(lock, RLOCK) and bool(lock._is_owned())
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
@@ -111,7 +111,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     impatient: weakref.WeakSet[Any] = weakref.WeakSet()  # backends whose last wait for memory came to nothing
 
     def init(backend: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        """A lock that knows its owner: after an error inside LMCache's own code it is seen whether that holds it yet."""
+        """A lock that knows its owner: after an error inside LMCache's own code, whether that holds it is seen."""
         backend.disk_lock = threading.RLock()
         cpu = backend.local_cpu_backend
         if "allocate" not in vars(cpu):  # a disk that an operator makes anew has the same memory
@@ -168,7 +168,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     # Loads
 
     def allocate(wrapped: Call, cpu: Any, args: Any, kwargs: Any) -> Any:
-        """Memory for a load, which is noted; there is none when its time is over, while LMCache's own loop has no end."""
+        """Takes memory for a load, and notes it. LMCache's own loop has no end; here the load's time ends it."""
         staging = STAGING.get()
         if staging is None:
             return wrapped(*args, **kwargs)
@@ -214,7 +214,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 for memory in one.taken:
                     memory.ref_count_down()
                 if not one.refused and not isinstance(error, OSError):  # these are said elsewhere
-                    missing(*arguments(("key",), args, kwargs), repr(error))
+                    missing(arguments(("key",), args, kwargs)[0], repr(error))
                 return None
 
     def batch(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
@@ -299,7 +299,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def submit(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
         """To 0.5.4 what finds no room on the disk counts as under way for ever: then it is not asked for room."""
-        key, memory = arguments(("key", "memory_obj"), args, kwargs)
+        _, memory = arguments(("key", "memory_obj"), args, kwargs)
         if hasattr(backend.disk_worker, "try_insert_put_task") or not isinstance(backend.disk_lock, RLOCK):
             return wrapped(*args, **kwargs)
         with backend.disk_lock:  # LMCache's own part takes it again

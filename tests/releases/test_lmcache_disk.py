@@ -90,7 +90,8 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     """Whole chunks or none; nothing is lost, and the scheduler hears of as many as are loaded."""
     assert driven(release, warm, tmp_path, bundle) == PATCHED
     patch = interpreter.reported(tmp_path, PATCH)
-    counted = {"missing": 11, "without_memory": 2 + 1, "failed_writes": 1, "unremoved": 1}
+    # Nine spoiled files, one by layers and one that left; memory that runs out with asynchronous loading and without.
+    counted = {"missing": 11, "without_memory": 2, "failed_writes": 1, "unremoved": 1}
     if Version(release) < Version("0.5.5"):
         counted["no_room"] = 2
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
