@@ -51,8 +51,8 @@ class Writing:
 # Context variables, not thread-local: while one load awaits its reads, others take memory on the event loop's thread.
 STAGING: contextvars.ContextVar[Staging | None] = contextvars.ContextVar("lmcache-disk staging", default=None)
 WRITING: contextvars.ContextVar[Writing | None] = contextvars.ContextVar("lmcache-disk writing", default=None)
-LOOKED_UP: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("lmcache-disk lookup", default=frozenset())
-"""The keys that this task's lookup has pinned. The load is a task that the lookup begins: it has the lookup's context."""
+LOOKED_UP: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("lmcache-disk keys", default=frozenset())
+"""The keys that this task's lookup has pinned. The load is a task that the lookup begins, and has its context."""
 
 
 @contextlib.contextmanager
