@@ -163,6 +163,7 @@ def read(file: Path, patch: str) -> dict[str, Any]:
 
 _ON = (
     "LMCACHE_CACHE_IDENTITY",
+    "LMCACHE_DISK",
     "LMCACHE_IN_PROCESS",
     "MOONCAKE_FAILED_LOADS",
     "MORIIO_PREEMPTION",

@@ -94,6 +94,13 @@ ALLOWED = {
             "of LMCache's MemoryObj, which the targets ask as well, whose whole fingerprints are in the facts",
         ),
     },
+    "lmcache-disk": {
+        "_is_owned": "of a threading.RLock",
+        "cast": "of a memoryview",
+        "reset": "of a contextvars.ContextVar",
+        **dict.fromkeys(("fileno", "readinto"), "of a file"),
+        "st_size": "of os.fstat's answer",
+    },
     "lmcache-unfilled-stores": dict.fromkeys(("entry", "key", "l1"), "of what the patch itself has"),
     "lmcache-unloaded-stores": {
         **dict.fromkeys(

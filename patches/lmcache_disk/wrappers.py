@@ -1,0 +1,376 @@
+"""LMCache's disk, in the engine's process, gives whole chunks or none, and gives back what it takes.
+
+A load reads a chunk from a file into memory that it takes from LMCache's CPU pool. LMCache ignores how many bytes
+came, and where memory runs out at a later chunk it hands out the earlier ones without reading them, while it holds the
+lock of the whole backend. What fails leaves memory, pins, keys under way and room on the disk taken.
+
+Source: LMCache#3022, LMCache#3855, LMCache PR#3292 (its own reads of `readinto`); the rest was found here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_livepatch.sitecustomize.context import PatchContext
+
+Call = Callable[..., Any]
+
+BACKEND = "lmcache.v1.storage_backend.local_disk_backend"
+DISK = f"{BACKEND}:LocalDiskBackend"
+RLOCK: Any = type(threading.RLock())
+LAYER_BY_LAYER = "fake_lookup_id"
+"""LMCache's name of a load that goes layer by layer: its caller takes it that every chunk comes."""
+TICK = 0.1
+"""Seconds between two tries for memory, as in LMCache's own loop: nothing says when memory comes back."""
+
+
+class Staging:
+    """The memory that one load takes, and until when it waits for more (by `time.monotonic()`)."""
+
+    def __init__(self, until: float = 0.0) -> None:
+        self.taken: list[Any] = []
+        self.until = until
+        self.refused = 0  # chunks for which none came
+
+
+class Writing:
+    """How far one write came: whether its bytes count as used, and whether they are on the disk."""
+
+    begun = written = False
+
+
+# Context variables, not thread-local: while one load awaits its reads, others take memory on the event loop's thread.
+STAGING: contextvars.ContextVar[Staging | None] = contextvars.ContextVar("lmcache-disk staging", default=None)
+WRITING: contextvars.ContextVar[Writing | None] = contextvars.ContextVar("lmcache-disk writing", default=None)
+LOOKED_UP: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("lmcache-disk keys", default=frozenset())
+"""The keys that this task's lookup has pinned. The load is a task that the lookup begins, and has its context."""
+
+
+@contextlib.contextmanager
+def within(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def read(path: str, buffer: Any, direct: bool) -> None:
+    """Fills the buffer from a file of exactly its size, or raises OSError."""
+    view = memoryview(buffer).cast("B")
+    with open(path, "rb", buffering=0, opener=opener(direct, 0o666)) as file:
+        size, came = os.fstat(file.fileno()).st_size, 0
+        if size == len(view):
+            while came < size and (more := file.readinto(view[came:])):
+                came += more
+        if came != len(view):
+            raise OSError(f"{path}: a file of {size} bytes, of which {came} were read, for a chunk of {len(view)}")
+
+
+def write(path: str, buffer: Any, direct: bool) -> None:
+    """Writes the whole buffer, or raises OSError and leaves what is at `path` as it was."""
+    view = memoryview(buffer).cast("B")
+    part = f"{path}.{os.getpid()}-{threading.get_ident()}.part"
+    try:
+        with open(part, "wb", buffering=0, opener=opener(direct, 0o644 if direct else 0o666)) as file:
+            done = 0
+            while done < len(view):
+                done += file.write(view[done:]) or 0
+        os.replace(part, path)  # who reads `path` meanwhile reads a whole file
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        raise
+
+
+def opener(direct: bool, mode: int) -> Callable[[str, int], int]:
+    return lambda path, flags: os.open(path, flags | (os.O_DIRECT if direct else 0), mode)
+
+
+def is_direct(backend: Any, buffer: Any) -> bool:
+    """As LMCache decides."""
+    return bool(backend.use_odirect and len(buffer) % backend.os_disk_bs == 0)
+
+
+def is_held(lock: Any) -> bool:
+    """Whether this thread holds the backend's lock. A lock of a backend that was made before the patch says nothing."""
+    return isinstance(lock, RLOCK) and bool(lock._is_owned())
+
+
+def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
+    """At each target: a look at its calls, or a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
+    impatient: weakref.WeakSet[Any] = weakref.WeakSet()  # backends whose last wait for memory came to nothing
+
+    def init(backend: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        """A lock that knows its owner: after an error inside LMCache's own code, whether that holds it is seen."""
+        backend.disk_lock = threading.RLock()
+        cpu = backend.local_cpu_backend
+        if "allocate" not in vars(cpu):  # a disk that an operator makes anew has the same memory
+            cpu.allocate = livepatch.around(cpu.allocate, allocate)
+
+    def missing(key: Any, error: object) -> None:
+        livepatch.count("missing")
+        livepatch.say("missing", f"a chunk on the disk could not be loaded and counts as missing: {error} ({key})")
+
+    # What leaves
+
+    def forget(backend: Any, key: Any) -> None:
+        """Take a chunk whose file is of no use out of the index, with its file. What it used up is free again."""
+        with backend.disk_lock:
+            entry = backend.dict.pop(key, None)
+            if entry is None:
+                return
+            backend.cache_policy.update_on_force_evict(key)
+            backend.keys_in_request = [one for one in backend.keys_in_request if one != key]
+            backend.usage -= entry.size
+            backend.current_cache_size -= entry.size
+            backend.stats_monitor.update_local_storage_usage(backend.usage)
+            with contextlib.suppress(OSError):
+                os.remove(entry.path)
+        tell_evicted(backend, key)
+
+    def tell_evicted(backend: Any, key: Any) -> None:
+        if backend.batched_msg_sender is not None:
+            evict = sys.modules[BACKEND].OpType.EVICT
+            backend.batched_msg_sender.add_kv_op(op_type=evict, key=key.chunk_hash)
+
+    def remove(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+        """A chunk leaves also where its file cannot be removed, and what an order to remove it frees is free."""
+        key, force = (*args, True)[:2] if args else (kwargs["key"], True)
+        force = kwargs.get("force", force)
+        entry, outer = backend.dict.get(key), is_held(backend.disk_lock)
+        try:
+            removed = wrapped(*args, **kwargs)
+        except OSError as error:
+            if not outer and is_held(backend.disk_lock):  # to 0.5.0
+                backend.disk_lock.release()
+            livepatch.count("unremoved")
+            livepatch.say("unremoved", f"the file of an evicted chunk could not be removed: {error}")
+            if force:
+                backend.cache_policy.update_on_force_evict(key)
+            tell_evicted(backend, key)
+            removed = True
+        if force and removed and entry is not None:
+            with backend.disk_lock:  # an eviction counts that itself
+                backend.current_cache_size -= entry.size
+                backend.keys_in_request = [one for one in backend.keys_in_request if one != key]
+        return removed
+
+    # Loads
+
+    def allocate(wrapped: Call, cpu: Any, args: Any, kwargs: Any) -> Any:
+        """Takes memory for a load, and notes it. LMCache's own loop has no end; here the load's time ends it."""
+        staging = STAGING.get()
+        if staging is None:
+            return wrapped(*args, **kwargs)
+        given = {**kwargs, "busy_loop": False}
+        memory = wrapped(*args, **given)
+        while memory is None and time.monotonic() < staging.until:
+            time.sleep(TICK)
+            memory = wrapped(*args, **given)
+        if memory is None:
+            staging.refused += 1
+        else:
+            staging.taken.append(memory)
+        return memory
+
+    @contextlib.contextmanager
+    def staging(backend: Any) -> Iterator[Staging]:
+        """A load that may wait for memory. The next ones do not, until one got some: a prompt has many chunks."""
+        one = Staging(0.0 if backend in impatient else time.monotonic() + livepatch.options["SECONDS"])
+        with within(STAGING, one):
+            yield one
+        if one.refused:
+            impatient.add(backend)
+            livepatch.count("without_memory", one.refused)
+            livepatch.say("without_memory", "no memory came free to load a chunk from the disk: it counts as missing")
+        elif one.taken:
+            impatient.discard(backend)
+
+    def read_file(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> None:
+        """LMCache's own ignores how many bytes came, and a file that is not there."""
+        key, buffer, path = arguments(("key", "buffer", "path"), args, kwargs)
+        try:
+            read(path, buffer, is_direct(backend, buffer))
+        except OSError as error:
+            forget(backend, key)
+            missing(key, error)
+            raise livepatch.deliberate(error)  # noqa: B904 (the same error)
+
+    def load_bytes(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+        with staging(backend) as one:
+            try:
+                return wrapped(*args, **kwargs)
+            except Exception as error:  # a file that is not whole; no memory; a chunk that left meanwhile
+                for memory in one.taken:
+                    memory.ref_count_down()
+                if not one.refused and not isinstance(error, OSError):  # these are said elsewhere
+                    missing(arguments(("key",), args, kwargs)[0], repr(error))
+                return None
+
+    def batch(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+        """From 0.5.2 on all chunks of a load take memory first."""
+        with staging(backend):
+            return wrapped(*args, **kwargs)
+
+    async def contains(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+        """A lookup pins what it finds, and LMCache never unpins it: it could not leave a full disk any more."""
+        _, keys, pin = (*arguments(("lookup_id", "keys"), args, kwargs), kwargs.get("pin", args[2:] and args[2]))
+        hits = await wrapped(*args, **kwargs)
+        LOOKED_UP.set(frozenset(keys[:hits]) if pin else frozenset())
+        return hits
+
+    async def prefetch(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+        """Load the chunks from the first on, up to one that cannot be."""
+        lookup, keys = arguments(("lookup_id", "keys"), args, kwargs)
+        try:
+            with within(STAGING, Staging()):
+                loaded = await begun(wrapped, backend, args, kwargs)
+        finally:
+            unpin(backend, LOOKED_UP.get().intersection(keys))
+        if lookup == LAYER_BY_LAYER and len(loaded) < len(keys):
+            for memory in loaded:
+                give_back(memory)
+            raise RuntimeError(f"{len(keys) - len(loaded)} of {len(keys)} chunks of a layer could not be loaded")
+        return loaded
+
+    async def begun(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+        """LMCache's own load; where that ends with the lock held, what it took memory for is read here."""
+        (keys,), one = arguments(("lookup_id", "keys"), args, kwargs)[1:], STAGING.get()
+        assert one is not None
+        try:
+            answer = await wrapped(*args, **kwargs)
+            if not is_held(backend.disk_lock):
+                return answer
+            livepatch.count("without_memory", one.refused)
+            livepatch.say("without_memory", f"memory for {len(one.taken)} of {len(keys)} chunks: these are loaded")
+        except Exception as error:
+            missing(f"of {len(keys)} chunks {len(one.taken)} are loaded", repr(error))
+            if not is_held(backend.disk_lock):  # its threads have ended
+                for key, memory in zip(keys, one.taken, strict=False):
+                    unpin(backend, [key])
+                    give_back(memory)
+                return []
+        backend.disk_lock.release()
+        before = keys[: len(one.taken)]
+        if not before:
+            return []
+        return await backend.disk_worker.submit_task(
+            "prefetch",
+            backend.batched_async_load_bytes_from_disk,
+            paths=[backend._key_to_path(key) for key in before],
+            keys=before,
+            memory_objs=one.taken,
+        )
+
+    def load_all(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+        """One after the other: the first that cannot be loaded ends it, and the memory of the rest is given back."""
+        asked = zip(*arguments(("paths", "keys", "memory_objs"), args, kwargs), strict=False)
+        loaded: list[Any] = []
+        for path, key, memory in asked:
+            try:
+                wrapped([path], [key], [memory])
+                loaded.append(memory)
+                continue
+            except Exception as error:
+                if not isinstance(error, OSError):  # that was said
+                    missing(key, repr(error))
+            for _, left, unread in ((path, key, memory), *asked):
+                unpin(backend, [left])
+                give_back(unread)
+        return loaded
+
+    def unpin(backend: Any, keys: Any) -> None:
+        with backend.disk_lock:
+            for key in keys:
+                if key in backend.dict and backend.dict[key].is_pinned:
+                    backend.dict[key].unpin()
+
+    # Stores
+
+    def submit(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+        """To 0.5.4 what finds no room on the disk counts as under way for ever: then it is not asked for room."""
+        _, memory = arguments(("key", "memory_obj"), args, kwargs)
+        if hasattr(backend.disk_worker, "try_insert_put_task") or not isinstance(backend.disk_lock, RLOCK):
+            return wrapped(*args, **kwargs)
+        with backend.disk_lock:  # LMCache's own part takes it again
+            lacking = backend.current_cache_size + memory.get_physical_size() - backend.max_cache_size
+            for entry in backend.dict.values() if lacking > 0 else ():
+                if entry.can_evict:
+                    lacking -= entry.size
+                if lacking <= 0:
+                    break
+            if lacking > 0:
+                livepatch.count("no_room")
+                return None
+            return wrapped(*args, **kwargs)
+
+    def write_file(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> None:
+        """LMCache's own writes in place, and ignores how many bytes a direct write took."""
+        buffer, path = arguments(("buffer", "path"), args, kwargs)
+        writing = WRITING.get() or Writing()
+        writing.begun = True
+        try:
+            write(path, buffer, is_direct(backend, buffer))
+        except OSError as error:
+            raise livepatch.deliberate(error)  # noqa: B904 (the same error)
+        writing.written = True
+
+    def save(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+        """A write that fails gives back what was taken for it: nobody waits for it, and nobody hears of its error."""
+        key, memory = arguments(("key", "memory_obj"), args, kwargs)
+        size, used, writing = memory.get_physical_size(), len(memory.byte_array), Writing()
+        try:
+            with within(WRITING, writing):
+                return wrapped(*args, **kwargs)
+        except Exception as error:
+            livepatch.count("failed_writes")
+            livepatch.say("failed_writes", f"a chunk could not be written to the disk, and is not stored: {error!r}")
+        with backend.disk_lock:
+            if key not in backend.dict:
+                backend.current_cache_size -= size
+                backend.usage -= used if writing.begun else 0
+                backend.stats_monitor.update_local_storage_usage(backend.usage)
+                if writing.written:
+                    with contextlib.suppress(OSError):
+                        os.remove(backend._key_to_path(key))
+        if not writing.written:
+            memory.ref_count_down()
+        if backend.exists_in_put_tasks(key):
+            backend.disk_worker.remove_put_task(key)
+        return None
+
+    return {
+        f"{DISK}.__init__": livepatch.after(init),
+        f"{DISK}.remove": remove,
+        f"{DISK}.read_file": read_file,
+        f"{DISK}.load_bytes_from_disk": load_bytes,
+        f"{DISK}.batched_get_blocking": batch,
+        f"{DISK}.batched_async_contains": contains,
+        f"{DISK}.batched_get_non_blocking": prefetch,
+        f"{DISK}.batched_async_load_bytes_from_disk": load_all,
+        f"{DISK}.submit_put_task": submit,
+        f"{DISK}.write_file": write_file,
+        f"{DISK}.async_save_bytes_to_disk": save,
+    }
+
+
+def give_back(memory: Any) -> None:
+    """Memory that a load has pinned."""
+    memory.unpin()
+    memory.ref_count_down()
+
+
+def arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns a call's leading arguments, by LMCache's names."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return tuple(given[name] for name in names)
