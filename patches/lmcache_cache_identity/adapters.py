@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -11,6 +12,9 @@ from typing import Any
 
 Files = tuple[tuple[str, int, int, int, int, int], ...]
 """Name, device, inode, size, mtime and ctime of each file of an adapter. Equal: nobody has written to them."""
+
+READ = ("adapter_config.json", "adapter_model.bin", "adapter_model.pt", "adapter_model.safetensors")
+"""What vLLM reads in an adapter's folder. The rest, such as a trainer's log or optimizer state, decides no KV."""
 
 LOOK_SECONDS = 1.0
 """So often the thread looks whether files have changed: a worker that has dropped an adapter reads them again."""
@@ -77,7 +81,7 @@ class Adapters:
         self._known: dict[int, Adapter] = {}
         self._before: dict[str, set[str | None]] = {}  # name: digests of adapters that are gone
         self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._fresh = FRESH_SECONDS
 
     def met(self, lora: Any) -> Adapter:
@@ -88,14 +92,16 @@ class Adapters:
             if adapter.lost:
                 self._say(adapter)
             self._wake.set()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="livepatch-adapters", daemon=True)
-                self._thread.start()
+            if not self._threads:
+                # Two, so that those that are known do not become unknown while a big one is hashed.
+                for new in (True, False):
+                    thread = threading.Thread(target=self._look, args=(new,), name="livepatch-adapters", daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
         elif not adapter.lost and (adapter.request != _same(lora) or getattr(lora, "load_inplace", False)):
             adapter.lost = "other weights were loaded in its place"
             self._say(adapter)
-            for replaced in self.on_replaced:
-                replaced(lora.lora_int_id)
+            self._replaced(lora.lora_int_id)
         return adapter
 
     def removed(self, number: int) -> None:
@@ -103,6 +109,7 @@ class Adapters:
         adapter = self._known.pop(number, None)
         if adapter is not None:
             self._before.setdefault(adapter.name, set()).add(None if adapter.lost else adapter.digest)
+            self._replaced(number)  # requests that run with it have it read again
 
     def identity(self, lora: Any) -> tuple[str, ...] | None:
         """Name, digest and format of a request's adapter; None while that is unknown, or for ever."""
@@ -113,27 +120,39 @@ class Adapters:
 
     def shares_a_name(self, lora: Any) -> bool:
         """Whether this engine has had other weights by the same name: vLLM's own prefix cache may mix them up."""
-        mine = self._known[lora.lora_int_id]
+        mine = self.met(lora)  # it may have been removed since
         others = [one for one in self._known.values() if one is not mine and one.name == mine.name]
         digests = {None if one.lost else one.digest for one in others} | self._before.get(mine.name, set())
         return bool(digests - {mine.digest}) or (None in digests)
 
-    def _look(self) -> None:
+    def _look(self, new: bool) -> None:
+        """Of those that were not hashed yet, or of the others. An error ends an adapter's identity, not the thread."""
         while True:
-            self._wake.clear()
+            if new:
+                self._wake.clear()
             took = 0.0  # without the hashing of new adapters
             for adapter in list(self._known.values()):
-                if adapter.lost:
+                if adapter.lost or (adapter.digest is None) is not new:
                     continue
-                began, known = time.monotonic(), adapter.digest is not None
-                adapter.look()
-                if known:
+                began = time.monotonic()
+                try:
+                    adapter.look()
+                except Exception as error:
+                    adapter.lost = f"its files cannot be hashed ({type(error).__name__})"
+                if not new or adapter.digest is None:
                     took += time.monotonic() - began
                 if adapter.lost:
                     self._say(adapter)
             rest = max(LOOK_SECONDS, SHARE * took)
-            self._fresh = FRESH_SECONDS + 2 * (rest + took)
-            self._wake.wait(rest)
+            if new:
+                self._wake.wait(rest)
+            else:
+                self._fresh = FRESH_SECONDS + 2 * (rest + took)
+                time.sleep(rest)
+
+    def _replaced(self, number: int) -> None:
+        for replaced in self.on_replaced:
+            replaced(number)
 
     def _say(self, adapter: Adapter) -> None:
         which = f"adapter {adapter.name} (id {adapter.request[0]})"
@@ -147,16 +166,16 @@ def _same(lora: Any) -> tuple[Any, ...]:
 
 
 def listed(path: str) -> Files:
-    """The files that an adapter may be read from. Raises OSError where there are none."""
+    """The files that vLLM reads of an adapter. Raises OSError where there are none."""
     found = []
-    for entry in os.scandir(os.path.expanduser(path)):
-        if entry.is_file() and not entry.name.startswith("."):
-            stat = entry.stat()
+    for name in READ:
+        with contextlib.suppress(FileNotFoundError):
+            stat = os.stat(os.path.join(os.path.expanduser(path), name))
             of_file = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-            found.append((entry.name, *of_file))
+            found.append((name, *of_file))
     if not found:
         raise FileNotFoundError(path)
-    return tuple(sorted(found))
+    return tuple(found)
 
 
 def digest_of(path: str, files: Files) -> str:

@@ -30,7 +30,10 @@ class Identities:
         found = self.adapters.identity(adapter)
         return None if found is None else (*self.all, found)
 
-    def mixed(self, request: Any) -> bool:
-        """Whether vLLM's own prefix cache may have other weights' KV for a request."""
+    def foreign(self, request: Any, computed: int) -> bool:
+        """Whether a request's adapter has lost its identity, perhaps since the request's keys were made, or vLLM's own
+        prefix cache, of which `computed` tokens are, may have other weights' KV for it."""
         adapter = request.lora_request
-        return adapter is not None and self.adapters.shares_a_name(adapter)
+        if not self.lora or adapter is None:
+            return False
+        return bool(self.adapters.met(adapter).lost) or (computed > 0 and self.adapters.shares_a_name(adapter))

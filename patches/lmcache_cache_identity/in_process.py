@@ -20,13 +20,14 @@ TAG = "lmcache.tag.livepatch"
 """LMCache reads it from the transfer parameters in a request's sampling parameters, as it does users' own tags."""
 
 SETTLED = "_livepatch_tagged"
-"""Attribute of a request: whether it may be looked up. Its tag was put in then."""
+"""Attribute of a request: whether it may be looked up and stored, and the sampling parameters that have its tag."""
 
 
 class InProcess:
     """The scheduler's part of one LMCacheConnectorV1Impl, vLLM's copy or LMCache's own."""
 
     def __init__(self, impl: Any, identities: Identities, livepatch: PatchContext) -> None:
+        self.impl = impl
         self.identities = identities
         self.livepatch = livepatch
         self.requests: Mapping[str, Any] = getattr(impl, "_unfinished_requests", {})
@@ -42,16 +43,26 @@ class InProcess:
     def matched(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
         given = {**dict(zip(("request", "num_computed_tokens"), args, strict=False)), **kwargs}
         request, computed = given["request"], given["num_computed_tokens"]
-        if not hasattr(request, SETTLED):
+        if not hasattr(request, SETTLED) or (getattr(request, SETTLED)[0] and not self.may_store(request)):
             try:
                 settled = self.settle(request)
             except Exception as error:  # keys of ids alone would be others' as well
                 self.livepatch.stand_aside("a request's tag", error)
                 settled = self.forgo()
-            setattr(request, SETTLED, settled)
-        if computed and self.identities.lora and getattr(request, SETTLED) and self.identities.mixed(request):
-            setattr(request, SETTLED, self.forgo())
-        return wrapped(*args, **kwargs) if getattr(request, SETTLED) else 0
+            setattr(request, SETTLED, (settled, request.sampling_params))
+        if self.may_store(request) and self.identities.foreign(request, computed):
+            setattr(request, SETTLED, (self.forgo(), None))
+        if self.may_store(request):
+            return wrapped(*args, **kwargs)
+        spec = getattr(sys.modules[type(self.impl).__module__], "LoadSpec", None)
+        if spec is not None:  # without one, LMCache ends the engine when a request that was preempted goes on
+            self.impl.load_specs[request.request_id] = spec(computed, 0, can_load=False)
+        return 0
+
+    def may_store(self, request: Any) -> bool:
+        """Whether a request's keys are its own. A streaming session gets new sampling parameters, without its tag."""
+        settled, params = getattr(request, SETTLED, (True, None))
+        return settled and (params is None or params is request.sampling_params or not self.identities.needed(request))
 
     def settle(self, request: Any) -> bool:
         """Put a request's tag in; whether it may be looked up and stored."""
@@ -86,13 +97,14 @@ class InProcess:
         """Requests that run while other weights take their adapter's place store nothing from now on."""
         for request in self.requests.values():
             if request.lora_request is not None and request.lora_request.lora_int_id == number:
-                setattr(request, SETTLED, self.forgo())
+                setattr(request, SETTLED, (self.forgo(), None))
 
     def built(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
         """What the workers are to store in a step: nothing of requests whose identity is unknown."""
         metadata = wrapped(*args, **kwargs)
         for one in metadata.requests:
-            if getattr(self.requests.get(one.req_id), SETTLED, True) or one.save_spec is None:
+            request = self.requests.get(one.req_id)
+            if one.save_spec is None or request is None or self.may_store(request):
                 continue
             one.save_spec.can_save = False
             # What a producer goes by, which it sends to a decode engine.

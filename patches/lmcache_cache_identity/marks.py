@@ -31,7 +31,8 @@ class Marks:
         self.identity = identity
         self.chunk = chunk
         self._embeds: dict[int, str] = {}
-        self._made: dict[int, tuple[tuple[int, ...], list[int]]] = {}  # a whole chunk's: of which ids, and the marks
+        self._made: dict[int, tuple[tuple[int, ...], int, list[int]]] = {}
+        """A whole chunk's: of which ids, of how many images (a session gets more), and the marks."""
 
     def put(self, ids: list[int], start: int = 0) -> None:
         """Mark, in place, ids of which the first is the request's id number `start`."""
@@ -47,13 +48,13 @@ class Marks:
         ids = tuple(all_ids[first : first + WORDS])
         if len(ids) < WORDS:
             return []
-        made = self._made.get(first)
-        if made is not None and made[0] == ids:
-            return made[1]
+        made, images = self._made.get(first), len(self.request.mm_features or ())
+        if made is not None and made[:2] == (ids, images):
+            return made[2]
         more = self._more(first)
         marks = marks_of((self.identity, more), ids) if self.identity or more else []
         if len(all_ids) >= first + self.chunk:
-            self._made[first] = ids, marks
+            self._made[first] = ids, images, marks
         return marks
 
     def _more(self, first: int) -> list[tuple[Any, ...]]:

@@ -32,10 +32,15 @@ SETTLED = "_livepatch_settled"
 """Attribute of a tracker: whether its ids are what keys are to be made of."""
 
 
+IDENTITY = "_livepatch_identity"
+"""Attribute of a request: the first that it had. A request that was preempted gets a new tracker."""
+
+
 class Multiprocess:
     """The scheduler's part of one LMCacheMPConnector, vLLM's or LMCache's own."""
 
     def __init__(self, connector: Any, identities: Identities, livepatch: PatchContext) -> None:
+        self.connector = connector
         self.identities = identities
         self.livepatch = livepatch
         self.trackers: Mapping[str, Any] = connector.request_trackers
@@ -70,9 +75,11 @@ class Multiprocess:
         if not self.identities.needed(request):
             return
         identity = None if self.livepatch.aside else self.identities.of(request)
-        if identity is None or self.chunk < WORDS:
+        # The server keeps the hashes of a request's chunks by its id: what it began with is what it goes on with.
+        if identity is None or self.chunk < WORDS or getattr(request, IDENTITY, identity) != identity:
             self.forgo(tracker)
         else:
+            setattr(request, IDENTITY, identity)
             _put(tracker, MarkedIds(Marks(request, identity, self.chunk)))
             self.livepatch.count("marked")
 
@@ -81,13 +88,13 @@ class Multiprocess:
         _put(tracker, UNKNOWN)
         self.livepatch.count("unidentified")
 
-    def matched(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def matched(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
         given = {**dict(zip(("request", "num_computed_tokens"), args, strict=False)), **kwargs}
         request, computed = given["request"], given["num_computed_tokens"]
-        if computed and self.identities.lora and self.identities.mixed(request):
-            tracker = connector._get_or_create_request_tracker(request)
+        if self.identities.foreign(request, computed):
+            tracker = self.connector._get_or_create_request_tracker(request)
             if tracker.all_token_ids is not UNKNOWN:
-                self.forgo(tracker)  # what is computed behind other weights' KV is nobody's
+                self.forgo(tracker)  # what other weights compute, or what is computed behind their KV, is nobody's
         return wrapped(*args, **kwargs)
 
     def build(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:

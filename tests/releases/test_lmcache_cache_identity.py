@@ -146,6 +146,13 @@ def test_in_process(release: str, warm: interpreter.Interpreter, bundle: Path, t
     compared(IN_PROCESS, "0.29.0", release, images, warm, bundle, tmp_path)
 
 
+@pytest.mark.parametrize("release", executed.some(LMCACHE))
+def test_preempted(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """LMCache in the engine's process asserts that what was preempted has been looked up."""
+    came = driven(IN_PROCESS, "0.29.0", release, warm, tmp_path, "preempted", bundle=bundle)
+    assert came == {"preempted": [OWN, 0]}
+
+
 @pytest.mark.parametrize(("whose", "vllm", "lmcache"), [("vllm", "0.33.0", "0.4.6"), ("lmcache", "0.29.0", INSTALLED)])
 def test_ten_thousand_images(
     whose: str, vllm: str, lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path

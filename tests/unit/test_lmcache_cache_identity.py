@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from pytest_mock import MockerFixture
@@ -17,7 +18,10 @@ from vllm_livepatch.patches.lmcache_cache_identity.in_process import TAG, InProc
 from vllm_livepatch.patches.lmcache_cache_identity.marks import WORDS, MarkedIds, Marks
 from vllm_livepatch.sitecustomize.context import PatchContext
 
+from tests.unit.support import until
+
 CHUNK = 8
+WAIT = 20.0
 BASE = (("base",),)
 OTHER = (("lora", "a", "digest", "False"),)
 
@@ -98,6 +102,16 @@ class TestMarks:
         assert marked(ids, (), images=(("dog", 15, 2),))[CHUNK] != image[CHUNK]
         assert marked(ids, (), images=(("cat", 14, 2),))[CHUNK] != image[CHUNK]
 
+    def test_a_streaming_session_gets_an_image_in_a_chunk_that_was_whole_before(self) -> None:
+        """Its next prompt takes the place of the last id that was sampled."""
+        request = asked(list(range(16)))
+        ids = MarkedIds(Marks(request, BASE, CHUNK))
+        before = ids[CHUNK : CHUNK + WORDS]
+        image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=15, length=2))
+        request.all_token_ids[15:] = [2, 2]
+        request.mm_features.append(image)
+        assert ids[CHUNK : CHUNK + WORDS] != before
+
 
 class TestAdapters:
     def test_the_same_files_under_another_path_have_one_digest(self, files: Path, tmp_path_factory: Any) -> None:
@@ -173,6 +187,66 @@ class TestAdapters:
         assert known.identity(lora_of(files)) is not None
         assert known.shares_a_name(lora_of(files))
 
+    def test_what_was_removed_under_a_request_is_met_again(self, files: Path, mocker: MockerFixture) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        known.removed(1)
+        assert known.shares_a_name(lora_of(files))  # it is not hashed yet: it may be another
+
+    def test_requests_that_run_while_their_adapter_is_removed_have_it_read_again(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        replaced: list[int] = []
+        known.on_replaced.append(replaced.append)
+        known.met(lora_of(files))
+        known.removed(1)
+        known.removed(1)
+        assert replaced == [1]
+
+    @pytest.mark.parametrize("name", ["README.md", "optimizer.pt", os.fsdecode(b"caf\xe9.txt")])
+    def test_what_vllm_does_not_read_is_in_no_digest_and_may_change(self, name: str, files: Path) -> None:
+        one, other = Adapter(lora_of(files)), Adapter(lora_of(files))
+        one.look()
+        (files / name).write_text("written since", encoding="utf-8")
+        one.look()
+        assert not one.lost
+        other.look()
+        assert other.digest == one.digest is not None
+
+    def test_an_error_ends_one_adapter_and_not_the_thread(self, files: Path, mocker: MockerFixture) -> None:
+        said = Event()
+        known = Adapters(lambda sentence: said.set())
+        mocker.patch.object(adapters, "digest_of", side_effect=[KeyError("ours"), "digest"])
+        one = known.met(lora_of(files))
+        assert said.wait(WAIT)
+        assert "KeyError" in one.lost
+        other = known.met(lora_of(files, 2, "b"))
+        until(lambda: other.digest == "digest")
+
+    def test_one_that_is_long_to_hash_does_not_make_the_others_unknown(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        mocker.patch.object(adapters, "LOOK_SECONDS", 0.001)
+        known = Adapters(mocker.Mock())
+        one = known.met(lora_of(files))
+        until(lambda: one.digest is not None)
+        hashing, goes_on = Event(), Event()
+
+        def hashed(path: str, files: Any) -> str:
+            hashing.set()
+            goes_on.wait(WAIT)
+            return "digest"
+
+        mocker.patch.object(adapters, "digest_of", hashed)
+        known.met(lora_of(files, 2, "big"))
+        assert hashing.wait(WAIT)
+        looked = one.looked
+        until(lambda: one.looked > looked)
+        goes_on.set()
+
     def test_a_repository_is_not_a_folder(self, mocker: MockerFixture) -> None:
         mocker.patch("threading.Thread")
         said = mocker.Mock()
@@ -210,6 +284,22 @@ def connector() -> Any:
 
 
 class TestReplaced:
+    def test_a_request_that_waits_does_not_load_what_the_old_weights_have_left(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        made = connector()
+        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
+        request = asked(list(range(16)), lora=lora_of(files))
+        made.get_num_new_matched_tokens(request, 0)
+        tracker = made._get_or_create_request_tracker(request)
+        assert len(tracker.all_token_ids) == 16
+        known.met(lora_of(files, load_inplace=True))
+        made.get_num_new_matched_tokens(request, 0)
+        assert tracker.all_token_ids == ()
+
     def test_a_request_that_runs_stores_no_more_when_its_load_was_sent_out(
         self, files: Path, mocker: MockerFixture
     ) -> None:
@@ -227,6 +317,23 @@ class TestReplaced:
         tracker.loads = False
         made.build_connector_meta(None)
         assert tracker.all_token_ids == ()
+
+    def test_a_request_that_was_preempted_gets_no_other_identity_than_it_had(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        """The server keeps a request's hashes by its id."""
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        made = connector()
+        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
+        request = asked(list(range(16)), lora=lora_of(files))
+        assert len(made._get_or_create_request_tracker(request).all_token_ids) == 16
+        known.removed(1)
+        (files / "adapter_model.safetensors").write_text("others", encoding="utf-8")
+        known.met(lora_of(files)).look()
+        made.request_trackers.clear()
+        assert made._get_or_create_request_tracker(request).all_token_ids == ()
 
     def test_in_the_engines_process_it_stores_no_more(self, files: Path, mocker: MockerFixture) -> None:
         mocker.patch("threading.Thread")
@@ -287,10 +394,21 @@ class TestErrors:
         assert len(keys) == 3
 
 
+class Impl(SimpleNamespace):
+    """Beside it lies LoadSpec, as in LMCache's module."""
+
+
+class LoadSpec(NamedTuple):
+    vllm_cached_tokens: int
+    lmcache_cached_tokens: int
+    can_load: bool
+
+
 def in_process(
     mocker: MockerFixture, lora: bool = True, known: Adapters | None = None, **config: Any
 ) -> tuple[Any, PatchContext]:
-    impl = SimpleNamespace(
+    impl = Impl(
+        load_specs={},
         _unfinished_requests={},
         config=SimpleNamespace(**config),
         get_num_new_matched_tokens=lambda request, computed: 8,
@@ -315,6 +433,41 @@ class TestInProcess:
         tags = request.sampling_params.extra_args["kv_transfer_params"]
         assert (tags["lmcache.tag.user"], tags[TAG] != "forged") == ("u1", True)
         assert params.extra_args["kv_transfer_params"][TAG] == "forged"
+
+    def test_a_request_that_waits_while_its_adapter_is_replaced_neither_loads_nor_stores(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        impl, _ = in_process(mocker, known=known)
+        request = asked(list(range(16)), lora=lora_of(files))
+        request.sampling_params = SimpleNamespace(extra_args=None)
+        assert impl.get_num_new_matched_tokens(request, 0) == 8
+        known.met(lora_of(files, load_inplace=True))
+        assert impl.get_num_new_matched_tokens(request, 0) == 0
+
+    @pytest.mark.parametrize(("lora", "stored"), [(True, False), (False, True)])
+    def test_a_session_that_got_other_parameters_stores_nothing_without_its_tag(
+        self, lora: bool, stored: bool, mocker: MockerFixture
+    ) -> None:
+        impl, _ = in_process(mocker, lora=lora)
+        request = self.request()
+        impl.get_num_new_matched_tokens(request, 0)
+        impl._unfinished_requests["r"] = request
+        request.sampling_params = SimpleNamespace(extra_args=None)  # as vLLM gives a streaming session, with its update
+        save = SimpleNamespace(can_save=True, skip_leading_tokens=0)
+        one = SimpleNamespace(req_id="r", save_spec=save, token_ids=[1] * 16, disagg_spec=None)
+        impl.build_connector_meta(SimpleNamespace(requests=[one]))
+        assert save.can_save == stored
+        impl.get_num_new_matched_tokens(request, 0)  # preempted: it is looked up by its own key again
+        assert (TAG in (request.sampling_params.extra_args or {}).get("kv_transfer_params", {})) == lora
+
+    def test_lmcache_gets_a_load_spec_of_nothing_for_what_is_not_looked_up(self, mocker: MockerFixture) -> None:
+        """It asserts that there is one where a request goes on that was preempted."""
+        impl, _ = in_process(mocker, enable_blending=True)
+        assert impl.get_num_new_matched_tokens(self.request(), 48) == 0
+        assert impl.load_specs == {"r": LoadSpec(48, 0, False)}
 
     def test_a_clients_forged_tag_goes_where_none_is_needed(self, mocker: MockerFixture) -> None:
         impl, _ = in_process(mocker, lora=False)

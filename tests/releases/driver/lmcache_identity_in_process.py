@@ -124,6 +124,23 @@ def users_tags(shared: Shared) -> list[Any]:
     return [*came, len(with_user), plain.run(forged)]
 
 
+def preempted(shared: Shared) -> list[Any]:
+    """A request that is not looked up is preempted, and goes on: the engine does not end."""
+    engine = Engine(shared)
+    nowhere = identity.LoRARequest("hub", 1, "org/not-here")
+    engine.weights[1] = "of the hub"
+    scheduler, updated = engine.scheduler, engine.scheduler.update_from_output
+
+    def once(*given: Any) -> Any:
+        scheduler.update_from_output = updated
+        output = updated(*given)
+        scheduler.reset_prefix_cache(reset_running_requests=True)
+        return output
+
+    scheduler.update_from_output = once
+    return [engine.run(identity.request(nowhere, prompt=16)), len(shared.stored)]
+
+
 CASES = (
     identity.adapters,
     identity.tensor_parallel,
@@ -135,6 +152,7 @@ CASES = (
     images_in_process,
     identity.plain,
     users_tags,
+    preempted,
 )
 
 
