@@ -61,11 +61,11 @@ ALLOWED = {
         "copy_": TORCH,
     },
     "lmcache-cache-identity": {
-        **dict.fromkeys(("is_file", "stat", "expanduser", "read", "hexdigest", "indices"), "of the standard library"),
+        **dict.fromkeys(("expanduser", "read", "hexdigest", "indices"), "of the standard library"),
         **dict.fromkeys(("st_ctime_ns", "st_dev", "st_ino", "st_mtime_ns", "st_size"), "of os.stat's answer"),
         **dict.fromkeys(("contiguous", "cpu", "detach", "dtype", "numpy", "shape", "uint8", "view"), TORCH),
         **dict.fromkeys(
-            ("mm_adjusted_prompt_ids", "vllm_block_size"),
+            ("load_specs", "mm_adjusted_prompt_ids", "request_id", "vllm_block_size"),
             "assigned by __init__ of LMCache's tracker and connector; those that have none are left alone",
         ),
         "enable_blending": "of LMCache's configuration; one that has no such field blends nothing",
@@ -126,6 +126,7 @@ ALLOWED = {
         "_replace": "of a named tuple of ours",
     },
     "moriio-preemption": {
+        "fullmatch": "of re",
         **dict.fromkeys(
             ("add_new_req", "reqs_to_recv", "reqs_to_save", "remote_dp_size", "remote_dp_rank", "remote_host"),
             "of MoRIIOConnectorMetadata and ReqMeta, whose whole fingerprints are in the facts",
