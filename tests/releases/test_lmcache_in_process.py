@@ -17,7 +17,7 @@ from vllm_livepatch.tools.releases import registry
 
 DRIVER = "lmcache_in_process"
 PATCH = "lmcache-in-process"
-IN_CI = {"0.4.4": "0.20.2", "0.5.0": "0.29.0", "0.5.6": "0.33.0"}
+IN_CI = {"0.5.0": "0.29.0"}
 """Which vLLM is beside an LMCache."""
 FREED_TWICE = ("0.5.6",)
 """LMCache frees what it loaded asynchronously twice: what loads in these cases is not judged. Not this patch's to mend."""
