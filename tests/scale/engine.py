@@ -8,6 +8,7 @@ that name at the time.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 from collections import deque
@@ -39,6 +40,8 @@ class Client:
     name: str
     prompt: list[int]
     outputs: int
+    patience: int = 0  # in how many steps it hangs up; 0 is never
+    again: bool = False  # whether it then tries again
     internal: str = ""
     got: int = 0
     end: str = ""
@@ -165,7 +168,8 @@ class Engine:
 
     def reset(self) -> None:
         """Preempt all that runs, and empty the prefix cache."""
-        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        with contextlib.suppress(RuntimeError):  # it says so where loads hold blocks
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def _deliver(self, outputs: Iterable[Any]) -> None:
         for one in outputs:

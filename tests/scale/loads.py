@@ -19,6 +19,11 @@ from lmcache_double import CHUNK
 from ours import Operations, kept, slow_fronts, threads_and_files
 
 LMCACHE = (lmcache_double.MODULE, "LMCacheMPConnector")
+MULTI = ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector")
+QUIET = ("quiet", "QuietConnector")
+HEARTBEAT = {"lmcache.mp.heartbeat_interval": 3600}
+REUSED = 200
+"""By so many requests later an id may be used again."""
 QUIET_STEPS = 200
 """Steps in which no client gets anything before an engine counts as one that hangs."""
 LOOKS = 8
@@ -35,7 +40,7 @@ def prompt(name: str, tokens: int) -> list[int]:
 def make(model_config: Any, lmcache: bool, **options: Any) -> tuple[Engine, lmcache_double.Server]:
     """An engine, with LMCache or with no connector."""
     server = lmcache_double.serve()
-    engine = Engine(model_config, LMCACHE if lmcache else None, extra={"lmcache.mp.heartbeat_interval": 3600}, **options)
+    engine = Engine(model_config, LMCACHE if lmcache else None, extra=HEARTBEAT, **options)
     if engine.worker is not None:
         lmcache_double.connect(server, engine.worker)
     return engine, server
@@ -43,8 +48,10 @@ def make(model_config: Any, lmcache: bool, **options: Any) -> tuple[Engine, lmca
 
 def life(model_config: Any, *, requests: int, lmcache: bool, seed: int = 0, **options: Any) -> dict[str, Any]:
     """Many short requests: hang-ups, some with another try by the same id at once; ids that have ended used again;
-    prompts that begin alike; a pool too small for all, so that some are preempted; and resets of the prefix cache."""
-    dice = random.Random(seed)
+    prompts that begin alike; a pool too small for all, so that some are preempted; and resets of the prefix cache.
+
+    What a client does is its number's, not the moment's: stock and patched may take a different number of steps.
+    """
     engine, server = make(model_config, lmcache, blocks=96, running=32, **options)
     clients: list[Client] = []
     living: list[Client] = []
@@ -53,31 +60,37 @@ def life(model_config: Any, *, requests: int, lmcache: bool, seed: int = 0, **op
     before = threads_and_files()
     quiet = 0
 
-    def come(name: str) -> Client:
+    def come(name: str = "") -> None:
+        number = len(clients)
+        dice = random.Random(f"{seed} {number}")
         length = dice.choice([7, 20, 70, 140, 250])
         family = prompt(f"family {dice.randrange(40)}", 256)
-        whole = family[:length] if dice.random() < 0.5 else prompt(f"own {len(clients)}", length)
-        client = Client(len(clients), name, whole, dice.choice([1, 2, 5, 40]))
+        whole = family[:length] if dice.random() < 0.5 else prompt(f"own {number}", length)
+        patience = dice.randint(1, 8) if dice.random() < 0.2 else 0
+        again = dice.random() < 0.5
+        before = clients[number - REUSED] if number >= REUSED and dice.random() < 0.2 else None
+        if not name and before is not None and before.end:
+            name = before.name
+        client = Client(number, name or f"request {number}", whole, dice.choice([1, 2, 5, 40]), patience, again)
         clients.append(client)
         living.append(client)
         engine.come(client)
-        return client
 
     while len(clients) < requests or living:
         while len(clients) < requests and len(living) < 40:
-            ended = dice.random() < 0.1 and [c for c in clients[-200:] if c.end and c not in living]
-            come(dice.choice(ended).name if ended else f"request {len(clients)}")
-        if dice.random() < 0.4 and living:
-            client = dice.choice(living)
-            living.remove(client)
-            engine.leave(client)
-            if dice.random() < 0.5 and len(clients) < requests:
-                come(client.name)
-        if dice.random() < 0.002:
+            come()
+        for client in [client for client in living if client.patience]:
+            client.patience -= 1
+            if not client.patience:
+                living.remove(client)
+                engine.leave(client)
+                if client.again and len(clients) < requests:
+                    come(client.name)
+        if engine.now % 500 == 499:
             engine.reset()
         engine.step()
         server.step()
-        stay = [client for client in living if not client.end]
+        stay = [client for client in living if not client.end or client.patience]
         quiet = 0 if len(stay) < len(living) else quiet + 1
         living = stay
         if quiet > QUIET_STEPS:
@@ -93,6 +106,35 @@ def life(model_config: Any, *, requests: int, lmcache: bool, seed: int = 0, **op
         "slow": sorted(slow),
         "grown": {name: after[name] - before[name] for name in after},
         "preempted": engine.preempted,
+    }
+
+
+def ended(model_config: Any, *, requests: int, at_once: int = 256) -> dict[str, Any]:
+    """What a worker with two connectors hears of very many requests: that they have ended. One of the two sends none."""
+    server = lmcache_double.serve()
+    engine = Engine(model_config, MULTI, extra={"connectors": [connector(*LMCACHE, HEARTBEAT), connector(*QUIET, {})]})
+    lmcache_double.connect(server, engine.worker._connectors[0])
+    looks: list[dict[str, int]] = []
+    slow: set[str] = set()
+    sent = 0
+    for step in range(requests // at_once):
+        scheduled = engine.scheduler.schedule()
+        scheduled.finished_req_ids = {f"request {step * at_once + number}" for number in range(at_once)}
+        sent += len(engine.work(scheduled.kv_connector_metadata, scheduled).finished_sending or ())
+        server.step()
+        if (step + 1) * at_once * LOOKS // requests > len(looks):
+            looks.append(kept(engine.roots()))
+            slow.update(slow_fronts(engine.roots()))
+    return {"ends": {"sent": sent}, "kept": looks, "slow": sorted(slow)}
+
+
+def connector(module: str, name: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """One of several connectors, as a configuration names it."""
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
     }
 
 
