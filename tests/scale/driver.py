@@ -12,6 +12,7 @@ from result import begin_driver, leave, print_result
 
 begin_driver()
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -39,12 +40,17 @@ gc.enable()
 real.MAX_MODEL_LEN = 1 << 21
 
 
+LIMIT = float(os.environ.get("SCALE_LIMIT_SECONDS", 120))
+"""Seconds after which a load hangs: its process says where, and ends."""
+
+
 def play(job: dict[str, Any]) -> dict[str, Any]:
     """Play one load in a child of this process; an error of it is how it ends."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         begin = time.perf_counter()
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
         arguments = {name: value for name, value in job.items() if name not in ("name", "load")}
         module, _, name = job["load"].rpartition(".")
         try:

@@ -1,9 +1,7 @@
 # mypy: disable-error-code="import-not-found"
-"""A release's engine core without processes: its real scheduler, connectors and adapters, on both sides, step by step.
+"""A release's engine without processes: its real front end, scheduler, connectors and adapters, on both sides.
 
-Stood in for are the model, whose token says whose it is and which, and LMCache's server (`lmcache_double`). Requests
-come in as a front end brings them: the release names them, the engine core takes them in, and answers go to whoever has
-that name at the time.
+Stood in for are the model, whose token says whose it is and which, and LMCache's server (`lmcache_double`).
 """
 
 from __future__ import annotations
@@ -12,22 +10,19 @@ import contextlib
 import pickle
 import queue
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import real_scheduler as real
-from vllm import SamplingParams
+from front import FrontEnd
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.engine.input_processor import InputProcessor
 
 BLOCK = real.BLOCK_SIZE
 
@@ -47,10 +42,16 @@ class Client:
     end: str = ""
     wrong: bool = False
     left: bool = False
+    queue: Any = None
 
     def token(self, place: int) -> int:
         """Its answer's token at a place."""
-        return 3 + (self.number * 7919 + place * 31) % 240
+        return self.token_of(self.number, place)
+
+    @staticmethod
+    def token_of(number: int, place: int) -> int:
+        """The same, of the client with a number."""
+        return 3 + (number * 7919 + place * 31) % 240
 
     def outcome(self) -> str:
         """What it came to, in a word or two."""
@@ -97,10 +98,11 @@ class Engine:
         self.core.structured_output_manager = self.scheduler.structured_output_manager
         self.core.request_block_hasher = get_request_block_hasher(BLOCK, sha256)
         self.core.mm_receiver_cache = None
-        self.core.output_queue = queue.Queue()
+        self.core.output_queue, self.core.aborts_queue = queue.Queue(), queue.Queue()
         self.core.engine_index = 0
-        self.clients: dict[str, Client] = {}
-        self.unanswered: deque[tuple[Any, Any, dict[str, tuple[Client | None, int]]]] = deque()
+        self.front = FrontEnd(self.core)
+        self.clients: dict[int, Client] = {}  # by number, until they have ended or left
+        self.unanswered: deque[tuple[Any, Any, list[int | None]]] = deque()  # with the tokens that the model makes
         self.now = 0
         self.preempted = 0
 
@@ -111,48 +113,54 @@ class Engine:
         return [thing for thing in (self.scheduler, self.core, *sides, *found) if thing is not None]
 
     def come(self, client: Client) -> None:
-        """A client's request is named and taken in."""
-        request = _request(client)
-        InputProcessor.assign_request_id(request)
-        client.internal = request.request_id
-        self.clients[client.internal] = client
-        self.core.add_request(*self.core.preprocess_add_request(request))
-        self._deliver_queued()
+        """A client comes with a request."""
+        self.clients[client.number] = client
+        self.front.ask(client)
 
     def leave(self, client: Client) -> None:
-        """A client hangs up: its front end forgets it, and has the engine core end it."""
+        """A client hangs up."""
         client.left = True
-        if self.clients.get(client.internal) is client:
-            del self.clients[client.internal]
-        self.core.abort_requests([client.internal])
+        self.clients.pop(client.number, None)
+        self.front.hang_up(client)
 
     def step(self) -> None:
-        """Schedule a step, and answer the oldest that is due."""
+        """Take in what has come, schedule a step, and answer the oldest that is due."""
         self.now += 1
+        while self.front.inputs:
+            kind, what = self.front.inputs.popleft()
+            if kind == "abort":
+                self.core.abort_requests(what)
+            else:
+                self.core.add_request(*self.core.preprocess_add_request(what))
         scheduled = self.scheduler.schedule()
         self.preempted += len(getattr(scheduled, "preempted_req_ids", None) or ())
-        starts = real.computed_before(scheduled)
-        whose: dict[str, tuple[Client | None, int]] = {}
-        for name, count in scheduled.num_scheduled_tokens.items():
-            client, end = self.clients.get(name), starts[name] + count
-            samples = end >= self.scheduler.requests[name].num_tokens
-            whose[name] = client, end - len(client.prompt) if client and samples else -1
         sent = scheduled.kv_connector_metadata
-        self.unanswered.append((scheduled, pickle.dumps(sent) if self.pickled else sent, whose))
+        self.unanswered.append((scheduled, pickle.dumps(sent) if self.pickled else sent, list(self.tokens(scheduled))))
         if len(self.unanswered) > self.ahead:
             self.answer()
 
+    def tokens(self, scheduled: Any) -> Iterator[int | None]:
+        """What the model makes for each request of a step: the next token of its client's answer, or none yet."""
+        starts, requests = real.computed_before(scheduled), self.scheduler.requests
+        for name, count in scheduled.num_scheduled_tokens.items():
+            request, end = requests[name], starts[name] + count
+            whose = Client.token_of(int(request.arrival_time), end - request.num_prompt_tokens)
+            yield whose if end >= request.num_tokens else None
+
     def answer(self) -> None:
         """Let workers and model run the oldest step, and give the clients what comes of it."""
-        scheduled, metadata, whose = self.unanswered.popleft()
+        scheduled, metadata, tokens = self.unanswered.popleft()
         output = real.run_model(scheduled)
-        output.sampled_token_ids = [
-            [client.token(place) if client else 0] if place >= 0 else [] for client, place in whose.values()
-        ]
+        output.sampled_token_ids = [[] if token is None else [token] for token in tokens]
         if self.worker is not None:
             output.kv_connector_output = self.work(pickle.loads(metadata) if self.pickled else metadata, scheduled)
-        for outputs in (self.scheduler.update_from_output(scheduled, output) or {}).values():
-            self._deliver(outputs.outputs)
+        self.core._process_aborts_queue()
+        answers = list((self.scheduler.update_from_output(scheduled, output) or {}).values())
+        while not self.core.output_queue.empty():
+            answers.append(self.core.output_queue.get()[1])
+        outputs = [one for answer in answers for one in answer.outputs]
+        self.front.receive(outputs, list(self.clients.values()))
+        self.clients = {number: client for number, client in self.clients.items() if not client.end}
 
     def work(self, metadata: Any, scheduled: Any) -> Any:
         """What the worker's connector does in a step, as the model runner calls it."""
@@ -170,22 +178,6 @@ class Engine:
         """Preempt all that runs, and empty the prefix cache."""
         with contextlib.suppress(RuntimeError):  # it says so where loads hold blocks
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
-
-    def _deliver(self, outputs: Iterable[Any]) -> None:
-        for one in outputs:
-            client = self.clients.get(one.request_id)
-            if client is None:
-                continue
-            for token in one.new_token_ids:
-                client.wrong |= token != client.token(client.got)
-                client.got += 1
-            if one.finish_reason is not None:
-                client.end = str(one.finish_reason).rpartition(".")[2].lower()
-                del self.clients[one.request_id]
-
-    def _deliver_queued(self) -> None:
-        while not self.core.output_queue.empty():
-            self._deliver(self.core.output_queue.get()[1].outputs)
 
 
 def _worker(scheduler: Any) -> Any:
@@ -206,19 +198,3 @@ def _transfers(worker: Any, ended: set[str]) -> Any:
         output = real.transfers(received or (), sent or ())
     output.invalid_block_ids = worker.get_block_ids_with_load_errors()
     return output
-
-
-def _request(client: Client) -> Any:
-    """A request as the release's front end makes them; what it does not name is None."""
-    names = EngineCoreRequest.__struct_fields__
-    values: dict[str, Any] = dict.fromkeys(names[: len(names) - len(EngineCoreRequest.__struct_defaults__)])
-    values.update(
-        request_id=client.name,
-        prompt_token_ids=client.prompt,
-        sampling_params=SamplingParams(
-            max_tokens=client.outputs, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
-        ),
-        arrival_time=float(client.number),
-        client_index=0,
-    )
-    return EngineCoreRequest(**values)
