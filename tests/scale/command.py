@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("--bundle", type=Path, help="a bundle's directory (default: one of this checkout is made)")
     parsed.add_argument("--load", action="append", help="a load's name; may be given again (default: all)")
     parsed.add_argument("--long", action="store_true", help="the long form, of hours")
-    parsed.add_argument("--requests", type=int, default=plans.LIFE, help="requests of a long life (default: %(default)s)")
+    parsed.add_argument(
+        "--requests", type=int, default=plans.LIFE, help="requests of a long life (default: %(default)s)"
+    )
     parsed.add_argument("--write", action="store_true", help=f"keep the report in {KEPT.name}")
     return parsed
 
@@ -108,7 +110,7 @@ def play(warm: interpreter.Interpreter, release: str, bundle: Path | None, group
             bundle=bundle,
             environ=group.environ,
             arguments=[str(work / "job.json")],
-            path=[setups.DRIVERS, HERE, nixl_site(setups.engine_python())],
+            path=[setups.DRIVERS, setups.ROOT, nixl_site(setups.engine_python())],
         )
     loads: list[dict[str, Any]] = result["loads"]
     return loads

@@ -56,7 +56,7 @@ def play(job: dict[str, Any]) -> dict[str, Any]:
         try:
             with tempfile.TemporaryDirectory() as directory:
                 model_config = real.make_model_config(Path(directory))
-                found = getattr(importlib.import_module(module), name)(model_config, **arguments)
+                found = getattr(importlib.import_module(f"tests.scale.{module}"), name)(model_config, **arguments)
         except Exception as error:
             traceback.print_exc()
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -78,7 +78,7 @@ def main() -> None:
     real.quiet()
     logging.getLogger("lmcache").setLevel(logging.CRITICAL)
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    importlib.import_module("loads")  # once, and not by each child
+    importlib.import_module("tests.scale.loads")  # once, and not by each child
     gc.collect()
     gc.freeze()
     print_result({"loads": [play(job) for job in jobs]}, vllm, lmcache)

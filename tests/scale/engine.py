@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import real_scheduler as real
-from front import FrontEnd
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -23,6 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine.core import EngineCoreProc
+
+from tests.scale.front import FrontEnd
 
 BLOCK = real.BLOCK_SIZE
 

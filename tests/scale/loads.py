@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import lmcache_double
 import real_scheduler as real
-from engine import BLOCK, Client, Engine
-from lmcache_double import CHUNK
-from ours import Operations, kept, slow_fronts, threads_and_files
+
+from tests.scale import lmcache_double
+from tests.scale.engine import BLOCK, Client, Engine
+from tests.scale.lmcache_double import CHUNK
+from tests.scale.ours import Operations, kept, slow_fronts, threads_and_files
 
 LMCACHE = (lmcache_double.MODULE, "LMCacheMPConnector")
 MULTI = ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector")
-QUIET = ("quiet", "QuietConnector")
+QUIET = ("tests.scale.quiet", "QuietConnector")
 HEARTBEAT = {"lmcache.mp.heartbeat_interval": 3600}
 REUSED = 200
 """By so many requests later an id may be used again."""
@@ -170,7 +171,9 @@ def long_prompt(model_config: Any, *, tokens: int, step: int = 64, lmcache: bool
     return twice(play, tokens)
 
 
-def crowd(model_config: Any, *, requests: int, lmcache: bool = True, hits: bool = True, **options: Any) -> dict[str, Any]:
+def crowd(
+    model_config: Any, *, requests: int, lmcache: bool = True, hits: bool = True, **options: Any
+) -> dict[str, Any]:
     """So many requests at once, whose prompts LMCache holds, or not: what the most expensive step takes, too."""
 
     def play(size: int) -> tuple[Any, dict[str, int]]:
@@ -194,6 +197,9 @@ def run(engine: Engine, server: lmcache_double.Server, clients: list[Client]) ->
     while any(not client.end for client in clients) and quiet < QUIET_STEPS:
         engine.step()
         server.step()
-        now = sum(client.got for client in clients), sum(r.num_computed_tokens for r in engine.scheduler.requests.values())
+        now = (
+            sum(client.got for client in clients),
+            sum(r.num_computed_tokens for r in engine.scheduler.requests.values()),
+        )
         quiet, seen = (quiet + 1 if now == seen else 0), now
     settle(engine, server)

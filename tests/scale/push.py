@@ -13,7 +13,8 @@ from typing import Any
 import nixl_agents
 import push_costs
 import push_failures
-from ours import Operations
+
+from tests.scale.ours import Operations
 
 
 def push(model_config: Any, *, pending: int, hosts: int, pairs: int) -> dict[str, Any]:
