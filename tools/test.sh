@@ -41,6 +41,9 @@ step "release tests"
 step "the real schedulers in worlds drawn from a seed"
 "$python" -m pytest tests/simulation -n 2 -q "${again[@]}" "$@"
 
+step "loads without a fault, stock beside patched"
+"$python" -m pytest tests/scale -q "${again[@]}" "$@"
+
 step "engines on Ray and under Slurm"
 wait "$fleets" || { cat "$log.fleets"; exit 1; }
 fleets=

@@ -92,7 +92,7 @@ class Engine:
         if v2:
             self.scheduler.use_v2_model_runner = True
         self.ahead = int(mode == "AsyncScheduler")
-        self.worker = _worker(self.scheduler) if connector else None
+        self.worker: Any = _worker(self.scheduler) if connector else None
         self.pickled = pickled
         self.core = object.__new__(EngineCoreProc)
         self.core.scheduler = self.scheduler

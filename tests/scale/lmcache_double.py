@@ -8,7 +8,7 @@ futures are LMCache's own. The server knows of each prompt how much of it was st
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, cast
 
 from lmcache.v1.multiprocess.futures import MessagingFuture
 
@@ -103,7 +103,7 @@ class Server:
 
 def serve() -> Server:
     """A server, to whom all adapters that are made from now on belong."""
-    server, adapters = Server(), importlib.import_module(ADAPTERS)
+    server, adapters = Server(), cast(Any, importlib.import_module(ADAPTERS))
     adapters.RequestClientFactory = type("Clients", (), {"create": staticmethod(lambda *_, **__: server)})
     return server
 
