@@ -1,4 +1,7 @@
-"""What a load says of the bundle, stock beside patched: each finding is a sentence, and there are to be none."""
+"""What a load says of the bundle, stock beside patched: each finding is a sentence, and there are to be none.
+
+A container with a bound (65,536 ids, in several patches) is flat once it is full: a load must be long enough for that.
+"""
 
 from __future__ import annotations
 

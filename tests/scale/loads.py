@@ -87,7 +87,7 @@ def life(model_config: Any, *, requests: int, lmcache: bool, seed: int = 0, **op
                 engine.leave(client)
                 if client.again and len(clients) < requests:
                     come(client.name)
-        if engine.now % 500 == 499:
+        if engine.now % 100 == 99:
             engine.reset()
         engine.step()
         server.step()
