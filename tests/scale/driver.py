@@ -40,7 +40,7 @@ gc.enable()
 real.MAX_MODEL_LEN = 1 << 21
 
 
-LIMIT = float(os.environ.get("SCALE_LIMIT_SECONDS", 120))
+LIMIT = float(os.environ.get("SCALE_LIMIT_SECONDS", 300))
 """Seconds after which a load hangs: its process says where, and ends."""
 
 
