@@ -106,13 +106,13 @@ def with_each_scheduler(play: Callable[[str, Any], Any]) -> dict[str, Any]:
 def make_scheduler(
     name: str,
     model_config: Any,
-    connector: tuple[str, str],
+    connector: tuple[str, str] | None,
     windows: Iterable[int] = (),
     adapters: int = 0,
     options: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a fresh scheduler of the class `name`, with statistics on, serving `connector` (module, class).
+    """Return a fresh scheduler of the class `name`, with statistics on, serving `connector` (module, class) or none.
 
     `windows` are the sliding windows, in tokens, of further KV cache groups beside the one of full attention; `adapters`
     is `max_loras`, 0 for no LoRA; `options` are the scheduler configuration's, beside those set here; `extra` is the
@@ -124,14 +124,13 @@ def make_scheduler(
 def make_config(
     name: str,
     model_config: Any,
-    connector: tuple[str, str],
+    connector: tuple[str, str] | None,
     adapters: int = 0,
     options: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
     workers: int = 1,
 ) -> Any:
     """Return what a scheduler is made of; `workers` are those of one tensor-parallel group."""
-    module, class_name = connector
     vllm_config = VllmConfig(
         model_config=model_config,
         scheduler_config=SchedulerConfig(
@@ -144,11 +143,13 @@ def make_config(
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
         kv_transfer_config=KVTransferConfig(
-            kv_connector=class_name,
-            kv_connector_module_path=module,
+            kv_connector=connector[1],
+            kv_connector_module_path=connector[0],
             kv_role="kv_both",
             kv_connector_extra_config=dict(extra or {}),
-        ),
+        )
+        if connector
+        else None,
         device_config=DeviceConfig(device="cpu"),
         lora_config=LoRAConfig(max_loras=adapters) if adapters else None,
     )

@@ -1,0 +1,7 @@
+"""`python -m tests.scale`."""
+
+import sys
+
+from tests.scale.command import main
+
+sys.exit(main())
