@@ -19,7 +19,7 @@ DRIVER = "moriio_preemption"
 PATCH = "moriio-preemption"
 EVERY = [pin.version for pin in registry.pins("vllm")]
 RELEASES = EVERY[EVERY.index("0.24.0") :]
-SOME = executed.chosen(["0.29.0"], RELEASES)
+SOME = executed.chosen([], RELEASES)  # by hand: it takes minutes
 WAYS = [f"{scheduler}, {mode}" for scheduler in ("Scheduler", "AsyncScheduler") for mode in ("read", "write")]
 RIGHT = {
     "healthy": "right",
