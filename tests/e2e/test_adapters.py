@@ -22,6 +22,10 @@ from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 from vllm_livepatch.tools.lab.topology import CHUNK_SIZE, MODEL_NAME
 
+from . import by_hand
+
+pytestmark = by_hand
+
 VLLM, LMCACHE = "0.32.0", "0.5.6"
 HITS = "vllm:external_prefix_cache_hits_total"
 PROMPT_TOKENS, ANSWER_TOKENS, RANK = 300, 12, 8
