@@ -23,6 +23,9 @@ from typing import Any, NamedTuple
 Place = tuple[Any, str]
 """A class or module, and the name of its attribute."""
 
+_FROZEN = 1_000
+"""So many objects may be frozen of an interpreter's own: 3.12 begins with some hundreds. Who freezes has thousands."""
+
 _LEVELS = 3
 """How far up a holder's own holders are followed, for its name."""
 _CALLS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
@@ -31,10 +34,6 @@ _CALLS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 class Captured(Exception):
     """The message names the holder."""
-
-
-class _Unseen(Captured):
-    """By what the garbage collector does not show."""
 
 
 class Alias(NamedTuple):
@@ -99,13 +98,10 @@ def aliases(places: Sequence[Place], root: str) -> list[list[Alias]]:
 
     Raises Captured where one is held in another way. What a package `root`, which is ours, holds does not count.
     """
-    try:
-        return _looked_for(places, root)
-    except _Unseen:
-        if not gc.get_freeze_count():
-            raise
-    with _unfrozen():
-        return _looked_for(places, root)
+    if gc.get_freeze_count() > _FROZEN:
+        with _unfrozen():
+            return _looked_for(places, root)
+    return _looked_for(places, root)
 
 
 @contextlib.contextmanager
@@ -133,7 +129,7 @@ def _looked_for(places: Sequence[Place], root: str) -> list[list[Alias]]:
         for place, parts, more in zip(places, things, unseen, strict=False):
             found.append(_aliases(place, parts, holders, modules, root))
             if more > unseen[len(places) + list(probes).index(type(parts[0]))]:
-                raise _Unseen("something that is no Python object, such as a custom operation of torch")
+                raise Captured("something that is no Python object, such as a custom operation of torch")
         return found
     finally:  # an error's traceback would keep them
         things.clear()

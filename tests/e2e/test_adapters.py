@@ -22,7 +22,7 @@ from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.supervisor import Supervisor
 from vllm_livepatch.tools.lab.topology import CHUNK_SIZE, MODEL_NAME
 
-from . import by_hand
+from tests.e2e import by_hand
 
 pytestmark = by_hand
 
