@@ -137,8 +137,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{CONNECTOR}.get_finished": livepatch.lasting(get_finished),
         f"{LOOKUPS}.lookup_cache": livepatch.lasting(lookup_cache),
     }
-    if livepatch.facts.get("asserts"):
-        made[f"{CONNECTOR}.update_state_after_alloc"] = livepatch.lasting(update_state_after_alloc)
-        for name in ("start_load_kv", "save_kv_layer", "wait_for_save"):
-            made[f"{CONNECTOR}.{name}"] = livepatch.lasting(if_started)
+    made[f"{CONNECTOR}.update_state_after_alloc"] = livepatch.lasting(update_state_after_alloc)
+    for name in ("start_load_kv", "save_kv_layer", "wait_for_save"):
+        made[f"{CONNECTOR}.{name}"] = livepatch.lasting(if_started)
     return made

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 README = Path(__file__).parents[2] / "README.md"
-MEGABYTES = 3
+MEGABYTES = 4
 COUNTED = """
 import sys
 from vllm_livepatch.tools import cli
