@@ -66,7 +66,10 @@ class Finder:
             return None
         if WAY == "pasted":
             self.asking = True
-            spec = importlib.util.find_spec(name)
+            try:
+                spec = importlib.util.find_spec(name)
+            finally:
+                self.asking = False
             assert spec is not None
             spec.loader = Pastes(spec.loader)  # type: ignore[assignment]
             return spec
