@@ -87,10 +87,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         """Tell the workers whose pins to give back."""
         if connector.lookup_client is None:
             return sys.modules[type(connector).__module__].LMCacheConnectorMetadata()
-        metadata = original(*args, **kwargs)
+        metadata: Any = original(*args, **kwargs)
         unused = vars(connector).get(UNUSED)
         if unused:
-            vars(metadata)[UNUSED] = {name for name, steps in unused.items() if steps is None}
+            setattr(metadata, UNUSED, {name for name, steps in unused.items() if steps is None})
             # Of the steps that are scheduled, as many as there are pipeline stages, and one more, may be under way.
             under_way = connector._vllm_config.parallel_config.pipeline_parallel_size + 1
             left = {name: under_way if steps is None else steps - 1 for name, steps in unused.items()}

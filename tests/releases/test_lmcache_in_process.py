@@ -67,7 +67,7 @@ def test_stock(pair: tuple[str, str], warm: interpreter.Interpreter, tmp_path: P
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_patched(pair: tuple[str, str], warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """All are served, with their own KV; what is stored is loaded; nothing stays pinned."""
-    cases = (*UNDISTURBED, *ABORTED, *AGAIN, "async_limited", *TIMED_OUT, *DEGRADED)
+    cases: tuple[str, ...] = (*UNDISTURBED, *ABORTED, *AGAIN, "async_limited", *TIMED_OUT, *DEGRADED)
     if pair[1] in FREED_TWICE:
         cases = tuple(case for case in cases if not case.startswith(("async_", "timed_out")))
     for found in driven(pair, warm, tmp_path, bundle).values():

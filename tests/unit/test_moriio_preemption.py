@@ -12,6 +12,7 @@ from vllm_livepatch.patches.moriio_preemption import parameters, wrappers
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 ADD = "vllm.v1.core.sched.scheduler:Scheduler.add_request"
+ODD_BLOCKS: tuple[Any, ...] = (None, [], {}, "123", [1, 2], [1, 2, -1], ["1"], [[1, 2, 3]], [None])
 LOAD = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -125,10 +126,7 @@ def test_what_a_release_does_not_read_may_be_missing() -> None:
         *((name, value) for name in ("tp_size", "remote_dp_size") for value in ("many", -1, 0, [1], 1 << 40)),
         ("remote_hosts", "10.0.0.1"),
         ("remote_hosts", ["a b"]),
-        *(
-            ("remote_block_ids", value)
-            for value in (None, [], {}, "123", [1, 2], [1, 2, -1], ["1"], [[1, 2, 3]], [None])
-        ),
+        *[("remote_block_ids", value) for value in ODD_BLOCKS],
         ("do_remote_decode", True),
     ],
 )
@@ -148,8 +146,9 @@ def test_blocks_by_group() -> None:
     for blocks in ([[1, 2], [3]], [[1, 2, 3], [4, 5]]):  # the last token is computed here
         params = {**LOAD, "remote_block_ids": blocks}
         assert left(params, windows, in_groups=True) is params
-    for blocks in ([[1], [3]], [[1, 2], []], [[1, 2]], [1, 2, 3], [[1, 2], [3], [4]]):
-        assert left({**LOAD, "remote_block_ids": blocks}, windows, in_groups=True) is None
+    odd: tuple[Any, ...] = ([[1], [3]], [[1, 2], []], [[1, 2]], [1, 2, 3], [[1, 2], [3], [4]])
+    for named in odd:
+        assert left({**LOAD, "remote_block_ids": named}, windows, in_groups=True) is None
     states = MoRIIOConnector(_has_mamba=True, _mamba_group_ids=[1], blocks_per_sw=[0, 0])
     params = {**LOAD, "remote_block_ids": [[1], []]}
     assert left(params, states, in_groups=True) is params

@@ -20,6 +20,7 @@ PULL = {
     "remote_port": 5600,
     "tp_size": 2,
 }
+ODD_BLOCKS: tuple[Any, ...] = (None, [], [[]], [[-1]], [["1"]], [1, [2]], [[1], 2], [[True]], "1")
 ADD = "vllm.v1.core.sched.scheduler:Scheduler.add_request"
 
 
@@ -100,10 +101,7 @@ def test_what_can_be_used_is_left_as_it_is(params: Any) -> None:
         ("remote_num_tokens", -1),
         ("remote_blocks_expiry_time", json.loads("NaN")),
         ("remote_blocks_expiry_time", json.loads("1e999")),
-        *(
-            ("remote_block_ids", value)
-            for value in (None, [], [[]], [[-1]], [["1"]], [1, [2]], [[1], 2], [[True]], "1")
-        ),
+        *[("remote_block_ids", value) for value in ODD_BLOCKS],
     ],
 )
 def test_what_cannot_be_used_is_computed_here(field: str, value: Any) -> None:

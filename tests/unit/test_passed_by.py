@@ -246,6 +246,6 @@ def test_a_module_that_puts_another_in_its_place(sandbox: Sandbox) -> None:
 
 
 def test_what_only_passes_for_a_module_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "engine_odd", object())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "engine_odd", object())
     assert application.passed_by("engine_odd") == "was put into sys.modules without a loader, past the bundle's finder"
     assert application.passed_by("engine_absent") is None
