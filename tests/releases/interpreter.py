@@ -161,15 +161,7 @@ def read(file: Path, patch: str) -> dict[str, Any]:
     return dict(found)
 
 
-_ON = (
-    "LMCACHE_CACHE_IDENTITY",
-    "LMCACHE_DISK",
-    "LMCACHE_IN_PROCESS",
-    "MOONCAKE_FAILED_LOADS",
-    "MORIIO_PREEMPTION",
-    "NIXL_PUSH_FAILURES",
-    "OFFLOADING_FRESH_BLOCKS",
-)
+_ON = ("MOONCAKE_FAILED_LOADS", "NIXL_PUSH_FAILURES")
 OFF_BY_DEFAULT = dict.fromkeys((f"LIVEPATCH_{name}" for name in _ON), "on")
 """Patches that a later version may put on again: what they mend is shown as if they were on."""
 

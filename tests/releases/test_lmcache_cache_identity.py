@@ -102,7 +102,8 @@ def driven(
 ) -> dict[str, Any]:
     releases = {"vllm": vllm} if lmcache == INSTALLED else {"vllm": vllm, "lmcache": lmcache}
     driver = DRIVER if whose != IN_PROCESS else f"{DRIVER}_in_process"
-    found = warm.run(driver, releases, work, bundle=bundle, arguments=(whose, *cases))
+    environ = {"LIVEPATCH_LMCACHE_CACHE_IDENTITY": "on"}
+    found = warm.run(driver, releases, work, bundle=bundle, environ=environ, arguments=(whose, *cases))
     came: dict[str, Any] = found["cases"]
     return came
 

@@ -14,7 +14,7 @@ from vllm_livepatch.tools.releases import registry
 DRIVER = "lmcache_disk"
 PATCH = "lmcache-disk"
 RELEASES = [pin.version for pin in registry.pins("lmcache") if Version(pin.version) >= Version("0.4.4")]
-ENVIRON = {"LIVEPATCH_LMCACHE_DISK_SECONDS": "0.5"}
+ENVIRON = {"LIVEPATCH_LMCACHE_DISK": "on", "LIVEPATCH_LMCACHE_DISK_SECONDS": "0.5"}
 
 HELD = "the lock is held"
 NOTHING = "the scheduler hears nothing"

@@ -43,7 +43,8 @@ PAIRS = [(beside(release), release) for release in executed.chosen(list(IN_CI), 
 def driven(
     pair: tuple[str, str], warm: interpreter.Interpreter, work: Path, bundle: Path | None = None
 ) -> dict[str, dict[str, str]]:
-    result: dict[str, Any] = warm.run(DRIVER, dict(zip(("vllm", "lmcache"), pair, strict=True)), work, bundle=bundle)
+    releases, environ = dict(zip(("vllm", "lmcache"), pair, strict=True)), {"LIVEPATCH_LMCACHE_IN_PROCESS": "on"}
+    result: dict[str, Any] = warm.run(DRIVER, releases, work, bundle=bundle, environ=environ)
     return {mode: result[mode] for mode in MODES}
 
 

@@ -37,7 +37,13 @@ RIGHT = {
 def drive(warm: interpreter.Interpreter, release: str, work: Path, bundle: Path | None) -> dict[str, Any]:
     """What driver/moriio_preemption.py printed of a release, by scheduler and mode."""
     cases: dict[str, Any] = warm.run(
-        DRIVER, {"vllm": release}, work, bundle=bundle, arguments=["1"], path=[interpreter.STANDINS]
+        DRIVER,
+        {"vllm": release},
+        work,
+        bundle=bundle,
+        environ={"LIVEPATCH_MORIIO_PREEMPTION": "on"},
+        arguments=["1"],
+        path=[interpreter.STANDINS],
     )["cases"]
     return cases
 

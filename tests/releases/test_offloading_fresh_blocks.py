@@ -81,7 +81,8 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
 @pytest.mark.parametrize("release", RELEASES)
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """What is loaded later is its own, and no engine ends."""
-    result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle)
+    environ = {"LIVEPATCH_OFFLOADING_FRESH_BLOCKS": "on"}
+    result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle, environ=environ)
     assert outcomes(result) == dict.fromkeys(MODES, dict.fromkeys(CASES, RIGHT))
     patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
