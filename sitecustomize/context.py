@@ -98,12 +98,12 @@ class PatchContext:
         self._lasting.append(wrapper)
         return wrapper
 
-    def before(self, look: Callable[[Any, Any, Any], None]) -> guard.Before:
-        """In a wrapper's place: `look(instance, args, kwargs)` before each call of a method."""
+    def before(self, look: Callable[..., None]) -> guard.Before:
+        """In a wrapper's place: `look(instance, ...)`, with what the caller gives, before each call of a method."""
         return guard.Before(look)
 
-    def after(self, look: Callable[[Any, Any, Any, Any], None]) -> guard.After:
-        """In a wrapper's place: `look(instance, args, kwargs, answer)` after each call of a method that returned."""
+    def after(self, look: Callable[..., None]) -> guard.After:
+        """In a wrapper's place: `look(answer, instance, ...)` after each call of a method that returned."""
         return guard.After(look)
 
     def shortcut(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .context import PatchContext
 
-Wrapper = Callable[[Any, Any, Any, Any], Any]  # in wrapt's form: wrapped, instance, args, kwargs
+Wrapper = Callable[..., Any]  # of the original, and then of what the caller gives: of a method, its instance first
 
 _DELIBERATE = "_livepatch_deliberate"
 
@@ -62,20 +62,20 @@ class Wrapped:
 
 
 class Before:
-    """In a wrapper's place: `look(instance, args, kwargs)`, then the release's own code, as it was called."""
+    """In a wrapper's place: `look(instance, ...)`, then the release's own code, as it was called."""
 
     __slots__ = ("look",)
 
-    def __init__(self, look: Callable[[Any, Any, Any], None]) -> None:
+    def __init__(self, look: Callable[..., None]) -> None:
         self.look = look
 
 
 class After:
-    """In a wrapper's place: the release's own code, then `look(instance, args, kwargs, answer)`."""
+    """In a wrapper's place: the release's own code, then `look(answer, instance, ...)`."""
 
     __slots__ = ("look",)
 
-    def __init__(self, look: Callable[[Any, Any, Any, Any], None]) -> None:
+    def __init__(self, look: Callable[..., None]) -> None:
         self.look = look
 
 
@@ -112,6 +112,26 @@ class _Always:
     aside = False
 
 
+def spread(wrapper: Callable[..., Any], of_method: bool = True) -> Callable[..., Any]:
+    """A wrapper in the form of today. The form of before is wrapt's (wrapped, instance, args, kwargs), and of a look
+    (instance, args, kwargs) or (instance, args, kwargs, answer): known by these two names.
+    """
+    called = wrapper if hasattr(wrapper, "__code__") else type(wrapper).__call__  # somebody's object
+    code = getattr(called, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    names = names[1:] if called is not wrapper or getattr(wrapper, "__self__", None) is not None else names
+    given: Any = wrapper
+    if names[1:3] == ("args", "kwargs") and len(names) == 4:
+        return lambda answer, instance, *args, **kwargs: given(instance, args, kwargs, answer)
+    if names[1:] == ("args", "kwargs"):
+        return lambda instance, *args, **kwargs: given(instance, args, kwargs)
+    if names[2:] != ("args", "kwargs"):
+        return wrapper
+    if of_method:
+        return lambda wrapped, instance, *args, **kwargs: given(wrapped, instance, args, kwargs)
+    return lambda wrapped, *args, **kwargs: given(wrapped, None, args, kwargs)
+
+
 def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, context: PatchContext, target: str) -> Any:
     """What takes the place of `original` in a class or module; of a property, its getter is wrapped.
 
@@ -145,10 +165,11 @@ def around(
     function: Callable[..., Any], wrapper: Wrapper | Before | After | Shortcut, context: PatchContext, where: str
 ) -> Callable[..., Any]:
     """The same for something that is called as it is: a bound method, or, with a wrapper, any callable."""
+    method: Any = function
     if isinstance(wrapper, (Before, After, Shortcut)):
-        method: Any = function
         return types.MethodType(in_place_of(method.__func__, wrapper, context, f":{where}"), method.__self__)
-    made = _function(function, wrapper, context, where, getattr(function, "__self__", None))
+    of = getattr(function, "__self__", None)
+    made = _function(function, wrapper, context, where, () if of is None or type(of) is types.ModuleType else (of,))
     return functools.update_wrapper(made, function, updated=())
 
 
@@ -159,13 +180,14 @@ def deliberate(error: BaseException) -> None:
 
 # The two forms differ in what `wrapped` is. They are written out twice: each further call would cost every call.
 #
-# A wrapper may change its keyword arguments, and the release's own code is to get those of the caller. An answer that
-# is an error refers to its frames, and these to `wrapped`, so it is forgotten at the end.
+# A wrapper has keyword arguments of its own, and may change them: the release's own code gets those of the caller. An
+# answer that is an error refers to its frames, and these to `wrapped`, so it is forgotten at the end.
 
 
 def _method(original: Any, wrapper: Wrapper, context: PatchContext, target: str) -> Callable[..., Any]:
     """For what is called with its instance, or its class, in front."""
     gate: Any = _Always if context.lasts(wrapper) else context
+    wrapper = spread(wrapper)
     stand_aside = _stands_aside(context, target)
     bind = original.__get__ if type(original) is types.FunctionType else functools.partial(_bound, original)
 
@@ -174,7 +196,7 @@ def _method(original: Any, wrapper: Wrapper, context: PatchContext, target: str)
             return original(instance, *args, **kwargs)
         wrapped = Wrapped(bind(instance))
         try:
-            return wrapper(wrapped, instance, args, {**kwargs})
+            return wrapper(wrapped, instance, *args, **kwargs)
         except Exception as error:
             if _meant(error, wrapped):
                 raise
@@ -191,13 +213,13 @@ def _looked_at(original: Any, look_at: Before | After, context: PatchContext, ta
     """A method, and a look at its calls."""
     gate: Any = _Always if context.lasts(look_at) else context
     stand_aside = _stands_aside(context, target)
-    look: Callable[..., None] = look_at.look
+    look: Callable[..., None] = spread(look_at.look)
     call = _callable(original)
 
     def before(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not gate.aside and instance is not None:
             try:
-                look(instance, args, kwargs)
+                look(instance, *args, **kwargs)
             except Exception as error:
                 stand_aside(error)
         return call(instance, *args, **kwargs)
@@ -206,7 +228,7 @@ def _looked_at(original: Any, look_at: Before | After, context: PatchContext, ta
         answer = call(instance, *args, **kwargs)
         if not gate.aside and instance is not None:
             try:
-                look(instance, args, kwargs, answer)
+                look(answer, instance, *args, **kwargs)
             except Exception as error:
                 stand_aside(error)
         return answer
@@ -215,10 +237,11 @@ def _looked_at(original: Any, look_at: Before | After, context: PatchContext, ta
 
 
 def _function(
-    original: Any, wrapper: Wrapper, context: PatchContext, target: str, instance: Any = None
+    original: Any, wrapper: Wrapper, context: PatchContext, target: str, of: tuple[Any, ...] = ()
 ) -> Callable[..., Any]:
-    """For what is called as it is."""
+    """For what is called as it is. `of` has the instance that it is bound to, if it is to one."""
     gate: Any = _Always if context.lasts(wrapper) else context
+    wrapper = spread(wrapper, of_method=bool(of))
     stand_aside = _stands_aside(context, target)
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -226,7 +249,7 @@ def _function(
             return original(*args, **kwargs)
         wrapped = Wrapped(original)
         try:
-            return wrapper(wrapped, instance, args, {**kwargs})
+            return wrapper(wrapped, *of, *args, **kwargs)
         except Exception as error:
             if _meant(error, wrapped):
                 raise

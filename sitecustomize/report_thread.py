@@ -123,10 +123,10 @@ class ReportThread(Generic[Content]):
         except RuntimeError:  # the interpreter is ending or allows no such threads, or the system has none left
             self._thread = None
 
-    def _tell_multiprocessing(self) -> None:
+    def tell_multiprocessing(self) -> None:
         """Its forked children end by `os._exit`, which runs its finalizers and nothing of `atexit`.
 
-        Not when a child begins: it forgets the finalizers that it finds.
+        Not when a child begins: it forgets the finalizers that it finds. Such a child may end before its thread runs.
         """
         util: Any = sys.modules.get("multiprocessing.util")
         if self._finalizer is None and hasattr(util, "Finalize"):
@@ -160,7 +160,7 @@ class ReportThread(Generic[Content]):
                 self._asked = float("inf")
                 self._begun += 1
                 closed = self._closed
-            self._unfailing(self._tell_multiprocessing)
+            self._unfailing(self.tell_multiprocessing)
             content = self._unfailing(self._look)
             if closed:
                 self._unfailing(self._end, content)

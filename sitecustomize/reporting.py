@@ -69,6 +69,7 @@ class Reporter:
     def imported(self) -> None:
         """A target was imported: the report follows at once, the process's line once no more of them come."""
         self._greeting.wait()
+        self._thread.tell_multiprocessing()
         self.soon(0.0)
 
     def soon(self, seconds: float) -> None:

@@ -17,7 +17,7 @@ from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, placing
 from vllm_livepatch.tools.bundles import guard as guards
-from vllm_livepatch.tools.commands import checking, ending, monitor, rendering, waiting
+from vllm_livepatch.tools.commands import checking, ending, locking, monitor, rendering, waiting
 from vllm_livepatch.tools.commands import from_diff as diffing
 from vllm_livepatch.tools.commands import matrix as matrices
 from vllm_livepatch.tools.errors import UserError
@@ -174,6 +174,31 @@ def check(
     checking.show(answer, as_json)
     if answer.code:
         raise typer.Exit(answer.code)
+
+
+@app.command()
+def lock(
+    place: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A patch's folder (patch.toml, wrappers.py), or a directory of some.")
+    ],
+    release: Annotated[
+        list[str] | None,
+        typer.Option("--release", metavar="PKG==VERSION", help="A release more that the patch is for; repeatable."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", metavar="PATH", help="What is installed there, too.")
+    ] = None,
+    site_packages: Annotated[
+        Path | None, typer.Option("--site-packages", metavar="DIR", help="What is installed there: a nightly, a fork.")
+    ] = None,
+) -> None:
+    """Write patch.lock: the fingerprints of the code that a patch is for, on each release that it lists."""
+    if python is not None and site_packages is not None:
+        raise UserError("--python and --site-packages exclude each other")
+    for folder in locking.folders(place):
+        asked = locking.asked_for(folder, release or (), python, site_packages)
+        for line in locking.lock(folder, asked):
+            command.say(line)
 
 
 @app.command()

@@ -7,6 +7,7 @@ source tools/bootstrap.sh
 python=$(ensure_tool_env lab,test)
 # What drives real servers and threads is run once more where it failed: a shared machine stops for seconds at times, and
 # a real socket gives up meanwhile. Who needed that is named (RERUN), and is to be mended; what fails twice has failed.
+# A test that hangs is ended by --timeout, with the stack of each thread.
 again=(--reruns 1 -r fER)
 step() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
@@ -24,7 +25,7 @@ step "style and types"
 tools/types.sh "$python"
 
 step "unit tests"
-"$python" -m pytest tests/unit -n 3 -q "${again[@]}" "$@"
+"$python" -m pytest tests/unit -n 3 -q --timeout 300 "${again[@]}" "$@"
 
 step "the engine's environment and the pinned sources"
 wait "$preparing" || { cat "$log"; exit 1; }
@@ -32,14 +33,14 @@ tail -n 3 "$log"
 
 # Most of it is waiting: for a cluster, for three engines that start, for a job that ends.
 step "in the background: engines on Ray and under Slurm"
-"$python" -m pytest tests/fleets -q --durations 6 "${again[@]}" "$@" >"$log.fleets" 2>&1 &
+"$python" -m pytest tests/fleets -q --durations 6 --timeout 900 "${again[@]}" "$@" >"$log.fleets" 2>&1 &
 fleets=$!
 
 step "release tests"
-"$python" -m pytest tests/releases -n 4 -q "${again[@]}" "$@"
+"$python" -m pytest tests/releases -n 4 -q --timeout 600 "${again[@]}" "$@"
 
 step "the real schedulers in worlds drawn from a seed"
-"$python" -m pytest tests/simulation -n 2 -q "${again[@]}" "$@"
+"$python" -m pytest tests/simulation -n 2 -q --timeout 600 "${again[@]}" "$@"
 
 step "engines on Ray and under Slurm"
 wait "$fleets" || { cat "$log.fleets"; exit 1; }
@@ -51,7 +52,7 @@ nice -n 10 "$python" -m tests.unit.upgrades >"$log.upgrades" 2>&1 &
 upgrading=$!
 
 step "the engine, alone and in pairs"
-"$python" -m pytest tests/e2e -n 2 --dist loadfile -q --durations 6 "${again[@]}" "$@"
+"$python" -m pytest tests/e2e -n 2 --dist loadfile -q --durations 6 --timeout 900 "${again[@]}" "$@"
 
 step "1,000 starts of Python during 100 upgrades of their bundle"
 wait "$upgrading" || { cat "$log.upgrades"; exit 1; }

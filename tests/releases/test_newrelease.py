@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.bundles import catalogue, patch_lock
 from vllm_livepatch.tools.releases import registry, releases_file
 from vllm_livepatch.tools.toml import tomllib
 from vllm_livepatch.tools.upkeep import catalogue_edits
@@ -33,6 +33,7 @@ newrelease.main(f"{sys.argv[1]}=={sys.argv[2]}", 1)
 def data_files(root: Path) -> list[Path]:
     return [
         *root.glob("patches/*/patch.toml"),
+        *root.glob("patches/*/patch.lock"),
         *root.glob("tests/releases/*.toml"),
         root / "tools/releases/releases.toml",
     ]
@@ -66,28 +67,35 @@ def forget(root: Path, package: str, version: str) -> None:
         text = file.read_text("utf-8")
         if file.name == "releases.toml":
             text = releases_file.without(text, package, version)
-        elif file.name == "patch.toml" and package not in packages_of(tomllib.loads(text)):
+        elif file.name == "patch.lock":
+            patch = catalogue.read(ROOT / file.parent.relative_to(root)).patch
+            codes = codes_of(text, patch.package)
+            codes.pop((package, version), None)
+            text = patch_lock.written(patch_lock.grouped(codes), patch.package, patch.names)
+        elif file.name == "patch.toml" and tomllib.loads(text)["package"] != package:
             continue
         else:
             text = catalogue_edits.without_release(text, version)
         file.write_text(text, "utf-8")
 
 
-def packages_of(patch: dict[str, Any]) -> set[str]:
-    return {patch["package"], *(companion["package"] for companion in patch.get("companion", []))}
+def codes_of(lock: str, package: str) -> dict[tuple[str, str], Any]:
+    forms = patch_lock.forms_of(tomllib.loads(lock), package)
+    return {(form.package, release): form.code for form in forms for release in form.releases}
 
 
-def proposed(committed: dict[str, Any], package: str, version: str, previous: str) -> dict[str, Any]:
-    """A patch.toml's data as a command can know them: of code that is new, it says what is said of the code before."""
-    forms = committed["variant" if committed["package"] == package else "companion"]
-    named = [variant for variant in forms if variant["releases"] == [version]]
-    before = [variant for variant in forms if previous in variant["releases"]]
-    for variant in named:
-        for entry in ("verdict", "applies", "facts"):
-            variant.pop(entry, None)
-            if entry in before[-1]:
-                variant[entry] = before[-1][entry]
-    return committed
+def said_of(patch: dict[str, Any], release: str) -> dict[str, Any]:
+    found = [one for one in patch.get("variant", []) if release in one["releases"]]
+    return {key: value for one in found for key, value in one.items() if key != "releases"}
+
+
+def proposed(committed: Path, package: str, version: str, previous: str) -> dict[str, Any]:
+    """What a command can know of a release: what is said of one with the same code, else of the one before."""
+    patch = tomllib.loads(committed.read_text("utf-8"))
+    codes = codes_of((committed.parent / "patch.lock").read_text("utf-8"), patch["package"])
+    own = codes.get((package, version))
+    alike = [release for (of, release), code in codes.items() if of == package and release != version and code == own]
+    return said_of(patch, alike[-1] if alike else previous)
 
 
 @pytest.mark.parametrize("package", ["vllm", "lmcache"])
@@ -101,10 +109,9 @@ def test_the_newest_release_comes_back(package: str, copy: Path) -> None:
         came = file.read_text("utf-8")
         committed = (ROOT / file.relative_to(copy)).read_text("utf-8")
         if file.name == "patch.toml":
-            patch = tomllib.loads(committed)
-            if package not in packages_of(patch) or "diff" in patch:
-                continue
-            assert tomllib.loads(came) == proposed(patch, package, newest, previous), file.parent.name
+            if tomllib.loads(committed)["package"] == package and "diff" not in tomllib.loads(committed):
+                wanted = proposed(ROOT / file.relative_to(copy), package, newest, previous)
+                assert said_of(tomllib.loads(came), newest) == wanted, file.parent.name
         elif file.name == "releases.toml":
             assert came == committed
         else:
@@ -130,7 +137,7 @@ def test_what_the_release_tests_do_not_bear_out_is_taken_back(copy: Path) -> Non
     for name, holds in ((first, "True"), (second, f"release != {newest!r}")):
         file = copy / "tests/releases" / f"test_{name.replace('-', '_')}.py"
         file.write_text(CASE.format(name=name, holds=holds), "utf-8")
-    files = {name: copy / "patches" / name.replace("-", "_") / "patch.toml" for name in (first, second)}
+    files = {name: copy / "patches" / name.replace("-", "_") / "patch.lock" for name in (first, second)}
     before = {name: file.read_text("utf-8") for name, file in files.items()}
     done = python(copy, DRIVE, "vllm", newest)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -28,10 +27,7 @@ from vllm_livepatch.tools.commands import matrix
 from vllm_livepatch.tools.commands.matrix import Cell, Matrix
 from vllm_livepatch.tools.compatibility import check as checking
 from vllm_livepatch.tools.compatibility.drift import drift
-from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import registry
-from vllm_livepatch.tools.toml import tomllib
-from vllm_livepatch.tools.upkeep import catalogue_edits
 
 from tests.unit.local_index import LocalIndex, make_wheel, serving
 from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, Cli, Sandbox
@@ -345,56 +341,3 @@ def test_the_matrix_has_a_row_for_each_package() -> None:
         "| `some-patch` | engine | **1.0** | on |",
         "| `some-patch` | cache, relied on | **0.5** |  |",
     )
-
-
-# A new release of the second package, in the data.
-
-TEXT = """title = "t"
-package = "engine"
-targets = ["engine.a:A.f"]
-calls = ["cache.tracker:Tracker.hit", "cache.locks:free"]
-
-[code]
-"engine.a:A.f" = "0000000000000000"
-"cache.locks:free" = "1111111111111111"
-
-[[variant]]
-releases = ["1.0"]
-[variant.code]
-
-[[companion]]
-releases = ["0.4", "0.5"]
-package = "cache"
-[companion.code]
-"cache.tracker:Tracker.hit" = "2222222222222222"
-"""
-
-
-def written(tracker: str | None, locks: str | None, version: str = "0.6") -> tuple[Patch, str]:
-    patch = to_patch("p", tomllib.loads(TEXT))
-    found = Installed(None, {TARGET: None, HIT: tracker, LOCKS: locks}, companions={"cache": version})
-    text, done = catalogue_edits.added(TEXT, patch, "cache", found, version, "0.5")
-    assert text.count('"cache.locks:free" = "1') == 1  # what all have is said once
-    return to_patch("p", tomllib.loads(text)), done
-
-
-def test_a_release_joins_its_companion() -> None:
-    patch, done = written("2" * 16, "1" * 16)
-    assert done == "joins a companion"
-    assert [form.releases for form in patch.companions["cache"]] == [("0.4", "0.5", "0.6")]
-
-
-@pytest.mark.parametrize(("tracker", "locks"), [("3" * 16, "1" * 16), ("2" * 16, "3" * 16), ("3" * 16, None)])
-def test_a_release_of_other_code_is_a_companion_of_its_own(tracker: str, locks: str | None) -> None:
-    patch, done = written(tracker, locks)
-    assert done.startswith("a new companion, proposed: cache 0.6")
-    assert patch.companions["cache"][-1].releases == ("0.6",)
-    assert dict(patch.companions["cache"][-1].code) == {HIT: tracker, **({LOCKS: locks} if locks else {})}
-    assert patch.variants == to_patch("p", tomllib.loads(TEXT)).variants
-
-
-def test_a_release_that_nothing_is_near_is_for_a_person() -> None:
-    patch = dataclasses.replace(to_patch("p", tomllib.loads(TEXT)), companions={"cache": ()})
-    found = Installed(None, {TARGET: None, HIT: "3" * 16, LOCKS: None}, companions={"cache": "0.6"})
-    with pytest.raises(UserError, match="by hand"):
-        catalogue_edits.added(TEXT, patch, "cache", found, "0.6", "0.5")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from vllm_livepatch.sitecustomize import guard
+from vllm_livepatch.sitecustomize.context import PatchContext
 
 from tests.unit.support import AROUND, Sandbox
 
@@ -165,3 +169,61 @@ def test_what_no_wrapper_can_stand_for_is_refused_and_nothing_applied(sandbox: S
     assert (reported["state"], reported["reason"]) == ("failed", "unwrappable")
     assert reported["detail"] == f"{SCHEDULER}:Scheduler.odd is a {name}, which no wrapper can stand for"
     assert done.lines[1:] == [f"vllm-livepatch: around is not applied (unwrappable): {reported['detail']}"]
+
+
+def context() -> PatchContext:
+    return PatchContext("around", {}, {}, lambda: None)
+
+
+class Old:
+    """Wrappers in the form of before."""
+
+    def around(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return "around", wrapped(*args, **kwargs), args, kwargs
+
+    def look(self, instance: Any, args: Any, kwargs: Any) -> None:
+        self.seen = args, kwargs
+
+    def answered(self, instance: Any, args: Any, kwargs: Any, given: Any) -> None:
+        self.seen = args, kwargs, given
+
+    def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return self.around(wrapped, instance, args, kwargs)
+
+
+def test_the_form_of_before_is_still_taken() -> None:
+    old = Old()
+
+    class Target:
+        def step(self, number: int, again: bool = False) -> int:
+            return number + 1
+
+        @staticmethod
+        def made(number: int) -> int:
+            return number
+
+    for wrapper in (old, old.around, Old.around.__get__(old)):
+        made = guard.in_place_of(Target.step, wrapper, context(), "module:Target.step")
+        assert made(Target(), 1, again=True) == ("around", 2, (1,), {"again": True})
+    static = guard.in_place_of(Target.__dict__["made"], old, context(), "module:Target.made")
+    assert static.__func__(1) == ("around", 1, (1,), {})
+    assert guard.in_place_of(Target.step, guard.Before(old.look), context(), "module:Target.step")(Target(), 1) == 2
+    assert old.seen == ((1,), {})
+    guard.in_place_of(Target.step, guard.After(old.answered), context(), "module:Target.step")(Target(), 1)
+    assert old.seen == ((1,), {}, 2)
+    assert guard.around(Target().step, old, context(), "step")(3) == ("around", 4, (3,), {})
+
+
+def test_python_binds_what_a_wrapper_names() -> None:
+    class Target:
+        def step(self, number: int, again: bool = False) -> Any:
+            return number, again
+
+    def step(original: Any, target: Any, number: Any, *rest: Any, **named: Any) -> Any:
+        return original(number + 1, *rest, **named)
+
+    made = guard.in_place_of(Target.step, step, context(), "module:Target.step")
+    assert made(Target(), 1) == made(Target(), number=1) == (2, False)
+    assert made(Target(), 1, True) == made(Target(), again=True, number=1) == (2, True)
+    bound = guard.around(Target().step, step, context(), "step")
+    assert bound(number=1, again=True) == (2, True)

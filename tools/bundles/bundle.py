@@ -16,12 +16,13 @@ from vllm_livepatch import sitecustomize
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.tools import bundled
 from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
-from vllm_livepatch.tools.bundles import sbom
+from vllm_livepatch.tools.bundles import patch_lock, sbom
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.bundles.placing import write_directory
 from vllm_livepatch.tools.errors import UserError
 
 PACKAGE = "_vllm_livepatch"
+_FACTS = ("patch.toml", patch_lock.NAME)  # what the catalogue holds
 _TARGETS, _FINDING, _GENERATION = "\nTARGETS = {}  #", '\nFINDING = ""  #', b'GENERATION = ""  #'
 
 
@@ -100,7 +101,7 @@ def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
     for item in entries.values():
         files[f"patches/{item.folder.name}/__init__.py"] = b""
         for source in sorted(item.folder.rglob("*")):
-            if source.is_file() and "__pycache__" not in source.parts and source.name != "patch.toml":
+            if source.is_file() and "__pycache__" not in source.parts and source.name not in _FACTS:
                 files[f"patches/{item.folder.name}/{source.relative_to(item.folder).as_posix()}"] = source.read_bytes()
     catalogue = {
         "version": version(),

@@ -12,6 +12,7 @@ from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools.bundled.naming import known
+from vllm_livepatch.tools.bundles import patch_lock
 from vllm_livepatch.tools.diffs import reading
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.toml import tomllib
@@ -21,7 +22,7 @@ KEEPS_APART = "compile-cache-key"
 
 @dataclass(frozen=True)
 class Entry:
-    """One patch folder: where it is, its facts as written, and as checked."""
+    """One patch folder: where it is, what its two files say, and the same checked."""
 
     folder: Path
     facts: dict[str, Any]
@@ -64,9 +65,9 @@ def read(folder: Path) -> Entry:
     name = folder.name.replace("_", "-")
     file = folder / "patch.toml"
     try:
-        facts = tomllib.loads(file.read_text("utf-8"))
+        facts = patch_lock.read(folder)
         patch = to_patch(name, facts)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError, UserError) as error:
         raise UserError(f"{file}: {str(error).splitlines()[0]}") from error
     code = patch.diff or "wrappers.py"
     if not (folder / code).is_file():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tomli_w
+from vllm_livepatch.tools.bundles import patch_lock
 from vllm_livepatch.tools.diffs.judging import Judged
 from vllm_livepatch.tools.diffs.reading import Diff
 from vllm_livepatch.tools.errors import UserError
@@ -26,16 +27,9 @@ def folder_of(name: str, out: Path) -> Path:
 def write(diff: Diff, name: str, origin: str, judged: Sequence[Judged], out: Path) -> Path:
     """Write OUT/name_with_underscores/ whole or not at all. Raises UserError."""
     folder = folder_of(name, out)
-    variants: list[dict[str, object]] = []
-    for item in judged:
-        same = [entry for entry in variants if entry["code"] == item.code and entry["verdict"] == item.verdict]
-        if item.verdict == "drifted":
-            continue
-        if same:
-            same[0]["releases"].append(item.release)  # type: ignore[attr-defined]
-        else:
-            entry = {"releases": [item.release], "verdict": item.verdict, "applies": item.verdict == "needed"}
-            variants.append({**entry, "code": item.code})
+    known = [item for item in judged if item.verdict != "drifted"]
+    forms = patch_lock.grouped({(diff.package, item.release): item.code for item in known})
+    have_it = [item.release for item in known if item.verdict != "needed"]
     facts = {
         "title": f"The diff {origin}",
         "package": diff.package,
@@ -49,8 +43,9 @@ def write(diff: Diff, name: str, origin: str, judged: Sequence[Judged], out: Pat
             "set_aside": [f"{path}: {why}" for path, why in diff.aside],
             "drifted": [f"{item.release}: {item.detail}" for item in judged if item.verdict == "drifted"],
         },
-        "variant": variants,
+        "variant": [{"releases": have_it, "verdict": "fixed-upstream", "applies": False}] if have_it else [],
     }
+    names = list(dict.fromkeys(name for item in known for name in item.code))
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=out) as temporary:
@@ -58,6 +53,7 @@ def write(diff: Diff, name: str, origin: str, judged: Sequence[Judged], out: Pat
             new.mkdir()
             (new / "change.diff").write_text(diff.text, "utf-8", newline="\n")
             (new / "patch.toml").write_text(tomli_w.dumps(facts, multiline_strings=True), "utf-8")
+            (new / patch_lock.NAME).write_text(patch_lock.written(forms, diff.package, names), "utf-8")
             new.rename(folder)
     except OSError as error:
         raise UserError(f"the patch cannot be written to {folder}: {error.strerror or error}") from error

@@ -1,7 +1,7 @@
 """A new release of vLLM or LMCache, in one command: `python -m vllm_livepatch.tools.upkeep.newrelease vllm==0.34.0`.
 
 For a checkout. Fetches the release's sources, prints every patch's verdict and what drifted, writes the pin
-(tools/releases/releases.toml), the variants (patches/*/patch.toml), the release lists of the tests
+(tools/releases/releases.toml), the patches' data (patch.toml, patch.lock), the release lists of the tests
 (tests/releases/*.toml) and what a check of the newest releases reads (tools/compatibility/reads.txt), and runs the
 release tests on it. Where a patch's tests fail, what was written of it is taken back. The rest is a diff for a person
 to review. Exit 1 where tests failed.
@@ -23,13 +23,14 @@ import typer
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.tools.bundles import catalogue
-from vllm_livepatch.tools.commands import ending, rendering
+from vllm_livepatch.tools.bundles import catalogue, patch_lock
+from vllm_livepatch.tools.commands import ending, locking, rendering
 from vllm_livepatch.tools.compatibility import check as checking
 from vllm_livepatch.tools.compatibility import reads
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published, registry, releases_file, sources
 from vllm_livepatch.tools.releases.registry import Pin
+from vllm_livepatch.tools.toml import tomllib
 from vllm_livepatch.tools.upkeep import catalogue_edits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,9 +63,10 @@ def main(
     failed = drive(version, jobs)
     entries = catalogue.load()
     for name, tests in failed.items():
-        file = entries[name].folder / "patch.toml" if name in entries else None
-        if file is not None and file in written.before:
-            releases_file.write(file, written.before[file])
+        for file in ("patch.toml", patch_lock.NAME) if name in entries else ():
+            place = entries[name].folder / file
+            if place in written.before:
+                releases_file.write(place, written.before[place])
         console.print(f"{name}: not as expected, for a person to look at: {', '.join(tests)}", style="red")
     console.print("review: git diff; then the pages: docs/contributing.md#the-figures-and-the-pages", soft_wrap=True)
     if failed:
@@ -103,12 +105,8 @@ def write(package: str, version: str) -> Written:
     tree = published.tree(package, version)
     for name, entry in catalogue.load().items():
         if package in entry.patch.packages and not entry.patch.diff:
-            file = entry.folder / "patch.toml"
-            found = installed.look(entry.patch, tree)
-            text, done[name] = catalogue_edits.added(
-                catalogue_edits.read(file), entry.patch, package, found, version, older[-1]
-            )
-            texts.append((file, text))
+            said, locked, done[name] = in_folder(entry, package, version, older[-1], tree)
+            texts += [(entry.folder / "patch.toml", said), (entry.folder / patch_lock.NAME, locked)]
     for file in sorted((ROOT / TESTS).glob("*.toml")):
         texts.append((file, catalogue_edits.with_release(catalogue_edits.read(file), version, older[-1])))
     pin = Pin(package, version, wheel.name, wheel.sha256, digest)
@@ -116,6 +114,33 @@ def write(package: str, version: str) -> Written:
     for file, text in [*texts, (registry.PINS_FILE, pins)]:
         replace(file, text)
     return Written(before, done)
+
+
+def in_folder(
+    entry: catalogue.Entry, package: str, version: str, previous: str, tree: installed.Tree
+) -> tuple[str, str, str]:
+    """A patch's two files with the release `version` of one of its packages, and what was done in a few words.
+
+    Code that a listed release has: what is said of that one holds of this one. Code that none has: what is said of the
+    release `previous`, for a person to judge. Raises UserError.
+    """
+    patch, own = entry.patch, package == entry.patch.package
+    said, locked = (catalogue_edits.read(entry.folder / file) for file in ("patch.toml", patch_lock.NAME))
+    forms = patch_lock.forms_of(tomllib.loads(locked), patch.package)
+    if any(form.package == package and version in form.releases for form in forms):
+        return said, locked, "listed already"
+    code = locking.of_release(patch, tree, package)
+    if own and not code:
+        return said, locked, "not present, nothing to write"
+    alike = [form.releases for form in forms if form.package == package and dict(form.code) == code]
+    done = f"the code of {alike[0][-1]}" if alike else f"new code, proposed to be as {previous}: a person judges"
+    if own:
+        said = catalogue_edits.said_of_too(said, version, alike[0] if alike else [previous])
+    return (
+        said,
+        patch_lock.written(patch_lock.with_code(forms, package, version, code), patch.package, patch.names),
+        done,
+    )
 
 
 def drive(version: str, jobs: int) -> dict[str, list[str]]:

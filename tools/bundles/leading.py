@@ -1,0 +1,82 @@
+"""What a wrapper reads of its target's parameters: it names the leading ones, in their order, and forwards the rest.
+
+Python binds them when the target is called, by the wrapper's names. So these have to be the target's own: under another
+name, what a caller gives by keyword would not arrive, and nobody would see it until then.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from typing import Any
+
+from vllm_livepatch.sitecustomize import fingerprint, guard, settings
+from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.sitecustomize.decision import Patch, Variant, module_of
+from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.tools.errors import UserError
+
+
+def made(folder: Path, patch: Patch, variant: Variant | None = None) -> dict[str, Any]:
+    """The wrappers that a patch's code makes for a form of the code. Runs that code. Raises UserError."""
+    options = settings.read([patch], {}).options[patch.name]
+    context = PatchContext(patch.name, options, {} if variant is None else variant.facts, lambda: None)
+    try:
+        return dict(_module(folder).wrappers(context))
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{folder}: its code makes no wrappers: {type(error).__name__}: {error}") from error
+
+
+def _module(folder: Path) -> Any:
+    """The folder's `wrappers`, with what it imports of its own."""
+    name = "_patch_" + hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+    if name not in sys.modules:
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder.absolute())]
+        sys.modules[name] = module_from_spec(spec)
+    return importlib.import_module(f"{name}.wrappers")
+
+
+def misread(wrappers: Mapping[str, Any], tree: Tree) -> Iterator[str]:
+    """Where a wrapper's parameters are not those of its target as the tree has it, a sentence each."""
+    modules = {module: tree.source(module) for module in dict.fromkeys(map(module_of, wrappers))}
+    for target, wrapper in wrappers.items():
+        source = modules[module_of(target)]
+        node = None if source is None else fingerprint.find(fingerprint.parsed(source), target.partition(":")[2])
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            why = _differs(wrapper, node, "." in target.partition(":")[2])
+            if why:
+                yield f"{target}: {why}"
+
+
+def _differs(wrapper: Any, node: ast.FunctionDef | ast.AsyncFunctionDef, in_class: bool) -> str:
+    if isinstance(wrapper, guard.Shortcut):
+        wrapper = wrapper.wrapper
+    looks = isinstance(wrapper, (guard.Before, guard.After))
+    function: Callable[..., Any] = wrapper.look if looks else wrapper
+    if guard.spread(function) is not function:
+        return ""  # the form of before: it takes them apart by itself
+    parameters = list(inspect.signature(function).parameters.values())
+    if not isinstance(wrapper, guard.Before):
+        parameters = parameters[1:]  # `original`, or `answer`
+    kinds = {one.kind for one in parameters}
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    own = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+    decorators = {getattr(one, "id", "") for one in node.decorator_list}
+    if in_class and "staticmethod" not in decorators:
+        names, own = names[1:], own[1:]  # the instance, under a better name than `self`
+    if names != own[: len(names)]:
+        return f"its wrapper names {', '.join(names)}, and its parameters begin with {', '.join(own) or 'nothing'}"
+    whole = len(names) == len(own) and not (node.args.vararg or node.args.kwonlyargs or node.args.kwarg)
+    if not whole and not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        return "its wrapper does not forward the rest: it ends with *rest, **named"
+    if whole and names and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return "its wrapper does not forward what a later release adds: it ends with *rest, **named"
+    return ""
