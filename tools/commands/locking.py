@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from vllm_livepatch.sitecustomize import cache, installed
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
@@ -114,7 +115,7 @@ def asked_for(
     return trees
 
 
-def _said(folder: Path) -> tuple[dict[str, object], Patch]:
+def _said(folder: Path) -> tuple[dict[str, Any], Patch]:
     """What patch.toml says, and the patch without its code. Raises UserError."""
     file = folder / "patch.toml"
     name = folder.name.replace("_", "-")
