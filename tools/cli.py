@@ -17,7 +17,7 @@ from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, placing
 from vllm_livepatch.tools.bundles import guard as guards
-from vllm_livepatch.tools.commands import checking, ending, locking, monitor, rendering, waiting
+from vllm_livepatch.tools.commands import checking, ending, locking, monitor, rendering, scaffold, waiting
 from vllm_livepatch.tools.commands import from_diff as diffing
 from vllm_livepatch.tools.commands import matrix as matrices
 from vllm_livepatch.tools.errors import UserError
@@ -199,6 +199,40 @@ def lock(
         asked = locking.asked_for(folder, release or (), python, site_packages)
         for line in locking.lock(folder, asked):
             command.say(line)
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The patch's: small letters, digits, hyphens.")],
+    target: Annotated[
+        list[str], typer.Option("--target", metavar="MODULE:QUALNAME", help="What is to be wrapped; repeatable.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the patch's folder goes.")] = Path(),
+    release: Annotated[
+        str | None, typer.Option("--release", metavar="PKG==VERSION", help="Whose code it is; the newest otherwise.")
+    ] = None,
+    site_packages: Annotated[
+        Path | None, typer.Option("--site-packages", metavar="DIR", help="What is installed there instead.")
+    ] = None,
+) -> None:
+    """A patch's folder to begin with: patch.toml, and wrappers that change nothing. `lock` is next."""
+    tree = checking.tree_of(target, release, site_packages)
+    folder = scaffold.new(name, target, out, tree)
+    command.say(f"{folder}: say in patch.toml what it is, in wrappers.py what it does; then")
+    asked = f"--site-packages {site_packages}" if site_packages else f"--release {getattr(tree, 'version', 'VERSION')}"
+    command.say(f"  vllm-livepatch lock {folder} {asked}")
+    command.say(f"  vllm-livepatch ready {folder}")
+
+
+@app.command()
+def ready(place: Annotated[Path, typer.Argument(metavar="DIR", help="A patch's folder, or a directory.")]) -> None:
+    """What a patch's folder still lacks before it can be shipped. Exit 1 where something is missing."""
+    found = {folder: scaffold.missing(folder) for folder in locking.folders(place)}
+    for folder, lacking in found.items():
+        for sentence in lacking or ["ready"]:
+            command.say(f"{folder.name.replace('_', '-')}: {sentence}")
+    if any(found.values()):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -35,13 +35,21 @@ def made(folder: Path, patch: Patch, variant: Variant | None = None) -> dict[str
 
 
 def _module(folder: Path) -> Any:
-    """The folder's `wrappers`, with what it imports of its own."""
-    name = "_patch_" + hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+    """The folder's `wrappers`, with what it imports of its own, as its files are now. Nothing is written there."""
+    digest = hashlib.sha256(str(folder.absolute()).encode())
+    for file in sorted(folder.glob("*.py")):
+        digest.update(file.read_bytes())
+    name = f"_patch_{digest.hexdigest()[:16]}"
     if name not in sys.modules:
         spec = ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder.absolute())]
         sys.modules[name] = module_from_spec(spec)
-    return importlib.import_module(f"{name}.wrappers")
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        importlib.invalidate_caches()
+        return importlib.import_module(f"{name}.wrappers")
+    finally:
+        sys.dont_write_bytecode = writes
 
 
 def misread(wrappers: Mapping[str, Any], tree: Tree) -> Iterator[str]:

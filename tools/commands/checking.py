@@ -20,6 +20,8 @@ from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import rendering
 from vllm_livepatch.tools.compatibility import check, pairs
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.releases import published, registry
+from vllm_livepatch.tools.releases.sources import SourcesError
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,23 @@ def find(question: Question) -> Answer:
     described = pair.described(None if question.diff else lambda problem: "") if pair else None
     unusable = verdicts.unusable([entry.patch for entry in entries.values()], os.environ)
     return Answer(packages, answers, described, _unmet(required, answers), unserved, unusable)
+
+
+def tree_of(targets: Sequence[str], release: str | None, site_packages: Path | None) -> installed.Tree:
+    """The code of one release, or of a directory, for targets of one package. Raises UserError."""
+    package = targets[0].partition(":")[0].partition(".")[0]
+    if release is not None and site_packages is not None:
+        raise UserError("--release and --site-packages exclude each other")
+    if site_packages is not None:
+        return check.directory_tree(site_packages, [package])
+    patches = [entry.patch for entry in catalogue.load().values()]
+    pinned = registry.pins(package)
+    asked = release or (f"{package}=={pinned[-1].version}" if pinned else package)
+    try:
+        name, _, version = asked.partition("==")
+        return published.tree(name, version) if version else next(iter(check.released([asked], [], patches).values()))
+    except SourcesError as error:
+        raise UserError(str(error)) from error
 
 
 def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[str, ...]:

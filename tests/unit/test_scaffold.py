@@ -1,0 +1,97 @@
+"""`new` and `ready`: a patch's folder from nothing to what can be shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.support import STEP, USE_STEP, Cli, Sandbox
+
+MODULE = "fakeengine.scheduler"
+
+
+@pytest.fixture
+def out(sandbox: Sandbox) -> Path:
+    source = """
+class Scheduler:
+    def step(self, number, *, also=None):
+        return [number]
+    async def later(self, number, again=False): ...
+    @staticmethod
+    def made(config): ...
+    limit = 3
+def begin(config): ...
+"""
+    sandbox.write({"fakeengine/scheduler.py": source})
+    return sandbox.patches
+
+
+def made(cli: Cli, sandbox: Sandbox, *targets: str, name: str = "my-fix") -> int:
+    named = [word for target in targets for word in ("--target", target)]
+    return cli("new", name, *named, "--out", str(sandbox.patches), "--site-packages", str(sandbox.site)).code
+
+
+def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    targets = [STEP, f"{MODULE}:Scheduler.later", f"{MODULE}:Scheduler.made", f"{MODULE}:begin"]
+    assert made(cli, sandbox, *targets) == 0
+    folder = out / "my_fix"
+    text = (folder / "wrappers.py").read_text("utf-8")
+    assert "def step(original: Any, instance: Any, number: Any, *rest: Any, **named: Any) -> Any:" in text
+    assert "async def later(original: Any, instance: Any, number: Any, *rest" in text
+    assert "return await original(number, *rest, **named)" in text
+    assert "def made(original: Any, config: Any, *rest" in text
+    assert "def begin(original: Any, config: Any, *rest" in text
+    done = cli("ready", str(folder))
+    assert done.code == 1
+    lacks = [line.partition(": ")[2] for line in done.out.splitlines()]
+    assert [line for line in lacks if line.startswith("patch.toml does not say")] == [
+        f"patch.toml does not say: {key}" for key in ("title", "symptom", "why", "change", "origin")
+    ]
+    assert any(line.startswith("there is no patch.lock: ") for line in lacks)
+    assert cli("lock", str(folder), "--site-packages", str(sandbox.site)).code == 0
+    (folder / "wrappers.py").write_text(text.replace("TODO", "Steps").replace("original(number,", "original(0,", 1))
+    said = (folder / "patch.toml").read_text("utf-8").replace("TODO: ", "")
+    (folder / "patch.toml").write_text(said, "utf-8")
+    done = cli("ready", str(out))
+    assert (done.code, done.out) == (0, "my-fix: ready\n")
+    sandbox.generate()
+    assert sandbox.python(USE_STEP).out == "[0]\n"
+    assert sandbox.reported("my-fix")["state"] == "applied"
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        (f"{MODULE}:Scheduler.stepp", "has no Scheduler.stepp; did you mean Scheduler.step?"),
+        (f"{MODULE}:Scheduler.limit", "is no function"),
+        ("fakeengine.nowhere:x", "there is no module fakeengine.nowhere"),
+        ("fakeengine.scheduler", "is not module:qualname"),
+    ],
+)
+def test_a_target_that_is_none(sandbox: Sandbox, out: Path, cli: Cli, target: str, line: str) -> None:
+    place = ["--out", str(out), "--site-packages", str(sandbox.site)]
+    done = cli("new", "my-fix", "--target", STEP, "--target", target, *place)
+    assert done.code == 2
+    assert line in done.err
+    assert not (out / "my_fix").exists()
+
+
+def test_names_that_are_taken_or_none(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    assert made(cli, sandbox, STEP, name="failed-loads") == 2
+    assert made(cli, sandbox, STEP, name="My Fix") == 2
+    assert made(cli, sandbox, STEP, name="my_fix") == 0
+    assert made(cli, sandbox, STEP) == 2
+
+
+def test_what_is_counted_and_wrapped_is_looked_at(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    assert made(cli, sandbox, STEP) == 0
+    folder = out / "my_fix"
+    assert cli("lock", str(folder), "--site-packages", str(sandbox.site)).code == 0
+    text = (folder / "wrappers.py").read_text("utf-8")
+    (folder / "wrappers.py").write_text(
+        text.replace("        return original", '        livepatch.count("odd")\n        return original')
+    )
+    assert "what the counter odd means" in cli("ready", str(folder)).out
+    (folder / "wrappers.py").write_text(text.replace(f'"{STEP}"', f'"{MODULE}:begin"'))
+    assert f"wraps other targets than patch.toml names: {STEP}, {MODULE}:begin" in cli("ready", str(folder)).out

@@ -1,0 +1,194 @@
+"""`new`: a patch's folder to begin with. `ready`: what a folder still lacks."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from vllm_livepatch.sitecustomize import fingerprint
+from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
+from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.tools.bundles import catalogue, leading, patch_lock
+from vllm_livepatch.tools.diffs.folder import folder_of
+from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.releases import published
+from vllm_livepatch.tools.releases.sources import SourcesError
+
+TODO = "TODO"
+_TOLD = ("symptom", "why", "change", "origin", "threads")
+"""What `about` says of a patch to those who look for it."""
+
+_TOML = """title = "{todo}: what is so with this patch, in one line"
+package = "{package}"
+targets = [
+{targets}
+]
+
+[about]
+symptom = "{todo}: what a user sees, with the words of the log"
+why = "{todo}: what goes wrong, in which code"
+change = "{todo}: what this patch does about it"
+origin = "{todo}: who found it, where"
+threads = []
+"""
+
+_FUNCTION = """
+    {prefix}def {name}({parameters}) -> Any:
+        {answer}
+"""
+
+
+def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
+    """Write OUT/name_with_underscores/ for these targets as the tree has them. Raises UserError, and writes nothing."""
+    name = name.replace("_", "-")
+    folder = folder_of(name, out)
+    if name in catalogue.load():
+        raise UserError(f"{name} is a patch that comes with vllm-livepatch: give yours another name")
+    package = module_of(targets[0]).partition(".")[0]
+    try:
+        to_patch(name, {"title": TODO, "package": package, "targets": list(targets)})
+    except PatchError as error:
+        raise UserError(str(error)) from error
+    functions, entries, used = [], [], set[str]()
+    for target in targets:
+        node = _found(tree, target)
+        called = target.rpartition(".")[2].rpartition(":")[2].strip("_") or "wrapper"
+        while called in used:
+            called += "_"
+        used.add(called)
+        functions.append(_function(node, called, "." in target.partition(":")[2]))
+        entries.append(f'        "{target}": {called},')
+    code = [
+        f'"""{TODO}: what is so with this patch, in one line."""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from collections.abc import Mapping",
+        "from typing import Any",
+        "",
+        "",
+        "def wrappers(livepatch: Any) -> Mapping[str, Any]:",
+        '    """What is to stand at each target. `livepatch` has options, facts, count() and say()."""',
+        *functions,
+        "    return {",
+        *entries,
+        "    }",
+        "",
+    ]
+    listed = "\n".join(f'    "{target}",' for target in targets)
+    files = {
+        "patch.toml": _TOML.format(todo=TODO, package=package, targets=listed),
+        "wrappers.py": "\n".join(code),
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=out) as temporary:
+            made = Path(temporary, folder.name)
+            made.mkdir()
+            for file, text in files.items():
+                (made / file).write_text(text, "utf-8")
+            made.rename(folder)
+    except OSError as error:
+        raise UserError(f"the patch cannot be written to {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def _found(tree: Tree, target: str) -> ast.AST:
+    """The target's definition. Raises UserError, which names what is near."""
+    module, _, qualname = target.partition(":")
+    try:
+        source = tree.source(module)
+    except SourcesError as error:
+        raise UserError(str(error)) from error
+    if source is None:
+        raise UserError(f"there is no module {module}")
+    parsed = fingerprint.parsed(source)
+    node = fingerprint.find(parsed, qualname)
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return node
+    if node is not None:
+        raise UserError(f"{target} is no function: a wrapper stands for functions and methods")
+    near = difflib.get_close_matches(qualname, _functions(parsed), 1)
+    raise UserError(f"{module} has no {qualname}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _functions(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        front = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        yield from (front + one.name for one in inner if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def _function(node: ast.AST, name: str, in_class: bool) -> str:
+    """A wrapper that changes nothing, with the parameters that its target has no default for."""
+    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    own = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+    own = own[: len(own) - len(node.args.defaults)]
+    first: list[str] = []
+    if in_class and "staticmethod" not in {getattr(one, "id", "") for one in node.decorator_list}:
+        first, own = ["instance"], own[1:]
+    given = [*own, "*rest", "**named"]
+    parameters = [*(f"{one}: Any" for one in ("original", *first, *own)), "*rest: Any", "**named: Any"]
+    awaited = isinstance(node, ast.AsyncFunctionDef)
+    return _FUNCTION.format(
+        prefix="async " if awaited else "",
+        name=name,
+        parameters=", ".join(parameters),
+        answer=f"return {'await ' if awaited else ''}original({', '.join(given)})",
+    )
+
+
+def missing(folder: Path) -> list[str]:
+    """What a patch's folder lacks, a sentence each. Raises UserError where it cannot be read at all."""
+    entry = catalogue.read(folder)
+    patch, found = entry.patch, list[str]()
+    told = {"title": patch.title, **{key: patch.about.get(key) for key in _TOLD}}
+    for key, value in told.items():
+        if value is None or (isinstance(value, str) and (not value.strip() or value.startswith(TODO))):
+            found.append(f"patch.toml does not say: {key}")
+    if patch.diff:
+        return found
+    text = (folder / "wrappers.py").read_text("utf-8")
+    if TODO in text:
+        found.append(f"wrappers.py still has a {TODO}")
+    counted = set(re.findall(r"livepatch\.count\(\s*[\"']([a-z_]+)[\"']", _code(folder)))
+    for kind in sorted(counted - set(patch.about.get("counters", {}))):
+        found.append(f"patch.toml does not say what the counter {kind} means, in [about.counters]")
+    if not (folder / patch_lock.NAME).is_file() and not patch.variants:
+        return [
+            *found,
+            f"there is no {patch_lock.NAME}: vllm-livepatch lock {folder} --release {patch.package}==VERSION",
+        ]
+    return [*found, *_out_of_date(patch), *_misread(folder, patch)]
+
+
+def _code(folder: Path) -> str:
+    return "\n".join(file.read_text("utf-8") for file in sorted(folder.glob("*.py")))
+
+
+def _out_of_date(patch: Patch) -> Iterator[str]:
+    forms = [form for package in patch.packages for form in patch.forms(package)]
+    for name in patch.names:
+        if not any(name in form.code for form in forms):
+            yield f"no release in {patch_lock.NAME} has {name}: a slip, or it is to be locked again"
+
+
+def _misread(folder: Path, patch: Patch) -> Iterator[str]:
+    for variant in patch.variants:
+        if variant.applies and variant.verdict != "not-present":
+            wrappers = leading.made(folder, patch, variant)
+            lacking = sorted(set(variant.code) & set(patch.targets) - wrappers.keys())
+            if lacking or not wrappers.keys() <= set(patch.targets):
+                others = sorted(wrappers.keys() - set(patch.targets))
+                yield f"wrappers.py wraps other targets than patch.toml names: {', '.join([*lacking, *others])}"
+                return
+            try:
+                tree = published.tree(patch.package, variant.releases[-1])
+                yield from (f"{variant.releases[-1]}: {why}" for why in leading.misread(wrappers, tree))
+            except SourcesError:  # a nightly: `lock` has looked at it
+                continue
