@@ -114,12 +114,13 @@ class Patch:
 class Installed:
     """What is installed of one patch's packages: the release, and the fingerprints of the names the patch is about."""
 
-    release: str | None  # None: the package does not say
+    release: str | None  # None: the package does not say, or is not there
     code: Mapping[str, str | None]  # None: no such module, or no such name in it
     rocm: bool = False  # torch is built for ROCm; looked up only for patches whose `auto` asks
     companions: Mapping[str, str | None] = field(default_factory=dict)  # releases of those that are installed
     replaced: Mapping[str, str | None] = field(default_factory=dict)  # what diffs changed of `code`, as it came
     unknown: Mapping[str, str] = field(default_factory=dict)  # modules of which `code` is UNKNOWN, a sentence each
+    there: bool = True  # whether the package is installed at all
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     """The one decision. The code's fingerprint comes first, the release number second."""
     verdict, detail, variant = judge(patch, installed)
     toggle = environment.toggles.get(patch.name, "auto")
-    needs = verdict != "drifted" or _needed_before(patch, installed.release)
+    gone = verdict == "drifted" and is_gone(patch, installed)
+    needs = verdict != "drifted" or _needed_before(patch, installed.release, not gone)
     if verdict == "drifted" and installed.replaced and toggle not in ("on", "force"):
         came, why, form = judge(patch, replace(installed, code={**installed.code, **installed.replaced}))
         if came in ("fixed-upstream", "not-present"):  # it was not needed, whatever a diff made of the code since
@@ -183,7 +185,7 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         where = {"rocm": " outside ROCm", "traced": " where no patch changes traced code"}.get(patch.auto, "")
         why = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
         return Decision(verdict, False, False, "optional", why, variant)
-    if verdict == "drifted" and toggle == "force":
+    if verdict == "drifted" and toggle == "force" and not gone:
         nearest = variant or (patch.variants[-1] if patch.variants else None)
         return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", nearest)
     if verdict in ("needed", "unverified"):
@@ -196,18 +198,21 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         why = f"{detail}; the newest listed release before it does not need this patch"
         why += f", {variable(patch.name)}=on asks for it"
         return Decision(verdict, False, False, "unneeded", why, variant)
-    return Decision(verdict, False, wanted, verdict, detail, variant)
+    return Decision(verdict, False, wanted, "gone" if gone else verdict, detail, variant)
 
 
-def _needed_before(patch: Patch, release: str | None) -> bool:
+def _needed_before(patch: Patch, release: str | None, unless: bool) -> bool:
     """Whether the newest listed release that is not newer than this one needs the patch.
 
-    True where none is listed, or the release says nothing of its age: then nothing speaks against the fault.
+    True where the release says nothing of its age, and `unless` where none so old is listed: code that is there speaks
+    for the fault.
     """
     at = _age(release)
+    if at is None:
+        return True
     listed = [(_age(name), form.verdict) for form in patch.variants for name in form.releases]
-    before = [(age, verdict) for age, verdict in listed if age is not None and at is not None and age <= at]
-    return not before or max(before, key=lambda one: one[0])[1] == "needed"
+    before = [(age, verdict) for age, verdict in listed if age is not None and age <= at]
+    return max(before, key=lambda one: one[0])[1] == "needed" if before else unless
 
 
 def _age(release: str | None) -> tuple[Any, ...] | None:
@@ -232,8 +237,14 @@ def _age(release: str | None) -> tuple[Any, ...] | None:
 def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | None]:
     """The verdict on the package that is patched alone, with its sentence, and the variant that the code matches."""
     release = f"{patch.package} {installed.release or 'of unknown release'}"
-    if all(installed.code.get(target) is None for target in patch.targets):
-        return "not-present", f"{release} has no {patch.targets[0]}", None
+    if not installed.there:
+        return "not-present", f"{patch.package} is not installed", None
+    if is_gone(patch, installed):
+        without = (form for form in patch.variants if form.verdict == "not-present")
+        known = next((form for form in without if _is_listed(installed.release, form)), None)
+        if known is not None:
+            return "not-present", f"{release} has no {patch.targets[0]}", known
+        return "drifted", f"{release} has no {patch.targets[0]}, and is no release of which that is known", None
     variant = _matched(patch, patch.package, installed)
     if variant is None:
         return "drifted", f"{release} {_drifted(patch, patch.package, installed)}", None
@@ -249,6 +260,11 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
         known = "is what the diff applies to exactly" if patch.diff else "has the fault"
         return "needed", f"{release} {known}", variant
     return "unverified", f"{release} is not listed, but its code is that of {variant.releases[-1]}", variant
+
+
+def is_gone(patch: Patch, installed: Installed) -> bool:
+    """Whether none of the patch's targets is there under the name that it had."""
+    return all(installed.code.get(target) is None for target in patch.targets)
 
 
 def judge_companion(patch: Patch, package: str, installed: Installed) -> tuple[Verdict, str, Variant | None]:
@@ -294,7 +310,7 @@ def differences(patch: Patch, package: str, form: Variant, installed: Installed)
 
 
 def _is_listed(release: str | None, form: Variant) -> bool:
-    return release is not None and public_release(release) in form.releases
+    return release is not None and not {release, public_release(release)}.isdisjoint(form.releases)
 
 
 def _drifted(patch: Patch, package: str, installed: Installed) -> str:

@@ -6,6 +6,7 @@ says something else itself: "" is that it lacks the name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,9 @@ _ENTRIES = {
     "about",
 }
 _ENTRIES |= {"diff", "added", "traced"}  # of source changes
+
+
+_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]*")
 
 
 def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
@@ -63,7 +67,7 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         strange = sorted(set(variant.code) - set(patch.names_of(patch.package)))
         if strange:
             raise PatchError(f"{subject} names {', '.join(strange)}, which is neither a target nor a call")
-        if not patch.targets_of(variant):
+        if not patch.targets_of(variant) and variant.verdict != "not-present":
             raise PatchError(f"{subject} has no target")
     for package, companions in patch.companions.items():
         names = set(patch.names_of(package))
@@ -151,6 +155,10 @@ def _texts(name: str, facts: Mapping[str, Any], entry: str) -> tuple[str, ...]:
     values = facts.get(entry, [])
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise PatchError(f"patch {name}: {entry} must be a list of texts")
+    if entry in ("releases", "read"):
+        ranges = [value for value in values if not _VERSION.fullmatch(value)]
+        if ranges:
+            raise PatchError(f"patch {name}: {entry} lists releases, one by one, and {ranges[0]!r} is none")
     return tuple(values)
 
 

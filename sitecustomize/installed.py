@@ -196,7 +196,9 @@ def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> 
     rocm = patch.auto == "rocm" and _is_rocm(tree)
     modules = dict.fromkeys(module_of(name) for name, digest in code.items() if digest == UNKNOWN)
     unknown = {module: str(tree.unknown(module)) for module in modules}
-    return Installed(release(patch.package, tree), code, rocm, companions, replaced, unknown)
+    found = release(patch.package, tree)
+    there = found is not None or tree.has(patch.package)
+    return Installed(found, code, rocm, companions, replaced, unknown, there)
 
 
 def _code(names: Sequence[str], tree: Tree, of_names: OfNames) -> dict[str, str | None]:

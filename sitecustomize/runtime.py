@@ -42,6 +42,7 @@ class Runtime:
         self._applier = Applier(self.patches, self._sources, root, self.reporter, self._decider.patch_set)
         self._looked_at = {module_of(name) for state in self.patches.all for name in state.patch.names}
         self._applied: list[PatchState] = []  # since an outermost import ended
+        self._looked_for_gone = False
 
     def begin(self) -> None:
         """Serve: this is the process's one runtime."""
@@ -81,8 +82,17 @@ class Runtime:
         if loader is not None and self._decider.modules.executing(module, loader, origin):
             self._decide_anew({module}, True)
         self._look_at_relied_on()
-        self._decider.decide(self.patches.of(module))
+        self._decider.decide([*self.patches.of(module), *self._gone()])
         self.reporter.imported()
+
+    def _gone(self) -> list[PatchState]:
+        """At the first target's import: patches of that package whose modules are all gone. No import names them."""
+        if self._looked_for_gone:
+            return []
+        self._looked_for_gone = True
+        origin = self._decider.modules.origin
+        waiting = [state for state in self.patches.all if state.decision is None and not state.patch.diff]
+        return [state for state in waiting if not any(map(origin, state.patch.modules))]
 
     def after_execution(self, module: ModuleType) -> None:
         """A target module has been executed: apply every patch whose target modules are now all there."""

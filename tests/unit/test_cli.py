@@ -165,9 +165,10 @@ def test_check_and_the_process_agree(known: Sandbox, cli: Cli, monkeypatch: pyte
         "needed": ("1.0", ""),
         "unverified": ("2.0.dev1+g0", ""),
         "drifted": ("1.0", "+ 0"),
-        "not-present": ("1.0", None),
+        "gone": ("1.0", None),
     }
-    for verdict, (release, edit) in places.items():
+    for reason, (release, edit) in places.items():
+        verdict = "drifted" if reason == "gone" else reason
         known.write({"fakeengine/_version.py": f"version = {release!r}\n"})
         text = "class Other: pass\n"
         if edit is not None:
@@ -178,6 +179,7 @@ def test_check_and_the_process_agree(known: Sandbox, cli: Cli, monkeypatch: pyte
         known.python("import fakeengine.scheduler")
         (online,) = [patch for patch in known.report()["patches"] if patch["name"] == "around"]
         assert offline["verdict"] == online["verdict"] == verdict
+        assert offline["reason"] == reason
         assert (online["detail"] or offline["detail"]) == offline["detail"]
         assert done.code == (1 if verdict == "drifted" else 0)  # 1 where a needed patch could not apply
         next(known.state.iterdir()).unlink()
@@ -371,8 +373,8 @@ def test_an_editable_engine_is_not_in_its_site_packages(known: Sandbox, cli: Cli
     """Whose code was not seen is not said to fit."""
     place = known.root / "editable"
     known.write(LEFT[left], place)
-    if not alone:
-        known.write({"lmcache/__init__.py": "", "lmcache/_version.py": "__version__ = '0.5.6'\n"}, place)
+    if not alone:  # older than every release that is listed: nothing of it is missed
+        known.write({"lmcache/__init__.py": "", "lmcache/_version.py": "__version__ = '0.1.0'\n"}, place)
     words = ["check", "--site-packages", str(place), "--no-diff", *own(known)]
     done = cli(*words)
     assert (done.code, done.out) == (2, "")

@@ -33,6 +33,7 @@ PATCH = Patch(
         Variant(OLD, ("0.20.2", "0.21.0"), facts={"which": "old"}),
         Variant(NEW, ("0.22.1", "0.23.1"), facts={"which": "new"}),
         Variant(GOOD, ("0.24.0",), verdict="fixed-upstream"),
+        Variant({}, ("0.9.0",), verdict="not-present"),
     ),
 )
 NOTHING: dict[str, str | None] = {TARGET: None, OTHER: None, CALL: None}
@@ -94,7 +95,7 @@ def test_nothing_applies_where_all_is_off(verdict: str, toggle: str) -> None:
 
 @pytest.mark.parametrize(
     ("came", "verdict", "wanted"),
-    [(GOOD, "fixed-upstream", False), (NOTHING, "not-present", False), (OLD, "drifted", True), (NEW, "drifted", True)],
+    [(GOOD, "fixed-upstream", False), (OLD, "drifted", True), (NEW, "drifted", True)],
 )
 def test_what_a_diff_changed_is_wanted_where_the_release_as_it_came_needs_it(
     came: dict[str, str | None], verdict: str, wanted: bool
@@ -217,8 +218,44 @@ def test_one_missing_name_is_drift_and_is_named(name: str) -> None:
     assert name in decision.detail
 
 
-def test_all_targets_missing_is_not_present_even_where_a_call_is_there() -> None:
-    assert decided(Installed("0.21.0", {TARGET: None, OTHER: None, CALL: "h"})).verdict == "not-present"
+GONE = {TARGET: None, OTHER: None, CALL: "h"}
+
+
+@pytest.mark.parametrize(
+    ("release", "toggle", "wanted"),
+    [
+        ("0.21.0", "auto", True),  # a vendor's build of a release that has the fault
+        ("0.23.2", "auto", True),  # the newest listed release before it needs the patch
+        ("0.25.0", "auto", False),  # that one does not
+        ("0.25.0", "on", True),
+        ("0.8.0", "auto", False),  # older than all that is listed
+        ("0.9.1", "auto", False),  # the code came later
+        (None, "auto", True),
+        ("0.23.2", "force", True),
+        ("0.23.2", "off", False),
+    ],
+)
+def test_targets_that_are_gone_are_drift_even_where_a_call_is_there(
+    release: str | None, toggle: str, wanted: bool
+) -> None:
+    decision = decided(Installed(release, GONE), toggle)
+    assert (decision.verdict, decision.apply, decision.wanted) == ("drifted", False, wanted)
+    assert TARGET in decision.detail
+    assert decision.reason == ("gone" if wanted else "off" if toggle == "off" else "unneeded")
+
+
+def test_without_the_code_are_those_releases_of_which_that_is_said() -> None:
+    assert decided(Installed("0.9.0", GONE)).verdict == "not-present"
+    assert decided(Installed("0.9.0+rocm700", GONE)).verdict == "not-present"
+    assert decided(Installed(None, GONE, there=False)).verdict == "not-present"
+    assert decided(Installed("0.9.0", OLD)).verdict == "unverified"
+
+
+def test_a_listed_local_version_matches_itself() -> None:
+    nightly = "0.29.1rc1.dev7+gabc"
+    patch = dataclasses.replace(PATCH, variants=(Variant(OLD, (nightly,)),))
+    assert decided(Installed(nightly, OLD), patch=patch).verdict == "needed"
+    assert decided(Installed("0.29.1rc1.dev7+gdef", OLD), patch=patch).verdict == "unverified"
 
 
 @pytest.mark.parametrize("toggle", ["auto", "on", "force"])
@@ -340,7 +377,8 @@ def test_a_patch_that_is_a_diff_has_sentences_of_its_own() -> None:
 
 
 def test_of_targets_that_are_not_there_the_first_is_named() -> None:
-    assert judge(PATCH, Installed("0.1", NOTHING))[1] == f"engine 0.1 has no {TARGET}"
+    assert judge(PATCH, Installed("0.9.0", NOTHING))[1] == f"engine 0.9.0 has no {TARGET}"
+    assert judge(PATCH, Installed("0.1", NOTHING))[1].startswith(f"engine 0.1 has no {TARGET}, ")
 
 
 def test_of_known_code_that_is_no_form_only_what_nobody_verified_is_named() -> None:

@@ -464,7 +464,7 @@ def test_a_diff_becomes_a_patch(tmp_path: Path, releases: Callable[..., None]) -
     assert logged[1:3] == ["vllm 1.0: drifted", "vllm 1.1: needed"]
     folder = tmp_path / "mine" / "work_twice"
     assert outcome.folder == folder
-    assert sorted(path.name for path in folder.iterdir()) == ["change.diff", "patch.toml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["change.diff", "patch.lock", "patch.toml"]
     entry = catalogue.load([tmp_path / "mine"])["work-twice"]
     assert entry.patch.targets == ("vllm.worker",)
     assert (entry.patch.diff, entry.patch.traced, entry.patch.added) == ("change.diff", True, ())

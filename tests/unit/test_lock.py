@@ -156,11 +156,11 @@ def test_without_a_release_that_has_the_code_nothing_is_written(
     assert (done.code, (folder / "patch.lock").exists()) == (2, False)
 
 
-def test_a_release_without_the_code_is_left_out(new_patch: Callable[..., Path], cli: Cli) -> None:
+def test_a_release_without_the_code_is_known_as_one(new_patch: Callable[..., Path], cli: Cli) -> None:
     folder = new_patch([])
     done = cli("lock", str(folder), "--release", "1.0", "--release", "4.0")
-    assert "fakeengine 4.0 has none of it, and is left out" in (done.out + done.err)
-    assert locked(folder) == [(("1.0",), "needed")]
+    assert "fakeengine 4.0 has none of its targets" in (done.out + done.err)
+    assert locked(folder) == [(("1.0",), "needed"), (("4.0",), "not-present")]
 
 
 def test_a_nightly_that_the_registry_does_not_have(sandbox: Sandbox, new_patch: Callable[..., Path], cli: Cli) -> None:

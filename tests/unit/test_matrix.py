@@ -18,7 +18,8 @@ from vllm_livepatch.tools.releases import registry, releases_file
 from . import local_index
 from .support import Cli
 
-PATCH = Patch("one-patch", "vllm", "One", ("vllm.a:f",), (), (Variant({"vllm.a:f": "0" * 16}, ("1.0",)),))
+FORMS = (Variant({"vllm.a:f": "0" * 16}, ("1.0",)), Variant({}, ("0.7", "0.8", "0.9"), verdict="not-present"))
+PATCH = Patch("one-patch", "vllm", "One", ("vllm.a:f",), (), FORMS)
 CELLS = {
     ("vllm", "1.0"): Cell("needed", "executed", ""),
     ("vllm", "1.1"): Cell("needed", "executed", ""),
@@ -107,6 +108,7 @@ def test_what_was_run_counts_for_the_code_that_is_known_or_where_there_is_none(m
     assert known("0.9", None) == ("not-present", "executed")
     assert known("0.8", None) == ("not-present", "executed by hand")
     assert known("0.7", None) == ("not-present", "read")
+    assert known("0.6", None) == ("drifted", "read"), "nobody listed it"
 
 
 def test_a_run_by_hand_counts_for_the_code_that_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

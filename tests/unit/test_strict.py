@@ -67,9 +67,10 @@ def test_asked_for_and_already_fixed_is_satisfied(sandbox: Sandbox, what: str, t
     sandbox.patch()
     if what == "fixed-upstream":
         fixed(sandbox)
-    sandbox.generate()
-    if what == "not-present":
+    else:
+        sandbox.patch(variant=[{"releases": ["1.0"], "verdict": "not-present", "code": {}}])
         sandbox.write({"fakeengine/scheduler.py": "class Other: pass\n"})
+    sandbox.generate()
     done = sandbox.python(IMPORT, LIVEPATCH="strict", LIVEPATCH_AROUND=toggle)
     assert (done.code, done.out, done.others) == (0, "before\nthe importer goes on\n", [])
     assert " skipped=1 failed=- " in done.greeting
@@ -132,11 +133,12 @@ def test_all_that_is_not_applied_is_named_at_one_start(sandbox: Sandbox) -> None
 )
 def test_unwanted_or_forced_ends_nothing(sandbox: Sandbox, environ: dict[str, str]) -> None:
     sandbox.patch()
-    sandbox.generate()
     if environ == {"LIVEPATCH_AROUND": "off"} or environ == {"LIVEPATCH_AROUND": "force"}:
         edit(sandbox)
-    else:  # the release has the target no more, and nobody asked for the patch
+    else:  # the release does not have the target, as is known of it
+        sandbox.patch(variant=[{"releases": ["1.0"], "verdict": "not-present", "code": {}}])
         sandbox.write({"fakeengine/scheduler.py": "class Other: pass\n"})
+    sandbox.generate()
     done = sandbox.python(IMPORT, LIVEPATCH="strict", **environ)
     assert (done.code, done.out) == (0, "before\nthe importer goes on\n")
 
@@ -277,7 +279,8 @@ def test_one_line_a_process_and_one_for_each_wanted_and_unapplied_patch(sandbox:
     sandbox.patch(
         "has-drifted", [STEP, WORK], variant=[{"releases": ["1.0"], "code": {STEP: "0" * 16, WORK: "1" * 16}}]
     )
-    sandbox.patch("is-not-there", ["fakeengine.scheduler:Other.step"])
+    absent = [{"releases": ["1.0"], "verdict": "not-present", "code": {}}]
+    sandbox.patch("is-not-there", ["fakeengine.scheduler:Other.step"], variant=absent)
     sandbox.patch("nobody-asked", auto="off")
     sandbox.generate()
     code = "import fakeengine.scheduler, importlib, fakeengine.worker\nfor _ in range(3): importlib.reload(fakeengine.worker)"

@@ -50,7 +50,7 @@ def joined(said: Mapping[str, Any], lock: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"patch.lock knows nothing of {', '.join(missing)}: vllm-livepatch lock writes it")
     read = said.get("read", [])
     variants = [
-        {**entry, "releases": releases, "code": form["code"], **_marked(read, releases)}
+        {**_absent(said, lock, form), **entry, "releases": releases, "code": form["code"], **_marked(read, releases)}
         for form in lock.get("variant", [])
         for entry, releases in _said_of(form["releases"], own)
     ]
@@ -70,6 +70,12 @@ def _said_of(releases: Sequence[str], said: Sequence[Mapping[str, Any]]) -> Iter
             rest = [release for release in rest if release not in those]
     if rest:
         yield {}, rest
+
+
+def _absent(said: Mapping[str, Any], lock: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
+    """Releases that have none of the targets do not have the code that the patch is for."""
+    code = {**lock.get("code", {}), **form["code"]}
+    return {} if any(code.get(target) for target in said.get("targets", [])) else {"verdict": "not-present"}
 
 
 def _marked(read: Iterable[str], releases: Sequence[str]) -> dict[str, Any]:

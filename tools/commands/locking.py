@@ -12,6 +12,7 @@ from vllm_livepatch.sitecustomize import cache, installed
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools.bundles import leading, patch_lock
+from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.bundles.patch_lock import Code, Form
 from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
@@ -45,16 +46,21 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
     wanted = [(patch.package, release) for release in own]
     for package in relied_on(patch):
         kept = [release for of, release in before if of == package and (of, release) not in asked]
-        pinned = [pin.version for pin in registry.pins(package)]
-        wanted += [(package, release) for release in dict.fromkeys([*kept, *pinned])]
+        every = [pin.version for pin in registry.pins(package)]
+        wanted += [(package, release) for release in dict.fromkeys([*kept, *every])]
     wanted += [one for one in asked if one not in wanted and one[0] in (patch.package, *relied_on(patch))]
     if not any(package == patch.package for package, _ in wanted):
         raise UserError(f"patch {patch.name}: name a release that it is for, as --release {patch.package}==VERSION")
     codes = dict(zip(wanted, _each(lambda one: _code(patch, one, asked, before), wanted), strict=True))
-    absent = [release for (package, release), code in codes.items() if package == patch.package and not code]
-    for release in absent:
-        del codes[patch.package, release]
-        yield f"{patch.name}: {patch.package} {release} has none of it, and is left out"
+    lacking = [one for one, code in codes.items() if one[0] == patch.package and not set(patch.targets) & code.keys()]
+    yield from (f"{patch.name}: {' '.join(one)} has none of its targets" for one in lacking if one[1] not in own)
+    codes |= {one: {} for one in lacking}
+    if not any(set(patch.targets) & code.keys() for code in codes.values()):
+        raise UserError(f"patch {patch.name}: none of these releases has {patch.targets[0]}")
+    if is_shipped(folder):  # a release that lacks the code is one of which that is known
+        others = [(patch.package, pin.version) for pin in registry.all_pins(patch.package) if pin.version not in own]
+        found = zip(others, _each(lambda one: _code(patch, one, asked, before), others), strict=True)
+        codes |= {one: {} for one, code in found if not set(patch.targets) & code.keys()}
     forms = patch_lock.grouped(codes)
     text = patch_lock.written(forms, patch.package, patch.names)
     try:

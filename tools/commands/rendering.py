@@ -141,8 +141,8 @@ def print_page(console: Console, patch: Patch) -> None:
     console.print(Text("\nReleases", style="bold"))
     table = _table("verdict", "releases", "fingerprint of the first target")
     for variant in sorted(patch.variants, key=lambda variant: [*map(version_key, variant.releases)]):
-        first = variant.code[patch.targets_of(variant)[0]]
-        table.add_row(coloured(variant.verdict), ", ".join(variant.releases), first)
+        first = next(iter(patch.targets_of(variant)), None)
+        table.add_row(coloured(variant.verdict), ", ".join(variant.releases), variant.code[first] if first else "")
     console.print(table)
     for package, companions in patch.companions.items():
         console.print(Text(f"\nReleases of {package} that it relies on, where installed", style="bold"))
@@ -184,6 +184,8 @@ def _print_drift(console: Console, patch: Patch, drift: Drift) -> None:
         for line in change.diff:
             style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1], "")
             console.print(Text(line, style=style), soft_wrap=True)
+    for target, place in drift.moved.items():
+        console.print(Text(f"{target} has another place: {place} has exactly such code"))
     if drift.unread:
         console.print(Text(f"its code cannot be shown: {drift.unread}"))
     table = _table("verified variant", "verdict", "what differs from it")

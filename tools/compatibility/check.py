@@ -71,6 +71,14 @@ class CombinedTree(installed.Tree):
         tree = self._tree(module)
         return None if tree is None else tree.origin(module)
 
+    def has(self, module: str) -> bool:
+        tree = self._tree(module)
+        return tree is not None and tree.has(module)
+
+    def of(self, package: str) -> installed.Tree | None:
+        """The tree that has a package."""
+        return self._others.get(package, self._below)
+
     def prefetch(self, modules: Iterable[str]) -> None:
         """Have those of the trees that can read several modules together do so."""
         wanted = list(modules)
@@ -79,7 +87,7 @@ class CombinedTree(installed.Tree):
                 tree.prefetch([module for module in wanted if module.partition(".")[0] == top])
 
     def _tree(self, module: str) -> installed.Tree | None:
-        return self._others.get(module.partition(".")[0], self._below)
+        return self.of(module.partition(".")[0])
 
 
 class Rocm(installed.Tree):

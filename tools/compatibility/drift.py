@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -20,6 +20,7 @@ from vllm_livepatch.sitecustomize.decision import (
     module_of,
 )
 from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.tools.compatibility import moved
 from vllm_livepatch.tools.releases.sources import SourcesError
 
 Fetch = Callable[[str, str], Tree]
@@ -44,6 +45,7 @@ class Drift:
     release: str
     changes: tuple[Change, ...]
     unread: str = ""  # why there are no diffs
+    moved: Mapping[str, str] = field(default_factory=dict)  # targets that are gone: the module that has such code
 
     def described(self) -> dict[str, Any]:
         return {
@@ -55,6 +57,7 @@ class Drift:
                 for variant, differs in self.variants
             ],
             **({"unread": self.unread} if self.unread else {}),
+            **({"moved": dict(self.moved)} if self.moved else {}),
         }
 
 
@@ -81,8 +84,8 @@ def drift(patch: Patch, found: Installed, tree: Tree, fetch: Fetch) -> Drift | N
             lines = difflib.unified_diff(before, after, *titles, lineterm="")
             changes.append(Change(name, tuple(lines)))
     except SourcesError as error:
-        return Drift(package, variants, nearest, release, (), str(error))
-    return Drift(package, variants, nearest, release, tuple(changes))
+        return Drift(package, variants, nearest, release, (), str(error), moved.places(patch, found, tree))
+    return Drift(package, variants, nearest, release, tuple(changes), moved=moved.places(patch, found, tree))
 
 
 def definition(tree: Tree, name: str) -> list[str]:

@@ -45,6 +45,8 @@ def say(line: str) -> None:
 class Files(Protocol):
     """The Python files of one release, by their paths in the wheel. `read` leaves out what is not there."""
 
+    @property
+    def names(self) -> Collection[str]: ...
     def has(self, name: str) -> bool: ...
     def read(self, names: Collection[str]) -> dict[str, bytes]: ...
 
@@ -77,6 +79,11 @@ class PublishedTree(Tree):
             return decode_source(self._contents[path])
         except (KeyError, SyntaxError, UnicodeError):
             return None
+
+    @property
+    def files(self) -> Collection[str]:
+        """The Python files that it has, by their paths."""
+        return self._files.names
 
     def origin(self, module: str) -> str | None:
         path = self._path(module)
@@ -186,6 +193,10 @@ class _Directory:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+
+    @property
+    def names(self) -> list[str]:
+        return [file.relative_to(self._root).as_posix() for file in self._root.rglob("*.py")]
 
     def has(self, name: str) -> bool:
         return (self._root / name).is_file()
