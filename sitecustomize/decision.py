@@ -76,6 +76,7 @@ class Patch:
     # What it relies on of other packages' code, by package: calls only. `not-present` is a release that has none of it.
     companions: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
     version: int | None = None  # raised with each change of its code or facts
+    group: str = ""  # what one runs that it is about: LIVEPATCH_GROUP_NAME switches all patches of it
 
     @property
     def versioned(self) -> str:
@@ -134,6 +135,7 @@ class Environment:
     notes: tuple[str, ...] = ()  # names of ours that mean nothing, a sentence each; under strict they count as errors
     traced: bool = False  # a patch changes traced code here; found out only for patches whose `auto` asks
     keep: bool = False  # LIVEPATCH_STATE_KEEP: a process that ends leaves its report
+    switches: Mapping[str, str] = field(default_factory=dict)  # patch name: the variable that its toggle is of
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         else:  # there is nothing to mend: what cannot be applied to it is not missed
             detail = f"{detail}; {why}"
     if environment.mode == "off" or toggle == "off":
-        name = "LIVEPATCH" if environment.mode == "off" else variable(patch.name)
+        name = "LIVEPATCH" if environment.mode == "off" else environment.switches.get(patch.name, variable(patch.name))
         return Decision(verdict, False, False, "off", f"{name} is off; {detail}", variant)
     wanted_by_itself = {"needed": True, "rocm": installed.rocm, "traced": environment.traced, "off": False}[patch.auto]
     if toggle == "auto" and not wanted_by_itself:

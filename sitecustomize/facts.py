@@ -16,6 +16,7 @@ _ENTRIES = {
     "title",
     "version",
     "package",
+    "group",
     "targets",
     "calls",
     "code",
@@ -55,7 +56,10 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         per_module=bool(facts.get("per_module", False)),
         about=dict(facts.get("about", {})),
         version=facts.get("version"),
+        group=_text(name, facts, "group") if "group" in facts else "",
     )
+    if patch.group and not patch.group.isidentifier():
+        raise PatchError(f"patch {name}: a group is a name of letters, digits and underscores, not {patch.group!r}")
     if patch.version is not None and (type(patch.version) is not int or patch.version < 1):
         raise PatchError(f"patch {name}: version is a whole number from 1 on, not {patch.version!r}")
     if patch.auto not in ("needed", "rocm", "traced", "off"):

@@ -13,6 +13,9 @@ from .decision import Environment, Option, Patch, variable
 
 MODES = ("auto", "off", "strict")
 TOGGLES = ("auto", "on", "force", "off")
+OF_A_GROUP = ("auto", "on", "off")
+GROUPS = ("scheduler", "nixl", "mooncake", "moriio", "lmcache_server", "lmcache_in_process", "offloading", "rocm")
+"""Those of the catalogue: a bundle of a few patches knows their variables too."""
 LOGS = ("text", "json")
 _SWITCH = {
     **dict.fromkeys(("1", "true", "yes", "on", "enabled"), "on"),
@@ -29,8 +32,13 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
     mode = _one_of("LIVEPATCH", environ.get("LIVEPATCH", "auto"), MODES, errors, _MODE, "off")
     toggles: dict[str, str] = {}
     options: dict[str, dict[str, Any]] = {}
+    groups = _groups(patches, environ, errors)
+    switches: dict[str, str] = {}
     for patch in patches:
-        toggles[patch.name] = _toggle(patch, environ, errors)
+        toggle, by = _toggle(patch, environ, errors)
+        if not toggle and groups.get(patch.group, "auto") != "auto":
+            toggle, by = groups[patch.group], of_group(patch.group)
+        toggles[patch.name], switches[patch.name] = toggle or "auto", by
         options[patch.name] = {}
         for option in patch.options:
             value, given = _option(patch, option, environ, errors)
@@ -46,12 +54,12 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
             _one_of("LIVEPATCH_STATE_KEEP", environ["LIVEPATCH_STATE_KEEP"], ("on", "off"), errors, _SWITCH, "off")
             == "on"
         )
-    known = {"LIVEPATCH_STATE_DIR", "LIVEPATCH_STATE_KEEP", "LIVEPATCH_LOG"}
+    known = {"LIVEPATCH_STATE_DIR", "LIVEPATCH_STATE_KEEP", "LIVEPATCH_LOG", *map(of_group, groups)}
     for patch in patches:
         known |= {variable(patch.name), *(variable(patch.name, option.name) for option in patch.options)}
     unknown = sorted(name for name in environ if name.startswith("LIVEPATCH_") and name not in known)
     notes = tuple(f"{name} is unknown, and nothing reads it{_did_you_mean(name, known)}" for name in unknown)
-    return Environment(mode, toggles, options, tuple(errors), notes, keep=keep)
+    return Environment(mode, toggles, options, tuple(errors), notes, keep=keep, switches=switches)
 
 
 def _did_you_mean(name: str, known: Collection[str]) -> str:
@@ -85,17 +93,34 @@ def _one_of(
     return otherwise
 
 
-def _toggle(patch: Patch, environ: Mapping[str, str], errors: list[str]) -> str:
+def of_group(group: str) -> str:
+    """The variable of a group of patches."""
+    return f"LIVEPATCH_GROUP_{group.upper()}"
+
+
+def _groups(patches: Sequence[Patch], environ: Mapping[str, str], errors: list[str]) -> dict[str, str]:
+    """What is asked of each group."""
+    groups = dict.fromkeys([*GROUPS, *(patch.group for patch in patches if patch.group)], "auto")
+    for group in groups:
+        name = of_group(group)
+        if name in environ:
+            groups[group] = _one_of(name, environ[name], OF_A_GROUP, errors, _SWITCH, "auto")
+    return groups
+
+
+def _toggle(patch: Patch, environ: Mapping[str, str], errors: list[str]) -> tuple[str, str]:
+    """What is asked of the patch itself, empty where nothing is, and the variable that asks."""
     name = variable(patch.name)
     if name in environ:
-        return _one_of(name, environ[name], TOGGLES, errors, _SWITCH, "auto")
+        return _one_of(name, environ[name], TOGGLES, errors, _SWITCH, "auto"), name
     for alias in patch.aliases:
         if alias in environ:
             switch = _SWITCH.get(environ[alias].strip().lower())
             if switch is not None:
-                return switch
+                return switch, alias
             errors.append(f"{alias}={environ[alias]!r} is neither 1 nor 0; it counts as auto")
-    return "auto"
+            return "auto", alias
+    return "", name
 
 
 def _option(patch: Patch, option: Option, environ: Mapping[str, str], errors: list[str]) -> tuple[Any, bool]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize import settings
-from vllm_livepatch.sitecustomize.decision import Environment, Patch, variable
+from vllm_livepatch.sitecustomize.decision import Environment, Installed, Patch, decide, variable
 from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.tools.bundles import catalogue
 
 BASE: dict[str, Any] = {
     "title": "for the tests",
@@ -327,3 +328,46 @@ def test_an_empty_value_counts_as_unset_everywhere(empty: str) -> None:
     assert read({name: empty, **given}) == read(given), "the next name that means it"
     off = {"CHUNKED_LMCACHE_MAX_TOKENS_PER_LOAD": "0"}
     assert read({"LIVEPATCH_CHUNKED_LMCACHE_LOAD": empty, **off}) == read(off)
+
+
+GROUPED = [
+    to_patch("of-nixl", {**BASE, "group": "nixl", "aliases": ["OLD_SWITCH"]}),
+    to_patch("of-mine", {**BASE, "group": "mine"}),
+    to_patch("of-none", BASE),
+]
+
+
+@pytest.mark.parametrize(
+    ("environ", "toggles"),
+    [
+        ({"LIVEPATCH_GROUP_NIXL": "off"}, ["off", "auto", "auto"]),
+        ({"LIVEPATCH_GROUP_NIXL": "ON", "LIVEPATCH_GROUP_MINE": "0"}, ["on", "off", "auto"]),
+        ({"LIVEPATCH_GROUP_NIXL": "off", "LIVEPATCH_OF_NIXL": "on"}, ["on", "auto", "auto"]),
+        ({"LIVEPATCH_GROUP_NIXL": "off", "LIVEPATCH_OF_NIXL": "auto"}, ["auto", "auto", "auto"]),
+        ({"LIVEPATCH_GROUP_NIXL": "off", "OLD_SWITCH": "1"}, ["on", "auto", "auto"]),
+        ({"LIVEPATCH_GROUP_NIXL": "auto", "LIVEPATCH_GROUP_MINE": " "}, ["auto", "auto", "auto"]),
+        ({"LIVEPATCH_GROUP_ROCM": "off"}, ["auto", "auto", "auto"]),  # a bundle without its patches
+    ],
+)
+def test_a_group_is_switched_by_one_variable(environ: dict[str, str], toggles: list[str]) -> None:
+    found = settings.read(GROUPED, environ)
+    assert [found.toggles[patch.name] for patch in GROUPED] == toggles
+    assert (found.errors, found.notes) == ((), ())
+
+
+def test_which_variable_turned_a_patch_off_is_said() -> None:
+    environment = settings.read(GROUPED, {"LIVEPATCH_GROUP_NIXL": "off"})
+    there = Installed("1", dict.fromkeys(GROUPED[0].targets))
+    assert decide(GROUPED[0], there, environment).detail.startswith("LIVEPATCH_GROUP_NIXL is off; ")
+
+
+@pytest.mark.parametrize("value", ["force", "yess"])
+def test_what_is_no_toggle_of_a_group(value: str) -> None:
+    found = settings.read(GROUPED, {"LIVEPATCH_GROUP_NIXL": value})
+    assert found.errors == (f"LIVEPATCH_GROUP_NIXL={value!r} is none of auto, on, off; it counts as auto",)
+    assert found.toggles["of-nixl"] == "auto"
+
+
+def test_each_patch_of_ours_has_a_group() -> None:
+    groups = {entry.patch.group for entry in catalogue.load().values()}
+    assert groups == set(settings.GROUPS)
