@@ -17,7 +17,7 @@ from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, placing
 from vllm_livepatch.tools.bundles import guard as guards
-from vllm_livepatch.tools.commands import checking, ending, locking, monitor, rendering, scaffold, waiting
+from vllm_livepatch.tools.commands import checking, diagnosing, ending, locking, monitor, rendering, scaffold, waiting
 from vllm_livepatch.tools.commands import from_diff as diffing
 from vllm_livepatch.tools.commands import matrix as matrices
 from vllm_livepatch.tools.errors import UserError
@@ -157,6 +157,7 @@ def check(
         float | None, typer.Option("--timeout", metavar="S", min=0.001, help="Give up after so many seconds.")
     ] = None,
     patch_dir: PatchDirs = None,
+    only: Annotated[bool, typer.Option("--only", help="Only the patches of --patch-dir.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Every patch's verdict for what is installed, or was published, without importing it.
@@ -167,7 +168,7 @@ def check(
     if index_url is not None:
         os.environ["PIP_INDEX_URL"] = index_url
     question = checking.Question(
-        release or (), wheel or (), python, site_packages, diff, required=require or (), patch_dirs=patch_dir or ()
+        release or (), wheel or (), python, site_packages, diff, require or (), patch_dir or (), only
     )
     with waiting.deadline(timeout), waiting.progress():
         answer = checking.find(question)
@@ -330,6 +331,18 @@ def from_diff(
     diffing.show(outcome, Console())
     if outcome.folder is None:
         raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    place: Annotated[
+        Path | None, typer.Option("--bundle", metavar="DIR", help="The bundle; the first on PYTHONPATH otherwise.")
+    ] = None,
+    python: Annotated[str, typer.Option("--python", metavar="PATH", help="The engine's interpreter.")] = sys.executable,
+    as_json: AsJson = False,
+) -> None:
+    """Whether an interpreter, as it is started here, would be patched, and why not. Exit 1 where it would not."""
+    raise typer.Exit(diagnosing.run(place, python, as_json))
 
 
 @app.command()

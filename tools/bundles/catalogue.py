@@ -40,10 +40,13 @@ class Entry:
         return diff.changes
 
 
-def load(extra: Iterable[Path] = ()) -> dict[str, Entry]:
-    """Our own patches and those of `extra` directories, by name. Raises UserError."""
+def load(extra: Iterable[Path] = (), own: bool = True) -> dict[str, Entry]:
+    """The patches that come with this project, unless not wanted, and those of `extra` directories, by name.
+
+    Raises UserError.
+    """
     entries: dict[str, Entry] = {}
-    for place in (*map(Path, own_patches.__path__), *extra):
+    for place in (*(map(Path, own_patches.__path__) if own else ()), *extra):
         if not place.is_dir():
             raise UserError(f"{place} is not a directory of patches")
         found = sorted(place.glob("*/patch.toml"))

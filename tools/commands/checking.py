@@ -35,6 +35,7 @@ class Question:
     diff: bool = True
     required: Sequence[str] = ()
     patch_dirs: Sequence[Path] = ()
+    only: bool = False  # the patches of `patch_dirs`, without those that come with this project
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def find(question: Question) -> Answer:
     """Everything that is shown, whatever has to be fetched for it included. Raises UserError."""
     if question.python is not None and question.site_packages is not None:
         raise UserError("--python and --site-packages exclude each other")
-    entries = catalogue.load(question.patch_dirs)
+    if question.only and not question.patch_dirs:
+        raise UserError("--only is about the patches of --patch-dir: name one")
+    entries = catalogue.load(question.patch_dirs, own=not question.only)
     required = [known(entries, name) for name in question.required]
     patches = [entry.patch for entry in entries.values()]
     packages_of_all = sorted({package for patch in patches for package in patch.packages})
