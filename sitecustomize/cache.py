@@ -106,6 +106,11 @@ def read(path: str) -> bytes | None:
         return None
 
 
+def text_digest(text: str) -> str:
+    """Of a module's whole text, as a lock has it."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
 class Fingerprints:
     """`fingerprint.of_names`, remembered: parsing a large module takes a tenth of a second, in every process."""
 

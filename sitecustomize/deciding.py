@@ -30,6 +30,7 @@ class Decider:
         self._sources = sources
         self._digests: dict[str, str] = catalogue["digests"]
         self._changes: dict[str, list[Any]] = catalogue["changes"]
+        self._texts: installed.Texts = catalogue.get("texts", {})
         self._on_decided = on_decided
         self.modules = installed.Process()
         self._fingerprints = cache.Fingerprints(place)
@@ -88,7 +89,7 @@ class Decider:
         try:
             tree = self.modules
             changed = tree if patch.diff else installed.Overlay(tree, self._sources.texts)
-            found = installed.look(patch, changed, self._fingerprints.of_names)
+            found = installed.look(patch, changed, self._fingerprints.of_names, self._texts)
             releases = {patch.package: found.release, **found.companions}
             traced = patch.auto == "traced" and bool(self.patch_set())
             decision = decide(patch, found, dataclasses.replace(self._patches.environment, traced=traced))

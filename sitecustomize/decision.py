@@ -243,9 +243,9 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
         return "not-present", f"{patch.package} is not installed", None
     if is_gone(patch, installed):
         without = (form for form in patch.variants if form.verdict == "not-present")
-        known = next((form for form in without if _is_listed(installed.release, form)), None)
-        if known is not None:
-            return "not-present", f"{release} has no {patch.targets[0]}", known
+        listed = next((form for form in without if _is_listed(installed.release, form)), None)
+        if listed is not None:
+            return "not-present", f"{release} has no {patch.targets[0]}", listed
         return "drifted", f"{release} has no {patch.targets[0]}, and is no release of which that is known", None
     variant = _matched(patch, patch.package, installed)
     if variant is None:

@@ -39,14 +39,15 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
     unknown = sorted(set(facts) - _ENTRIES)
     if unknown:
         raise PatchError(f"patch {name}: no entry is called {', '.join(unknown)}")
+    common = _common(name, facts)
     patch = Patch(
         name=name,
         package=_text(name, facts, "package"),
         title=_text(name, facts, "title"),
         targets=_paths(name, facts, "targets"),
         calls=_paths(name, facts, "calls") if "calls" in facts else (),
-        variants=tuple(_variant(name, entry, _common(name, facts)) for entry in _tables(name, facts, "variant")),
-        companions=_companions(name, facts),
+        variants=tuple(_variant(name, entry, common.get("", {})) for entry in _tables(name, facts, "variant")),
+        companions=_companions(name, facts, common),
         options=tuple(_option(name, entry) for entry in _tables(name, facts, "option")),
         aliases=_texts(name, facts, "aliases"),
         auto=facts.get("auto", "needed"),
@@ -66,9 +67,10 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         raise PatchError(f"patch {name}: auto is needed, rocm, traced or off, not {patch.auto!r}")
     if not patch.targets:
         raise PatchError(f"patch {name}: targets is empty")
+    own = frozenset(patch.names_of(patch.package))
     for variant in patch.variants:
         subject = f"patch {name}: the variant of {', '.join(variant.releases)}"
-        strange = sorted(set(variant.code) - set(patch.names_of(patch.package)))
+        strange = sorted(variant.code.keys() - own)
         if strange:
             raise PatchError(f"{subject} names {', '.join(strange)}, which is neither a target nor a call")
         if not patch.targets_of(variant) and variant.verdict != "not-present":
@@ -89,28 +91,33 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
     return patch
 
 
-def _companions(name: str, facts: Mapping[str, Any]) -> dict[str, tuple[Variant, ...]]:
+def _companions(
+    name: str, facts: Mapping[str, Any], common: Mapping[str, dict[str, str]]
+) -> dict[str, tuple[Variant, ...]]:
     companions: dict[str, tuple[Variant, ...]] = {}
     for entry in _tables(name, facts, "companion"):
         package = _text(name, entry, "package")
         if package == facts.get("package"):
             raise PatchError(f"patch {name}: a companion is of another package than {package}")
-        variant = _variant(name, entry, _common(name, facts, package))
+        variant = _variant(name, entry, common.get(package, {}))
         companions[package] = (*companions.get(package, ()), variant)
     return companions
 
 
-def _common(name: str, facts: Mapping[str, Any], package: str = "") -> dict[str, str]:
-    """The fingerprints that all forms of a companion have; with no `package`, all variants."""
+def _common(name: str, facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The fingerprints that all forms of a companion have, by its package; under the empty one, all variants."""
     code = facts.get("code", {})
     others = {str(entry.get("package")) for entry in _tables(name, facts, "companion")}
     if not isinstance(code, Mapping) or not set(code) <= {
-        *_paths(name, facts, "targets"),
-        *_paths(name, facts, "calls"),
+        *_texts(name, facts, "targets"),
+        *_texts(name, facts, "calls"),
     }:
         raise PatchError(f"patch {name}: code has a name that is neither a target nor a call")
-    tops = {path: module_of(path).partition(".")[0] for path in code}
-    return {path: code[path] for path, top in tops.items() if (top == package if package else top not in others)}
+    found: dict[str, dict[str, str]] = {}
+    for path, digest in code.items():
+        top = module_of(path).partition(".")[0]
+        found.setdefault(top if top in others else "", {})[path] = digest
+    return found
 
 
 def _variant(name: str, entry: Mapping[str, Any], common: Mapping[str, str]) -> Variant:

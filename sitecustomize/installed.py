@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import distributions
 from typing import Any
 
-from . import executed_text, fingerprint
+from . import cache, executed_text, fingerprint
 from .decision import UNKNOWN, Installed, Patch, module_of
 
 OfNames = Callable[[str, Mapping[str, str]], "dict[str, str | None]"]
@@ -182,9 +183,13 @@ def attribute(module: Any, name: str) -> Any:
         return getattr(module, name, None)
 
 
-def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> Installed:
-    """The release and the fingerprints that `decide` asks for."""
-    code = _code(patch.names, tree, of_names)
+Texts = Mapping[str, Mapping[str, Sequence[str]]]
+"""By module, and by the digest of its whole text: the releases that have it."""
+
+
+def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names, texts: Texts | None = None) -> Installed:
+    """The release and the fingerprints that `decide` asks for. A text that a release has is not parsed."""
+    code = _code(patch.names, tree, of_names, functools.partial(_of_text, patch, texts or {}))
     replaced: dict[str, str | None] = {}
     if isinstance(tree, Overlay):
         changed = [name for name in patch.names if module_of(name) in tree.texts]
@@ -196,19 +201,36 @@ def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names) -> 
     rocm = patch.auto == "rocm" and _is_rocm(tree)
     modules = dict.fromkeys(module_of(name) for name, digest in code.items() if digest == UNKNOWN)
     unknown = {module: str(tree.unknown(module)) for module in modules}
-    found = release(patch.package, tree)
-    there = found is not None or tree.has(patch.package)
-    return Installed(found, code, rocm, companions, replaced, unknown, there)
+    number = release(patch.package, tree)
+    is_there = number is not None or tree.has(patch.package)
+    return Installed(number, code, rocm, companions, replaced, unknown, is_there)
 
 
-def _code(names: Sequence[str], tree: Tree, of_names: OfNames) -> dict[str, str | None]:
+def _of_text(patch: Patch, texts: Texts, module: str, source: str) -> Mapping[str, str] | None:
+    """The fingerprints of the patch's names in a text that is whole as a release has it; None of any other."""
+    known = texts.get(module)
+    releases = known.get(cache.text_digest(source), ()) if known else ()
+    top = module.partition(".")[0]
+    forms = patch.forms(top if top in patch.companions else patch.package) if releases else ()
+    return next((form.code for form in forms if not set(form.releases).isdisjoint(releases)), None)
+
+
+def _code(
+    names: Sequence[str],
+    tree: Tree,
+    of_names: OfNames,
+    of_text: Callable[[str, str], Mapping[str, str] | None] = lambda module, source: None,
+) -> dict[str, str | None]:
     """The fingerprints of names `module:qualname` as the tree has them; UNKNOWN where a module's text is not."""
     code: dict[str, str | None] = {}
     for module in dict.fromkeys(map(module_of, names)):
         inside = {name: name.partition(":")[2] for name in names if module_of(name) == module}
         source = tree.source(module)
         try:
-            if source is not None:
+            known = None if source is None else of_text(module, source)
+            if known is not None:
+                code.update((name, known.get(name)) for name in inside)
+            elif source is not None:
                 code.update(of_names(source, inside))
             else:
                 code.update(dict.fromkeys(inside, None if tree.unknown(module) is None else UNKNOWN))

@@ -107,6 +107,7 @@ def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
         "version": version(),
         "patches": {name: item.facts for name, item in sorted(entries.items())},
         "digests": {name: _digest(item.folder) for name, item in sorted(entries.items())},
+        "texts": _texts(entries),
         "changes": {
             name: [change.to_json() for change in item.changes()]
             for name, item in sorted(entries.items())
@@ -114,6 +115,16 @@ def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
         },
     }
     return {**files, "catalogue.json": _json(catalogue)}
+
+
+def _texts(entries: Mapping[str, Entry]) -> patch_lock.Texts:
+    """By module: the texts that a release has whole, of all patches."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for item in entries.values():
+        for module, digests in patch_lock.texts(item.folder).items():
+            for digest, releases in digests.items():
+                found.setdefault(module, {}).setdefault(digest, set()).update(releases)
+    return {module: {digest: sorted(of) for digest, of in digests.items()} for module, digests in found.items()}
 
 
 def _wrapt(extensions: Mapping[str, bytes]) -> dict[str, bytes]:

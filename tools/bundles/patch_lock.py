@@ -1,9 +1,10 @@
 """A patch's two files as one: `patch.toml`, what a person says, and `patch.lock`, the code of each release.
 
-`patch.lock` is written by a tool and holds fingerprints alone: `[code]`, what most forms have, and a `[[variant]]` for
-each form of the patched package's code, a `[[companion]]` for each of another package's. What a person says of a
-release (its verdict, its facts) stands in a `[[variant]]` of `patch.toml`; one that none names needs the patch. Both
-files together are the entries that `facts.to_patch` reads.
+`patch.lock` is written by a tool and holds digests alone: `[code]`, what most forms have, and a `[[variant]]` for each
+form of the patched package's code, a `[[companion]]` for each of another package's; `[text]`, of each module, the whole
+texts that releases have. What a person says of a release (its verdict, its facts) stands in a `[[variant]]` of
+`patch.toml`; one that none names needs the patch. But for the texts, both files together are the entries that
+`facts.to_patch` reads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from vllm_livepatch.tools.toml import tomllib
 NAME = "patch.lock"
 _HEAD = "# Written by a tool (vllm-livepatch lock), not by hand: the code that this patch was verified with.\n"
 Code = Mapping[str, str]
+Texts = Mapping[str, Mapping[str, Sequence[str]]]
+"""By module, and by the digest of its whole text: the releases that have it."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,14 @@ def forms_of(lock: Mapping[str, Any], package: str) -> list[Form]:
     return found
 
 
-def written(forms: Iterable[Form], package: str, names: Sequence[str]) -> str:
+def texts(folder: Path) -> Texts:
+    """Of the folder's modules, what releases have whole. Raises UserError, OSError, TOMLDecodeError."""
+    lock = folder / NAME
+    found: Texts = tomllib.loads(lock.read_text("utf-8")).get("text", {}) if lock.exists() else {}
+    return found
+
+
+def written(forms: Iterable[Form], package: str, names: Sequence[str], texts: Texts | None = None) -> str:
     """The text of a lock. `package` is the patched one, `names` the patch's targets and calls in their order."""
     own = [form for form in forms if form.package == package]
     others = [form for form in forms if form.package != package]
@@ -127,12 +137,22 @@ def written(forms: Iterable[Form], package: str, names: Sequence[str]) -> str:
         tables += [_table(form, package, names, shared) for form in of_one]
         common |= shared
     lines = ["[code]", *_lines({name: common[name] for name in names if name in common})] if common else []
-    return "\n".join([_HEAD, *(["\n".join(lines) + "\n"] if lines else []), *tables])
+    whole = [_text_table(module, digests) for module, digests in sorted((texts or {}).items())]
+    return "\n".join([_HEAD, *(["\n".join(lines) + "\n"] if lines else []), *tables, *whole])
+
+
+def _text_table(module: str, digests: Mapping[str, Sequence[str]]) -> str:
+    lines = [f'"{digest}" = [{_listed(releases)}]' for digest, releases in digests.items()]
+    return "\n".join([f'[text."{module}"]', *lines]) + "\n"
+
+
+def _listed(releases: Iterable[str]) -> str:
+    return ", ".join(f'"{release}"' for release in releases)
 
 
 def _table(form: Form, package: str, names: Sequence[str], common: Code) -> str:
     kind = "variant" if form.package == package else "companion"
-    listed = ", ".join(f'"{release}"' for release in form.releases)
+    listed = _listed(form.releases)
     head = [f"[[{kind}]]"]
     if kind == "companion":
         head.append(f'package = "{form.package}"')
@@ -170,7 +190,7 @@ def with_code(forms: Iterable[Form], package: str, release: str, code: Code) -> 
 def grouped(codes: Mapping[tuple[str, str], Code]) -> list[Form]:
     """Releases, by package and version, as forms: the oldest release of each first, and so the forms."""
     found: list[tuple[str, list[str], Code]] = []
-    for package, release in sorted(codes, key=lambda one: _age(one[1])):
+    for package, release in sorted(codes, key=lambda one: age(one[1])):
         code = dict(codes[package, release])
         same = [releases for of, releases, known in found if (of, known) == (package, code)]
         if same:
@@ -180,7 +200,8 @@ def grouped(codes: Mapping[tuple[str, str], Code]) -> list[Form]:
     return [Form(package, tuple(releases), code) for package, releases, code in found]
 
 
-def _age(release: str) -> tuple[int, Version | str]:
+def age(release: str) -> tuple[int, Version | str]:
+    """What sorts releases, the oldest first."""
     try:
         return 0, Version(release)
     except InvalidVersion:
