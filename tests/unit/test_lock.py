@@ -14,6 +14,7 @@ from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools.bundles import catalogue, patch_lock
 from vllm_livepatch.tools.bundles.patch_lock import Form
 from vllm_livepatch.tools.commands import locking
+from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published, registry
 from vllm_livepatch.tools.releases.sources import SourcesError
@@ -34,7 +35,8 @@ FORMS = [
 
 
 def lock_of(forms: list[Form]) -> dict[str, Any]:
-    return tomllib.loads(patch_lock.written(forms, "engine", (F, G, HIT)))
+    lock: dict[str, Any] = tomllib.loads(patch_lock.written(forms, "engine", (F, G, HIT)))
+    return lock
 
 
 def test_both_files_make_the_patch() -> None:
@@ -116,7 +118,7 @@ def new_patch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
     monkeypatch.setattr(published, "tree", tree)
     monkeypatch.setattr(
-        locking.check,
+        check,
         "released",
         lambda asked, wheels, patches: {
             one.partition("==")[0]: _named(tree(*one.split("==")), one.partition("==")[2]) for one in asked

@@ -178,6 +178,8 @@ def context() -> PatchContext:
 class Old:
     """Wrappers in the form of before."""
 
+    seen: Any = None
+
     def around(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return "around", wrapped(*args, **kwargs), args, kwargs
 
