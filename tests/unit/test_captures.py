@@ -112,6 +112,55 @@ def test_another_name_on_each_python_and_where_the_garbage_collector_is_kept_fro
     assert done.out == f"['patched', 'step', 7] ['patched', 'work', 7]\n{bool(frozen)} True\n", done.err
 
 
+@pytest.mark.parametrize(("body", "taken", "call", "word"), ALIASES.values(), ids=ALIASES)
+def test_what_is_frozen_stays_frozen_and_nothing_else(
+    sandbox: Sandbox, body: str, taken: str, call: str, word: str
+) -> None:
+    """Garbage of later is still collected: what was alive at the look, and not frozen, is not frozen by it."""
+    ready(sandbox, body, taken)
+    code = f"""
+import gc, sys, weakref
+import fakeengine.scheduler as scheduler
+from fakeengine.scheduler import *
+gc.freeze()
+frozen = gc.get_freeze_count()
+class Ring: pass
+ring = Ring(); ring.ring = ring
+alive = weakref.ref(ring)
+import fakeengine.worker
+print({call})
+print(frozen >= gc.get_freeze_count() > frozen - 100)
+del ring
+gc.collect()
+print(alive())
+"""
+    done = sandbox.python(code, LIVEPATCH="strict")
+    first, *rest = done.out.splitlines()
+    assert first.startswith(f"['patched', '{word}'"), done.err
+    assert rest == ["True", "None"], done.err
+
+
+@pytest.mark.parametrize("kind", ["dict", "partial", "closure", "instance"])
+def test_what_is_frozen_and_holds_it_refuses_the_patch(sandbox: Sandbox, kind: str) -> None:
+    taken, call, _ = CAPTURES[kind]
+    ready(sandbox, "", taken)
+    code = f"import fakeengine.scheduler, gc; gc.freeze()\n{program(f'[{call}, work(1), Scheduler().step(2)]')}"
+    done = sandbox.python(code)
+    assert "patched" not in done.out, done.err
+    assert "is held by" in not_applied(sandbox, "captured", done.err)
+    assert sandbox.python(code, LIVEPATCH="strict").code == 78
+
+
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
+@pytest.mark.parametrize("kept", ["gc.get_objects()", "[one for one in gc.get_objects() if type(one) is not int]"])
+def test_a_list_of_all_objects_is_no_capture(sandbox: Sandbox, kept: str, version: str) -> None:
+    """A program that looks for what its memory goes to keeps one."""
+    ready(sandbox, "    run = step", "")
+    code = f"import gc, fakeengine.scheduler\nkept = {kept}\n{program('work(7), Scheduler().run(7)')}"
+    done = sandbox.python(code, python=interpreters.find(version) or "", LIVEPATCH="strict")
+    assert done.out == "['patched', 'work', 7] ['patched', 'step', 7]\n", done.err
+
+
 @pytest.mark.parametrize("kind", ["generator", "coroutine"])
 def test_a_call_that_waits_is_no_capture(sandbox: Sandbox, kind: str) -> None:
     """Since Python 3.11 a suspended call holds its function."""
