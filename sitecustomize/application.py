@@ -80,7 +80,9 @@ def planned(
         owner, attribute, original = _resolve(target)
         try:
             made = stand_in(original, wrapper, target)
-            steps.append(Applied(target, owner, attribute, original, made, others.get(target, []), guard.code_of(wrapper)))
+            steps.append(
+                Applied(target, owner, attribute, original, made, others.get(target, []), guard.code_of(wrapper))
+            )
         except guard.Unwrappable as error:
             raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for") from None
     return steps

@@ -26,9 +26,7 @@ Place = tuple[Any, str]
 _FROZEN = 1_000
 """So many objects may be frozen of an interpreter's own: 3.12 begins with some hundreds. Who freezes has thousands."""
 
-_NOT_SHOWN = (
-    "something that is no Python object, such as a custom operation of torch, or that the program has frozen (gc.freeze)"
-)
+_NOT_SHOWN = "something that is no Python object, such as a custom operation of torch, or that gc.freeze has hidden"
 _NAMES: Any = vars(type)["__dict__"]
 _LEVELS = 3
 """How far up a holder's own holders are followed, for its name."""

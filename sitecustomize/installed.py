@@ -48,6 +48,10 @@ class Tree:
     def has(self, package: str) -> bool:
         return self._search(package) is not None
 
+    def places(self, package: str) -> Sequence[str]:
+        """The folders that hold a package's modules, none where that is not known."""
+        return self._search(package) or ()
+
     def origin(self, module: str) -> str | None:
         """The file that the module would be loaded from."""
         spec = self._spec(module)

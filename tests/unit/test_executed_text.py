@@ -278,7 +278,9 @@ def test_bytecode_with_the_time_and_the_size_of_another_source(patched: Sandbox,
     if same:
         assert patched.python(USE_STEP, LIVEPATCH="strict").out == PATCHED
     else:
-        is_refused(patched, patched.python(USE_STEP), "7\n", f"runs {place}, which has the time and the size of its source")
+        is_refused(
+            patched, patched.python(USE_STEP), "7\n", f"runs {place}, which has the time and the size of its source"
+        )
         assert patched.python(USE_STEP, LIVEPATCH="strict").code == 78
         os.utime(source, (1, 1))
         assert patched.python(USE_STEP, LIVEPATCH="strict").out == PATCHED, "Python compares them"

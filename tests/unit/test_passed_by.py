@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from textwrap import dedent
 
 import pytest
 from vllm_livepatch.sitecustomize import application
@@ -271,8 +272,7 @@ def test_a_module_that_is_put_back_is_the_one_that_was_patched(sandbox: Sandbox,
     assert [(sandbox.reported(name)["state"], sandbox.reported(name)["reason"]) for name in ("around", "other")] == [
         ("applied", None)
     ] * 2
-    taken = f"{program}        kept.Scheduler.step = lambda self, number: [number]\n"
-    done = sandbox.python(f"{taken}        import fakeengine.late\n")
+    done = sandbox.python(f"{dedent(program)}kept.Scheduler.step = lambda self, number: [number]\n")
     assert "no longer applied (overwritten)" in done.err
 
 
