@@ -64,30 +64,30 @@ def holders(patches: Iterable[Patch], tree: installed.Tree) -> dict[str, list[Ho
 def _targets(patch: Patch, module: str, text: str) -> list[str]:
     """The targets of the patch that this module may hold before the patch is there."""
     waits = _waits(patch)
-    return [
-        target
-        for target in patch.targets
-        if (waits or module_of(target) == module) and _uncalled(target).search(text) is not None
-    ]
+    return [target for target in patch.targets if (waits or module_of(target) == module) and _is_uncalled(target, text)]
+
+
+def _is_uncalled(target: str, text: str) -> bool:
+    """Whether the target's name stands there uncalled, on its own or behind a class. To parse takes longer."""
+    name = target.rpartition(".")[2] if "." in target.partition(":")[2] else target.partition(":")[2]
+    for found in _name(name).finditer(text):
+        before = text[found.start() - 1 : found.start()]
+        owner = re.search(r"\w*$", text[max(0, found.start() - 80) : found.start() - 1]) if before == "." else None
+        if owner is not None and ("." not in target.partition(":")[2] or owner[0][:1].isupper()):
+            return True
+        if owner is None and not (before.isalnum() or before == "_"):
+            return True
+    return False
 
 
 @functools.cache
-def _uncalled(target: str) -> re.Pattern[str]:
-    """The target's name where it is not called: on its own, or behind the name of a class. To parse takes longer."""
-    *path, name = target.partition(":")[2].split(".")
-    before = r"(?:(?<![\w.])|\b[A-Z]\w*\.)" if path else r"\b"
-    return re.compile(rf"{before}{name}\b(?!\s*\()")
+def _name(name: str) -> re.Pattern[str]:
+    return re.compile(rf"{name}\b(?!\s*\()")
 
 
 def _waits(patch: Patch) -> bool:
     """Whether others may be imported between the patch's modules."""
     return len(patch.modules) > 1 and not patch.per_module
-
-
-def _words(target: str) -> tuple[str, ...]:
-    """What a file has of which another module takes the target: of a method its class's name in front."""
-    *path, name = target.partition(":")[2].split(".")
-    return (f"{path[-1]}.{name}", f"{path[-1]} as ") if path else (name,)
 
 
 def _texts(patches: Sequence[Patch], tree: installed.Tree) -> Iterator[tuple[str, str]]:
@@ -97,7 +97,8 @@ def _texts(patches: Sequence[Patch], tree: installed.Tree) -> Iterator[tuple[str
         if text is not None:
             yield module, text
     waiting = [patch for patch in patches if _waits(patch)]
-    words = {word.encode() for patch in waiting for target in patch.targets for word in _words(target)}
+    # Of a method its class: without its name nobody else takes it.
+    words = {target.partition(":")[2].split(".")[0].encode() for patch in waiting for target in patch.targets}
     for package in dict.fromkeys(patch.package for patch in waiting):
         for module, file in _files(tree, package):
             if module not in own:
