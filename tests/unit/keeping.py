@@ -8,10 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CONTAINERS = frozenset(
-    "bytearray defaultdict deque dict list local set Counter OrderedDict Queue SimpleQueue WeakKeyDictionary WeakSet"
-    " WeakValueDictionary ContextVar".split()
+    [
+        "bytearray",
+        "defaultdict",
+        "deque",
+        "dict",
+        "list",
+        "local",
+        "set",
+        "Counter",
+        "OrderedDict",
+        "Queue",
+        "SimpleQueue",
+        "WeakKeyDictionary",
+        "WeakSet",
+        "WeakValueDictionary",
+        "ContextVar",
+    ]
 )
-HANDLES = frozenset("Thread Timer ThreadPoolExecutor create_server create_connection socket start_server".split())
+HANDLES = frozenset(
+    ["Thread", "Timer", "ThreadPoolExecutor", "create_server", "create_connection", "socket", "start_server"]
+)
 MARK = re.compile(r"_livepatch_\w+")
 
 
