@@ -231,12 +231,12 @@ def _classes() -> dict[int, type]:
 
 def below(owner: type) -> Iterator[type]:
     """Every loaded class that derives from `owner`, once. Not those of an old module that was loaded again."""
-    seen: set[type] = set()
+    seen: dict[int, type] = {}  # not by equality: a metaclass may have its own, and no hash
     waiting = deque(type.__subclasses__(owner))
     while waiting:
         cls = waiting.popleft()
-        if cls not in seen:
-            seen.add(cls)
+        if id(cls) not in seen:
+            seen[id(cls)] = cls
             yield cls
             waiting += type.__subclasses__(cls)
 

@@ -68,6 +68,7 @@ CAPTURES = {
     "instance": ("class Box: pass\nbox = Box()\nbox.f = work", "scheduler.box.f(7)", "the fakeengine.scheduler.Box fakeengine.scheduler.box"),
 }  # fmt: skip
 NO_CALLS = {
+    "a class without a hash": "class Meta(type):\n    def __eq__(self, other): raise TypeError\n    __hash__ = None\nclass Odd(metaclass=Meta): pass\nscheduler = Scheduler.step",
     "a cache's key": "@functools.lru_cache\ndef known(f): return 1\nknown(work)",
     "a weak reference": "import weakref\nTABLE = weakref.WeakValueDictionary(work=work)",
     "a call": "work(7); Scheduler().step(7); Scheduler.of_static(7)",

@@ -61,7 +61,12 @@ def opened(folder: Path) -> set[str]:
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.Call)
     ]
-    return OPENS & {getattr(function, "attr", getattr(function, "id", "")) for function in calls}
+    # `listen(...)` and `bind(...)` alone are functions of the patch's own.
+    return OPENS & {function.attr for function in calls if isinstance(function, ast.Attribute)} | {
+        function.id
+        for function in calls
+        if isinstance(function, ast.Name) and function.id in OPENS - {"bind", "listen"}
+    }
 
 
 def not_driven(patch: Patch) -> list[str]:

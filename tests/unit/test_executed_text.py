@@ -152,6 +152,31 @@ def test_what_the_patch_calls_is_found_by_another_finder(sandbox: Sandbox, text:
         assert sandbox.python(code, LIVEPATCH="strict").code == 78
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_the_patch_calls_comes_in_another_known_form(sandbox: Sandbox, number: int) -> None:
+    """The wrappers were made with the facts of the form that was found before."""
+    work = "fakeengine.worker:work"
+    sandbox.write({"fakeengine/all.py": "import fakeengine.scheduler, fakeengine.worker\n"})
+    own = (sandbox.site / "fakeengine/worker.py").read_text()
+    (sandbox.site / "fakeengine/worker.py").write_text(own.replace("[item]", "[item, 2]"))
+    second = {"releases": ["2.0"], "code": sandbox.fingerprints(STEP, work), "facts": {"number": number}}
+    code = redirects(overlay(sandbox, (sandbox.site / "fakeengine/worker.py").read_text()), "fakeengine.worker")
+    (sandbox.site / "fakeengine/worker.py").write_text(own)
+    first = {"releases": ["1.0"], "code": sandbox.fingerprints(STEP, work), "facts": {"number": 1}}
+    sandbox.patch(calls=[work], variant=[first, second])
+    sandbox.generate()
+    code = f"{code}import fakeengine.all\n{USE_STEP}\n"
+    done = sandbox.python(code)
+    if number == 1:
+        assert (done.code, done.out) == (0, PATCHED), done.err
+        assert sandbox.reported()["state"] == "applied"
+    else:
+        assert (done.code, done.out) == (0, STOCK), done.err
+        assert (sandbox.reported()["state"], sandbox.reported()["reason"]) == ("failed", "drifted")
+        assert "fakeengine.worker came with code of another form" in sandbox.reported()["detail"]
+        assert sandbox.python(code, LIVEPATCH="strict").code == 78
+
+
 ONCE = """
 import importlib.util, sys
 from importlib.machinery import PathFinder

@@ -15,7 +15,7 @@ import ast
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import decode_source, resolve_name
 from typing import Any
@@ -25,6 +25,8 @@ from vllm_livepatch.sitecustomize.decision import Patch, module_of
 
 _KEEP_NOTHING = frozenset({"callable", "getattr", "hasattr", "id", "inspect.signature", "isinstance", "print", "repr"})
 _PASSED_ON = (ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Starred, ast.keyword)
+_INSIDE = frozenset({"__func__", "fget"})
+"""What gives the function inside of a method or a property."""
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -199,7 +201,7 @@ class _Module:
 
     def _held(self, node: ast.Name | ast.Attribute, above: Sequence[ast.AST]) -> Iterator[Holder]:
         target = self._is(self._stands_for(node))
-        how = None if target is None else _how(node, above)
+        how = None if target is None else _how(node, above, self._names)
         if target is not None and how is not None:
             yield self._holder(target, node, *how)
 
@@ -253,11 +255,14 @@ def _is_for_types(test: ast.expr) -> bool:
     return "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
 
 
-def _how(node: ast.expr, above: Sequence[ast.AST]) -> tuple[str, bool] | None:
-    """What keeps an expression's value, and whether the wrapper gets there too; None where nothing does."""
+def _how(node: ast.expr, above: Sequence[ast.AST], names: Container[str]) -> tuple[str, bool] | None:
+    """What keeps an expression's value, and whether the wrapper gets there too; None where nothing does.
+
+    `names` are what the module imports or defines: an attribute of any other may be one of an object.
+    """
     inside: ast.AST = node
     for parent in reversed(above):
-        if isinstance(parent, _PASSED_ON):
+        if isinstance(parent, _PASSED_ON) or (isinstance(parent, ast.Attribute) and parent.attr in _INSIDE):
             inside = parent
         elif isinstance(parent, ast.Call):
             function = ast.unparse(parent.func)
@@ -273,9 +278,14 @@ def _how(node: ast.expr, above: Sequence[ast.AST]) -> tuple[str, bool] | None:
             if inside is not parent.value:
                 return None
             targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-            names = ", ".join(map(ast.unparse, targets))
-            named = all(isinstance(one, (ast.Name, ast.Attribute)) for one in targets)
-            return f"another name, {names}" if named else f"the entry {names}", named
+            shown = ", ".join(map(ast.unparse, targets))
+            named = all(isinstance(one, ast.Name) or _of(one) in names for one in targets)
+            return f"another name, {shown}" if named else shown, named
         else:
             return None
     return None
+
+
+def _of(target: ast.expr) -> str:
+    """The name of which an attribute is set; empty where it is none of a name."""
+    return getattr(target.value, "id", "") if isinstance(target, ast.Attribute) else ""
