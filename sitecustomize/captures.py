@@ -232,7 +232,7 @@ def _classes() -> dict[int, type]:
 def below(owner: type) -> Iterator[type]:
     """Every loaded class that derives from `owner`, once. Not those of an old module that was loaded again."""
     seen: dict[int, type] = {}  # not by equality: a metaclass may have its own, and no hash
-    waiting = deque(type.__subclasses__(owner))
+    waiting: deque[type] = deque(type.__subclasses__(owner))
     while waiting:
         cls = waiting.popleft()
         if id(cls) not in seen:
