@@ -9,6 +9,7 @@ import inspect
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,10 @@ class ApplyError(Exception):
 
 @dataclass
 class Applied:
-    """One wrapper in place. `owner` is the class or module whose attribute was replaced, `aliases` its other names."""
+    """One wrapper in place. `owner` is the class or module whose attribute was replaced, `aliases` its other names.
+
+    `code` is the patch's own function that `wrapper` calls, the same each time that the target's module is loaded.
+    """
 
     target: str
     owner: Any
@@ -44,6 +48,7 @@ class Applied:
     original: Any
     wrapper: Any
     aliases: list[captures.Alias] = field(default_factory=list)
+    code: Any = None
 
     def put(self, thing: Any) -> None:
         """Set what stands there, the original or the wrapper, under all names."""
@@ -75,7 +80,9 @@ def planned(
         owner, attribute, original = _resolve(target)
         try:
             made = stand_in(original, wrapper, target)
-            steps.append(Applied(target, owner, attribute, original, made, others.get(target, [])))
+            steps.append(
+                Applied(target, owner, attribute, original, made, others.get(target, []), guard.code_of(wrapper))
+            )
         except guard.Unwrappable as error:
             raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for") from None
     return steps
@@ -144,6 +151,8 @@ def undo(steps: Iterable[Applied]) -> None:
 
 
 _run: dict[str, types.ModuleType] = {}
+_ever_run: weakref.WeakSet[types.ModuleType] = weakref.WeakSet()
+"""Also those of which another one has the name since: a program may put such a module back."""
 under_way: Mapping[int, Any] = {}
 """The finder's own: outermost imports that have not ended, by thread. At the end of each the hook is called."""
 
@@ -151,6 +160,7 @@ under_way: Mapping[int, Any] = {}
 def executed(module: types.ModuleType) -> None:
     """A target module has run to its end."""
     _run[module.__name__] = module
+    _ever_run.add(module)
 
 
 def is_loaded(name: str) -> bool:
@@ -184,7 +194,7 @@ def passed_by(name: str) -> str | None:
     if module is None or module is _run.get(name) or type(module) is _LAZY:
         return None
     spec = _spec(module)
-    if getattr(spec, "_initializing", False):
+    if getattr(spec, "_initializing", False) or (issubclass(type(module), types.ModuleType) and module in _ever_run):
         return None
     loader = getattr(spec, "loader", None)
     if executed_text.innermost(loader) is not loader:  # ours is there until it runs
@@ -215,12 +225,14 @@ def overtaken_by(step: Applied) -> str | None:
     """Who replaced our wrapper since, None where it is still reached: in place, or wrapped by somebody else's.
 
     None, too, while its module is dropped or on its way in: it is applied anew then. And where a class that derives
-    from ours has taken its name: whether that overrides the target without calling it, `overrides` says.
+    from ours has taken its name: whether that overrides the target without calling it, `overrides` says. And where a
+    module was put back that was loaded before: it has the patch's wrapper of then.
     """
     if not is_loaded(step.target.partition(":")[0]):
         return None
     found = _lookup(step.target, step.owner)
-    return None if reaches(found, step.wrapper) else described(found)
+    there = reaches(found, step.wrapper) or (step.code is not None and reaches(found, step.code))
+    return None if there else described(found)
 
 
 def reaches(found: Any, wrapper: Any) -> bool:

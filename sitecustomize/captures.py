@@ -12,11 +12,11 @@ What is looked for must not be held by what looks for it. So lists here are `_Fo
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ Place = tuple[Any, str]
 _FROZEN = 1_000
 """So many objects may be frozen of an interpreter's own: 3.12 begins with some hundreds. Who freezes has thousands."""
 
+_NOT_SHOWN = "something that is no Python object, such as a custom operation of torch, or that gc.freeze has hidden"
+_NAMES: Any = vars(type)["__dict__"]
 _LEVELS = 3
 """How far up a holder's own holders are followed, for its name."""
 _CALLS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
@@ -98,38 +100,17 @@ def aliases(places: Sequence[Place], root: str) -> list[list[Alias]]:
 
     Raises Captured where one is held in another way. What a package `root`, which is ours, holds does not count.
     """
-    if gc.get_freeze_count() > _FROZEN:
-        with _unfrozen():
-            return _looked_for(places, root)
-    return _looked_for(places, root)
-
-
-@contextlib.contextmanager
-def _unfrozen() -> Iterator[None]:
-    """Objects that the program has put out of the garbage collector's sight (`gc.freeze`) are seen meanwhile."""
-    collects = gc.isenabled()
-    gc.disable()
-    gc.unfreeze()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if collects:
-            gc.enable()
-
-
-def _looked_for(places: Sequence[Place], root: str) -> list[list[Alias]]:
     probes = _probes()
     things = [_parts(*place) for place in (*places, *probes.values())]
-    holders = _holders(_Found(part for parts in things for part in parts))
+    owners = {**_modules(), **_classes()}
+    holders = _holders(things, owners)
     try:
         unseen = _unseen(things, holders)
-        modules = _modules()
         found = []
         for place, parts, more in zip(places, things, unseen, strict=False):
-            found.append(_aliases(place, parts, holders, modules, root))
+            found.append(_aliases(place, parts, holders, owners, root))
             if more > unseen[len(places) + list(probes).index(type(parts[0]))]:
-                raise Captured("something that is no Python object, such as a custom operation of torch")
+                raise Captured(_NOT_SHOWN)
         return found
     finally:  # an error's traceback would keep them
         things.clear()
@@ -143,14 +124,35 @@ def _parts(owner: Any, attribute: str) -> _Found:
     return _Found([found] if inner is found else [found, inner])
 
 
-def _holders(things: _Found) -> dict[int, _Found]:
-    """By each one's identity, what holds it, as often as it does."""
-    found = {id(thing): _Found() for thing in things}
-    for referrer in _above(things):
+def _holders(things: Sequence[_Found], owners: Mapping[int, Any]) -> dict[int, _Found]:
+    """By the identity of each part, what holds it, as often as it does."""
+    found = {id(part): _Found() for parts in things for part in parts}
+    above = _above(_Found(part for parts in things for part in parts))
+    if gc.get_freeze_count() > _FROZEN:
+        above = _with_frozen(above, things, owners)
+    for referrer in above:
         for referent in gc.get_referents(referrer):
             if id(referent) in found:
                 found[id(referent)].append(referrer)
     return found
+
+
+def _with_frozen(above: _Found, things: Sequence[_Found], owners: Mapping[int, Any]) -> _Found:
+    """Also those holders that the program has put out of the garbage collector's sight (`gc.freeze`): names, and what
+    makes a static method of a function. Any other that is frozen stays unseen, and refuses the patch.
+
+    Nothing is unfrozen for a look: no way leads back, since `gc.freeze` takes all that there is.
+    """
+    candidates = {id(one): one for one in above}
+    for owner in owners.values():
+        names = _names_of(owner)
+        candidates.setdefault(id(names), names)
+    for parts in things:
+        if len(parts) > 1:
+            candidates.setdefault(id(parts[0]), parts[0])
+            names = getattr(parts[0], "__dict__", None)
+            candidates.setdefault(id(names), names)
+    return _Found(candidates.values())
 
 
 def _unseen(things: Sequence[_Found], holders: Mapping[int, _Found]) -> list[int]:
@@ -184,7 +186,7 @@ def _of_calls() -> Iterator[tuple[str, Any]]:
 
 
 def _aliases(
-    place: Place, parts: _Found, holders: Mapping[int, _Found], modules: Mapping[int, types.ModuleType], root: str
+    place: Place, parts: _Found, holders: Mapping[int, _Found], owners: Mapping[int, Any], root: str
 ) -> list[Alias]:
     found = []
     for part in parts:
@@ -194,10 +196,10 @@ def _aliases(
             if own or id(holder) in seen or isinstance(holder, _CALLS):
                 continue
             seen.add(id(holder))
-            owner = modules.get(id(holder)) or _class_of(holder)
+            owner = owners.get(id(holder))
             if owner is None:
-                if not _is_ours(holder, root, _LEVELS):
-                    raise Captured(_described(part, holder, modules))
+                if not _lists_all(holder, part) and not _is_ours(holder, root, _LEVELS):
+                    raise Captured(_described(part, holder, owners))
             elif not _is_of(owner, root):
                 for name in _keys(part, holder):
                     if (owner, name) != place:
@@ -222,13 +224,36 @@ def _modules() -> dict[int, types.ModuleType]:
     return found
 
 
-def _class_of(holder: Any) -> type | None:
-    """The class whose names these are."""
-    if type(holder) is dict and "__module__" in holder:
-        for one in _above(_Found([holder])):
-            if isinstance(one, type) and gc.get_referents(one.__dict__)[0] is holder:
-                return one
-    return None
+def _classes() -> dict[int, type]:
+    """All classes, by the identity of what has their names."""
+    return {id(_names_of(cls)): cls for cls in below(object)}
+
+
+def below(owner: type) -> Iterator[type]:
+    """Every loaded class that derives from `owner`, once. Not those of an old module that was loaded again."""
+    seen: dict[int, type] = {}  # not by equality: a metaclass may have its own, and no hash
+    waiting: deque[type] = deque(type.__subclasses__(owner))
+    while waiting:
+        cls = waiting.popleft()
+        if id(cls) not in seen:
+            seen[id(cls)] = cls
+            yield cls
+            waiting += type.__subclasses__(cls)
+
+
+def _names_of(owner: Any) -> Any:
+    """The dictionary of a module's or a class's names, itself and not a view of it. Asks no code of theirs."""
+    if isinstance(owner, type):
+        return gc.get_referents(_NAMES.__get__(owner))[0]
+    return object.__getattribute__(owner, "__dict__")
+
+
+def _lists_all(holder: Any, part: Any) -> bool:
+    """Whether it is a list of whatever there is, as `gc.get_objects` gives: with a function it has the names of the
+    function's module, themselves. A program that looks for what its memory goes to keeps such lists, and calls nothing.
+    """
+    names = getattr(function_of(part), "__globals__", None)
+    return type(holder) is list and any(one is names for one in holder)
 
 
 def _is_ours(thing: Any, root: str, levels: int) -> bool:
@@ -262,7 +287,7 @@ def _above(things: _Found) -> _Found:
     return _Found(one for one in found if one is not asked and not isinstance(one, (types.FrameType, _Found)))
 
 
-def _described(part: Any, holder: Any, modules: Mapping[int, types.ModuleType]) -> str:
+def _described(part: Any, holder: Any, owners: Mapping[int, Any]) -> str:
     """The holder's kind, and its name where a module, a class or a function has one for it."""
     for function in _above(_Found([holder])):
         if isinstance(function, types.FunctionType):
@@ -277,18 +302,18 @@ def _described(part: Any, holder: Any, modules: Mapping[int, types.ModuleType]) 
                 if isinstance(function, types.FunctionType) and function.__closure__ is closure:
                     return f"a variable of {function.__module__}.{function.__qualname__}"
     kind = f"{type(holder).__module__}.{type(holder).__qualname__}".removeprefix("builtins.")
-    where = _name(holder, modules)
+    where = _name(holder, owners)
     keys = _keys(part, holder) if isinstance(holder, dict) else []
     entry = f"[{keys[0]!r}]" if keys and isinstance(keys[0], (str, int)) else ""
     return f"the {kind} {where}{entry}" if where else f"a {kind}{f', as {keys[0]!r}' if entry else ''}"
 
 
-def _name(thing: Any, modules: Mapping[int, types.ModuleType]) -> str:
+def _name(thing: Any, owners: Mapping[int, Any]) -> str:
     """The name that a module or a class has for it, or for what it is a part of; empty where there is none."""
     for _ in range(_LEVELS):
         container = None
         for one in _above(_Found([thing])):
-            owner: Any = modules.get(id(one)) or _class_of(one)
+            owner = owners.get(id(one))
             if owner is not None:
                 of_class = isinstance(owner, type)
                 prefix = f"{owner.__module__}.{owner.__qualname__}" if of_class else owner.__name__
@@ -300,5 +325,5 @@ def _name(thing: Any, modules: Mapping[int, types.ModuleType]) -> str:
     return ""
 
 
-_OWN = frozenset(function.__code__ for function in (_looked_for, _unseen, _of_calls))
+_OWN = frozenset(function.__code__ for function in (aliases, _unseen, _of_calls))
 """Whose variables hold a probe as they hold a target."""

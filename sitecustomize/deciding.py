@@ -72,6 +72,8 @@ class Decider:
                 state.decision = decision
                 if not decision.apply:
                     state.settle("skipped", decision.reason, decision.detail)
+                elif state.applied and state.state == "applied":
+                    state.settle_applied(len(state.applied), len(state.targets), "targets")
                 elif decision.reason != "needed":
                     state.settle("armed", decision.reason, decision.detail)
                 elif state.state == "skipped":  # by the decision before this one

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import _imp
 import importlib.util
+import marshal
+import os
 from importlib.machinery import SourceFileLoader
 from types import CodeType
 from typing import Any
 
+from . import fingerprint
+
 _MAGIC = importlib.util.MAGIC_NUMBER
+_WORD = 0xFFFFFFFF
+_CLOSE_SECONDS = 2.0
+"""Bytecode that was written so soon after its source may be that of the text before."""
 _STEPS = ("exec_module", "get_code", "source_to_code", "get_data", "get_source", "get_filename", "path_stats")
 """The methods of a SourceFileLoader that lead from the file to the module. A loader with its own may do anything."""
 _CHAINED = "_ImportHookChainedLoader"
@@ -36,7 +43,7 @@ def of(loader: Any, module: str) -> str:
         text = get_source(module)
         if not isinstance(text, str):
             raise Unknown(f"is loaded by {kind.__module__}.{kind.__qualname__}, which has no source of it")
-        why = _bytecode(loader, module) if _is_plain(loader) else _other_code(loader, module, text)
+        why = _bytecode(loader, module, text) if _is_plain(loader) else _other_code(loader, module, text)
     except Unknown:
         raise
     except Exception as error:  # somebody's own loader
@@ -74,26 +81,44 @@ def _is_plain(loader: Any) -> bool:
     )
 
 
-def _bytecode(loader: SourceFileLoader, module: str) -> str | None:
+def _bytecode(loader: SourceFileLoader, module: str, text: str) -> str | None:
     """What is wrong with the bytecode that the interpreter would run in the text's place; None where it runs the text.
 
     The interpreter compares a time and a size, or a hash, with the source. It does not where the bytecode's flags say
-    so: then its hash is compared here.
+    so: then its hash is compared here. And a source that is written twice within a second, or in a build that gives all
+    files one time, may have the time and the size of another: where the bytecode's own file is not younger than that,
+    its code is compared.
     """
     path = loader.get_filename(module)
     try:
         cached = importlib.util.cache_from_source(path)
         with open(cached, "rb") as file:
             head = file.read(16)
-    except (NotImplementedError, OSError):
+            written = os.fstat(file.fileno()).st_mtime
+            flags = int.from_bytes(head[4:8], "little")
+            if len(head) < 16 or head[:4] != _MAGIC or flags & 0b11 != flags:
+                return None
+            if flags & 0b01:
+                return _hashed(loader, path, cached, flags, head[8:])
+            stats = loader.path_stats(path)
+            known = [int(stats["mtime"]) & _WORD, stats["size"] & _WORD]
+            timed = known == [int.from_bytes(head[at : at + 4], "little") for at in (8, 12)]
+            if not timed or written - stats["mtime"] > _CLOSE_SECONDS:
+                return None
+            code = marshal.load(file)
+    except (NotImplementedError, OSError, EOFError, ValueError, TypeError):
         return None
-    flags = int.from_bytes(head[4:8], "little")
-    if len(head) < 16 or head[:4] != _MAGIC or flags & 0b11 != flags or not flags & 0b01:
+    if isinstance(code, CodeType) and is_same_code(code, _compiled(text)):
         return None
+    return f"runs {cached}, which has the time and the size of its source, and was not made of it"
+
+
+def _hashed(loader: SourceFileLoader, path: str, cached: str, flags: int, digest: bytes) -> str | None:
+    """The same of bytecode that has a hash of its source."""
     mode = _imp.check_hash_based_pycs
     if mode == "always" or (flags & 0b10 and mode != "never"):
         return None
-    if head[8:] == importlib.util.source_hash(loader.get_data(path)):
+    if digest == importlib.util.source_hash(loader.get_data(path)):
         return None
     return f"runs {cached}, which nobody compares with its source, and which was not made of it"
 
@@ -105,9 +130,15 @@ def _other_code(loader: Any, module: str, text: str) -> str | None:
     if get_code is None:  # its text is all that it shows
         return None
     code = get_code(module)
-    if isinstance(code, CodeType) and is_same_code(code, compile(text, "", "exec", dont_inherit=True)):
+    if isinstance(code, CodeType) and is_same_code(code, _compiled(text)):
         return None
     return f"is loaded by {kind}, which runs other code than that of its source"
+
+
+def _compiled(text: str) -> CodeType:
+    """The code of a text. What its compiler warns of is not ours to report."""
+    code: CodeType = compile(fingerprint.parsed(text), fingerprint.FILE, "exec", dont_inherit=True)
+    return code
 
 
 def _parts(value: Any) -> Any:

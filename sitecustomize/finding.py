@@ -307,7 +307,7 @@ def load_hook() -> Any:
 
         if not all(hasattr(hook, name) for name in CALLED):
             raise ImportError("hook.py is not whole")  # emptied, say, which is no error of Python's
-        hook.finds(finding, watched)
+        hook.finds(watched)
         return hook
     except RecursionError:  # the program's stack is full, which says nothing of the bundle: the next import tries again
         return None

@@ -18,8 +18,8 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
-_FILE = "<vllm-livepatch reads>"
-_QUIET = ("ignore", None, Warning, re.compile(_FILE), 0)  # as warnings.filterwarnings makes it
+FILE = "<vllm-livepatch reads>"
+_QUIET = ("ignore", None, Warning, re.compile(FILE), 0)  # as warnings.filterwarnings makes it
 # Fields that carry looks or typing, not behaviour. `kind` is the u of u"...", `type_params` are those of def f[T]().
 _IGNORED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "type_ignores"})
 _BODIES = frozenset({"body", "orelse", "finalbody"})
@@ -56,11 +56,11 @@ def parsed(source: str) -> ast.Module:
     for _ in range(10):
         try:
             if _QUIET not in warnings.filters:
-                warnings.filterwarnings("ignore", module=_FILE)
-            return ast.parse(source, _FILE)
+                warnings.filterwarnings("ignore", module=FILE)
+            return ast.parse(source, FILE)
         except SystemError:
             continue
-    return ast.parse(source, _FILE)
+    return ast.parse(source, FILE)
 
 
 def find(tree: ast.Module, qualname: str) -> ast.AST | None:

@@ -44,7 +44,7 @@ class Greeting:
         self._last: float | None = None  # time.monotonic() of the last import of a target
         self._lock = threading.Lock()
         self._written = False
-        self._behind: list[str] = []
+        self._behind: list[tuple[str, Callable[[], bool] | None]] = []
 
     def begin(self, packages: Mapping[str, str | None]) -> None:
         """The first target is being imported; `packages` will have the releases found."""
@@ -69,11 +69,11 @@ class Greeting:
         anything = any(one.state in ("applied", "failed") for one in self._outcomes())
         return self._last + (QUIET_SECONDS if anything else LATEST_SECONDS) - time.monotonic()
 
-    def behind(self, message: str) -> None:
-        """Say this, and the process's line first."""
+    def behind(self, message: str, holds: Callable[[], bool] | None = None) -> None:
+        """Say this, and the process's line first; where it has to wait for that, only if it holds then."""
         with self._lock:
             if not self._written:
-                self._behind.append(message)
+                self._behind.append((message, holds))
                 return
         context.to_stderr(message)
 
@@ -87,8 +87,9 @@ class Greeting:
         releases = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in self._packages.items())
         head = f"{self._version}, pid {os.getpid()}, {releases}"
         context.line(f"{head}; {self._described()}; LIVEPATCH=off turns it off{self._trouble()}")
-        for message in behind:
-            context.line(message)
+        for message, holds in behind:
+            if holds is None or holds():
+                context.line(message)
 
     def _described(self) -> str:
         found = self._outcomes()

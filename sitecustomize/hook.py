@@ -15,7 +15,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from . import application, installed
+from . import application
 from .changed_module import ChangedModule, part_of_import
 from .context import to_stderr
 from .reporting import end_process
@@ -72,9 +72,9 @@ def program(name: str) -> None:
         guarded(runtime.program, name)
 
 
-def finds(searches: set[tuple[str, int]], imports: dict[int, Any]) -> None:
-    """The finder's own: (module, thread) for which it stands back, and the outermost imports that have not ended."""
-    installed.searches, application.under_way = searches, imports
+def finds(imports: dict[int, Any]) -> None:
+    """The finder's own: the outermost imports that have not ended."""
+    application.under_way = imports
 
 
 def changed(name: str, loader: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import distributions
@@ -49,6 +48,10 @@ class Tree:
 
     def has(self, package: str) -> bool:
         return self._search(package) is not None
+
+    def places(self, package: str) -> Sequence[str]:
+        """The folders that hold a package's modules, none where that is not known."""
+        return self._search(package) or ()
 
     def origin(self, module: str) -> str | None:
         """The file that the module would be loaded from."""
@@ -94,8 +97,6 @@ class Overlay(Tree):
         return self.below._search(package)
 
 
-searches: set[tuple[str, int]] = set()
-"""The finder's own: (module, thread) for which it stands back."""
 Place = tuple[type, "str | None"]
 """What loads a module, and from where: of two that are equal, the text is the same."""
 
@@ -103,9 +104,9 @@ Place = tuple[type, "str | None"]
 class Process(Tree):
     """The modules that this process runs, and those that it would run if it imported them now. Executes nothing.
 
-    A module is asked of the loader that executes it. Where it is not imported, all finders are asked for it, each with
-    the package's own `__path__`, as an import would; where its package is not imported either, that path is not known
-    yet, and the interpreter's own finder says where both are. What comes otherwise is in `moved`.
+    A module is asked of the loader that executes it. Where it is not imported, the interpreter's own finder is asked
+    for it, with the package's own `__path__`. No other finder is: one that answers once, and then takes itself away,
+    would be used up before the import that it waits for. What comes otherwise is in `executing` and `moved`.
     """
 
     def __init__(self) -> None:
@@ -145,7 +146,7 @@ class Process(Tree):
         if parent and parent not in sys.modules:
             return super()._spec(module)
         path = attribute(sys.modules[parent], "__path__") if parent else None
-        return None if parent and path is None else _asked(module, path)
+        return None if parent and path is None else PathFinder.find_spec(module, path)
 
     def _search(self, package: str) -> Sequence[str] | None:
         if package in sys.modules:
@@ -154,21 +155,6 @@ class Process(Tree):
             spec = self._found(package)  # one that is executing does not say where the parts of a package are
             found = None if spec is None else spec.submodule_search_locations
         return None if found is None else list(found)
-
-
-def _asked(module: str, path: Any) -> ModuleSpec | None:
-    """The spec that an import of the module would find. One of the finders may ask all of them, ours among them."""
-    search = module, get_ident()
-    searches.add(search)
-    try:
-        for finder in list(sys.meta_path):
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None if find is None else find(module, path, None)
-            if spec is not None:
-                return spec
-        return None
-    finally:
-        searches.discard(search)
 
 
 def _place(spec: ModuleSpec | None) -> Place | None:

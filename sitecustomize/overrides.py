@@ -21,7 +21,7 @@ def bypassing(steps: Sequence[application.Applied]) -> list[str]:
     ours = {id(step.wrapper) for step in steps}
     found: dict[str, None] = {}  # a class that several inherit from is named once
     for step in steps:
-        for cls in _below(step.owner) if isinstance(step.owner, type) else ():
+        for cls in captures.below(step.owner) if isinstance(step.owner, type) else ():
             by = next(one for one in cls.__mro__ if step.attribute in vars(one) or one is step.owner)
             # What stands below another class of these is found there.
             if by is cls or (by is not step.owner and not issubclass(by, step.owner)):
@@ -29,18 +29,6 @@ def bypassing(steps: Sequence[application.Applied]) -> list[str]:
                 if id(override) not in ours and not _calls(cls, step, override):
                     found[f"{by.__module__}.{by.__qualname__} overrides {step.target} without calling it"] = None
     return list(found)
-
-
-def _below(owner: type) -> Iterator[type]:
-    """Every loaded class that derives from `owner`, once. Not those of an old module that was loaded again."""
-    seen: set[type] = set()
-    waiting: list[type] = type.__subclasses__(owner)
-    while waiting:
-        cls = waiting.pop(0)
-        if cls not in seen:
-            seen.add(cls)
-            yield cls
-            waiting += type.__subclasses__(cls)
 
 
 def _calls(cls: type, step: application.Applied, override: Any) -> bool:

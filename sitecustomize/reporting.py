@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -49,18 +50,22 @@ class Reporter:
         wrong = self._begin() if first else []
         if decision.reason in ("unverified", "forced", "unneeded") and not self._ending:
             self._greeting.behind(f"{state.patch.name}: {decision.detail}")
-        self._say_wrong([*wrong, *([_not_applied(state)] if decision.wanted and not decision.apply else [])])
+        refused = {_not_applied(state): state} if decision.wanted and not decision.apply else {}
+        self._say_wrong({**dict.fromkeys(wrong), **refused})
 
     def not_applied(self, *states: PatchState, importing: bool = True) -> None:
         """Write a line for each patch that is wanted and not applied; under strict, while `importing`, and end."""
-        self._say_wrong([*map(_not_applied, states)], importing)
+        self._say_wrong({_not_applied(state): state for state in states}, importing)
 
-    def _say_wrong(self, messages: list[str], importing: bool = True) -> None:
+    def _say_wrong(self, messages: Mapping[str, PatchState | None], importing: bool = True) -> None:
+        """Each of these, with the patch that it is about."""
         if importing and messages and self._patches.environment.mode == "strict":
-            self._end_process(messages)
+            self._end_process([*messages])
             return  # it is ending already, and says this too
-        for message in messages:
-            self._greeting.behind(message)
+        for message, state in messages.items():
+            # One that was refused may be applied after all before the process's line is due.
+            holds = None if state is None else functools.partial(getattr, state, "missing")
+            self._greeting.behind(message, holds)
 
     def no_longer_applied(self, state: PatchState) -> None:
         """Printed, and no more: what serves already is not ended, not even under strict."""

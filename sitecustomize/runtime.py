@@ -19,7 +19,7 @@ from .applying import Applier
 from .changed_module import ChangedModule, part_of_import
 from .context import to_stderr
 from .deciding import Decider
-from .decision import module_of
+from .decision import Decision, module_of
 from .patch_state import PatchState, PatchStates
 from .reporting import Reporter
 from .source_changes import SourceChanges
@@ -43,6 +43,7 @@ class Runtime:
         self._looked_at = {module_of(name) for state in self.patches.all for name in state.patch.names}
         self._applied: list[PatchState] = []  # since an outermost import ended
         self._looked_for_gone = False
+        self._refused: list[PatchState] = []  # likewise
 
     def begin(self) -> None:
         """Serve: this is the process's one runtime."""
@@ -82,7 +83,9 @@ class Runtime:
         if loader is not None and self._decider.modules.executing(module, loader, origin):
             self._decide_anew({module}, True)
         self._look_at_relied_on()
-        self._decider.decide([*self.patches.of(module), *self._gone()])
+        new = [state for state in (*self.patches.of(module), *self._gone()) if state.decision is None]
+        self._decider.decide(new)
+        self._refused += [state for state in new if state.decision is not None and not state.decision.apply]
         self.reporter.imported()
 
     def _gone(self) -> list[PatchState]:
@@ -102,25 +105,30 @@ class Runtime:
         application.executed(module)
         failed: list[PatchState] = []
         for state in sorted(self.patches.of(module.__name__), key=lambda state: not state.patch.diff):
-            decision = state.decision
-            if decision is None or not decision.apply or state.state == "failed":
-                continue
-            loaded = [name for name in state.targets if application.is_loaded(module_of(name))]
-            if state.patch.diff:
-                self._read_back(state)
-            elif state.patch.per_module or len(loaded) == len(state.targets):
-                self._applier.apply(state, loaded)
-            else:
-                continue
-            if state.state == "failed":
+            if not self._apply_where_loaded(state):
                 failed.append(state)
-            else:
-                self._applied.append(state)
         if failed:
             self.reporter.not_applied(*failed)
         self._look_at_relied_on()
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)
+
+    def _apply_where_loaded(self, state: PatchState) -> bool:
+        """Apply a patch, if it is to be, whose target modules are all there. False where it fails."""
+        decision = state.decision
+        if decision is None or not decision.apply or state.state == "failed":
+            return True
+        loaded = [name for name in state.targets if application.is_loaded(module_of(name))]
+        if state.patch.diff:
+            self._read_back(state)
+        elif loaded and (state.patch.per_module or len(loaded) == len(state.targets)):
+            self._applier.apply(state, loaded)
+        else:
+            return True
+        if state.state == "failed":
+            return False
+        self._applied.append(state)
+        return True
 
     def look(self, importing: bool) -> None:
         """Find the targets that were loaded past us, and the code that came from elsewhere than it was looked at.
@@ -137,6 +145,7 @@ class Runtime:
         if moved:
             self._decide_anew(moved, importing)
         if importing:
+            self._refused.clear()
             applied, self._applied = self._applied, []
             for state in applied:
                 self._read_back_again(state)
@@ -179,7 +188,11 @@ class Runtime:
             self.reporter.not_applied(state, importing=importing)
 
     def _decide_anew(self, modules: set[str], importing: bool) -> None:
-        """These modules are executed from elsewhere than they were looked at: what was decided on them may not hold."""
+        """These modules are executed from elsewhere than they were looked at: what was decided on them may not hold.
+
+        A patch that was refused is applied after all within the outermost import in which it was: later, what it would
+        have seen from the beginning has begun without it.
+        """
         for state in self.patches.all:
             before, names = state.decision, modules.intersection(map(module_of, state.patch.names))
             if before is None or state.state == "failed" or not names:
@@ -188,12 +201,24 @@ class Runtime:
                 why = f"executed from elsewhere than they were looked at: {', '.join(sorted(names))}"
                 self._sources.drop(min(names), why, set(sys.modules), self._give_up)
                 continue
+            late = state not in self._refused and any(map(application.is_loaded, state.patch.modules))
+            if not before.apply and late and names.isdisjoint(state.patch.modules):
+                continue
             self._decider.decide_anew(state)
             decision = state.decision
-            if decision is None or decision.apply or not before.apply:
+            if decision is None:
+                continue
+            if decision.apply and not before.apply:
+                if not self._apply_where_loaded(state):
+                    self.reporter.not_applied(state, importing=importing)
+                continue
+            reason, detail = decision.reason, decision.detail
+            if decision.apply and _differs(decision, before):
+                reason, detail = "drifted", f"{', '.join(sorted(names))} came with code of another form: {detail}"
+            elif decision.apply or not before.apply:
                 continue
             if state.applied:
-                self._applier.unapply(state, decision.reason, decision.detail)
+                self._applier.unapply(state, reason, detail)
             if state.missing:
                 self.reporter.not_applied(state, importing=importing)
 
@@ -269,6 +294,13 @@ class Runtime:
             if state.context is not None:
                 state.context.forget()
         self.reporter.forked_child()
+
+
+def _differs(one: Decision, other: Decision) -> bool:
+    """Whether a patch's code was told other things by one decision than by another that applies it as well."""
+    if one.variant is None or other.variant is None:
+        return one.variant is not other.variant
+    return one.variant.facts != other.variant.facts or one.variant.code.keys() != other.variant.code.keys()
 
 
 def guarded(step: Callable[..., None], *args: Any) -> None:

@@ -68,6 +68,7 @@ CAPTURES = {
     "instance": ("class Box: pass\nbox = Box()\nbox.f = work", "scheduler.box.f(7)", "the fakeengine.scheduler.Box fakeengine.scheduler.box"),
 }  # fmt: skip
 NO_CALLS = {
+    "a class without a hash": "class Meta(type):\n    def __eq__(self, other): raise TypeError\n    __hash__ = None\nclass Odd(metaclass=Meta): pass\nscheduler = Scheduler.step",
     "a cache's key": "@functools.lru_cache\ndef known(f): return 1\nknown(work)",
     "a weak reference": "import weakref\nTABLE = weakref.WeakValueDictionary(work=work)",
     "a call": "work(7); Scheduler().step(7); Scheduler.of_static(7)",
@@ -110,6 +111,55 @@ def test_another_name_on_each_python_and_where_the_garbage_collector_is_kept_fro
     counted = "\nimport gc; print(gc.get_freeze_count() > 1_000, gc.isenabled())"  # of 3.12's own there are some
     done = sandbox.python(code + counted, python=interpreters.find(version) or "", LIVEPATCH="strict")
     assert done.out == f"['patched', 'step', 7] ['patched', 'work', 7]\n{bool(frozen)} True\n", done.err
+
+
+@pytest.mark.parametrize(("body", "taken", "call", "word"), ALIASES.values(), ids=ALIASES)
+def test_what_is_frozen_stays_frozen_and_nothing_else(
+    sandbox: Sandbox, body: str, taken: str, call: str, word: str
+) -> None:
+    """Garbage of later is still collected: what was alive at the look, and not frozen, is not frozen by it."""
+    ready(sandbox, body, taken)
+    code = f"""
+import gc, sys, weakref
+import fakeengine.scheduler as scheduler
+from fakeengine.scheduler import *
+gc.freeze()
+frozen = gc.get_freeze_count()
+class Ring: pass
+ring = Ring(); ring.ring = ring
+alive = weakref.ref(ring)
+import fakeengine.worker
+print({call})
+print(frozen >= gc.get_freeze_count() > frozen - 100)
+del ring
+gc.collect()
+print(alive())
+"""
+    done = sandbox.python(code, LIVEPATCH="strict")
+    first, *rest = done.out.splitlines()
+    assert first.startswith(f"['patched', '{word}'"), done.err
+    assert rest == ["True", "None"], done.err
+
+
+@pytest.mark.parametrize("kind", ["dict", "partial", "closure", "instance"])
+def test_what_is_frozen_and_holds_it_refuses_the_patch(sandbox: Sandbox, kind: str) -> None:
+    taken, call, _ = CAPTURES[kind]
+    ready(sandbox, "", taken)
+    code = f"import fakeengine.scheduler, gc; gc.freeze()\n{program(f'[{call}, work(1), Scheduler().step(2)]')}"
+    done = sandbox.python(code)
+    assert "patched" not in done.out, done.err
+    assert "is held by" in not_applied(sandbox, "captured", done.err)
+    assert sandbox.python(code, LIVEPATCH="strict").code == 78
+
+
+@pytest.mark.parametrize("version", interpreters.each(interpreters.SERVED))
+@pytest.mark.parametrize("kept", ["gc.get_objects()", "[one for one in gc.get_objects() if type(one) is not int]"])
+def test_a_list_of_all_objects_is_no_capture(sandbox: Sandbox, kept: str, version: str) -> None:
+    """A program that looks for what its memory goes to keeps one."""
+    ready(sandbox, "    run = step", "")
+    code = f"import gc, fakeengine.scheduler\nkept = {kept}\n{program('work(7), Scheduler().run(7)')}"
+    done = sandbox.python(code, python=interpreters.find(version) or "", LIVEPATCH="strict")
+    assert done.out == "['patched', 'work', 7] ['patched', 'step', 7]\n", done.err
 
 
 @pytest.mark.parametrize("kind", ["generator", "coroutine"])

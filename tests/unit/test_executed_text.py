@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import py_compile
 import shutil
 import zipfile
@@ -13,7 +15,7 @@ from vllm_livepatch.sitecustomize import executed_text
 from wrapt.importer import _ImportHookChainedLoader
 
 from tests.unit import interpreters
-from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, Done, Sandbox
+from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Done, Sandbox
 
 OTHER = "class Scheduler:\n    def step(self, number):\n        return ['overlay', number]\n"
 OVERLAY = "['overlay', 7]\n"
@@ -127,22 +129,116 @@ def test_what_the_patch_calls_comes_from_elsewhere_than_it_was_looked_at(sandbox
     assert sandbox.python(code, LIVEPATCH="strict").code == 78
 
 
-@pytest.mark.parametrize("imported", [True, False], ids=["imported", "not imported"])
+@pytest.mark.parametrize("when", ["before", "with it", "later", "never"])
 @pytest.mark.parametrize("text", [OTHER, None], ids=["another", "the same"])
-def test_what_the_patch_calls_is_found_by_another_finder(sandbox: Sandbox, text: str | None, imported: bool) -> None:
+def test_what_the_patch_calls_is_found_by_another_finder(sandbox: Sandbox, text: str | None, when: str) -> None:
+    """No finder but the interpreter's own is asked before the import. What comes by another one is decided on anew."""
     work = "fakeengine.worker:work"
+    sandbox.write({"fakeengine/all.py": "import fakeengine.scheduler, fakeengine.worker\n"})
     sandbox.patch(calls=[work])
     sandbox.generate()
     original = (sandbox.site / "fakeengine/worker.py").read_text()
     code = redirects(overlay(sandbox, text or original), "fakeengine.worker")
     (sandbox.site / "fakeengine/worker.py").write_text("other = 1\n")  # nobody executes this one
-    first = "import fakeengine.worker\n" if imported else "import fakeengine\n"
-    done = sandbox.python(f"{code}{first}{USE_STEP}\nassert ('fakeengine.worker' in sys.modules) is {imported}")
-    if text is None:
+    first = {"before": "import fakeengine.worker", "with it": "import fakeengine.all"}.get(when, "import fakeengine")
+    last = "import fakeengine.worker\n" if when == "later" else ""
+    code = f"{code}{first}\n{USE_STEP}\n{last}{USE_STEP}\n"
+    done = sandbox.python(f"{code}assert ('fakeengine.worker' in sys.modules) is {when != 'never'}")
+    if text is None and when in ("before", "with it"):
+        assert (done.code, done.out, done.others) == (0, PATCHED * 2, []), done.err
+        assert (sandbox.reported()["state"], sandbox.reported()["verdict"]) == ("applied", "needed")
+    else:  # applied later, the patch would come to an engine that has begun without it
+        is_refused(sandbox, done, STOCK * 2, work)
+        assert sandbox.python(code, LIVEPATCH="strict").code == 78
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_the_patch_calls_comes_in_another_known_form(sandbox: Sandbox, number: int) -> None:
+    """The wrappers were made with the facts of the form that was found before."""
+    work = "fakeengine.worker:work"
+    sandbox.write({"fakeengine/all.py": "import fakeengine.scheduler, fakeengine.worker\n"})
+    own = (sandbox.site / "fakeengine/worker.py").read_text()
+    (sandbox.site / "fakeengine/worker.py").write_text(own.replace("[item]", "[item, 2]"))
+    second = {"releases": ["2.0"], "code": sandbox.fingerprints(STEP, work), "facts": {"number": number}}
+    code = redirects(overlay(sandbox, (sandbox.site / "fakeengine/worker.py").read_text()), "fakeengine.worker")
+    (sandbox.site / "fakeengine/worker.py").write_text(own)
+    first = {"releases": ["1.0"], "code": sandbox.fingerprints(STEP, work), "facts": {"number": 1}}
+    sandbox.patch(calls=[work], variant=[first, second])
+    sandbox.generate()
+    code = f"{code}import fakeengine.all\n{USE_STEP}\n"
+    done = sandbox.python(code)
+    if number == 1:
         assert (done.code, done.out) == (0, PATCHED), done.err
-        assert sandbox.reported()["verdict"] == "needed"
+        assert sandbox.reported()["state"] == "applied"
     else:
-        is_refused(sandbox, done, STOCK)
+        assert (done.code, done.out) == (0, STOCK), done.err
+        assert (sandbox.reported()["state"], sandbox.reported()["reason"]) == ("failed", "drifted")
+        assert "fakeengine.worker came with code of another form" in sandbox.reported()["detail"]
+        assert sandbox.python(code, LIVEPATCH="strict").code == 78
+
+
+ONCE = """
+import importlib.util, sys
+from importlib.machinery import PathFinder
+class Loader:
+    def __init__(self, loader):
+        self.loader = loader
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        print("the recipe has run:", module.__name__)
+        module.pasted = True
+class Finder:
+    waits = True
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r} and self.waits:
+            {once}
+            spec = {find}
+            spec.loader = Loader(spec.loader)
+            return spec
+sys.meta_path.insert({where}, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "once", "find"),
+    [
+        (0, "sys.meta_path.remove(self)", "importlib.util.find_spec(name)"),
+        (1, "sys.meta_path.remove(self)", "PathFinder.find_spec(name, path)"),
+        (0, "self.waits = False", "PathFinder.find_spec(name, path)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["fakeengine._version", "fakeengine.worker", "companion.part", "fakeengine.last"])
+def test_a_finder_that_answers_once_is_there_for_the_import_that_it_waits_for(
+    sandbox: Sandbox, name: str, where: int, once: str, find: str
+) -> None:
+    """The recipe of many start scripts, for a module that the bundle looks at before it is imported: of the release, a
+    second target, a companion, and what the patch calls.
+    """
+    calls = {"fakeengine.last:end": "def end(): return 1\n", "companion.part:run": "def run(): return 1\n"}
+    sandbox.write({f"{call.partition(':')[0].replace('.', '/')}.py": text for call, text in calls.items()})
+    sandbox.write({"companion/__init__.py": ""})
+    companion = {"package": "companion", "releases": ["2.0"], "code": sandbox.fingerprints("companion.part:run")}
+    sandbox.write({"companion/_version.py": "__version__ = '2.0'\n"})
+    sandbox.patch()
+    more = {"releases": ["1.0"], "code": sandbox.fingerprints(STEP, WORK, "fakeengine.last:end")}
+    sandbox.patch("other", [STEP, WORK], calls=list(calls), variant=[more], companion=[companion])
+    sandbox.generate()
+    recipe = ONCE.format(name=name, where=where, once=once, find=find)
+    code = f"{recipe}\nimport fakeengine.scheduler, fakeengine.worker, {name}\nprint({name}.pasted)\n{USE_STEP}"
+    bare, done = sandbox.bare(code), sandbox.python(code)
+    ran = f"the recipe has run: {name}\nTrue\n"
+    assert (bare.code, bare.out) == (0, f"{ran}{STOCK}"), bare.err
+    assert done.code == 0, done.err
+    assert done.out.startswith(ran), done.err
+    if (name, where, find[:4]) == ("fakeengine.worker", 0, "Path"):  # past our finder
+        assert (sandbox.reported("other")["state"], sandbox.reported("other")["reason"]) == ("failed", "bypassed")
+    else:
+        assert sandbox.reported("other")["state"] == "applied", done.err
+        assert sandbox.python(code, LIVEPATCH="strict").code == 0
 
 
 def compiled(
@@ -185,6 +281,34 @@ def test_bytecode_of_its_source_however_it_is_checked(patched: Sandbox, mode: py
     next(patched.state.iterdir()).unlink()
     done = patched.python(USE_STEP)
     is_refused(patched, done, STOCK if mode is UNCHECKED else OVERLAY)
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["of another source", "of its own source"])
+def test_bytecode_with_the_time_and_the_size_of_another_source(patched: Sandbox, same: bool) -> None:
+    """A file that is written twice within a second, or where a build gives all files one time: the interpreter runs the
+    bytecode of the first one.
+    """
+    source = patched.site / "fakeengine/scheduler.py"
+    text = source.read_text()
+    other = text if same else text.replace("[number]", "(number)")
+    assert len(other) == len(text)
+    source.write_text(other)
+    patched.bare("import fakeengine.scheduler")
+    place = Path(importlib.util.cache_from_source(str(source)))
+    assert place.is_file()
+    was = source.stat()
+    source.write_text(text)
+    for file in (source, place):
+        os.utime(file, ns=(was.st_mtime_ns, was.st_mtime_ns))
+    if same:
+        assert patched.python(USE_STEP, LIVEPATCH="strict").out == PATCHED
+    else:
+        is_refused(
+            patched, patched.python(USE_STEP), "7\n", f"runs {place}, which has the time and the size of its source"
+        )
+        assert patched.python(USE_STEP, LIVEPATCH="strict").code == 78
+        os.utime(source, (1, 1))
+        assert patched.python(USE_STEP, LIVEPATCH="strict").out == PATCHED, "Python compares them"
 
 
 def test_a_module_without_a_source(patched: Sandbox) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from textwrap import dedent
 
 import pytest
 from vllm_livepatch.sitecustomize import application
@@ -243,6 +244,36 @@ def test_a_module_that_puts_another_in_its_place(sandbox: Sandbox) -> None:
     assert (done.code, done.out) == (0, STOCK), done.err
     assert bypassed(sandbox)
     assert sandbox.python(USE_STEP, LIVEPATCH="strict").code == 78
+
+
+@pytest.mark.parametrize("shape", ["plain", "before", "shortcut"])
+def test_a_module_that_is_put_back_is_the_one_that_was_patched(sandbox: Sandbox, shape: str) -> None:
+    """As `mock.patch.dict(sys.modules)` does it, after another import of the same module in between."""
+    look = "def look(*args): livepatch.count('calls')"
+    code = {
+        "plain": "return {TARGETS[0]: lambda wrapped, instance, args, kwargs: ['patched', *wrapped(*args, **kwargs)]}",
+        "before": "return {TARGETS[0]: livepatch.before(look)}",
+        "shortcut": "return {TARGETS[0]: livepatch.shortcut(lambda release, guarded: lambda *args: guarded(*args), livepatch.before(look))}",
+    }[shape]
+    two(sandbox, code=f"def wrappers(livepatch):\n    {look}\n    {code}\n")
+    out = PATCHED if shape == "plain" else STOCK
+    program = f"""
+        import sys
+        {USE_STEP}
+        kept = sys.modules.pop("fakeengine.scheduler")
+        {USE_STEP}
+        sys.modules["fakeengine.scheduler"] = kept
+        {USE_STEP}
+        import fakeengine.worker
+        {USE_STEP}
+        """
+    done = sandbox.python(program, LIVEPATCH="strict")
+    assert (done.code, done.out, done.others) == (0, out * 4, []), done.err
+    assert [(sandbox.reported(name)["state"], sandbox.reported(name)["reason"]) for name in ("around", "other")] == [
+        ("applied", None)
+    ] * 2
+    done = sandbox.python(f"{dedent(program)}kept.Scheduler.step = lambda self, number: [number]\n")
+    assert "no longer applied (overwritten)" in done.err
 
 
 def test_what_only_passes_for_a_module_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

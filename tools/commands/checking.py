@@ -102,6 +102,7 @@ def find(question: Question) -> Answer:
         packages[name] = installed.release(name, tree)
     if not packages and all(tree.origin(f"{package}.__init__") is None for package in packages_of_all):
         raise UserError(f"{where} has neither {' nor '.join(packages_of_all)}: there is nothing to check")
+    answers = check.with_holders(answers, tree)
     if question.diff:
         answers = check.explained(answers, tree, others)
     pair = pairs.of_tree(tree)

@@ -171,6 +171,9 @@ def print_check(console: Console, packages: Mapping[str, str | None], answers: l
     applied = sum(answer.decision.apply for answer in answers)
     console.print(Text(f"{applied} of {len(answers)} apply" + (f"; off by default: {', '.join(off)}" if off else "")))
     for answer in answers:
+        for holder in (one for one in answer.held if not one.covered):
+            refuses = "a process refuses it (captured)" if holder.certain else "a process may refuse it (captured)"
+            console.print(Text(f"{answer.patch.name}: {refuses}: {holder.sentence}"), soft_wrap=True)
         if answer.drift is not None:
             _print_drift(console, answer.patch, answer.drift)
 

@@ -20,7 +20,7 @@ from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Patch, module_of
 from vllm_livepatch.tools import threads
 from vllm_livepatch.tools.bundled.verdicts import Judged, judge
-from vllm_livepatch.tools.compatibility import reads
+from vllm_livepatch.tools.compatibility import reads, taken
 from vllm_livepatch.tools.compatibility.drift import Drift, drift
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import PACKAGES, published, registry
@@ -45,10 +45,22 @@ class Checked(Judged):
     """One patch against what is installed, and what drifted."""
 
     drift: Drift | None = None
+    held: tuple[taken.Holder, ...] = ()
+    """Who has taken a target before a process's patch comes: of a patch that would be applied."""
+
+    @property
+    def refused(self) -> list[taken.Holder]:
+        """Those for whom a process would refuse the patch, as `captured`, whatever it imports first."""
+        return [one for one in self.held if one.certain and not one.covered]
+
+    @property
+    def blocked(self) -> bool:
+        return super().blocked or bool(self.refused)
 
     def described(self) -> dict[str, Any]:
         drifted = {} if self.drift is None else {"drift": self.drift.described()}
-        return {**super().described(), **drifted}
+        held = {"held": [one.described() for one in self.held]} if self.held else {}
+        return {**super().described(), **drifted, **held}
 
 
 class CombinedTree(installed.Tree):
@@ -85,6 +97,10 @@ class CombinedTree(installed.Tree):
         for top, tree in self._others.items():
             if isinstance(tree, published.PublishedTree):
                 tree.prefetch([module for module in wanted if module.partition(".")[0] == top])
+
+    def places(self, package: str) -> Sequence[str]:
+        tree = self._tree(package)
+        return () if tree is None else tree.places(package)
 
     def _tree(self, module: str) -> installed.Tree | None:
         return self.of(module.partition(".")[0])
@@ -252,6 +268,13 @@ def explained(answers: Iterable[Checked], tree: installed.Tree, asked: Collectio
         else answer
         for answer in answers
     ]
+
+
+def with_holders(answers: Iterable[Checked], tree: installed.Tree) -> list[Checked]:
+    """The answers, with who holds the targets of those that would be applied."""
+    found = list(answers)
+    held = taken.holders([answer.patch for answer in found if answer.decision.apply], tree)
+    return [dataclasses.replace(answer, held=tuple(held.get(answer.patch.name, ()))) for answer in found]
 
 
 def check(

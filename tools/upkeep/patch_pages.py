@@ -68,6 +68,13 @@ def page(patch: Patch) -> str:
         lines += ["## What `status` counts", "", "| counter | meaning |", "|---|---|"]
         lines += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in about["counters"].items()]
         lines.append("")
+    lines += ["## What it keeps", ""]
+    if about.get("keeps"):
+        lines += ["| what | for what, until when, how much |", "|---|---|"]
+        lines += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in about["keeps"].items()]
+    else:
+        lines.append("Nothing beyond a call.")
+    lines += ["", f"What counts as gone: {_text(about['gone'])}", ""] if "gone" in about else [""]
     lines += ["## Where it comes from", ""]
     lines += [f"- {entry.replace('_', ' ')}: {_text(about[entry])}" for entry in _SOURCES if entry in about]
     if about.get("threads"):
@@ -76,7 +83,7 @@ def page(patch: Patch) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-_SOURCES = ("origin", "upstream", "last_update")
+_SOURCES = ("origin", "upstream", "last_update", "attacked")
 _REPOSITORIES = {
     "vllm": "vllm-project/vllm",
     "vllm-ascend": "vllm-project/vllm-ascend",

@@ -65,11 +65,8 @@ class Finder:
         if name != SCHEDULER or self.asking:
             return None
         if WAY == "pasted":
-            self.asking = True
-            try:
-                spec = importlib.util.find_spec(name)
-            finally:
-                self.asking = False
+            self.asking = True  # for good: it answers once
+            spec = importlib.util.find_spec(name)
             assert spec is not None
             spec.loader = Pastes(spec.loader)  # type: ignore[assignment]
             return spec
