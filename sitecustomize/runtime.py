@@ -83,8 +83,9 @@ class Runtime:
         if loader is not None and self._decider.modules.executing(module, loader, origin):
             self._decide_anew({module}, True)
         self._look_at_relied_on()
-        new = [state for state in (*self.patches.of(module), *self._gone()) if state.decision is None]
-        self._decider.decide(new)
+        states = [*self.patches.of(module), *self._gone()]
+        new = [state for state in states if state.decision is None]
+        self._decider.decide(states)
         self._refused += [state for state in new if state.decision is not None and not state.decision.apply]
         self.reporter.imported()
 
@@ -95,7 +96,11 @@ class Runtime:
         self._looked_for_gone = True
         origin = self._decider.modules.origin
         waiting = [state for state in self.patches.all if state.decision is None and not state.patch.diff]
-        return [state for state in waiting if not any(map(origin, state.patch.modules))]
+        return [
+            state
+            for state in waiting
+            if sys.modules.keys().isdisjoint(state.patch.modules) and not any(map(origin, state.patch.modules))
+        ]
 
     def after_execution(self, module: ModuleType) -> None:
         """A target module has been executed: apply every patch whose target modules are now all there."""
