@@ -12,7 +12,7 @@ TARGET = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiKVCo
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of the one target."""
 
     def observe(wrapped: Callable[..., Any], metrics: Any, args: Any, kwargs: Any) -> Any:
         reported: Mapping[str, Any] = args[0] if args else kwargs["transfer_stats_data"]

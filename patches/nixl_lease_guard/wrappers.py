@@ -37,7 +37,7 @@ def guard_of(worker: Any) -> Guard | None:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     # How a failed load names the blocks of a model with several KV groups, which these releases leave out: a set or a
     # queue. From 0.30.0 the request itself is named.
     hybrid: str = livepatch.facts.get("hybrid", "")
@@ -86,13 +86,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         setattr(agent, _GUARD, Guard(livepatch, table))
         return None
 
-    def begin(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def begin(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """The worker makes its agent."""
         for package in PACKAGES:
             take(getattr(sys.modules.get(f"{package}._api"), "nixl_agent", None))
         making.append(worker)
         try:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         finally:
             making.pop()
 
@@ -112,22 +112,22 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 guard.table.withdraw(request_id)
         return result
 
-    def delivered(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def delivered(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """All of a request's readers have reported that they have read it."""
-        result = wrapped(*args, **kwargs)
+        result = original(*rest, **named)
         guard = guard_of(worker)
         if guard is not None:
             for request_id in result:
                 guard.table.withdraw(request_id)
         return result
 
-    def finished(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def finished(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """Of what the scheduler is about to be allowed to free, the rest are leases that have ended.
 
         And those whose time is over although the release does not say so yet: 0.22.1 to 0.30.0 looks at the oldest
         only, and `kv-block-reaper` may free the others' blocks meanwhile.
         """
-        result = wrapped(*args, **kwargs)
+        result = original(*rest, **named)
         guard = guard_of(worker)
         if guard is not None:
             now = time.perf_counter()

@@ -48,11 +48,11 @@ class Sides:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     by_request: bool = livepatch.facts.get("by_request", False)
 
-    def create(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
+    def create(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
+        result = original(*rest, **named)
         wait = livepatch.options["WAIT_SECONDS"] or float(
             worker.kv_transfer_config.get_from_extra_config(
                 "push_registration_timeout",
@@ -68,16 +68,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         """Note when the worker's writer begins to write, and read its notifications with it; both answer as ever."""
         agent, wake = worker.nixl_wrapper, worker._push_writer_wake
 
-        def post(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        def post(original: Call, _: Any, *rest: Any, **named: Any) -> Any:
             sides.answers.posted = True
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
 
-        def listen(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        def listen(original: Call, _: Any, *rest: Any, **named: Any) -> Any:
             pending = worker._pending_d_registrations
             sides.answers.sweep(pending)
             for waiting in sides.desk.overdue():
                 sides.reach.send(waiting.agent, words.WITHDRAW, waiting.token)
-            notifications = wrapped(*args, **kwargs)
+            notifications = original(*rest, **named)
             for kind, token in words.take(notifications):
                 if kind == words.REFUSED:
                     sides.desk.refused(token)
@@ -92,14 +92,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         agent.get_new_notifs = livepatch.around(agent.get_new_notifs, listen)
         wake.wait = livepatch.around(wake.wait, rest)
 
-    def close(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def close(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """The worker ends. What it has not begun to write it never will, and decode is told before its agent goes."""
         sides: Sides | None = getattr(worker, _SIDES, None)
         if sides is None:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         sides.answers.close(worker._pending_d_registrations)
         try:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         finally:  # to 0.26.0 a worker that has written raises KeyError
             sides.reach.forget()
             delattr(worker, _SIDES)
@@ -153,14 +153,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             sides.came = args[0]
             sides.replaced = worker._pending_d_registrations.get(args[0])
 
-    def came(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def came(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """The writer has a registration. What it does not match waits, unless its request is over."""
         sides: Sides | None = getattr(worker, _SIDES, None)
         if sides is None:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         pending, answers = worker._pending_d_registrations, sides.answers
         sides.came = sides.replaced = None
-        result = wrapped(*args, **kwargs)
+        result = original(*rest, **named)
         registration = pending.get(sides.came)
         if registration is None or registration is sides.replaced:
             return result
@@ -217,10 +217,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # Both
 
-    def finished(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def finished(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         sides: Sides | None = getattr(worker, _SIDES, None)
         if sides is None:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         answers, desk = sides.answers, sides.desk
         for request_id in desk.failed():
             if request_id in worker._recving_metadata:
@@ -229,7 +229,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             leave_out_writes(worker)
         with answers.leases:
             hold_leases(worker, answers)
-            result = wrapped(*args, **kwargs)
+            result = original(*rest, **named)
             sent, received = (
                 result[:2] if isinstance(result, tuple) else (result.finished_sending, result.finished_recving)
             )

@@ -20,7 +20,7 @@ MODES = ("none", "peer")
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     configured: str | None = None  # the mode in the configuration of the connector that is being, or was last, made
 
     def connector(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ class _Jobs:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
+    """At each target: a wrapper, or a look at its calls."""
 
     # The worker's side
 
@@ -64,9 +64,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             begun: bool = wrapped(*args, **kwargs)
             return begun or fail(args[0] if args else kwargs["job_id"])
 
-        def get_finished(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> list[Any]:
+        def get_finished(original: Call, instance: Any, *rest: Any, **named: Any) -> list[Any]:
             """The release is given those that went well, and asserts that they did."""
-            ended = wrapped(*args, **kwargs)
+            ended = original(*rest, **named)
             for result in ended:
                 if result.success:
                     jobs.loads.pop(result.job_id, None)
@@ -120,10 +120,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             connector.get_block_ids_with_load_errors = asked
         jobs.lost |= blocks
 
-    def load_errors(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> set[int]:
+    def load_errors(original: Call, connector: Any, *rest: Any, **named: Any) -> set[int]:
         jobs: _Jobs = getattr(connector.connector_worker, JOBS)
         lost, jobs.lost = jobs.lost, set()
-        return lost | set(wrapped(*args, **kwargs))
+        return lost | set(original(*rest, **named))
 
     # The scheduler's side
 

@@ -46,7 +46,7 @@ class _CheckedCudart:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     step_bytes: float = livepatch.options["STEP_GB"] * GIB
 
     def lock_of(allocator: Any) -> threading.Lock:
@@ -56,7 +56,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     # Those whose pool is not whole yet.
     growing: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def stay(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> None:
+    def stay(original: Callable[..., Any], allocator: Any, *rest: Any, **named: Any) -> None:
         """The background thread ends at once; `close` still joins it."""
         growing.add(allocator)
 
@@ -144,15 +144,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             if not expand(allocator, seen):
                 return None
 
-    def close(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> Any:
+    def close(original: Callable[..., Any], allocator: Any, *rest: Any, **named: Any) -> Any:
         """Stop an expansion under way, wait for it, then unpin everything as the release does."""
         allocator._stop_expand.set()
         with lock_of(allocator):
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
 
-    def usage(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    def usage(original: Callable[..., Any], instance: Any, *rest: Any, **named: Any) -> Any:
         """Used and total bytes; the total of a lazily grown pool is its final size."""
-        used, total = wrapped(*args, **kwargs)
+        used, total = original(*rest, **named)
         allocator = instance._allocator
         if any(isinstance(allocator, sys.modules[lazy].LazyMemoryAllocator) for lazy in LAZY if lazy in sys.modules):
             total = max(total, allocator._final_size)

@@ -25,7 +25,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
 
     def assign(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         """What the release's own switch does, where it has one: the internal id is the external one."""
@@ -95,8 +95,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     # In the engine core
 
-    def begun(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
-        step = wrapped(*args, **kwargs)
+    def begun(original: Callable[..., Any], scheduler: Any, *rest: Any, **named: Any) -> Any:
+        step = original(*rest, **named)
         fence.of(scheduler).begun(step)
         return step
 
@@ -143,8 +143,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             raise refused("refused_live", request_id, "the end of its former request was not heard of")
         return await proceed()
 
-    def forget(wrapped: Callable[..., Any], processor: Any, args: Any, kwargs: Any) -> Any:
-        aborted = wrapped(*args, **kwargs)
+    def forget(original: Callable[..., Any], processor: Any, *rest: Any, **named: Any) -> Any:
+        aborted = original(*rest, **named)
         known: endings.Endings | None = getattr(processor, endings.ATTRIBUTE, None)
         if known is not None:
             known.forgotten(aborted)

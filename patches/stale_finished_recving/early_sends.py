@@ -96,13 +96,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 sends = livepatch.lasting(ChildSends(livepatch))
                 setattr(child, method, livepatch.around(getattr(child, method), sends))
 
-    def get_finished(wrapped: Call, multi: Any, args: Any, kwargs: Any) -> Any:
+    def get_finished(original: Call, multi: Any, *rest: Any, **named: Any) -> Any:
         if not hasattr(multi, "get_transfer_results"):  # which it asks, where there is one
             see_to(multi, "get_finished")
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
-    def get_transfer_results(wrapped: Call, multi: Any, args: Any, kwargs: Any) -> Any:
+    def get_transfer_results(original: Call, multi: Any, *rest: Any, **named: Any) -> Any:
         see_to(multi, "get_transfer_results")
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
     return {f"{MULTI}.get_finished": get_finished, f"{MULTI}.get_transfer_results": get_transfer_results}

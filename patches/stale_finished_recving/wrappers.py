@@ -43,7 +43,7 @@ def ledger_of(scheduler: Any) -> Ledger:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs), and what comes before it."""
+    """The wrapper of each target, and what comes before it."""
     # What `finish_requests` returns of each request that it aborted: nothing, (id, client index), or the request.
     aborted_as: str = livepatch.facts.get("aborted_as", "request")
     # To 0.15 the id of a load that has arrived stays behind when its request is aborted.
