@@ -102,7 +102,9 @@ class _Loads:
 
     # Admission: what the scheduler asks for each request that holds nothing yet.
 
-    def matched(self, original: Callable[..., Any], connector: Any, *rest: Any, **named: Any) -> tuple[int | None, bool]:
+    def matched(
+        self, original: Callable[..., Any], connector: Any, *rest: Any, **named: Any
+    ) -> tuple[int | None, bool]:
         """Wraps the connector's `get_num_new_matched_tokens`."""
         return self.bounded(original, *rest, **named)
 

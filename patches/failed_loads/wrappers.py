@@ -159,9 +159,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
         return update_from_output
 
-    def asked(
-        original: Call, connector: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any
-    ) -> Any:
+    def asked(original: Call, connector: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any) -> Any:
         """Of a request whose load was lost, the connector is asked as if all of it were computed here."""
         if not getattr(request, LOST, False):
             return original(request, num_computed_tokens, *rest, **named)

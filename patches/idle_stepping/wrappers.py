@@ -78,9 +78,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if not scheduled.total_num_scheduled_tokens and now - before > APART_SECONDS:
             condition.last_read = ASLEEP
 
-    def wait_for_step(
-        original: Call, condition: Any, timeout_ms: int | None = None, *rest: Any, **named: Any
-    ) -> Any:
+    def wait_for_step(original: Call, condition: Any, timeout_ms: int | None = None, *rest: Any, **named: Any) -> Any:
         stepped = vars(condition)[STEPPED]
         if time.monotonic() - stepped > condition.busy_loop_s:
             condition.last_read = stepped  # where the release itself would spin no more

@@ -24,7 +24,9 @@ REFUSED = "_livepatch_refused_loads"
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    def submit_retrieve_request(original: Call, adapter: Any, request_id: str, op: Any, *rest: Any, **named: Any) -> Any:
+    def submit_retrieve_request(
+        original: Call, adapter: Any, request_id: str, op: Any, *rest: Any, **named: Any
+    ) -> Any:
         result = original(request_id, op, *rest, **named)
         begun = adapter.retrieve_futures.get(request_id)
         if begun is None:

@@ -113,9 +113,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             registration.asking.join(WAIT_SECONDS)
         return not registration.in_doubt()
 
-    def asked(
-        original: Call, adapter: Any, registration: Registration, *rest: Any, **named: Any
-    ) -> tuple[Any, int]:
+    def asked(original: Call, adapter: Any, registration: Registration, *rest: Any, **named: Any) -> tuple[Any, int]:
         """Leave out what the server is asked for, as where it is gone, if it may not know the worker.
 
         Returns the answer, and how often the worker had been registered again when it was asked for.

@@ -85,9 +85,7 @@ def blocks_of(request: Any, size: int) -> list[int]:
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """At each target: a look at its calls."""
 
-    def build_connector_meta(
-        metadata: Any, connector: Any, scheduler_output: Any, *rest: Any, **named: Any
-    ) -> None:
+    def build_connector_meta(metadata: Any, connector: Any, scheduler_output: Any, *rest: Any, **named: Any) -> None:
         """Tell the workers which blocks are given to be written. Of most of a request's blocks LMCache does not tell
         them: of the last part of a chunk, and of answers."""
         vars(metadata)[GIVEN] = blocks_given(scheduler_output, metadata.requests, connector._block_size)

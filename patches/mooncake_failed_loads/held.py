@@ -150,9 +150,7 @@ class Keeper:
         self._loads: dict[str, _Load] = {}  # by request
         self._kept: dict[str, list[Any]] = {}  # blocks, by key
 
-    def bind_gpu_block_pool(
-        self, original: Call, connector: Any, gpu_block_pool: Any, *rest: Any, **named: Any
-    ) -> Any:
+    def bind_gpu_block_pool(self, original: Call, connector: Any, gpu_block_pool: Any, *rest: Any, **named: Any) -> Any:
         self._pool = gpu_block_pool
         return original(gpu_block_pool, *rest, **named)
 

@@ -212,9 +212,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # The ask
 
-    async def watched(
-        original: Call, worker: Any, address: str, asked: Asked, *rest: Any, **named: Any
-    ) -> None:
+    async def watched(original: Call, worker: Any, address: str, asked: Asked, *rest: Any, **named: Any) -> None:
         """Ask as the release does, and see to it that what is asked comes to an end."""
         for pull in asked.values():
             load: Load = getattr(pull, LOAD)

@@ -62,14 +62,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     def is_ours() -> bool:
         return getattr(sys.modules[CONTEXT].lmc_ops, transfer.NAME, None) is operation
 
-    def staged(wrapped: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
+    def staged(original: Callable[..., Any], context: Any, block_ids: Any, *rest: Any, **named: Any) -> Any:
         """Block ids on their way to the device: here they can be looked at without waiting for it."""
         if is_ours():
             try:
-                transfer.check_ids(args[0] if args else kwargs["block_ids"], context.num_blocks_)
+                transfer.check_ids(block_ids, context.num_blocks_)
             except ValueError as error:
                 raise livepatch.deliberate(error)  # noqa: B904 (the same error)
-        return wrapped(*args, **kwargs)
+        return original(block_ids, *rest, **named)
 
     def started(original: Callable[..., Any], dispatcher: Any, *rest: Any, **named: Any) -> Any:
         """The thread that finishes stores and loads, for which it asks the operations."""

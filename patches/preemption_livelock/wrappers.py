@@ -5,6 +5,7 @@ Source: vllm#49674, vllm PR#49675, vllm PR#50297.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         allocate = manager.allocate_slots
 
         # Called for each running request in each step, so without a guard: what can fail has its own.
-        def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+        def allocate_slots(_: Any, request: Any, *rest: Any, **named: Any) -> Any:
             blocks = allocate(request, *rest, **named)
             if blocks is None and not livepatch.aside:
                 try:
@@ -56,7 +57,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return blocks
 
         setattr(scheduler, KEPT_AS, spared)
-        manager.allocate_slots = allocate_slots
+        # A method: who wraps it in turn is given the pool, as of the release's own.
+        manager.allocate_slots = types.MethodType(allocate_slots, manager)
 
     def found_none(scheduler: Any, spared: _Spared, request: Any) -> None:
         """Spare whoever else runs, where the release's next victim has a step in flight."""
