@@ -176,8 +176,11 @@ def around(
     if isinstance(wrapper, (Before, After, Shortcut)):
         return types.MethodType(in_place_of(method.__func__, wrapper, context, f":{where}"), method.__self__)
     of = getattr(function, "__self__", None)
-    made = _function(function, wrapper, context, where, () if of is None or type(of) is types.ModuleType else (of,))
-    return functools.update_wrapper(made, function, updated=())
+    bound = () if of is None or type(of) is types.ModuleType else (of,)
+    made: Any = functools.update_wrapper(_function(function, wrapper, context, where, bound), function, updated=())
+    if bound:
+        made.__self__ = of  # another patch's wrapper around this one is given the instance, too
+    return made
 
 
 def deliberate(error: BaseException) -> None:

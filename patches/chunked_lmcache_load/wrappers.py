@@ -102,9 +102,11 @@ class _Loads:
 
     # Admission: what the scheduler asks for each request that holds nothing yet.
 
-    def matched(self, wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any) -> tuple[int | None, bool]:
+    def matched(
+        self, original: Callable[..., Any], connector: Any, *rest: Any, **named: Any
+    ) -> tuple[int | None, bool]:
         """Wraps the connector's `get_num_new_matched_tokens`."""
-        return self.bounded(wrapped, *args, **kwargs)
+        return self.bounded(original, *rest, **named)
 
     def bounded(
         self, ask: Callable[..., tuple[int | None, bool]], request: Any, num_computed_tokens: int
@@ -163,10 +165,9 @@ class _Loads:
         manager.allocate_slots = guarded
         return True
 
-    def no_blocks(self, wrapped: Callable[..., Any], manager: Any, args: Any, kwargs: Any) -> Any:
+    def no_blocks(self, original: Callable[..., Any], manager: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """Stands at the pool's `allocate_slots` from where a request was refused until the step ends."""
-        request = args[0] if args else kwargs["request"]
-        return None if request.request_id == self.refused else wrapped(*args, **kwargs)
+        return None if request.request_id == self.refused else original(request, *rest, **named)
 
     def part_end(self, start: int, end: int) -> int:
         """Where a part that begins at `start` ends: at a chunk's end, or where the load does."""
@@ -381,7 +382,7 @@ class _Loads:
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """A look at each scheduler that is made: what it calls in each step is wrapped where its connector asks for it."""
 
-    def made(scheduler: Any, args: Any, kwargs: Any, _: None) -> None:
+    def made(_: None, scheduler: Any, *rest: Any, **named: Any) -> None:
         """Serve a scheduler whose connector is LMCache's MP connector. One with another has nothing of this patch."""
         connector = scheduler.connector
         if not (hasattr(connector, "request_trackers") and hasattr(connector, "scheduler_adapter")):
@@ -389,16 +390,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         loads = _Loads(scheduler, livepatch)
         setattr(scheduler, KEPT_AS, loads)
 
-        def schedule(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
+        def schedule(original: Callable[..., Any], scheduler: Any, *rest: Any, **named: Any) -> Any:
             loads.begin_step()
             try:
-                return wrapped(*args, **kwargs)
+                return original(*rest, **named)
             finally:
                 loads.end_step()
 
-        def connector_finished(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
-            loads.finished(args[0] if args else kwargs["request"])
-            return wrapped(*args, **kwargs)
+        def connector_finished(
+            original: Callable[..., Any], scheduler: Any, request: Any, *rest: Any, **named: Any
+        ) -> Any:
+            loads.finished(request)
+            return original(request, *rest, **named)
 
         scheduler.schedule = livepatch.around(scheduler.schedule, schedule)
         scheduler._connector_finished = livepatch.around(scheduler._connector_finished, connector_finished)

@@ -17,7 +17,7 @@ FILENAME = "vllm.model_executor.models.registry:_LazyRegisteredModel._get_cache_
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
 
     alone = uuid.uuid4().hex
 
@@ -33,16 +33,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                 livepatch.stand_aside("the patch set", error)
         return alone
 
-    def factors(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        found = wrapped(*args, **kwargs)
+    def factors(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+        found = original(*rest, **named)
         patch_set = key()
         if patch_set:
             livepatch.count("keys")
             found["LIVEPATCH_PATCH_SET"] = patch_set
         return found
 
-    def filename(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        name: str = wrapped(*args, **kwargs)
+    def filename(original: Callable[..., Any], instance: Any, *rest: Any, **named: Any) -> Any:
+        name: str = original(*rest, **named)
         patch_set = key()
         return f"{name.removesuffix('.json')}-{patch_set[:16]}.json" if patch_set else name
 

@@ -106,7 +106,7 @@ class _Losses:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
+    """At each target: a wrapper, or a look at its calls."""
     # To 0.16 the policy is `recompute` by default, so that `fail` is an operator's choice.
     recompute = livepatch.options["ON_LOSS"] == "recompute" and livepatch.facts.get("fails_by_default", True)
 
@@ -120,13 +120,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 scheduler.recompute_kv_load_failures = True
         return loads
 
-    def scheduled(scheduler: Any, args: Any, kwargs: Any) -> None:
-        output = args[0] if args else kwargs["scheduler_output"]
-        if scheduler.connector is not None and output.num_scheduled_tokens:
+    def scheduled(scheduler: Any, scheduler_output: Any, *rest: Any, **named: Any) -> None:
+        if scheduler.connector is not None and scheduler_output.num_scheduled_tokens:
             loads = loads_of(scheduler)
             if len(loads.steps) == DEEPEST:
                 loads.withheld.pop(id(loads.steps[0]), None)
-            loads.steps.append(output)
+            loads.steps.append(scheduler_output)
 
     def in_each_step(release: Call, guarded: Call) -> Call:
         def _update_after_schedule(scheduler: Any, scheduler_output: Any) -> Any:
@@ -160,15 +159,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
         return update_from_output
 
-    def asked(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def asked(original: Call, connector: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any) -> Any:
         """Of a request whose load was lost, the connector is asked as if all of it were computed here."""
-        request = args[0] if args else kwargs["request"]
         if not getattr(request, LOST, False):
-            return wrapped(*args, **kwargs)
+            return original(request, num_computed_tokens, *rest, **named)
         # A prompt that the prefix cache has whole is something that each connector knows: it lets go of what it holds.
-        answer, _ = wrapped(request, request.num_tokens)
-        computed = args[1] if len(args) > 1 else kwargs["num_computed_tokens"]
-        begins_at(connector, request.request_id, computed)
+        answer, _ = original(request, request.num_tokens)
+        begins_at(connector, request.request_id, num_computed_tokens)
         return (None if answer is None else 0), False
 
     def mark(scheduler: Any, loads: _Loads, requests: list[Any]) -> None:
@@ -190,11 +187,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         request.num_output_placeholders = 0
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
-    def handle(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def handle(original: Call, scheduler: Any, invalid_block_ids: set[int], *rest: Any, **named: Any) -> Any:
         """Let those begin anew that run on lost blocks. The release sees those that still load."""
-        reported = args[0] if args else kwargs["invalid_block_ids"]
         loads = loads_of(scheduler)
-        lost = _Losses(scheduler, loads, reported)
+        lost = _Losses(scheduler, loads, invalid_block_ids)
         names = {request.request_id for request in (*lost.running, *lost.gone)}
         blocks = scheduler.kv_cache_manager.block_pool.blocks
         found = {block for block in lost.blocks if blocks[block].block_hash is not None}
@@ -217,7 +213,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 preempt(scheduler, request)
         several = len(lost.sizes) > 1
         if not several:
-            names |= wrapped(*args, **kwargs)
+            names |= original(invalid_block_ids, *rest, **named)
         elif not scheduler.recompute_kv_load_failures:
             names.update(request.request_id for request in lost.loading)
         else:
@@ -235,21 +231,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         livepatch.count(kind, number)
         livepatch.say(kind, f"KV of {number} requests could not be loaded: {kind}")
 
-    def answered(scheduler: Any, args: Any, kwargs: Any) -> None:
+    def answered(scheduler: Any, scheduler_output: Any, model_runner_output: Any, *rest: Any, **named: Any) -> None:
         """Deliver no token that was sampled in a step on lost KV."""
         if scheduler.connector is None:
             return
         loads = loads_of(scheduler)
-        output = args[0] if args else kwargs["scheduler_output"]
-        answer = args[1] if len(args) > 1 else kwargs["model_runner_output"]
-        for name in loads.answered(output):
-            withhold(answer, name)
-        if answer.kv_connector_output is not None and not livepatch.aside:
-            failed = getattr(answer.kv_connector_output, "failed_recving", None) or ()
+        for name in loads.answered(scheduler_output):
+            withhold(model_runner_output, name)
+        transfers = model_runner_output.kv_connector_output
+        if transfers is not None and not livepatch.aside:
+            failed = getattr(transfers, "failed_recving", None) or ()
             if failed and scheduler.recompute_kv_load_failures:
                 known = [scheduler.requests[name] for name in failed if name in scheduler.requests]
                 mark(scheduler, loads, known)
-        loads.answering = output
+        loads.answering = scheduler_output
 
     def withhold(answer: Any, name: str) -> None:
         """The model runner has sampled nothing for this request: as for a part of a prompt."""
@@ -263,9 +258,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             answer.pooler_output[index] = None
         answer.prompt_logprobs_dict.pop(name, None)
 
-    def load_errors(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def load_errors(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:
         """To 0.17.1 LMCache's connector says that no load has failed, whatever its worker's adapter knows."""
-        reported = wrapped(*args, **kwargs)
+        reported = original(*rest, **named)
         unreported: set[int] | None = getattr(connector.worker_adapter, "error_block_ids", None)
         if not unreported:  # or the release's own answer has them, from 0.18.1 on
             return reported
@@ -273,7 +268,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         unreported.clear()
         return failed
 
-    def made(config: Any, args: Any, kwargs: Any) -> None:
+    def made(config: Any, *rest: Any, **named: Any) -> None:
         policy.note(config)
 
     return {

@@ -43,10 +43,10 @@ Call = Callable[..., Any]
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a look at its calls, or a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
+    """At each target: a look at its calls, or a wrapper."""
     longest: float = livepatch.options["WAIT_SECONDS"]
 
-    def before_input(engine: Any, args: Any, kwargs: Any) -> None:
+    def before_input(engine: Any, *rest: Any, **named: Any) -> None:
         """Wait for a message, where the next step could bring nothing but the end of a hold."""
         if not nothing_but_holds(engine):
             vars(engine)[SINCE] = None
@@ -64,7 +64,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         with messages.not_empty:
             messages.not_empty.wait_for(lambda: messages.queue, seconds)
 
-    def read(messages: Any, args: Any, kwargs: Any, message: Any) -> None:
+    def read(message: Any, messages: Any, *rest: Any, **named: Any) -> None:
         """Let a worker's next wait be one for a notification, if it was sent a step that a waiting core has made."""
         if not isinstance(message, tuple) or len(message) != 4 or message[0] != "execute_model":
             return
@@ -78,13 +78,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if not scheduled.total_num_scheduled_tokens and now - before > APART_SECONDS:
             condition.last_read = ASLEEP
 
-    def wait_for_step(wrapped: Call, condition: Any, args: Any, kwargs: Any) -> Any:
+    def wait_for_step(original: Call, condition: Any, timeout_ms: int | None = None, *rest: Any, **named: Any) -> Any:
         stepped = vars(condition)[STEPPED]
         if time.monotonic() - stepped > condition.busy_loop_s:
             condition.last_read = stepped  # where the release itself would spin no more
-            return wrapped(*args, **kwargs)
-        asked = args[0] if args else kwargs.get("timeout_ms")
-        return wrapped(LOOK_AGAIN_MS if asked is None else min(asked, LOOK_AGAIN_MS))
+            return original(timeout_ms, *rest, **named)
+        return original(LOOK_AGAIN_MS if timeout_ms is None else min(timeout_ms, LOOK_AGAIN_MS), *rest, **named)
 
     def make_wait(release: Call, guarded: Call) -> Call:
         """Called for each turn of a reader that spins."""

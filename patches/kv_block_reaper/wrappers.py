@@ -124,7 +124,7 @@ def _variable(name: str) -> float | None:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
+    """At each target: a wrapper, or a look at its calls."""
     seconds: float = livepatch.options["IDLE_SECONDS"]
     only_idle: bool = livepatch.options["ONLY_IDLE"]
     # The connectors that lose completions in these releases; which one serves is only known now.
@@ -168,12 +168,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             livepatch.count("reaped")
             livepatch.say("reaped", f"freed the blocks of request {request_id}, held for {now - since:.0f} s")
 
-    def finish(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def finish(original: Call, scheduler: Any, request_ids: Any, *rest: Any, **named: Any) -> Any:
         state: Watch = getattr(scheduler, _STATE)
         if knows_receives:
-            return wrapped(*args, **kwargs)
-        asked = args[0] if args else kwargs["request_ids"]
-        ids = [asked] if isinstance(asked, str) else list(scheduler.requests if asked is None else asked)
+            return original(request_ids, *rest, **named)
+        asked = scheduler.requests if request_ids is None else request_ids
+        ids = [asked] if isinstance(asked, str) else list(asked)
         for request_id in ids:
             request = scheduler.requests.get(request_id)
             waits = request is not None and request.status == type(request.status).WAITING_FOR_REMOTE_KVS
@@ -181,17 +181,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 state.receiving.add(request_id)
         try:
             # What was asked for may be an iterator, used up by now.
-            return wrapped(ids, *args[1:], **kwargs) if args else wrapped(**{**kwargs, "request_ids": ids})
+            return original(ids, *rest, **named)
         finally:
             state.receiving.clear()
 
-    def free_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def free_request(original: Call, scheduler: Any, request: Any, *rest: Any, **named: Any) -> Any:
         state: Watch = getattr(scheduler, _STATE)
-        request = args[0] if args else kwargs["request"]
         request_id = request.request_id
-        receives = args[1] if len(args) > 1 else kwargs.get("delay_free_blocks", False)
-        receives = receives or request_id in state.receiving
-        result = wrapped(*args, **kwargs)
+        delayed = rest[0] if rest else named.get("delay_free_blocks", False)  # from 0.16 on
+        receives = delayed or request_id in state.receiving
+        result = original(request, *rest, **named)
         if scheduler.requests.get(request_id) is request:
             ledger = vars(scheduler).get(LEDGER)
             known = None if ledger is None else ledger.held.get(request_id)
@@ -203,47 +202,46 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 state.holds.move_to_end(request_id)
         return result
 
-    def freed(scheduler: Any, args: Any, kwargs: Any) -> None:
+    def freed(scheduler: Any, request: Any, *rest: Any, **named: Any) -> None:
         state: Watch = getattr(scheduler, _STATE)
         if state.holds or state.receives:
-            request = args[0] if args else kwargs["request"]
             state.holds.pop(request.request_id, None)
             state.receives.pop(request.request_id, None)
 
-    def added(scheduler: Any, args: Any, kwargs: Any) -> None:
+    def added(scheduler: Any, request: Any, *rest: Any, **named: Any) -> None:
         # To 0.21 the engine sleeps while blocks are held and nothing else is to do: who comes next finds them free.
         state: Watch = getattr(scheduler, _STATE)
         ledger = vars(scheduler).get(LEDGER)
-        request = args[0] if args else kwargs["request"]
         # One whose id is held is to be parked behind that first, and let in when the blocks come back.
         known = ledger is not None and (request.request_id in ledger.held or request.request_id in ledger.parked)
         if state.holds and not known:
             reap(scheduler, state)
 
-    def scheduled(scheduler: Any, args: Any, kwargs: Any, answer: Any) -> None:
+    def scheduled(answer: Any, scheduler: Any, *rest: Any, **named: Any) -> None:
         state: Watch = getattr(scheduler, _STATE)
         if state.holds:
             reap(scheduler, state)
 
-    def transfers_ended(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def transfers_ended(original: Call, scheduler: Any, kv_connector_output: Any, *rest: Any, **named: Any) -> Any:
         state: Watch = getattr(scheduler, _STATE)
         if not (state.reaped or state.receives):
-            return wrapped(*args, **kwargs)
-        received = (args[0] if args else kwargs["kv_connector_output"]).finished_recving
+            return original(kv_connector_output, *rest, **named)
+        received = kv_connector_output.finished_recving
         arrived = state.receives.keys() & received if received else ()
         # `stale-finished-recving` knows itself what is late.
-        beside = not state.reaped or LEDGER in vars(scheduler)
-        result = wrapped(*args, **kwargs) if beside else without_late(wrapped, scheduler, args, kwargs)
+        if not state.reaped or LEDGER in vars(scheduler):
+            result = original(kv_connector_output, *rest, **named)
+        else:
+            result = without_late(original, scheduler, kv_connector_output, *rest, **named)
         for request_id in arrived:
             request = state.receives.pop(request_id, None)
             if request is not None and scheduler.requests.get(request_id) is request:  # kept for its send
                 state.holds[request_id] = time.monotonic()
         return result
 
-    def without_late(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def without_late(original: Call, scheduler: Any, output: Any, *rest: Any, **named: Any) -> Any:
         """Leave out what was freed already, between the connector's look at the ids (which may add some) and ours."""
         state, connector = vars(scheduler)[_STATE], scheduler.connector
-        output = args[0] if args else kwargs["kv_connector_output"]
         held: list[tuple[Any, Any]] = []
 
         def drop() -> None:
@@ -274,7 +272,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             connector_sees = connector.update_connector_output
             connector.update_connector_output = see
         try:
-            return wrapped(*args, **kwargs)
+            return original(output, *rest, **named)
         finally:
             if held:
                 output.finished_recving, output.finished_sending = held[0]
@@ -285,9 +283,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             else:
                 connector.update_connector_output = own
 
-    def notifications(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def notifications(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """NIXL looks next for leases that ran out, and stops at the first that did not."""
-        result = wrapped(*args, **kwargs)
+        result = original(*rest, **named)
         leases: dict[str, float] = worker._reqs_to_send
         now = time.perf_counter()  # the clock of the leases
         # At most once a second, and only where something is stranded: the order is put right, no lease is touched.
@@ -308,7 +306,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         "_update_from_kv_xfer_finished": livepatch.lasting(transfers_ended),
     }
 
-    def made(scheduler: Any, args: Any, kwargs: Any, _: None) -> None:
+    def made(_: None, scheduler: Any, *rest: Any, **named: Any) -> None:
         """Watch a scheduler whose connector needs it. One with another has nothing of this patch."""
         state = begun(scheduler.connector)
         if state is not None:

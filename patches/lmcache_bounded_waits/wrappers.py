@@ -140,15 +140,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     asking = Asking()
     losing = threading.Lock()
 
-    def ask(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def ask(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         """A call in a step, or a registration: its waits end early, whatever time-out LMCache gives them."""
         asking.adapter, asking.unanswered, asking.late = adapter, False, None
         try:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         finally:
             asking.adapter = None
 
-    def look_up(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def look_up(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         if adapter._heartbeats is not None and not adapter._heartbeats:
             start_heartbeats(adapter)
         # From 0.5.5 on LMCache does not wait for a lookup, but looks at its clock from step to step. Only the scheduler
@@ -156,7 +156,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         own = adapter._mq_timeout
         adapter._mq_timeout = min(own, seconds)
         try:
-            return ask(wrapped, adapter, args, kwargs)
+            return ask(original, adapter, *rest, **named)
         finally:
             adapter._mq_timeout = own
 
@@ -170,39 +170,38 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 beat.start()
                 adapter._heartbeats[url] = beat
 
-    def init(wrapped: Call, future: Any, args: Any, kwargs: Any) -> Any:
+    def init(original: Call, future: Any, *rest: Any, **named: Any) -> Any:
         """An answer that a step has asked for."""
-        wrapped(*args, **kwargs)
+        original(*rest, **named)
         if asking.sent is not None:
             asking.sent.append(future)
         if asking.adapter is not None:
             asking.last = future
             future.is_done_.wait = livepatch.around(future.is_done_.wait, wait)
 
-    def wait(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+    def wait(original: Call, _: Any, timeout: float | None = None, *rest: Any, **named: Any) -> Any:
         adapter = asking.adapter
-        given = args[0] if args else kwargs.get("timeout")
         if adapter is None:
-            return wrapped(*args, **kwargs)
+            return original(timeout, *rest, **named)
         if asking.unanswered:
-            return wrapped(0.0)
-        if answered(wrapped, adapter, seconds if given is None else given):
+            return original(0.0)
+        if answered(original, adapter, seconds if timeout is None else timeout):
             return True
         asking.unanswered = True
         livepatch.count("unanswered")
         livepatch.say("unanswered", "LMCache's server did not answer: nothing is stored or loaded until it does")
-        return wrapped(0.0)
+        return original(0.0)
 
-    def answered(wrapped: Call, adapter: Any, given: float) -> bool:
+    def answered(original: Call, adapter: Any, given: float) -> bool:
         began = time.monotonic()
-        if wrapped(min(given, PAUSE_SECONDS)):
+        if original(min(given, PAUSE_SECONDS)):
             return True
         left, at = vars(adapter).get(_ALLOWANCE, (seconds, began))
         allowance = min(seconds, left + began - at)
         deadline = began + min(given, allowance)
         try:
             while (left := deadline - time.monotonic()) > 0 and pinged(adapter):
-                if wrapped(min(left, PAUSE_SECONDS)):
+                if original(min(left, PAUSE_SECONDS)):
                     return True
             return False
         finally:
@@ -229,30 +228,32 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def copies_in_the_step(adapter: Any) -> bool:
         return type(adapter.transfer_ctx).__name__ == "EngineDrivenTransferContext"
 
-    def store(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def store(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         if not copies_in_the_step(adapter):
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         try:
-            return ask(wrapped, adapter, args, kwargs)
+            return ask(original, adapter, *rest, **named)
         finally:
             lose(adapter)
 
-    def prepare_store(wrapped: Call, context: Any, args: Any, kwargs: Any) -> Any:
+    def prepare_store(original: Call, context: Any, *rest: Any, **named: Any) -> Any:
         """Over shared memory, an answer that does not come is an error, which would end the engine."""
         try:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         except TimeoutError:
             if asking.adapter is None or not asking.unanswered:
                 raise
             asking.late = Late(asking.last, context)
             return None  # no room: LMCache makes some
 
-    def commit_store(wrapped: Call, context: Any, args: Any, kwargs: Any) -> Any:
+    def commit_store(
+        original: Call, context: Any, key: Any, instance_id: int, _chunks: list[Any], *rest: Any, **named: Any
+    ) -> Any:
         """The release's own would say that room is filled which is made later."""
         adapter, late, asking.late = asking.adapter, asking.late, None
         if late is None:
-            return wrapped(*args, **kwargs)
-        *late.stored, late.chunks = args
+            return original(key, instance_id, _chunks, *rest, **named)
+        late.stored, late.chunks = [key, instance_id], _chunks
         setattr(adapter, _LATE, [*getattr(adapter, _LATE, [])[-1:], late])
         return False
 
@@ -274,15 +275,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 late.fill()
                 livepatch.count("stored_late")
 
-    def load(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def load(original: Call, adapter: Any, request_id: str, *rest: Any, **named: Any) -> Any:
         if not copies_in_the_step(adapter):
-            return wrapped(*args, **kwargs)
+            return original(request_id, *rest, **named)
         try:
-            result = ask(wrapped, adapter, args, kwargs)
+            result = ask(original, adapter, request_id, *rest, **named)
         finally:
             lose(adapter)
         if asking.unanswered:
-            _, *blocks = adapter.retrieve_futures.get(args[0] if args else kwargs["request_id"], (None,))
+            _, *blocks = adapter.retrieve_futures.get(request_id, (None,))
             livepatch.count("loads_failed")
             adapter.error_block_ids.update(*blocks)  # to 0.5.4 LMCache only logs it, once the server answers again
         return result
@@ -297,7 +298,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def lost(adapter: Any) -> int:
         return int(getattr(adapter, _LOST, 0))
 
-    def execute(wrapped: Call, beat: Any, args: Any, kwargs: Any) -> Any:
+    def execute(original: Call, beat: Any, *rest: Any, **named: Any) -> Any:
         """A heartbeat: the first ping that was sent to a lost server, and answered, registers its worker again."""
         adapter = getattr(beat._recover_callback, "__self__", None)  # a worker's, or None
         waits = adapter is None or copies_in_the_step(adapter)  # a step does, for this server
@@ -314,7 +315,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             sent: list[Any] = []
             asking.sent = sent
             try:
-                return wrapped(*args, **kwargs)
+                return original(*rest, **named)
             finally:
                 asking.sent, beat._interval = None, pings.interval
                 pings.note(sent, healthy=health.is_set())
@@ -324,21 +325,23 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             fill_late(adapter)
         return result
 
-    def register_again(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def register_again(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         """A heartbeat that waits for a server which was lost once more would not see it come back."""
-        return ask(wrapped, adapter, args, kwargs) if copies_in_the_step(adapter) else wrapped(*args, **kwargs)
+        if not copies_in_the_step(adapter):
+            return original(*rest, **named)
+        return ask(original, adapter, *rest, **named)
 
     def watch(beat: Any, health: threading.Event, pings: Pings) -> None:
         """Let a heartbeat's pause end when its server is found to be lost, by whomever, and last `soon` while it is."""
 
-        def pause(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-            deadline = time.monotonic() + (args[0] if args else kwargs["timeout"])
+        def pause(original: Call, _: Any, timeout: float, *rest: Any, **named: Any) -> Any:
+            deadline = time.monotonic() + timeout
             while (left := deadline - time.monotonic()) > 0:
-                if wrapped(min(left, soon)):  # it is to end
+                if original(min(left, soon)):  # it is to end
                     return True
                 if not health.is_set() and pings.due():
                     return False
-            return wrapped(0.0)
+            return original(0.0)
 
         event = beat._wake_event if hasattr(beat, "_wake_event") else beat._stop_event  # the latter to 0.5.2
         event.wait = livepatch.around(event.wait, pause)

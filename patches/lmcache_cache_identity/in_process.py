@@ -40,9 +40,7 @@ class InProcess:
         impl.get_num_new_matched_tokens = livepatch.around(impl.get_num_new_matched_tokens, matched)
         impl.build_connector_meta = livepatch.around(impl.build_connector_meta, built)
 
-    def matched(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-        given = {**dict(zip(("request", "num_computed_tokens"), args, strict=False)), **kwargs}
-        request, computed = given["request"], given["num_computed_tokens"]
+    def matched(self, original: Call, _: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any) -> Any:
         if not hasattr(request, SETTLED) or (getattr(request, SETTLED)[0] and not self.may_store(request)):
             try:
                 settled = self.settle(request)
@@ -50,13 +48,13 @@ class InProcess:
                 self.livepatch.stand_aside("a request's tag", error)
                 settled = self.forgo()
             setattr(request, SETTLED, (settled, request.sampling_params))
-        if self.may_store(request) and self.identities.foreign(request, computed):
+        if self.may_store(request) and self.identities.foreign(request, num_computed_tokens):
             setattr(request, SETTLED, (self.forgo(), None))
         if self.may_store(request):
-            return wrapped(*args, **kwargs)
+            return original(request, num_computed_tokens, *rest, **named)
         spec = getattr(sys.modules[type(self.impl).__module__], "LoadSpec", None)
         if spec is not None:  # without one, LMCache ends the engine when a request that was preempted goes on
-            self.impl.load_specs[request.request_id] = spec(computed, 0, can_load=False)
+            self.impl.load_specs[request.request_id] = spec(num_computed_tokens, 0, can_load=False)
         return 0
 
     def may_store(self, request: Any) -> bool:
@@ -99,9 +97,9 @@ class InProcess:
             if request.lora_request is not None and request.lora_request.lora_int_id == number:
                 setattr(request, SETTLED, (self.forgo(), None))
 
-    def built(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+    def built(self, original: Call, _: Any, *rest: Any, **named: Any) -> Any:
         """What the workers are to store in a step: nothing of requests whose identity is unknown."""
-        metadata = wrapped(*args, **kwargs)
+        metadata = original(*rest, **named)
         for one in metadata.requests:
             request = self.requests.get(one.req_id)
             if one.save_spec is None or request is None or self.may_store(request):

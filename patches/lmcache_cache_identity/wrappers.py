@@ -59,13 +59,13 @@ class Multiprocess:
         ):
             setattr(owner, name, livepatch.around(getattr(owner, name), livepatch.lasting(wrapper)))
 
-    def track(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+    def track(self, original: Call, _: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """A tracker holds the request's ids, of which keys are made for as long as the request lives."""
-        tracker = wrapped(*args, **kwargs)
+        tracker = original(request, *rest, **named)
         if not hasattr(tracker, SETTLED):
             setattr(tracker, SETTLED, True)
             try:
-                self.settle(tracker, args[0] if args else kwargs["request"])
+                self.settle(tracker, request)
             except Exception as error:  # keys of ids alone would be others' as well
                 self.livepatch.stand_aside("a request's marks", error)
                 self.forgo(tracker)
@@ -88,16 +88,14 @@ class Multiprocess:
         _put(tracker, UNKNOWN)
         self.livepatch.count("unidentified")
 
-    def matched(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-        given = {**dict(zip(("request", "num_computed_tokens"), args, strict=False)), **kwargs}
-        request, computed = given["request"], given["num_computed_tokens"]
-        if self.identities.foreign(request, computed):
+    def matched(self, original: Call, _: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any) -> Any:
+        if self.identities.foreign(request, num_computed_tokens):
             tracker = self.connector._get_or_create_request_tracker(request)
             if tracker.all_token_ids is not UNKNOWN:
                 self.forgo(tracker)  # what other weights compute, or what is computed behind their KV, is nobody's
-        return wrapped(*args, **kwargs)
+        return original(request, num_computed_tokens, *rest, **named)
 
-    def build(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+    def build(self, original: Call, _: Any, *rest: Any, **named: Any) -> Any:
         """Requests that run while other weights take their adapter's place store nothing from this step on."""
         loading: set[int] = set()  # of requests that are told of their load in this step
         for tracker in list(self.trackers.values()) if self.replaced else ():
@@ -109,25 +107,24 @@ class Multiprocess:
                 else:
                     self.forgo(tracker)
         self.replaced &= loading
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
     def unknown(self, name: str) -> bool:
         return getattr(self.trackers.get(name), "all_token_ids", None) is UNKNOWN
 
-    def submit(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-        return None if self.unknown(_name(args, kwargs)) else wrapped(*args, **kwargs)
+    def submit(self, original: Call, _: Any, request_id: str, *rest: Any, **named: Any) -> Any:
+        return None if self.unknown(request_id) else original(request_id, *rest, **named)
 
-    def check(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-        return 0 if self.unknown(_name(args, kwargs)) else wrapped(*args, **kwargs)
+    def check(self, original: Call, _: Any, request_id: str, *rest: Any, **named: Any) -> Any:
+        return 0 if self.unknown(request_id) else original(request_id, *rest, **named)
 
-    def key(self, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+    def key(self, original: Call, _: Any, token_ids: Any, *rest: Any, request_id: str, **named: Any) -> Any:
         """Lookups, and the locks that they take: some releases make these of the request's own ids."""
-        ids = getattr(self.trackers.get(kwargs["request_id"]), "all_token_ids", None)
+        ids = getattr(self.trackers.get(request_id), "all_token_ids", None)
         if isinstance(ids, MarkedIds):
-            given = list(args[0] if args else kwargs["token_ids"])
-            ids.marks.put(given)
-            args, kwargs = ((given, *args[1:]), kwargs) if args else ((), {**kwargs, "token_ids": given})
-        return wrapped(*args, **kwargs)
+            token_ids = list(token_ids)
+            ids.marks.put(token_ids)
+        return original(token_ids, *rest, request_id=request_id, **named)
 
 
 def _put(tracker: Any, ids: Any) -> None:
@@ -136,19 +133,14 @@ def _put(tracker: Any, ids: Any) -> None:
         tracker.mm_adjusted_prompt_ids = []
 
 
-def _name(args: Any, kwargs: Any) -> str:
-    return str(args[0] if args else kwargs["request_id"])
-
-
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     adapters = Adapters(lambda sentence: livepatch.say("adapter", sentence))
 
-    def create(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-        connector = wrapped(*args, **kwargs)
-        given = {**dict(zip(("config", "role"), args, strict=False)), **kwargs}
-        if given["role"].name == "SCHEDULER":
+    def create(original: Call, _: Any, config: Any, role: Any, *rest: Any, **named: Any) -> Any:
+        connector = original(config, role, *rest, **named)
+        if role.name == "SCHEDULER":
             fingerprint = livepatch.options["FINGERPRINT"]
-            identities = Identities(adapters, given["config"].lora_config is not None, fingerprint)
+            identities = Identities(adapters, config.lora_config is not None, fingerprint)
             for one in (connector, *getattr(connector, "_connectors", ())):
                 if hasattr(one, "request_trackers") and hasattr(one, "scheduler_adapter"):
                     Multiprocess(one, identities, livepatch)
@@ -156,12 +148,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                     InProcess(one._lmcache_engine, identities, livepatch)
         return connector
 
-    def add_lora(_: Any, args: Any, kwargs: Any) -> None:
+    def add_lora(_: Any, lora_request: Any, *rest: Any, **named: Any) -> None:
         """Before the workers read it."""
-        adapters.met(args[0] if args else kwargs["lora_request"])
+        adapters.met(lora_request)
 
-    def remove_lora(_: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        adapters.removed(args[0] if args else kwargs["lora_id"])
+    def remove_lora(answer: Any, _: Any, lora_id: int, *rest: Any, **named: Any) -> None:
+        adapters.removed(lora_id)
 
     return {
         CREATE: create,

@@ -24,20 +24,21 @@ REFUSED = "_livepatch_refused_loads"
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    def submit_retrieve_request(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
-        request_id = args[0] if args else kwargs["request_id"]
+    def submit_retrieve_request(
+        original: Call, adapter: Any, request_id: str, op: Any, *rest: Any, **named: Any
+    ) -> Any:
+        result = original(request_id, op, *rest, **named)
         begun = adapter.retrieve_futures.get(request_id)
         if begun is None:
             if not hasattr(adapter, "_dropped_retrieves"):  # to 0.4.7, which forgets the load
                 vars(adapter).setdefault(REFUSED, set()).add(request_id)
         elif not isinstance(begun, tuple):  # to 0.4.1, which keeps the future without the blocks
-            begun.livepatch_blocks = list((args[1] if len(args) > 1 else kwargs["op"]).block_ids)
+            begun.livepatch_blocks = list(op.block_ids)
         return result
 
-    def get_finished(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def get_finished(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         under_way = dict(adapter.retrieve_futures)
-        sent, ended = result = wrapped(*args, **kwargs)
+        sent, ended = result = original(*rest, **named)
         # To 0.4.1 the adapter has no such set: vLLM's connector is given it by `failed-loads`.
         failed: set[int] = vars(adapter).setdefault("error_block_ids", set())
         for request_id in under_way.keys() & (ended or ()):

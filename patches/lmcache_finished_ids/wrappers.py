@@ -64,12 +64,11 @@ class Stores:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    def submit_store_request(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
-        request_id = args[0] if args else kwargs["request_id"]
+    def submit_store_request(original: Call, adapter: Any, request_id: str, *rest: Any, **named: Any) -> Any:
         stores = adapter.store_futures
         before = stores.get(request_id)
         event = getattr(adapter, "store_events", {}).get(request_id)
-        result = wrapped(*args, **kwargs)
+        result = original(request_id, *rest, **named)
         begun = stores.get(request_id)
         if begun is not None and begun is not before:
             if request_id in adapter.finished_stores:
@@ -82,9 +81,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 stores[request_id] = together
         return result
 
-    def get_finished(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def get_finished(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         # The engine tells the end of each request once: an id that it tells again is another request's.
         getattr(adapter, "_returned_finished", set()).clear()
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
     return {f"{ADAPTER}.submit_store_request": submit_store_request, f"{ADAPTER}.get_finished": get_finished}

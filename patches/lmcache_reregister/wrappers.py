@@ -69,21 +69,21 @@ class Failed:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    def register_kv_caches(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def register_kv_caches(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         registration = Registration(livepatch.options["SILENT_SECONDS"])
-        result = wrapped(*args, **kwargs)
+        result = original(*rest, **named)
         setattr(adapter, _STATE, registration)
         return result
 
-    def execute(wrapped: Call, beat: Any, args: Any, kwargs: Any) -> Any:
+    def execute(original: Call, beat: Any, *rest: Any, **named: Any) -> Any:
         """One heartbeat, which is a worker's where it has somebody to tell that the server is back."""
         adapter = getattr(beat._recover_callback, "__self__", None)
         registration: Registration | None = getattr(adapter, _STATE, None)
         if adapter is None or registration is None:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         with registration.beating:
             began, context = clock(), adapter.transfer_ctx
-            result = wrapped(*args, **kwargs)
+            result = original(*rest, **named)
             if beat._health_event.is_set():
                 if adapter.transfer_ctx is not context:  # LMCache itself has just registered it
                     registration.renewed += 1
@@ -113,7 +113,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             registration.asking.join(WAIT_SECONDS)
         return not registration.in_doubt()
 
-    def asked(wrapped: Call, adapter: Any, registration: Registration, args: Any, kwargs: Any) -> tuple[Any, int]:
+    def asked(original: Call, adapter: Any, registration: Registration, *rest: Any, **named: Any) -> tuple[Any, int]:
         """Leave out what the server is asked for, as where it is gone, if it may not know the worker.
 
         Returns the answer, and how often the worker had been registered again when it was asked for.
@@ -124,64 +124,65 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             sure = sure and known(adapter, registration)
         renewed = registration.renewed
         if sure:
-            return wrapped(*args, **kwargs), renewed
+            return original(*rest, **named), renewed
         if adapter.is_healthy:
             livepatch.count("left_out")
         health, adapter._health_event = adapter._health_event, threading.Event()
         try:
-            return wrapped(*args, **kwargs), renewed
+            return original(*rest, **named), renewed
         finally:
             adapter._health_event = health
 
-    def create_recorded_event(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def create_recorded_event(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         """The event that the step's stores or loads are asked for with, from 0.5.5 on; None where they are left out."""
         registration: Registration | None = getattr(adapter, _STATE, None)
         if registration is None:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         healthy = adapter.is_healthy
         if healthy:
             adapter._ensure_heartbeat_started()
         registration.left_out = not (healthy and known(adapter, registration))
-        return asked(wrapped, adapter, registration, args, kwargs)[0]
+        return asked(original, adapter, registration, *rest, **named)[0]
 
-    def submit_store_request(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def submit_store_request(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         registration: Registration | None = getattr(adapter, _STATE, None)
         if registration is None:
-            return wrapped(*args, **kwargs)
-        return asked(wrapped, adapter, registration, args, kwargs)[0]
+            return original(*rest, **named)
+        return asked(original, adapter, registration, *rest, **named)[0]
 
-    def submit_retrieve_request(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def submit_retrieve_request(original: Call, adapter: Any, request_id: str, *rest: Any, **named: Any) -> Any:
         """A load during which the server may have forgotten the worker has failed: it may have read what came next."""
         registration: Registration | None = getattr(adapter, _STATE, None)
         if registration is None:
-            return wrapped(*args, **kwargs)
-        result, renewed = asked(wrapped, adapter, registration, args, kwargs)
+            return original(request_id, *rest, **named)
+        result, renewed = asked(original, adapter, registration, request_id, *rest, **named)
         if registration.renewed != renewed or registration.in_doubt():
-            request_id = args[0] if args else kwargs["request_id"]
-            future, *rest = adapter.retrieve_futures.get(request_id, (None,))
+            future, *blocks = adapter.retrieve_futures.get(request_id, (None,))
             if future is not None and future.query():  # copied by the worker itself: it has ended
                 livepatch.count("load_in_doubt")
-                adapter.retrieve_futures[request_id] = (Failed(), *rest)
-                adapter.error_block_ids.update(rest[0])  # to 0.5.4 LMCache itself only logs a failed load
+                adapter.retrieve_futures[request_id] = (Failed(), *blocks)
+                adapter.error_block_ids.update(blocks[0])  # to 0.5.4 LMCache itself only logs a failed load
         return result
 
-    def handle_preemptions(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def handle_preemptions(
+        original: Call, adapter: Any, need_flush_before_forward: bool, *rest: Any, **named: Any
+    ) -> Any:
         """Stores of earlier registrations may read the blocks that are about to be overwritten, too."""
-        result = wrapped(*args, **kwargs)
+        result = original(need_flush_before_forward, *rest, **named)
         registration: Registration | None = getattr(adapter, _STATE, None)
-        if registration is not None and (args[0] if args else kwargs["need_flush_before_forward"]):
+        if registration is not None and need_flush_before_forward:
             for earlier in registration.earlier:
                 context = earlier()
                 if context is not None:
                     context.flush_inflight_stores()
         return result
 
-    def shutdown(wrapped: Call, adapter: Any, args: Any, kwargs: Any) -> Any:
+    def shutdown(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         """A heartbeat that a step asked for ends before the worker says goodbye, or it might register it afterwards."""
         registration: Registration | None = getattr(adapter, _STATE, None)
         if registration is not None and registration.asking is not None:
             registration.asking.join(STOP_SECONDS)
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
     return {
         f"{ADAPTER}.register_kv_caches": register_kv_caches,

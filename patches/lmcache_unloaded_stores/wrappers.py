@@ -85,16 +85,15 @@ def blocks_of(request: Any, size: int) -> list[int]:
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """At each target: a look at its calls."""
 
-    def build_connector_meta(connector: Any, args: Any, kwargs: Any, metadata: Any) -> None:
+    def build_connector_meta(metadata: Any, connector: Any, scheduler_output: Any, *rest: Any, **named: Any) -> None:
         """Tell the workers which blocks are given to be written. Of most of a request's blocks LMCache does not tell
         them: of the last part of a chunk, and of answers."""
-        scheduled = args[0] if args else kwargs["scheduler_output"]
-        vars(metadata)[GIVEN] = blocks_given(scheduled, metadata.requests, connector._block_size)
+        vars(metadata)[GIVEN] = blocks_given(scheduler_output, metadata.requests, connector._block_size)
         if any(map(loads, metadata.requests)):
             steps = vars(connector).setdefault(LOADS, zip(itertools.repeat(uuid.uuid4().hex), itertools.count()))
             vars(metadata)[LOADS] = next(steps)
 
-    def start_load_kv(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
+    def start_load_kv(answer: Any, connector: Any, *rest: Any, **named: Any) -> None:
         """What failed of this step's loads is known here. With speculative decoding vLLM fetches it before the step's
         stores (from 0.20)."""
         lost = lost_of(connector)
@@ -113,7 +112,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             elsewhere = blocks_loaded(metadata.requests, size)
         return lost.failed | elsewhere
 
-    def wait_for_save(connector: Any, args: Any, kwargs: Any) -> None:
+    def wait_for_save(connector: Any, *rest: Any, **named: Any) -> None:
         """Whoever has lost blocks stores nothing in this step. It stores when it has begun anew."""
         lost, size = lost_of(connector), connector._block_size
         metadata = connector._parent._get_connector_metadata()

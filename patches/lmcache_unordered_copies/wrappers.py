@@ -9,6 +9,7 @@ Source: LMCache's own code, run on a GPU (docs/lab-gpu.md).
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 GPU_OPS = "lmcache.v1.gpu_connector.gpu_ops"
-MEMORY, BUFFER = "memory_obj", "gpu_buffer"
 
 
 def parts(size: int, offset: int, step: int) -> Iterator[slice]:
@@ -43,7 +43,7 @@ def is_stand_in(name: str) -> bool:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
 
     def is_beside_the_stream(memory: Any, buffer: Any) -> bool:
         """Whether the release would leave the copy to its stand-in, or only an error to it."""
@@ -52,45 +52,42 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             isinstance(memory.parent(), pieces) and memory.raw_tensor is not None and memory.get_size() == buffer.nbytes
         )
 
-    def copy(of: str, given: Mapping[str, Any]) -> None:
+    def copy(memory: Any, buffer: Any, to_buffer: bool) -> None:
         """Copy the chunk to the buffer or back, all its bytes, on the current stream."""
         import torch
 
-        memory = given[MEMORY]
         step = sys.modules[GPU_OPS].LazyMemoryAllocator.PIN_CHUNK_SIZE
-        ends = {MEMORY: memory.raw_tensor, BUFFER: given[BUFFER]}
-        flat = {name: tensor.view(-1).view(torch.uint8) for name, tensor in ends.items()}
-        source, target = (flat[MEMORY], flat[BUFFER]) if of == MEMORY else (flat[BUFFER], flat[MEMORY])
+        chunk, flat = (tensor.view(-1).view(torch.uint8) for tensor in (memory.raw_tensor, buffer))
+        source, target = (chunk, flat) if to_buffer else (flat, chunk)
         for part in parts(memory.get_size(), memory.meta.address, step):
             target[part].copy_(source[part], non_blocking=True)
 
-    def copied(of: str, to: str) -> Callable[..., Any]:
-        """Around the copy from `of` to `to`."""
+    def copied(released: Callable[[], Any], memory: Any, buffer: Any, to_buffer: bool) -> Any:
+        """The answer to a copy, which `released` makes as the release does."""
+        import torch
 
-        def around(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-            import torch
+        unordered, ends_early = map(is_stand_in, ("lmcache_memcpy_async", "record_completion_on_stream"))
+        if not buffer.is_cuda or not (unordered or ends_early):
+            return released()
+        try:
+            if unordered and is_beside_the_stream(memory, buffer):
+                copy(memory, buffer, to_buffer)
+                livepatch.count("copies")
+                answer = None
+            else:
+                answer = released()
+            if ends_early:  # what counts the store or load as ended does not ask the stream
+                torch.cuda.current_stream(buffer.device).synchronize()
+        except Exception as error:  # the device's or the release's: its own copy would be in no order
+            raise livepatch.deliberate(error)  # noqa: B904 (the same error)
+        return answer
 
-            given = dict(zip((of, to), args, strict=False)) | kwargs
-            buffer = given[BUFFER]
-            unordered, ends_early = map(is_stand_in, ("lmcache_memcpy_async", "record_completion_on_stream"))
-            if not buffer.is_cuda or not (unordered or ends_early):
-                return wrapped(*args, **kwargs)
-            try:
-                if unordered and is_beside_the_stream(given[MEMORY], buffer):
-                    copy(of, given)
-                    livepatch.count("copies")
-                    answer = None
-                else:
-                    answer = wrapped(*args, **kwargs)
-                if ends_early:  # what counts the store or load as ended does not ask the stream
-                    torch.cuda.current_stream(buffer.device).synchronize()
-            except Exception as error:  # the device's or the release's: its own copy would be in no order
-                raise livepatch.deliberate(error)  # noqa: B904 (the same error)
-            return answer
+    def h2d(original: Callable[..., Any], memory_obj: Any, gpu_buffer: Any, *rest: Any, **named: Any) -> Any:
+        released = functools.partial(original, memory_obj, gpu_buffer, *rest, **named)
+        return copied(released, memory_obj, gpu_buffer, to_buffer=True)
 
-        return around
+    def d2h(original: Callable[..., Any], gpu_buffer: Any, memory_obj: Any, *rest: Any, **named: Any) -> Any:
+        released = functools.partial(original, gpu_buffer, memory_obj, *rest, **named)
+        return copied(released, memory_obj, gpu_buffer, to_buffer=False)
 
-    return {
-        f"{GPU_OPS}:lmcache_memcpy_async_h2d": copied(MEMORY, BUFFER),
-        f"{GPU_OPS}:lmcache_memcpy_async_d2h": copied(BUFFER, MEMORY),
-    }
+    return {f"{GPU_OPS}:lmcache_memcpy_async_h2d": h2d, f"{GPU_OPS}:lmcache_memcpy_async_d2h": d2h}

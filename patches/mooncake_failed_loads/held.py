@@ -150,30 +150,39 @@ class Keeper:
         self._loads: dict[str, _Load] = {}  # by request
         self._kept: dict[str, list[Any]] = {}  # blocks, by key
 
-    def bind_gpu_block_pool(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
-        self._pool = args[0] if args else kwargs["gpu_block_pool"]
-        return wrapped(*args, **kwargs)
+    def bind_gpu_block_pool(self, original: Call, connector: Any, gpu_block_pool: Any, *rest: Any, **named: Any) -> Any:
+        self._pool = gpu_block_pool
+        return original(gpu_block_pool, *rest, **named)
 
-    def update_state_after_alloc(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
-        request, blocks, tokens = args
-        if tokens:
+    def update_state_after_alloc(
+        self,
+        original: Call,
+        connector: Any,
+        request: Any,
+        blocks: Any,
+        num_external_tokens: int,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        if num_external_tokens:
             self._loads[request.request_id] = _Load(request, blocks)
-        return wrapped(*args, **kwargs)
+        return original(request, blocks, num_external_tokens, *rest, **named)
 
-    def update_connector_output(self, wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def update_connector_output(
+        self, original: Call, connector: Any, connector_output: Any, *rest: Any, **named: Any
+    ) -> Any:
         """Before the scheduler frees what has ended, and lets go on who has failed."""
-        output = args[0] if args else kwargs["connector_output"]
-        word = unpacked(output.kv_connector_worker_meta)
+        word = unpacked(connector_output.kv_connector_worker_meta)
         for key, (name, blocks) in word.held.items():
             self._keep(key, name, blocks)
         for key in word.over:
             self._pool.free_blocks(self._kept.pop(key, ()))
-        for name in output.finished_recving or ():
+        for name in connector_output.finished_recving or ():
             load = self._loads.pop(name, None)
             if load is not None and load.failed and load.request.status.name == "WAITING_FOR_REMOTE_KVS":
                 # All of its blocks are freed, and it begins anew: it would compute on those that it has.
                 load.request.num_computed_tokens = 0
-        return wrapped(*args, **kwargs)
+        return original(connector_output, *rest, **named)
 
     def _keep(self, key: str, name: str, blocks: frozenset[int]) -> None:
         load = self._loads.get(name)
@@ -198,9 +207,9 @@ def carry(livepatch: PatchContext, connector: Any) -> None:
     carrier = importlib.import_module(CARRIER).SimpleCPUOffloadWorkerMetadata
     holds = vars(worker)[HOLDS] = Holds()
 
-    def word(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
+    def word(original: Call, instance: Any, *rest: Any, **named: Any) -> Any:
         report = holds.word()
-        return wrapped(*args, **kwargs) if report is None else carrier(report.packed())
+        return original(*rest, **named) if report is None else carrier(report.packed())
 
     connector.build_connector_worker_meta = livepatch.around(
         connector.build_connector_worker_meta, livepatch.lasting(word)

@@ -32,8 +32,8 @@ def told_by(livepatch: PatchContext, connector: Any) -> None:
     """From now on this connector, which the scheduler's process asks, names the blocks of loads that failed."""
     worker = connector.connector_worker
 
-    def load_errors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> set[int]:
-        blocks = set(wrapped(*args, **kwargs))
+    def load_errors(original: Any, instance: Any, *rest: Any, **named: Any) -> set[int]:
+        blocks = set(original(*rest, **named))
         reported = getattr(worker, LOST, None)
         while reported is not None and not reported.empty():
             blocks |= reported.get()

@@ -45,7 +45,7 @@ FEWER = "P num blocks less than D"
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
+    """At each target: a wrapper, or a look at its calls."""
     seconds: float = livepatch.options["LOOK_SECONDS"]
     share: float = livepatch.options["HELD_SHARE"]
     ports = Ports(seconds)
@@ -176,12 +176,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if writes_no_more(asked[name], well=True):
                 vars(worker)[RELEASES_REPORT](asked, [name], "another worker of the prefill engine has refused it")
 
-    def reporting(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def reporting(original: Call, worker: Any, pull_metas: Any, req_ids: Any, *rest: Any, **named: Any) -> Any:
         """From 0.30.0 on the release reports as failed also what has no answer.
 
         0.30.0 to 0.32.0 report a load with the first of prefill's workers that fails, whoever else still writes.
         """
-        asked, names, reason = args
+        asked, names = pull_metas, req_ids
         if isinstance(asked, Asked) and asked.sent and not asked.over:
             hold(worker, asked, asked.open.intersection(names) - asked.named)
         if isinstance(asked, Asked) and together:  # else nobody was asked
@@ -190,7 +190,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             names = [name for name in names if name in failed and writes_no_more(asked[name], well=False)]
             if len(names) < len(failed):
                 livepatch.count("held", len(failed) - len(names))
-        return wrapped(asked, names, reason)
+        return original(asked, names, *rest, **named)
 
     def listen(worker: Any) -> None:
         if isinstance(worker._xfer_resp_decoder, Decoder):
@@ -212,14 +212,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # The ask
 
-    async def watched(asking: Call, worker: Any, address: str, asked: Asked) -> None:
+    async def watched(original: Call, worker: Any, address: str, asked: Asked, *rest: Any, **named: Any) -> None:
         """Ask as the release does, and see to it that what is asked comes to an end."""
         for pull in asked.values():
             load: Load = getattr(pull, LOAD)
             if load.counts_asks:
                 load.left += 1
         ASKED.set(asked)
-        release = asyncio.ensure_future(asking(address, asked))
+        release = asyncio.ensure_future(original(address, asked, *rest, **named))
         try:
             await followed(release, worker, address, asked)
         except sys.modules["zmq"].ContextTerminated:
@@ -305,18 +305,19 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if any(address in stages.values() for stages in known.values()):
                 del worker._remote_agents[engine]
 
-    def receive_kv_from_single_worker(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        address = args[0] if args else kwargs["worker_addr"]
-        pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
-        if not all(hasattr(pull, LOAD) for pull in pulls.values()):
-            return wrapped(*args, **kwargs)  # begun before this patch was there
+    def receive_kv_from_single_worker(
+        original: Call, worker: Any, worker_addr: str, pull_metas: Mapping[str, Any], *rest: Any, **named: Any
+    ) -> Any:
+        if not all(hasattr(pull, LOAD) for pull in pull_metas.values()):
+            return original(worker_addr, pull_metas, *rest, **named)  # begun before this patch was there
         listen(worker)
-        return watched(wrapped, worker, address, Asked(pulls))
+        return watched(original, worker, worker_addr, Asked(pull_metas), *rest, **named)
 
-    def receive_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
+    def receive_kv(
+        original: Call, worker: Any, remote_engine_id: str, pull_metas: Mapping[str, Any], *rest: Any, **named: Any
+    ) -> Any:
+        engine, pulls = remote_engine_id, pull_metas
         prepare(worker)
-        engine = args[0] if args else kwargs["remote_engine_id"]
         if too_many_of(worker, engine):
             full = {name: pull for name, pull in pulls.items() if blocks_of(pull)}
             livepatch.count("not_asked", len(full))
@@ -328,9 +329,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             pulls = {**{name: pull for name, pull in pulls.items() if name not in full}, **let_go}
             if not pulls:
                 return
-            args, kwargs = (engine, pulls), {}
         try:
-            wrapped(*args, **kwargs)
+            original(engine, pulls, *rest, **named)
         except Exception as error:  # as where not all of its workers are known: they register one by one
             refuse_rest(worker, pulls, f"the prefill engine cannot be asked: {type(error).__name__}: {error}")
             worker._remote_agents.pop(engine, None)  # ask who it is anew
@@ -350,8 +350,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         holds: Holds | None = vars(worker).get(HOLDS)
         return holds is not None and holds.too_many_of(engine, room(worker))
 
-    async def reached(wrapped: Call, worker: Any, engine: str, pulls: Mapping[str, Any]) -> None:
-        await wrapped(engine, pulls)
+    async def reached(
+        original: Call, worker: Any, engine: str, pulls: Mapping[str, Any], *rest: Any, **named: Any
+    ) -> None:
+        await original(engine, pulls, *rest, **named)
         if engine not in worker._remote_agents and not reports(worker):
             refuse(worker, pulls, "its bootstrap server does not know the prefill engine")
 
@@ -374,20 +376,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         except Exception as error:
             livepatch.stand_aside("a load of which not all could be asked for", error)
 
-    def handle_new_engine_id(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        engine = args[0] if args else kwargs["remote_engine_id"]
-        pulls = args[1] if len(args) > 1 else kwargs["pull_metas"]
+    def handle_new_engine_id(
+        original: Call, worker: Any, remote_engine_id: str, pull_metas: Mapping[str, Any], *rest: Any, **named: Any
+    ) -> Any:
         prepare(worker)
-        return reached(wrapped, worker, engine, pulls)
+        return reached(original, worker, remote_engine_id, pull_metas, *rest, **named)
 
     # The report
 
-    def get_finished(connector: Any, args: Any, kwargs: Any) -> None:
+    def get_finished(connector: Any, *rest: Any, **named: Any) -> None:
         """To 0.29.0 the connector has the base class's answer, that no load has failed."""
         if "get_block_ids_with_load_errors" not in vars(connector) and not reports(connector.connector_worker):
             told_by(livepatch, connector)
 
-    def made(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
+    def made(answer: Any, connector: Any, *rest: Any, **named: Any) -> None:
         module = vars(sys.modules[type(connector.connector_worker or connector.connector_scheduler).__module__])
         if hasattr(module["MooncakeConnectorWorker"], "_handle_failed_recv"):
             carry(livepatch, connector)

@@ -100,30 +100,28 @@ class _Answers:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
+    """At each target: a wrapper, or a look at its calls."""
 
     # The scheduler's side
 
-    def build_connector_meta(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
-        step = args[0] if args else kwargs["scheduler_output"]
+    def build_connector_meta(original: Call, connector: Any, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         prefills: Prefills | None = getattr(connector, PREFILLS, None)
         if prefills is None:
             prefills = Prefills(connector.block_size)
             setattr(connector, PREFILLS, prefills)
         try:
-            progress = prefills.leave() if livepatch.aside else prefills.progress(connector, step)
+            progress = prefills.leave() if livepatch.aside else prefills.progress(connector, scheduler_output)
         except Exception as error:
             livepatch.stand_aside("following prefills", error)
             progress = prefills.leave()
-        metadata = wrapped(*args, **kwargs)
+        metadata = original(scheduler_output, *rest, **named)
         if progress is not None:
             setattr(metadata, PROGRESS, progress)
         return metadata
 
-    def request_finished(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def request_finished(original: Call, connector: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """The blocks of a prefill that is given up come back when its workers say so, not at once."""
-        held, parameters = wrapped(*args, **kwargs)
-        request = args[0] if args else kwargs["request"]
+        held, parameters = original(request, *rest, **named)
         prefills: Prefills | None = getattr(connector, PREFILLS, None)
         transfer = None if held or prefills is None else prefills.hold(request)
         if transfer is None:
@@ -133,12 +131,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # A worker's steps
 
-    def register_kv_caches(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
+    def register_kv_caches(answer: Any, connector: Any, kv_caches: Any, *rest: Any, **named: Any) -> None:
         worker = connector.connector_worker
-        caches = args[0] if args else kwargs["kv_caches"]
-        if worker.is_kv_consumer or not can_leave_early(worker, caches):
+        if worker.is_kv_consumer or not can_leave_early(worker, kv_caches):
             return
-        layers = None if livepatch.options["BY"] == "chunk" else layers_of(caches)
+        layers = None if livepatch.options["BY"] == "chunk" else layers_of(kv_caches)
         setattr(worker, WRITES, Writes(livepatch, worker, layers))
         connector.bind_connector_metadata = livepatch.around(
             connector.bind_connector_metadata, livepatch.lasting(bind_connector_metadata)
@@ -150,14 +147,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if layers is not None:
             connector.save_kv_layer = livepatch.around(connector.save_kv_layer, livepatch.after(save_kv_layer))
 
-    def bind_connector_metadata(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def bind_connector_metadata(
+        original: Call, connector: Any, connector_metadata: Any, *rest: Any, **named: Any
+    ) -> Any:
         """Before a step writes into blocks that were given away, what still reads them is awaited, for some time.
 
         What that brings then is written where nobody else writes, and once more at the end.
         """
-        progress = getattr(args[0] if args else kwargs["connector_metadata"], PROGRESS, None)
+        progress = getattr(connector_metadata, PROGRESS, None)
         if progress is None:
-            return wrapped(*args, **kwargs)
+            return original(connector_metadata, *rest, **named)
         worker = connector.connector_worker
         writes: Writes = getattr(worker, WRITES)
         if progress["back"] or progress["over"]:
@@ -170,35 +169,33 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                     livepatch.say("stuck", "an early write does not end: steps no longer wait for it")
         if progress["whole"] and writes.layers is not None:
             worker.sender_loop.call_soon_threadsafe(writes.beginning, progress)
-        return wrapped(*args, **kwargs)
+        return original(connector_metadata, *rest, **named)
 
-    def unregister_kv_caches(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def unregister_kv_caches(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:
         """The engine goes to sleep: nothing reads the memory that is taken from it, and what has left is sent again."""
         worker = connector.connector_worker
         writes: Writes = getattr(worker, WRITES)
         asyncio.run_coroutine_threadsafe(writes.asleep(), worker.sender_loop).result()
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
-    def save_kv_layer(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
+    def save_kv_layer(answer: Any, connector: Any, layer_name: str, *rest: Any, **named: Any) -> None:
         """A step has computed a layer, or has it queued on the device. What replays graphs whole does not call this."""
         worker, progress = connector.connector_worker, getattr(connector._connector_metadata, PROGRESS, None)
         writes: Writes = getattr(worker, WRITES)
         if progress is not None and progress["whole"] and writes.layers is not None:
-            name = args[0] if args else kwargs["layer_name"]
-            worker.sender_loop.call_soon_threadsafe(writes.saved, name, behind(worker))
+            worker.sender_loop.call_soon_threadsafe(writes.saved, layer_name, behind(worker))
 
-    def start_load_kv(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> None:
+    def start_load_kv(original: Call, worker: Any, metadata: Any, *rest: Any, **named: Any) -> None:
         """The release hears of prefills that were given up before those begin that come again under their transfers."""
-        metadata = args[0] if args else kwargs["metadata"]
         progress = getattr(metadata, PROGRESS, None)
         writes: Writes | None = getattr(worker, WRITES, None)
         for name, (transfer, blocks) in progress["held"].items() if progress else ():
             what = (worker, name, transfer, type(metadata)())
             report = let_go(*what) if writes is None else writes.given_up(*what, blocks)
             asyncio.run_coroutine_threadsafe(report, worker.sender_loop)
-        wrapped(*args, **kwargs)
+        original(metadata, *rest, **named)
 
-    def wait_for_save(connector: Any, args: Any, kwargs: Any) -> None:
+    def wait_for_save(connector: Any, *rest: Any, **named: Any) -> None:
         """A step has been computed, or is queued on the device."""
         worker, progress = connector.connector_worker, getattr(connector._connector_metadata, PROGRESS, None)
         writes: Writes | None = getattr(worker, WRITES, None)
@@ -206,10 +203,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return
         worker.sender_loop.call_soon_threadsafe(writes.computed, progress, behind(worker))
 
-    def requires_piecewise_for_cudagraph(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> bool:
+    def requires_piecewise_for_cudagraph(original: Call, connector: Any, *rest: Any, **named: Any) -> bool:
         """A graph of the whole step calls no connector for its layers."""
         layers = connector.__name__ == CONNECTOR.partition(":")[2] and livepatch.options["BY"] == "layer"
-        return bool(wrapped(*args, **kwargs)) or layers
+        return bool(original(*rest, **named)) or layers
 
     # An ask
 
@@ -234,10 +231,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         finally:
             await writes.end(ask)
 
-    def send_kv_to_decode(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def send_kv_to_decode(
+        original: Call, worker: Any, identity: bytes, sock: Any, meta: Any, *rest: Any, **named: Any
+    ) -> Any:
         if livepatch.aside or not hasattr(worker, WRITES):
-            return wrapped(*args, **kwargs)
-        return served(wrapped, worker, *args, **kwargs)
+            return original(identity, sock, meta, *rest, **named)
+        return served(lambda *ask: original(*ask, *rest, **named), worker, identity, sock, meta)
 
     # The end of a prefill
 
@@ -305,11 +304,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             why = "; ".join(filter(None, (why, *failed.values())))
         return sources, places, lengths, errors, why
 
-    def build_transfer_params(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def build_transfer_params(
+        original: Call,
+        worker: Any,
+        ready_reqs: list[tuple[str, Any]],
+        agent_meta: Any,
+        local_regions: Any,
+        remote_regions: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        ask = (ready_reqs, agent_meta, local_regions, remote_regions)
         writes: Writes | None = getattr(worker, WRITES, None)
         if writes is None:
-            return wrapped(*args, **kwargs)
-        return missing(wrapped, writes, *args)
+            return original(*ask, *rest, **named)
+        return missing(lambda *of: original(*of, *rest, **named), writes, *ask)
 
     return {
         f"{SCHEDULER}.build_connector_meta": livepatch.lasting(build_connector_meta),

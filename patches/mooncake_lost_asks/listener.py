@@ -55,11 +55,11 @@ class _Context:
         return made
 
 
-async def listening(livepatch: PatchContext, release: Call, worker: Any, *args: Any, **kwargs: Any) -> None:
+async def listening(livepatch: PatchContext, original: Call, worker: Any, *rest: Any, **named: Any) -> None:
     own, ours = worker.async_zmq_ctx, _Context(livepatch, worker)
     worker.async_zmq_ctx = ours
     try:
-        await release(*args, **kwargs)
+        await original(*rest, **named)
     finally:
         if worker.async_zmq_ctx is ours:  # else it may be another patch's: of an engine that decodes, too
             worker.async_zmq_ctx = own

@@ -131,7 +131,7 @@ class _Nobody:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
+    """At each target: a wrapper."""
 
     def asks_of(worker: Any) -> _Asks:
         asks: _Asks | None = getattr(worker, STATE, None)
@@ -251,18 +251,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 del kept[transfer]
             count(worker, transfer)
 
-    def send_kv_to_decode(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        return begun(wrapped, worker, *args, **kwargs)
+    def send_kv_to_decode(
+        original: Call, worker: Any, identity: bytes, sock: Any, meta: Any, *rest: Any, **named: Any
+    ) -> Any:
+        return begun(lambda *ask: original(*ask, *rest, **named), worker, identity, sock, meta)
 
     # A prefill
 
-    async def recorded(release: Call, worker: Any, metadata: Any) -> None:
+    async def recorded(original: Call, worker: Any, metadata: Any, *rest: Any, **named: Any) -> None:
         dropped: list[Any] = []
         try:
             dropped = before(worker, metadata)
         except Exception as error:
             livepatch.stand_aside("noting prefills", error)
-        await release(metadata)
+        await original(metadata, *rest, **named)
         for entry in dropped:
             entry.ready.set()  # whoever waits for it finds that it is kept no more
         for name, (transfer, _) in metadata.reqs_to_send.items():
@@ -287,14 +289,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             livepatch.count("given_up", len(given_up))
         return [kept[transfer] for transfer in metadata.reqs_not_processed if transfer in kept]
 
-    def record_send_reqs(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        return recorded(wrapped, worker, args[0] if args else kwargs["metadata"])
+    def record_send_reqs(original: Call, worker: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
+        return recorded(original, worker, metadata, *rest, **named)
 
-    def listen(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        return listening(livepatch, wrapped, worker, *args, **kwargs)
+    def listen(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
+        return listening(livepatch, original, worker, *rest, **named)
 
-    def query(wrapped: Call, server: Any, args: Any, kwargs: Any) -> Any:
-        return known(livepatch, wrapped)
+    def query(original: Call, server: Any, *rest: Any, **named: Any) -> Any:
+        return known(livepatch, lambda: original(*rest, **named))
 
     return {
         f"{SERVER}.query": query,

@@ -22,26 +22,26 @@ class _Built(threading.local):
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     allow_without_aiter: bool = livepatch.options["ALLOW_WITHOUT_AITER"]
     built = _Built()
 
-    def expects_unquantized_inputs(wrapped: Callable[..., Any], experts: Any, args: Any, kwargs: Any) -> Any:
-        return wrapped(*args, **kwargs) and not experts.moe_config.use_mori_kernels
+    def expects_unquantized_inputs(original: Callable[..., Any], experts: Any, *rest: Any, **named: Any) -> Any:
+        return original(*rest, **named) and not experts.moe_config.use_mori_kernels
 
-    def build_layer(wrapped: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:
+    def build_layer(original: Callable[..., Any], layer: Any, *rest: Any, **named: Any) -> Any:
         if not allow_without_aiter:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         outer, built.layer = built.layer, layer
         try:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         finally:
             built.layer = outer
 
-    def use_mori_kernels(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    def use_mori_kernels(original: Callable[..., Any], instance: Any, *rest: Any, **named: Any) -> Any:
         # While a layer is built, this is read only to assert that AITER is on, and that its shared experts are not,
         # which they cannot be without it.
-        used = wrapped(*args, **kwargs)
+        used = original(*rest, **named)
         if used and built.layer is not None and not built.layer.rocm_aiter_fmoe_enabled:
             livepatch.count("built_without_aiter")
             livepatch.say(

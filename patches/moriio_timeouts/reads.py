@@ -92,7 +92,7 @@ def reads_of(worker: Any) -> Reads:
 
 
 def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     transfer_seconds: float = livepatch.options["TRANSFER_SECONDS"]
     # The parameters without which the release's scheduler side asks for no read.
     needed: Sequence[str] = livepatch.facts.get("read_needs", ("remote_engine_id",))
@@ -101,15 +101,15 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
 
     # The scheduler's side
 
-    def matched_tokens(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
+    def matched_tokens(original: Callable[..., Any], side: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """The KV comes later; where nothing will be read - again, after a preemption - nothing is there."""
-        tokens, later = wrapped(*args, **kwargs)
+        tokens, later = original(request, *rest, **named)
         if side.is_producer or later:
             return tokens, later
         if livepatch.aside:
             return 0, False
         try:
-            comes = tokens > 0 and will_be_read(args[0] if args else kwargs["request"])
+            comes = tokens > 0 and will_be_read(request)
         except Exception as error:  # the release's answer would have it run on what is not there
             livepatch.stand_aside(f"{SCHEDULER}.get_num_new_matched_tokens", error)
             comes = False
@@ -120,18 +120,23 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         asked = parameters.get("do_remote_prefill") and parameters.get("remote_block_ids")
         return bool(asked) and all(name in parameters for name in needed)
 
-    def allocated(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
+    def allocated(
+        original: Callable[..., Any],
+        side: Any,
+        request: Any,
+        blocks: Any,
+        num_external_tokens: int,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
         """Read only what is not here yet, into the blocks that are meant.
 
         The release reads into the peer's block numbers where it has fewer blocks than the peer.
         """
-        names = ("request", "blocks", "num_external_tokens")
-        given = {**kwargs, **dict(zip(names, args, strict=False))}
-        request = given["request"]
-        result = wrapped(*args, **kwargs)
+        result = original(request, blocks, num_external_tokens, *rest, **named)
         if reads_here(side) and request.request_id in side._reqs_need_recv:
             try:
-                meant = only_missing(side, request, given["blocks"], given["num_external_tokens"])
+                meant = only_missing(side, request, blocks, num_external_tokens)
             except Exception as error:  # nothing is read: a request that waits is better than one that is wrong
                 livepatch.stand_aside(f"{SCHEDULER}.update_state_after_alloc", error)
                 del side._reqs_need_recv[request.request_id]
@@ -153,32 +158,30 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         requests: set[str] = vars(side).setdefault("_livepatch_asked_for", set())
         return requests
 
-    def planned(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
+    def planned(original: Callable[..., Any], side: Any, *rest: Any, **named: Any) -> Any:
         """Remember whose blocks the worker is to write to a peer."""
-        metadata = wrapped(*args, **kwargs)
+        metadata = original(*rest, **named)
         if side.is_producer:
             asked_for(side).update(metadata.reqs_to_save)
         return metadata
 
-    def finished(wrapped: Callable[..., Any], side: Any, args: Any, kwargs: Any) -> Any:
+    def finished(original: Callable[..., Any], side: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """Blocks that the worker reads from, or to 0.15 writes to, come back when it says so, by a send's end.
 
         The release frees them at once where a prefill's request did not end by its length: by a stop token, an abort.
         """
-        keep, parameters = wrapped(*args, **kwargs)
-        request_id = (args[0] if args else kwargs["request"]).request_id
-        if request_id in asked_for(side):
-            asked_for(side).discard(request_id)
+        keep, parameters = original(request, *rest, **named)
+        if request.request_id in asked_for(side):
+            asked_for(side).discard(request.request_id)
             return True, parameters
         return keep, parameters
 
     # The worker's side
 
-    def start_load_kv(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+    def start_load_kv(original: Callable[..., Any], worker: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
         """Let the method see only requests whose peer is there, so that it has nothing to spin for."""
-        metadata = args[0] if args else kwargs["metadata"]
         if not reads_here(worker):
-            return wrapped(*args, **kwargs)
+            return original(metadata, *rest, **named)
         reads = reads_of(worker)
         every = metadata.reqs_to_recv
         wanted = dict(every)
@@ -193,25 +196,24 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
             fail(reads, kind, request_id, why)
         metadata.reqs_to_recv = wanted
         try:
-            return wrapped(*args, **kwargs)
+            return original(metadata, *rest, **named)
         finally:
             metadata.reqs_to_recv = every
 
-    def read_blocks(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+    def read_blocks(original: Callable[..., Any], worker: Any, req_id: str, *rest: Any, **named: Any) -> Any:
         """A read that cannot be begun is that request's failure, and no other's."""
-        request_id = args[0] if args else kwargs["req_id"]
         try:
-            return wrapped(*args, **kwargs)
+            return original(req_id, *rest, **named)
         except Exception as error:
-            read = reads_of(worker).under_way.get(request_id)
+            read = reads_of(worker).under_way.get(req_id)
             if read is not None:
                 read.broken = f"{type(error).__name__}: {error}"
             return None
         finally:
             if getattr(worker.moriio_config, "backend", "rdma") == "xgmi":
-                wait_aside(worker._recving_transfers.get(request_id, ()))
+                wait_aside(worker._recving_transfers.get(req_id, ()))
 
-    def pop_done_transfers(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+    def pop_done_transfers(original: Callable[..., Any], worker: Any, *rest: Any, **named: Any) -> Any:
         """A read has ended when all its layers have: the release looks at the last one only, and at no failure."""
         reads, transfers = reads_of(worker), worker._recving_transfers
         unlike: dict[str, list[Any]] = {}  # what the release's method is not to see
@@ -220,7 +222,7 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
             if (read is not None and read.broken) or not all(status.Succeeded() for status in statuses):
                 unlike[request_id] = transfers.pop(request_id)
         try:
-            done = wrapped(*args, **kwargs)
+            done = original(*rest, **named)
         finally:
             transfers.update(unlike)
         for request_id in done:
@@ -265,9 +267,11 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
             reads.ended.add(request_id)
             livepatch.say(kind, f"the KV of request {request_id} is not read from {read.peer}: {why}")
 
-    def get_finished(wrapped: Callable[..., Any], connector: Any, args: Any, kwargs: Any) -> Any:
+    def get_finished(
+        original: Callable[..., Any], connector: Any, finished_req_ids: set[str], *rest: Any, **named: Any
+    ) -> Any:
         """The ends of reads; the runner asks next for the blocks of those that failed, which the class never tells."""
-        sending, recving = wrapped(*args, **kwargs)
+        sending, recving = original(finished_req_ids, *rest, **named)
         worker = connector.connector_worker
         if not reads_here(worker):
             return sending, recving
@@ -276,8 +280,7 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         ended = reads.take_ended()
         if not kept_as_sends:
             return sending, ended
-        finished_ids = args[0] if args else kwargs["finished_req_ids"]
-        left(worker).update(reads.finishing.intersection(finished_ids))
+        left(worker).update(reads.finishing.intersection(finished_req_ids))
         given_back = {name for name in left(worker) if name not in reads.under_way}
         left(worker).difference_update(given_back)
         reads.finishing.difference_update(given_back)

@@ -110,7 +110,7 @@ def wait_for(statuses: Sequence[Any], seconds: float) -> tuple[int, Any]:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     handshake_seconds: float = livepatch.options["HANDSHAKE_SECONDS"]
     transfer_seconds: float = livepatch.options["TRANSFER_SECONDS"]
     defer_seconds: float = livepatch.options["DEFER_SECONDS"]
@@ -152,21 +152,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                 why += f"; its blocks are held until {pending} pending transfers have ended"
             livepatch.say(kind, f"the write of request {request_id} to {peer} is given up: {why}")
 
-    def execute(wrapped: Callable[..., Any], writer: Any, args: Any, kwargs: Any) -> Any:
+    def execute(original: Callable[..., Any], writer: Any, task: Any, *rest: Any, **named: Any) -> Any:
         """A write that fails ends its request; the writer thread goes on with the next."""
-        task = args[0] if args else kwargs["task"]
         worker = writer.worker
         engine = worker.moriio_wrapper
         writes = writes_of(engine)
         if writes.is_past(task):  # also after the patch has stood aside: its blocks may be another's by now
             return None
         if livepatch.aside:
-            return wrapped(*args, **kwargs)
+            return original(task, *rest, **named)
         writes.task = task
         # Some releases of mori complete a transfer between the GPUs of one machine only within `Wait`.
         writes.completed_by_waiting = getattr(worker.moriio_config, "backend", "rdma") == "xgmi"
         try:
-            result = wrapped(*args, **kwargs)
+            result = original(task, *rest, **named)
         except Exception as error:
             kind = getattr(error, "livepatch_kind", "write_failed")
             if kind == "write_failed":
@@ -183,7 +182,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                 writes.ended[task.request_id] = time.perf_counter()  # reported by the release itself
         return result
 
-    def process_deferred(wrapped: Callable[..., Any], writer: Any, args: Any, kwargs: Any) -> Any:
+    def process_deferred(original: Callable[..., Any], writer: Any, *rest: Any, **named: Any) -> Any:
         """Writes whose peer never says where to end after a time, those of requests that have ended at once."""
         if writer._deferred_tasks:
             engine = writer.worker.moriio_wrapper
@@ -206,14 +205,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                 with engine.lock:
                     for request_id in [name for name, until in writes.ended.items() if until < math.inf]:
                         del writes.ended[request_id]
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
-    def write_layer(wrapped: Callable[..., Any], writer: Any, args: Any, kwargs: Any) -> Any:
+    def write_layer(original: Callable[..., Any], writer: Any, plan: Any, *rest: Any, **named: Any) -> Any:
         """Keep a request's transfers apart from those of others: each waits for its own, and fails by its own."""
-        plan = args[0] if args else kwargs["plan"]
         engine = writer.worker.moriio_wrapper
         try:
-            return wrapped(*args, **kwargs)
+            return original(plan, *rest, **named)
         finally:
             with engine.lock:
                 if not livepatch.aside:  # else they would be missed where they were given back to
@@ -221,7 +219,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                     begun += engine.transfer_status
                     engine.transfer_status.clear()
 
-    def wait_for_transfers(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:
+    def wait_for_transfers(original: Callable[..., Any], engine: Any, *rest: Any, **named: Any) -> None:
         """In place of the release's own wait, which ends only with the transfers."""
         writes = writes_of(engine)
         task = writes.task
@@ -248,12 +246,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         error.livepatch_kind = "transfer_timeout" if failed is None else "transfer_failed"
         raise livepatch.deliberate(error)
 
-    def pop_finished(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
+    def pop_finished(original: Callable[..., Any], engine: Any, *rest: Any, **named: Any) -> Any:
         """What was queued until now for a request that is reported as done belongs to it; what comes later does not."""
         writes = writes_of(engine)
         with engine.lock:
             engine.done_req_ids += writes.take_released()
-        done = wrapped(*args, **kwargs)
+        done = original(*rest, **named)
         with engine.lock:
             for request_id in done:
                 if request_id in writes.ended:
@@ -303,11 +301,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         found: Handshakes = worker._ready_requests
         return found
 
-    def save_kv_layer(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+    def save_kv_layer(original: Callable[..., Any], worker: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
         """Let the method see only requests whose peer is there, so that it has nothing to spin for."""
-        metadata = args[0] if args else kwargs["metadata"]
         if not worker.is_producer or worker.mode.name != "WRITE":
-            return wrapped(*args, **kwargs)
+            return original(metadata, *rest, **named)
         handshakes = handshakes_of(worker)
         if handshakes.step is not metadata:  # this is the first layer of its step
             handshakes.step, handshakes.given_up = metadata, set()
@@ -320,13 +317,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             return None
         metadata.reqs_to_save = wanted
         try:
-            return wrapped(*args, **kwargs)
+            return original(metadata, *rest, **named)
         finally:
             metadata.reqs_to_save = every
 
-    def handshake(wrapped: Any, worker: Any, args: Any, kwargs: Any) -> Any:
+    def handshake(original: Any, worker: Any, *rest: Any, **named: Any) -> Any:
         """A peer that never answers frees the one thread that shakes hands, for the next peer."""
-        function = wrapped.__func__
+        function = original.__func__
         names = function.__globals__
         zmq = names["zmq"]
 
@@ -346,26 +343,27 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         )
         same.__kwdefaults__ = function.__kwdefaults__
         try:
-            return wrapped.answered_by(same, worker, *args, **kwargs)
+            return original.answered_by(same, worker, *rest, **named)
         except zmq.Again as error:
             raise livepatch.deliberate(names["HandshakeError"](f"no answer in {handshake_seconds:g} s")) from error
 
     # Start-up: the worker waits for its own listener, which may have failed to bind its port
 
-    def listen(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        ready = args[1] if len(args) > 1 else kwargs["ready_event"]
+    def listen(
+        original: Callable[..., Any], metadata: Any, ready_event: threading.Event, *rest: Any, **named: Any
+    ) -> Any:
         try:
-            return wrapped(*args, **kwargs)
+            return original(metadata, ready_event, *rest, **named)
         except Exception as error:
-            if not ready.is_set():
+            if not ready_event.is_set():
                 failed_to_listen[threading.get_ident()] = error
-                ready.set()
+                ready_event.set()
             raise
 
     failed_to_listen: dict[int, Exception] = {}  # by thread
 
-    def register_kv_caches(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
+    def register_kv_caches(original: Callable[..., Any], worker: Any, *rest: Any, **named: Any) -> Any:
+        result = original(*rest, **named)
         error = failed_to_listen.pop(worker._moriio_handshake_listener_t.ident, None)
         if error is not None:
             livepatch.count("listener_failed")

@@ -21,7 +21,7 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     dtype: str = livepatch.options["DTYPE"]
     recorded = completions.Completions()
 
@@ -51,27 +51,27 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         if lacking:
             livepatch.say(lacking[0], f"{ops.__name__} has no {', '.join(lacking)}: the patch's own do their work")
 
-    def registered(wrapped: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
+    def registered(original: Callable[..., Any], context: Any, *rest: Any, **named: Any) -> Any:
         """An engine registers its cache; before that no block is moved."""
         ops = getattr(sys.modules[CONTEXT], "lmc_ops", None)
         if ops is not None:  # 0.4.3 and 0.4.4 have none without a device, and do nothing without one
             provide(ops, **{transfer.NAME: operation, "PageBufferShapeDesc": transfer.PageBufferShapeDesc})
             livepatch.count("contexts" if is_ours() else "native_contexts")
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
     def is_ours() -> bool:
         return getattr(sys.modules[CONTEXT].lmc_ops, transfer.NAME, None) is operation
 
-    def staged(wrapped: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
+    def staged(original: Callable[..., Any], context: Any, block_ids: Any, *rest: Any, **named: Any) -> Any:
         """Block ids on their way to the device: here they can be looked at without waiting for it."""
         if is_ours():
             try:
-                transfer.check_ids(args[0] if args else kwargs["block_ids"], context.num_blocks_)
+                transfer.check_ids(block_ids, context.num_blocks_)
             except ValueError as error:
                 raise livepatch.deliberate(error)  # noqa: B904 (the same error)
-        return wrapped(*args, **kwargs)
+        return original(block_ids, *rest, **named)
 
-    def started(wrapped: Callable[..., Any], dispatcher: Any, args: Any, kwargs: Any) -> Any:
+    def started(original: Callable[..., Any], dispatcher: Any, *rest: Any, **named: Any) -> Any:
         """The thread that finishes stores and loads, for which it asks the operations."""
         ops = sys.modules[COMPLETION]._lmc_ops
         if not hasattr(ops, "record_completion_on_stream"):
@@ -80,7 +80,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                 record_completion_on_stream=recorded.record_completion_on_stream,
                 drain_recorded_completions=recorded.drain_recorded_completions,
             )
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
     return {
         f"{CONTEXT}:GPUCacheContext.__init__": registered,

@@ -12,16 +12,15 @@ TARGET = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiKVCo
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of the one target."""
 
-    def observe(wrapped: Callable[..., Any], metrics: Any, args: Any, kwargs: Any) -> Any:
-        reported: Mapping[str, Any] = args[0] if args else kwargs["transfer_stats_data"]
-        known = {name: data for name, data in reported.items() if name in metrics._prom_metrics}
-        if len(known) == len(reported):
-            return wrapped(*args, **kwargs)
-        livepatch.count("left_out", len(reported) - len(known))
-        if args:
-            return wrapped(known, *args[1:], **kwargs)
-        return wrapped(**{**kwargs, "transfer_stats_data": known})
+    def observe(
+        original: Callable[..., Any], metrics: Any, transfer_stats_data: Mapping[str, Any], *rest: Any, **named: Any
+    ) -> Any:
+        known = {name: data for name, data in transfer_stats_data.items() if name in metrics._prom_metrics}
+        if len(known) == len(transfer_stats_data):
+            return original(transfer_stats_data, *rest, **named)
+        livepatch.count("left_out", len(transfer_stats_data) - len(known))
+        return original(known, *rest, **named)
 
     return {TARGET: observe}

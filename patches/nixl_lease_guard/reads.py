@@ -65,8 +65,8 @@ class Guard:
 
     # Who can be asked
 
-    def add_remote_agent(self, wrapped: Call, agent: Any, *args: Any, **kwargs: Any) -> Any:
-        name = wrapped(agent, *args, **kwargs)
+    def add_remote_agent(self, original: Call, agent: Any, *rest: Any, **named: Any) -> Any:
+        name = original(agent, *rest, **named)
         address = lease_table.table_at(name)
         if address is not None:
             try:
@@ -83,42 +83,52 @@ class Guard:
         )
         return name
 
-    def remove_remote_agent(self, wrapped: Call, agent: Any, name: str) -> Any:
+    def remove_remote_agent(self, original: Call, agent: Any, name: str) -> Any:
         self._peers.pop(name, None)
-        return wrapped(agent, name)
+        return original(agent, name)
 
-    def prep_xfer_dlist(self, wrapped: Call, agent: Any, *args: Any, **kwargs: Any) -> Any:
-        name = args[0] if args else kwargs["agent_name"]
-        handle = wrapped(agent, *args, **kwargs)
-        if name in self._peers:
-            self._sides[handle] = name
+    def prep_xfer_dlist(self, original: Call, agent: Any, agent_name: str, *rest: Any, **named: Any) -> Any:
+        handle = original(agent, agent_name, *rest, **named)
+        if agent_name in self._peers:
+            self._sides[handle] = agent_name
         return handle
 
-    def release_dlist_handle(self, wrapped: Call, agent: Any, handle: Any) -> Any:
+    def release_dlist_handle(self, original: Call, agent: Any, handle: Any) -> Any:
         self._sides.pop(handle, None)
-        return wrapped(agent, handle)
+        return original(agent, handle)
 
     # Reads
 
-    def make_prepped_xfer(self, wrapped: Call, agent: Any, *args: Any, **kwargs: Any) -> Any:
+    def make_prepped_xfer(
+        self,
+        original: Call,
+        agent: Any,
+        operation: str,
+        local_xfer_side: Any,
+        local_indices: Any,
+        remote_xfer_side: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
         """A read of blocks does not notify the other side of its end: that is sent when it was right."""
+        asked = (agent, operation, local_xfer_side, local_indices, remote_xfer_side)
         name = None
-        if self.reading is not None and args[0] == "READ":
-            name = self._sides.get(args[3])
+        if self.reading is not None and operation == "READ":
+            name = self._sides.get(remote_xfer_side)
         if self.reading is None or name is None:
-            return wrapped(agent, *args, **kwargs)
-        notification = kwargs.pop("notif_msg", b"")
-        handle = wrapped(agent, *args, **kwargs)
+            return original(*asked, *rest, **named)
+        notification = named.pop("notif_msg", b"")
+        handle = original(*asked, *rest, **named)
         self._reads[handle] = _Read(name, self.reading, notification)
         return handle
 
-    def check_xfer_state(self, wrapped: Call, agent: Any, handle: Any) -> Any:
+    def check_xfer_state(self, original: Call, agent: Any, handle: Any) -> Any:
         read = self._reads.get(handle)
         if read is None:
-            return wrapped(agent, handle)
+            return original(agent, handle)
         if read.answer == "PROC" and read.since is None:
             try:
-                answer = wrapped(agent, handle)
+                answer = original(agent, handle)
             except Exception:
                 self._fail(read)
                 if self._is_early(read):
@@ -130,7 +140,7 @@ class Guard:
                 self._fail(read)
         if read.answer == "PROC" and read.since is not None:
             try:
-                read.answer = self._answer(wrapped, agent, read, read.since)
+                read.answer = self._answer(original, agent, read, read.since)
             except Exception as error:  # what is not known to be right is not passed on, whatever went wrong
                 self._livepatch.stand_aside("judging a read", error)
                 read.answer = "ERR"
@@ -151,12 +161,12 @@ class Guard:
         reads = [read for read in self._reads.values() if read.reading.reader == failed.reading.reader]
         return reads[0] is not failed or any(read.answer == "PROC" for read in reads)
 
-    def release_xfer_handle(self, wrapped: Call, agent: Any, handle: Any) -> Any:
+    def release_xfer_handle(self, original: Call, agent: Any, handle: Any) -> Any:
         read = self._reads.pop(handle, None)
         if read is not None and read.landing is not None:
             self._left.append((read.check, read.landing))
-            self._take_back(functools.partial(wrapped, agent))
-        return wrapped(agent, handle)
+            self._take_back(functools.partial(original, agent))
+        return original(agent, handle)
 
     def _answer(self, state_of: Call, agent: Any, read: _Read, since: float) -> str:
         """DONE where the lease is held now, so was while the bytes came; ERR where that cannot be shown."""

@@ -37,7 +37,7 @@ def guard_of(worker: Any) -> Guard | None:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     # How a failed load names the blocks of a model with several KV groups, which these releases leave out: a set or a
     # queue. From 0.30.0 the request itself is named.
     hybrid: str = livepatch.facts.get("hybrid", "")
@@ -62,20 +62,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             setattr(agent_class, name, livepatch.around(getattr(agent_class, name), wrapper))
 
     def passing_to(name: str) -> Call:
-        def method(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-            agent, *rest = args
+        def method(original: Call, agent: Any, *rest: Any, **named: Any) -> Any:
             guard = getattr(agent, _GUARD, None)
-            return wrapped(*args, **kwargs) if guard is None else getattr(guard, name)(wrapped, agent, *rest, **kwargs)
+            if guard is None:
+                return original(agent, *rest, **named)
+            return getattr(guard, name)(original, agent, *rest, **named)
 
         return method
 
-    def create(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+    def create(original: Call, agent: Any, agent_name: str, *rest: Any, **named: Any) -> Any:
         """A worker's agent has a lease table, and its name says where. It is made as (name, configuration)."""
         if not making:
-            return wrapped(*args, **kwargs)
-        agent, name, *rest = args
+            return original(agent, agent_name, *rest, **named)
         table = LeaseTable()
-        wrapped(agent, name_with(name, table), *rest, **kwargs)
+        original(agent, name_with(agent_name, table), *rest, **named)
         try:
             agent.register_memory([(table.address, table.size, 0, "")], "DRAM")
         except Exception as error:  # others find that out when they shake hands
@@ -86,24 +86,23 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         setattr(agent, _GUARD, Guard(livepatch, table))
         return None
 
-    def begin(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def begin(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """The worker makes its agent."""
         for package in PACKAGES:
             take(getattr(sys.modules.get(f"{package}._api"), "nixl_agent", None))
         making.append(worker)
         try:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         finally:
             making.pop()
 
     # Prefill: what is in the lease table
 
-    def load(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def load(original: Call, worker: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
         """A request is kept for its reader from the step that begins to compute it, so before anybody can read it."""
-        result = wrapped(*args, **kwargs)
+        result = original(metadata, *rest, **named)
         guard = guard_of(worker)
         if guard is not None:
-            metadata = args[0] if args else kwargs["metadata"]
             for request_id in metadata.reqs_in_batch:
                 if request_id in worker._reqs_to_process and not guard.table.publish(request_id):
                     livepatch.count("not_vouched")
@@ -112,22 +111,22 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 guard.table.withdraw(request_id)
         return result
 
-    def delivered(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def delivered(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """All of a request's readers have reported that they have read it."""
-        result = wrapped(*args, **kwargs)
+        result = original(*rest, **named)
         guard = guard_of(worker)
         if guard is not None:
             for request_id in result:
                 guard.table.withdraw(request_id)
         return result
 
-    def finished(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def finished(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """Of what the scheduler is about to be allowed to free, the rest are leases that have ended.
 
         And those whose time is over although the release does not say so yet: 0.22.1 to 0.30.0 looks at the oldest
         only, and `kv-block-reaper` may free the others' blocks meanwhile.
         """
-        result = wrapped(*args, **kwargs)
+        result = original(*rest, **named)
         guard = guard_of(worker)
         if guard is not None:
             now = time.perf_counter()
@@ -144,15 +143,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     # Decode
 
-    def read(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        """In every release the worker names its arguments."""
+    def read(original: Call, worker: Any, *rest: Any, request_id: str, remote_request_id: str, **named: Any) -> Any:
+        """In every release the worker names its arguments, of which the first are others from release to release."""
+        named.update(request_id=request_id, remote_request_id=remote_request_id)
         guard = guard_of(worker)
         if guard is None:
-            return wrapped(*args, **kwargs)
-        reader = kwargs["request_id"]
-        guard.reading = Reading(kwargs["remote_request_id"], reader, functools.partial(mark, worker, reader))
+            return original(*rest, **named)
+        guard.reading = Reading(remote_request_id, request_id, functools.partial(mark, worker, request_id))
         try:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         finally:
             guard.reading = None
 

@@ -48,11 +48,11 @@ class Sides:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     by_request: bool = livepatch.facts.get("by_request", False)
 
-    def create(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
+    def create(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
+        result = original(*rest, **named)
         wait = livepatch.options["WAIT_SECONDS"] or float(
             worker.kv_transfer_config.get_from_extra_config(
                 "push_registration_timeout",
@@ -68,16 +68,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         """Note when the worker's writer begins to write, and read its notifications with it; both answer as ever."""
         agent, wake = worker.nixl_wrapper, worker._push_writer_wake
 
-        def post(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        def post(original: Call, _: Any, *rest: Any, **named: Any) -> Any:
             sides.answers.posted = True
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
 
-        def listen(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
+        def listen(original: Call, _: Any, *rest: Any, **named: Any) -> Any:
             pending = worker._pending_d_registrations
             sides.answers.sweep(pending)
             for waiting in sides.desk.overdue():
                 sides.reach.send(waiting.agent, words.WITHDRAW, waiting.token)
-            notifications = wrapped(*args, **kwargs)
+            notifications = original(*rest, **named)
             for kind, token in words.take(notifications):
                 if kind == words.REFUSED:
                     sides.desk.refused(token)
@@ -85,21 +85,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                     sides.answers.withdraw(token, pending)
             return notifications
 
-        def rest(wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-            return wrapped(*args, **kwargs) if args or kwargs else wrapped(IDLE_SECONDS)
+        def pause(original: Call, _: Any, *rest: Any, **named: Any) -> Any:
+            return original(*rest, **named) if rest or named else original(IDLE_SECONDS)
 
         agent.transfer = livepatch.around(agent.transfer, post)
         agent.get_new_notifs = livepatch.around(agent.get_new_notifs, listen)
-        wake.wait = livepatch.around(wake.wait, rest)
+        wake.wait = livepatch.around(wake.wait, pause)
 
-    def close(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def close(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """The worker ends. What it has not begun to write it never will, and decode is told before its agent goes."""
         sides: Sides | None = getattr(worker, _SIDES, None)
         if sides is None:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         sides.answers.close(worker._pending_d_registrations)
         try:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         finally:  # to 0.26.0 a worker that has written raises KeyError
             sides.reach.forget()
             delattr(worker, _SIDES)
@@ -109,24 +109,25 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # Decode
 
-    def register(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def register(
+        original: Call, worker: Any, req_id: str, reg_data: Mapping[str, Any], *rest: Any, **named: Any
+    ) -> Any:
         """The writer is about to send a registration to prefill."""
-        request_id, registration = args
         sides: Sides | None = getattr(worker, _SIDES, None)
-        agents = worker._remote_agents.get(registration["remote_engine_id"])
+        agents = worker._remote_agents.get(reg_data["remote_engine_id"])
         if sides is None or not agents:
-            return wrapped(*args, **kwargs)
-        several = len(agents) != 1 or registration.get("remote_pp_size", 1) != 1
-        if several or registration["remote_tp_size"] != registration["decode_tp_size"]:
+            return original(req_id, reg_data, *rest, **named)
+        several = len(agents) != 1 or reg_data.get("remote_pp_size", 1) != 1
+        if several or reg_data["remote_tp_size"] != reg_data["decode_tp_size"]:
             livepatch.count("not_covered")
             livepatch.say(
                 "not_covered", "prefill and decode have different numbers of ranks: failures are not reported"
             )
-            return wrapped(*args, **kwargs)
+            return original(req_id, reg_data, *rest, **named)
         if sides.address is None:
             sides.address = sides.reach.address()
-        token = sides.desk.register(request_id, agent_name(next(iter(agents.values()))))
-        return wrapped(request_id, {**registration, words.ADDED: [token, sides.address]})
+        token = sides.desk.register(req_id, agent_name(next(iter(agents.values()))))
+        return original(req_id, {**reg_data, words.ADDED: [token, sides.address]}, *rest, **named)
 
     def fail(worker: Any, request_id: str) -> None:
         """Report a failed load in the release's own way, with all of the request's blocks."""
@@ -146,21 +147,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         """The part of an id that prefill and decode share, by the release's own rule."""
         return str(sys.modules[WORKER.partition(":")[0]].get_base_request_id(request_id))
 
-    def coming(worker: Any, args: Any, kwargs: Any) -> None:
+    def coming(worker: Any, request_id: str, *rest: Any, **named: Any) -> None:
         """The writer looks whether the request of a registration that has come is computed."""
         sides: Sides | None = getattr(worker, _SIDES, None)
         if sides is not None:
-            sides.came = args[0]
-            sides.replaced = worker._pending_d_registrations.get(args[0])
+            sides.came = request_id
+            sides.replaced = worker._pending_d_registrations.get(request_id)
 
-    def came(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def came(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """The writer has a registration. What it does not match waits, unless its request is over."""
         sides: Sides | None = getattr(worker, _SIDES, None)
         if sides is None:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         pending, answers = worker._pending_d_registrations, sides.answers
         sides.came = sides.replaced = None
-        result = wrapped(*args, **kwargs)
+        result = original(*rest, **named)
         registration = pending.get(sides.came)
         if registration is None or registration is sides.replaced:
             return result
@@ -172,43 +173,49 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             answers.refuse(registered, pending)
         return result
 
-    def push(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def push(
+        original: Call,
+        worker: Any,
+        request_id: str,
+        local_block_ids: Any,
+        registration_data: dict[str, Any],
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
         """The writer begins to write, or, after a handshake, does so at last."""
         sides: Sides | None = getattr(worker, _SIDES, None)
-        request_id, _, registration = args
-        registered = registration.get(STATE)
-        if LATE in registration:
+        registered = registration_data.get(STATE)
+        if LATE in registration_data:
             livepatch.count("late")
             return None  # its blocks may be another request's by now
         if isinstance(registered, Registered) and registered.state == REFUSED:
             livepatch.count("left")
             return None  # decode knows that, and its own blocks may be another request's
         if sides is None or livepatch.aside:
-            return wrapped(*args, **kwargs)
+            return original(request_id, local_block_ids, registration_data, *rest, **named)
         answers = sides.answers
-        registered = answers.take(registration, base_id)
-        if not answers.begins(request_id, base_id(request_id), registration):
+        registered = answers.take(registration_data, base_id)
+        if not answers.begins(request_id, base_id(request_id), registration_data):
             livepatch.count("late")
             if registered is not None:
                 answers.refuse(registered, worker._pending_d_registrations)
             return None
         try:
-            return wrapped(*args, **kwargs)
+            return original(request_id, local_block_ids, registration_data, *rest, **named)
         finally:
-            answers.began(request_id, registration)
+            answers.began(request_id, registration_data)
 
-    def shake(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        future = wrapped(*args, **kwargs)
+    def shake(original: Call, worker: Any, engine_id: str, *rest: Any, **named: Any) -> Any:
+        future = original(engine_id, *rest, **named)
         sides: Sides | None = getattr(worker, _SIDES, None)
         if sides is not None and future is not None:
-            sides.answers.shaking(args[0] if args else kwargs["engine_id"], future)
+            sides.answers.shaking(engine_id, future)
         return future
 
-    def load(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
+    def load(original: Call, worker: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
+        result = original(metadata, *rest, **named)
         sides: Sides | None = getattr(worker, _SIDES, None)
         if sides is not None:
-            metadata = args[0] if args else kwargs["metadata"]
             for request_id in metadata.reqs_in_batch:
                 sides.answers.begun(base_id(request_id))
             if metadata.reqs_not_processed:
@@ -217,10 +224,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # Both
 
-    def finished(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
+    def finished(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         sides: Sides | None = getattr(worker, _SIDES, None)
         if sides is None:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         answers, desk = sides.answers, sides.desk
         for request_id in desk.failed():
             if request_id in worker._recving_metadata:
@@ -229,7 +236,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             leave_out_writes(worker)
         with answers.leases:
             hold_leases(worker, answers)
-            result = wrapped(*args, **kwargs)
+            result = original(*rest, **named)
             sent, received = (
                 result[:2] if isinstance(result, tuple) else (result.finished_sending, result.finished_recving)
             )

@@ -88,12 +88,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             counter, f"request {request.request_id}: its kv_transfer_params cannot be used, {problem}: {follows}"
         )
 
-    def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        request = args[0] if args else kwargs["request"]
+    def add_request(original: Call, scheduler: Any, request: Any, *rest: Any, **named: Any) -> Any:
         found = request.kv_transfer_params
         if found is not None and scheduler.connector is not None:
             check(request, found, scheduler.connector)
-        return wrapped(*args, **kwargs)
+        return original(request, *rest, **named)
 
     def check(request: Any, found: Any, connector: Any) -> None:
         computed_here = "the prompt is computed here"
@@ -126,20 +125,19 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return "they name KV to read back, which is not enabled here"
         return problem_of_load(found, NIXL[0], connector)
 
-    def _read_blocks_for_req(wrapped: Call, worker: Any, args: Any, kwargs: Any) -> Any:
-        request_id = args[0] if args else kwargs["req_id"]
+    def _read_blocks_for_req(original: Call, worker: Any, req_id: str, *rest: Any, **named: Any) -> Any:
         try:
-            return wrapped(*args, **kwargs)
+            return original(req_id, *rest, **named)
         except UNUSABLE as error:
-            if worker._recving_transfers.get(request_id):  # a read of another rank's part is under way
+            if worker._recving_transfers.get(req_id):  # a read of another rank's part is under way
                 raise
             livepatch.count("unreadable")
             livepatch.say(
                 "unreadable",
-                f"request {request_id}: the blocks that its kv_transfer_params name do not fit its prompt "
+                f"request {req_id}: the blocks that its kv_transfer_params name do not fit its prompt "
                 f"({type(error).__name__}): its load has failed",
             )
-            fail(worker, request_id)
+            fail(worker, req_id)
             return None
 
     def fail(worker: Any, request_id: str) -> None:

@@ -20,21 +20,21 @@ MODES = ("none", "peer")
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     configured: str | None = None  # the mode in the configuration of the connector that is being, or was last, made
 
-    def connector(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    def connector(original: Callable[..., Any], made: Any, vllm_config: Any, *rest: Any, **named: Any) -> Any:
         """Every connector begins here, a MultiConnector's too, before its worker makes an agent."""
         nonlocal configured
-        configured = configured_in(args[0] if args else kwargs["vllm_config"])
+        configured = configured_in(vllm_config)
         for package in PACKAGES:
             take(getattr(sys.modules.get(f"{package}._api"), "nixl_agent", None))
-        return wrapped(*args, **kwargs)
+        return original(vllm_config, *rest, **named)
 
-    def load(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    def load(original: Callable[..., Any], name: str, *rest: Any, **named: Any) -> Any:
         """From 0.21.0 all of vLLM's users of NIXL get its names here, also those that are no connectors."""
-        found = wrapped(*args, **kwargs)
-        if "NixlWrapper" in (*args, *kwargs.values()):
+        found = original(name, *rest, **named)
+        if name == "NixlWrapper":
             take(found)
         return found
 
@@ -55,20 +55,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             made.livepatch = True
             agent_class.create_backend = made
 
-    def create_backend(create: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        named = dict(zip(("agent", "backend", "initParams"), args, strict=False)) | kwargs
-        agent, backend, given = named["agent"], named["backend"], dict(named.get("initParams") or {})
+    def create_backend(
+        original: Callable[..., Any], agent: Any, backend: str, initParams: Any = None, *rest: Any, **named: Any
+    ) -> Any:
+        given = dict(initParams or {})
         if not backend.startswith("UCX"):
-            return create(agent, backend, given)
+            return original(agent, backend, given, *rest, **named)
         if PARAMETER in given:
             livepatch.count("set_by_caller")
-            return create(agent, backend, given)
+            return original(agent, backend, given, *rest, **named)
         if PARAMETER not in agent.get_plugin_params(backend):
             livepatch.count("unknown_to_nixl")
             livepatch.say("unknown_to_nixl", f"this NIXL's {backend} has no parameter {PARAMETER}: it is left out")
-            return create(agent, backend, given)
+            return original(agent, backend, given, *rest, **named)
         mode = configured or livepatch.options["MODE"]
-        result = create(agent, backend, {**given, PARAMETER: mode})
+        result = original(agent, backend, {**given, PARAMETER: mode}, *rest, **named)
         taken = agent.get_backend_params(backend).get(PARAMETER)
         if taken == mode:
             livepatch.count(f"mode_{mode}")

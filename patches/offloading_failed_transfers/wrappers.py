@@ -44,7 +44,7 @@ class _Jobs:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or a look at its calls."""
+    """At each target: a wrapper, or a look at its calls."""
 
     # The worker's side
 
@@ -59,14 +59,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return jobs
 
     def listen(carrier: Any, jobs: _Jobs) -> None:
-        def submit(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> bool:
+        def submit(original: Call, instance: Any, job_id: int, *rest: Any, **named: Any) -> bool:
             """A transfer that was refused ends with this step. One that raised may have begun: the error goes on."""
-            begun: bool = wrapped(*args, **kwargs)
-            return begun or fail(args[0] if args else kwargs["job_id"])
+            begun: bool = original(job_id, *rest, **named)
+            return begun or fail(job_id)
 
-        def get_finished(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> list[Any]:
+        def get_finished(original: Call, instance: Any, *rest: Any, **named: Any) -> list[Any]:
             """The release is given those that went well, and asserts that they did."""
-            ended = wrapped(*args, **kwargs)
+            ended = original(*rest, **named)
             for result in ended:
                 if result.success:
                     jobs.loads.pop(result.job_id, None)
@@ -84,16 +84,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 setattr(carrier, name, livepatch.around(getattr(carrier, name), submit))
         carrier.get_finished = livepatch.around(carrier.get_finished, get_finished)
 
-    def start_kv_transfers(worker: Any, args: Any, kwargs: Any) -> None:
+    def start_kv_transfers(worker: Any, metadata: Any, *rest: Any, **named: Any) -> None:
         """Called in every step, also before the first store is begun, which is a step later than it is asked for."""
-        metadata = args[0] if args else kwargs["metadata"]
         jobs = jobs_of(worker)
         for job, load in metadata.load_jobs.items():
             # To 0.24.0 a job has a pair, of source and destination.
             target = load.transfer_spec[1] if hasattr(load, "transfer_spec") else load.dst_spec
             jobs.loads[job] = None if getattr(load, "sync", False) else {int(block) for block in target.block_ids}
 
-    def get_finished(connector: Any, args: Any, kwargs: Any, answer: Any) -> None:
+    def get_finished(answer: Any, connector: Any, *rest: Any, **named: Any) -> None:
         """Tell of the failed jobs: to the engine which loads have ended, with their blocks; to the scheduler's part of
         the connector that jobs have ended."""
         worker = connector.connector_worker
@@ -120,17 +119,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             connector.get_block_ids_with_load_errors = asked
         jobs.lost |= blocks
 
-    def load_errors(wrapped: Call, connector: Any, args: Any, kwargs: Any) -> set[int]:
+    def load_errors(original: Call, connector: Any, *rest: Any, **named: Any) -> set[int]:
         jobs: _Jobs = getattr(connector.connector_worker, JOBS)
         lost, jobs.lost = jobs.lost, set()
-        return lost | set(wrapped(*args, **kwargs))
+        return lost | set(original(*rest, **named))
 
     # The scheduler's side
 
-    def update_connector_output(scheduler: Any, args: Any, kwargs: Any) -> None:
+    def update_connector_output(scheduler: Any, connector_output: Any, *rest: Any, **named: Any) -> None:
         """Of a job that is reported under its complement, a store has failed, and has ended on that many workers."""
-        output = args[0] if args else kwargs["connector_output"]
-        completed = getattr(output.kv_connector_worker_meta, "completed_jobs", None) or {}
+        completed = getattr(connector_output.kv_connector_worker_meta, "completed_jobs", None) or {}
         complements = [job for job in completed if job < 0]
         if not complements:
             return
@@ -149,16 +147,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 failed[job] = scheduler._jobs[job].keys
 
     def completing(failed: dict[int, Any]) -> Call:
-        def complete_store(wrapped: Call, manager: Any, args: Any, kwargs: Any) -> Any:
+        def complete_store(original: Call, manager: Any, keys: Any, *rest: Any, **named: Any) -> Any:
             """What a failed store has left is not kept: its keys are no hit, and may be stored again."""
-            keys = args[0] if args else kwargs["keys"]
             for job, theirs in failed.items():
                 if theirs is keys:
                     del failed[job]
                     livepatch.count("failed_stores")
                     livepatch.say("failed_stores", "a store failed: what it wrote is dropped")
-                    return wrapped(*args, **{**kwargs, "success": False})
-            return wrapped(*args, **kwargs)
+                    return original(keys, *rest, **{**named, "success": False})
+            return original(keys, *rest, **named)
 
         return complete_store
 

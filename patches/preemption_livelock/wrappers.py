@@ -5,6 +5,7 @@ Source: vllm#49674, vllm PR#49675, vllm PR#50297.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +29,14 @@ class _Spared:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs).
+    """The wrapper of each target.
 
     The release preempts from `running` until the request finds blocks or is preempted itself. Where the next victim's
     blocks would be fenced, it is shown a `running` of that request alone, and is not obeyed when it preempts that.
     """
 
-    def made(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> None:
-        wrapped(*args, **kwargs)
+    def made(original: Call, scheduler: Any, *rest: Any, **named: Any) -> None:
+        original(*rest, **named)
         if not scheduler.defer_block_free:
             return
         if not all(_is_the_releases_own(scheduler, name) for name in ("schedule", "_preempt_request")):
@@ -46,8 +47,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         allocate = manager.allocate_slots
 
         # Called for each running request in each step, so without a guard: what can fail has its own.
-        def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
-            blocks = allocate(request, *args, **kwargs)
+        def allocate_slots(_: Any, request: Any, *rest: Any, **named: Any) -> Any:
+            blocks = allocate(request, *rest, **named)
             if blocks is None and not livepatch.aside:
                 try:
                     found_none(scheduler, spared, request)
@@ -56,7 +57,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return blocks
 
         setattr(scheduler, KEPT_AS, spared)
-        manager.allocate_slots = allocate_slots
+        # A method: who wraps it in turn is given the pool, as of the release's own.
+        manager.allocate_slots = types.MethodType(allocate_slots, manager)
 
     def found_none(scheduler: Any, spared: _Spared, request: Any) -> None:
         """Spare whoever else runs, where the release's next victim has a step in flight."""
@@ -71,10 +73,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             spared.running, spared.request = running, request  # from here on nothing can fail
             scheduler.running = [request]
 
-    def preempt(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def preempt(original: Call, scheduler: Any, *rest: Any, **named: Any) -> Any:
         spared: _Spared | None = vars(scheduler).get(KEPT_AS)
         if spared is None or spared.request is None:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         scheduler.running, spared.running, spared.request = spared.running, [], None
         return None
 

@@ -5,6 +5,7 @@ Source: LMCache#4018 (open). Upstream pins the whole pool in the background from
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -46,7 +47,7 @@ class _CheckedCudart:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     step_bytes: float = livepatch.options["STEP_GB"] * GIB
 
     def lock_of(allocator: Any) -> threading.Lock:
@@ -56,7 +57,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     # Those whose pool is not whole yet.
     growing: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def stay(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> None:
+    def stay(original: Callable[..., Any], allocator: Any, *rest: Any, **named: Any) -> None:
         """The background thread ends at once; `close` still joins it."""
         growing.add(allocator)
 
@@ -74,7 +75,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     livepatch.on_stand_aside(grow_as_the_release)
 
-    def pin(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> Any:
+    def pin(original: Callable[..., Any], allocator: Any, offset: int, size: int, *rest: Any, **named: Any) -> Any:
         """Pin a part of the buffer (offset and size in bytes), or raise PinError with nothing recorded as pinned."""
         record = allocator._pin_record
         before = len(record)
@@ -84,7 +85,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             cudart = allocator._cudart = _CheckedCudart(cudart)
         cause: Exception | None = None
         try:
-            result = wrapped(*args, **kwargs)
+            result = original(offset, size, *rest, **named)
             refused = cudart.error if cudart is not None else None
         except Exception as error:
             cause, refused, result = error, error, None
@@ -92,7 +93,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             livepatch.count("pinned_mib", (sum(size for _, size in record) - pinned) >> 20)
             return result
         del record[before:]
-        size = args[1] if len(args) > 1 else kwargs["size"]
         livepatch.count("pin_failures")
         message = (
             f"pinning host memory failed{f' ({refused})' if refused is not None else ''}: asked for {size >> 20} MiB "
@@ -129,37 +129,53 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         free = allocator.get_address_manager().get_free_size()
         return bool(uncommitted > 0 and wanted <= free + uncommitted)
 
-    def allocate(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> Any:
+    def allocate(
+        original: Callable[..., Any], allocator: Any, shapes: Any, dtypes: Any, *rest: Any, **named: Any
+    ) -> Any:
+        released = functools.partial(original, shapes, dtypes, *rest, **named)
+        return found_room(allocator, released, shapes, dtypes)
+
+    def batched_allocate(
+        original: Callable[..., Any],
+        allocator: Any,
+        shapes: Any,
+        dtypes: Any,
+        batch_size: int,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        released = functools.partial(original, shapes, dtypes, batch_size, *rest, **named)
+        return found_room(allocator, released, shapes, dtypes, batch_size)
+
+    def found_room(allocator: Any, released: Callable[[], Any], shapes: Any, dtypes: Any, count: int = 1) -> Any:
         """As the release does, growing the pool by steps for as long as it has no room; may raise PinError."""
         while True:
             seen = committed(allocator)
-            found = wrapped(*args, **kwargs)
+            found = released()
             if found is not None:
                 return found
-            given = dict(zip(("shapes", "dtypes", "batch_size"), args, strict=False)) | kwargs
-            count = given.get("batch_size", 1) if wrapped.__name__ == "batched_allocate" else 1
-            wanted = bytes_of(given["shapes"], given["dtypes"]) * count
+            wanted = bytes_of(shapes, dtypes) * count
             if seen == committed(allocator) and not could_fit(allocator, wanted):
                 return None
             if not expand(allocator, seen):
                 return None
 
-    def close(wrapped: Callable[..., Any], allocator: Any, args: Any, kwargs: Any) -> Any:
+    def close(original: Callable[..., Any], allocator: Any, *rest: Any, **named: Any) -> Any:
         """Stop an expansion under way, wait for it, then unpin everything as the release does."""
         allocator._stop_expand.set()
         with lock_of(allocator):
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
 
-    def usage(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    def usage(original: Callable[..., Any], instance: Any, *rest: Any, **named: Any) -> Any:
         """Used and total bytes; the total of a lazily grown pool is its final size."""
-        used, total = wrapped(*args, **kwargs)
+        used, total = original(*rest, **named)
         allocator = instance._allocator
         if any(isinstance(allocator, sys.modules[lazy].LazyMemoryAllocator) for lazy in LAZY if lazy in sys.modules):
             total = max(total, allocator._final_size)
         return used, total
 
     methods = {"_expand_worker": stay, "_pin_memory_chunk": pin, "close": close}
-    methods |= {"allocate": allocate, "batched_allocate": allocate}
+    methods |= {"allocate": allocate, "batched_allocate": batched_allocate}
     made: dict[str, Callable[..., Any]] = {
         f"{lazy}:LazyMemoryAllocator.{name}": wrapper for lazy in LAZY for name, wrapper in methods.items()
     }

@@ -25,34 +25,40 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
 
-    def assign(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    def assign(original: Callable[..., Any], request: Any, *rest: Any, **named: Any) -> Any:
         """What the release's own switch does, where it has one: the internal id is the external one."""
-        result = wrapped(*args, **kwargs)
-        request = args[0] if args else kwargs["request"]
+        result = original(request, *rest, **named)
         request.request_id = request.external_req_id
         return result
 
-    def register(wrapped: Callable[..., Any], processor: Any, args: Any, kwargs: Any) -> Any:
+    def register(
+        original: Callable[..., Any],
+        processor: Any,
+        request: Any,
+        prompt: Any,
+        parent_req: Any = None,
+        request_index: int = 0,
+        queue: Any = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
         """The front end takes a request in: not a second one of an id that it serves already."""
-        given = dict(zip(("request", "prompt", "parent_req", "request_index", "queue"), args, strict=False)) | kwargs
-        request, parent = given["request"], given.get("parent_req")
-        name = request.request_id if parent is None else parent.request_id
-        if _is_live(processor, request, parent, given.get("queue")):
-            if parent is not None:
+        name = request.request_id if parent_req is None else parent_req.request_id
+        if _is_live(processor, request, parent_req, queue):
+            if parent_req is not None:
                 # From 0.31 the caller answers our error by an abort of this name, which is the live one's.
-                parent.request_id = f"{name} (refused)"
+                parent_req.request_id = f"{name} (refused)"
             raise refused("refused_live", name, "another request of that id is running")
-        return wrapped(*args, **kwargs)
+        return original(request, prompt, parent_req, request_index, queue, *rest, **named)
 
-    def admit(wrapped: Callable[..., Any], core: Any, args: Any, kwargs: Any) -> Any:
+    def admit(original: Callable[..., Any], core: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """The engine core takes a request in: not a second one of an id that it holds.
 
         It holds more than this front end knows of: requests of other API servers, and finished ones whose blocks are
         still to be sent. The scheduler would assert, and so end the engine core.
         """
-        request = args[0] if args else kwargs["request"]
         aborts = getattr(core, "aborts_queue", None)
         if aborts is not None and not aborts.empty():
             # An abort waits in two queues. The other one is read amid a step, and would end this request.
@@ -61,13 +67,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         known = fence.of(core.scheduler)
         if held is None and request.request_id not in known.parked:
             if not known.under_way(request.request_id):
-                return wrapped(*args, **kwargs)
-            known.parked[request.request_id] = request, lambda: core.add_request(*args, **kwargs)
+                return original(request, *rest, **named)
+            known.parked[request.request_id] = request, lambda: core.add_request(request, *rest, **named)
             livepatch.count("waited")
             livepatch.say("waited", f"request id {request.request_id!r} is used again while steps of it run: it waits")
             return None
         if held is not None and _is_session(held, request):
-            return wrapped(*args, **kwargs)
+            return original(request, *rest, **named)
         held_for_transfer = held is not None and held.is_finished()
         what = "its blocks are kept for a transfer" if held_for_transfer else "another request of that id is running"
         error = refused("refused_held" if held_for_transfer else "refused_live", request.request_id, what)
@@ -95,46 +101,47 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     # In the engine core
 
-    def begun(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
-        step = wrapped(*args, **kwargs)
+    def begun(original: Callable[..., Any], scheduler: Any, *rest: Any, **named: Any) -> Any:
+        step = original(*rest, **named)
         fence.of(scheduler).begun(step)
         return step
 
-    def ended(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
-        step = args[0] if args else kwargs["scheduler_output"]
-        outputs = wrapped(*args, **kwargs)
-        fence.of(scheduler).ended(step, outputs)
+    def ended(original: Callable[..., Any], scheduler: Any, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
+        outputs = original(scheduler_output, *rest, **named)
+        fence.of(scheduler).ended(scheduler_output, outputs)
         return outputs
 
-    def finish(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def finish(
+        original: Callable[..., Any], scheduler: Any, request_ids: Any, finished_status: Any, *rest: Any, **named: Any
+    ) -> Any:
         """A request that waits for its id can be aborted, too."""
         known = fence.of(scheduler)
-        if not known.parked:
-            return wrapped(*args, **kwargs)
-        given = dict(zip(("request_ids", "finished_status"), args, strict=False)) | kwargs
-        asked, status = given["request_ids"], given["finished_status"]
-        asked = [asked] if isinstance(asked, str) else asked if asked is None else list(asked)  # it may be an iterator
-        known.abort_parked(asked, status)
-        return wrapped(asked, status)
+        if known.parked:
+            if isinstance(request_ids, str):
+                request_ids = [request_ids]
+            elif request_ids is not None:
+                request_ids = list(request_ids)  # it may be an iterator
+            known.abort_parked(request_ids, finished_status)
+        return original(request_ids, finished_status, *rest, **named)
 
-    def abort(wrapped: Callable[..., Any], core: Any, args: Any, kwargs: Any) -> Any:
-        known, request_ids = fence.of(core.scheduler), args[0] if args else kwargs["request_ids"]
+    def abort(original: Callable[..., Any], core: Any, request_ids: Any, *rest: Any, **named: Any) -> Any:
+        known = fence.of(core.scheduler)
         alive = known.alive([request_ids] if isinstance(request_ids, str) else request_ids)
-        result = wrapped(*args, **kwargs)
+        result = original(request_ids, *rest, **named)
         known.answers += alive
         return result
 
     # In the API server
 
-    def send(wrapped: Callable[..., Any], llm: Any, args: Any, kwargs: Any) -> Any:
-        request, processor = args[0] if args else kwargs["request"], llm.output_processor
+    def send(original: Callable[..., Any], llm: Any, request: Any, *rest: Any, **named: Any) -> Any:
+        processor = llm.output_processor
         known: endings.Endings | None = getattr(processor, endings.ATTRIBUTE, None)
         if known is None:
             known = endings.Endings()
             setattr(processor, endings.ATTRIBUTE, known)
         if request.request_id not in known.awaited:
-            return wrapped(*args, **kwargs)
-        return wait(known, llm, request.request_id, lambda: wrapped(*args, **kwargs))
+            return original(request, *rest, **named)
+        return wait(known, llm, request.request_id, lambda: original(request, *rest, **named))
 
     async def wait(known: endings.Endings, llm: Any, request_id: str, proceed: Callable[[], Any]) -> Any:
         livepatch.count("waited")
@@ -143,21 +150,22 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             raise refused("refused_live", request_id, "the end of its former request was not heard of")
         return await proceed()
 
-    def forget(wrapped: Callable[..., Any], processor: Any, args: Any, kwargs: Any) -> Any:
-        aborted = wrapped(*args, **kwargs)
+    def forget(original: Callable[..., Any], processor: Any, *rest: Any, **named: Any) -> Any:
+        aborted = original(*rest, **named)
         known: endings.Endings | None = getattr(processor, endings.ATTRIBUTE, None)
         if known is not None:
             known.forgotten(aborted)
         return aborted
 
-    def receive(wrapped: Callable[..., Any], processor: Any, args: Any, kwargs: Any) -> Any:
-        outputs = args[0] if args else kwargs["engine_core_outputs"]
+    def receive(
+        original: Callable[..., Any], processor: Any, engine_core_outputs: Any, *rest: Any, **named: Any
+    ) -> Any:
         known: endings.Endings | None = getattr(processor, endings.ATTRIBUTE, None)
         if known is None:
-            return wrapped(*args, **kwargs)
-        processed = wrapped(*args, **kwargs)
+            return original(engine_core_outputs, *rest, **named)
+        processed = original(engine_core_outputs, *rest, **named)
         known.forgotten(processed.reqs_to_abort)
-        known.seen(outputs)  # also the ends of those: they come no more
+        known.seen(engine_core_outputs)  # also the ends of those: they come no more
         return processed
 
     # Ids that were kept stay in use when the patch has stood aside, here or in another process: the rest goes on.

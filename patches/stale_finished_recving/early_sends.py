@@ -49,14 +49,14 @@ class ChildSends:
         self.ended: OrderedDict[str, None] = OrderedDict()
         self.held: dict[str, int] = {}  # request id: the call in which the child reported its send, too early
 
-    def __call__(self, wrapped: Call, child: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, original: Call, child: Any, finished_req_ids: Any, *rest: Any, **named: Any) -> Any:
         self.calls += 1
-        for request_id in args[0] if args else kwargs["finished_req_ids"]:
+        for request_id in finished_req_ids:
             self.ended.pop(request_id, None)
             self.ended[request_id] = None
         while len(self.ended) > REMEMBERED:
             self.ended.popitem(last=False)
-        result = wrapped(*args, **kwargs)
+        result = original(finished_req_ids, *rest, **named)
         sent: set[str] = set((result[0] if isinstance(result, tuple) else result.finished_sending) or ())
         early = {name for name in sent if name not in self.ended and not self.livepatch.aside}
         due = {name for name, call in self.held.items() if name in self.ended or self.calls - call >= PATIENCE}
@@ -96,13 +96,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 sends = livepatch.lasting(ChildSends(livepatch))
                 setattr(child, method, livepatch.around(getattr(child, method), sends))
 
-    def get_finished(wrapped: Call, multi: Any, args: Any, kwargs: Any) -> Any:
+    def get_finished(original: Call, multi: Any, *rest: Any, **named: Any) -> Any:
         if not hasattr(multi, "get_transfer_results"):  # which it asks, where there is one
             see_to(multi, "get_finished")
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
-    def get_transfer_results(wrapped: Call, multi: Any, args: Any, kwargs: Any) -> Any:
+    def get_transfer_results(original: Call, multi: Any, *rest: Any, **named: Any) -> Any:
         see_to(multi, "get_transfer_results")
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
     return {f"{MULTI}.get_finished": get_finished, f"{MULTI}.get_transfer_results": get_transfer_results}

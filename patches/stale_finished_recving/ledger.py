@@ -46,7 +46,6 @@ class Ledger:
         "empties",
         "finishing",
         "given_up",
-        "heard",
         "held",
         "output",
         "parked",
@@ -67,7 +66,6 @@ class Ledger:
         # Empty sends whose blocks were freed before their completion, and the set in which the workers hear of their
         # end: the step with that set may bring it, no later one.
         self.empties: dict[str, set[str]] = {}
-        self.heard: Any = None  # what looks at the steps that end, while it is to be seen what the workers have heard
         # The requests that are being finished while their receive is pending.
         self.receiving: set[str] = set()
         self.finishing = False  # whether that is at somebody's request: else a request ends by its own last token

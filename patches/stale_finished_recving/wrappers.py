@@ -7,7 +7,6 @@ Source: vllm#43226, vllm#46240, vllm PR#53631, vllm PR#56089, vllm PR#52954.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,7 @@ def ledger_of(scheduler: Any) -> Ledger:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs), and what comes before it."""
+    """The wrapper of each target, and what comes before it."""
     # What `finish_requests` returns of each request that it aborted: nothing, (id, client index), or the request.
     aborted_as: str = livepatch.facts.get("aborted_as", "request")
     # To 0.15 the id of a load that has arrived stays behind when its request is aborted.
@@ -196,8 +195,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
         see = ledger.see = connector.update_connector_output = livepatch.over(method, update_connector_output)
 
-    def update(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        output = args[0] if args else kwargs["kv_connector_output"]
+    def update(original: Call, scheduler: Any, kv_connector_output: Any, *rest: Any, **named: Any) -> Any:
+        output = kv_connector_output
         ledger = ledger_of(scheduler)
         connector = scheduler.connector
         if connector is None:
@@ -207,17 +206,17 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             stand_in(scheduler, ledger, connector)
         ledger.output = output
         try:
-            return wrapped(*args, **kwargs)
+            return original(output, *rest, **named)
         finally:
             ledger.output = None
             if ledger.raw is not None:
                 output.finished_recving, output.finished_sending = ledger.raw
                 ledger.raw = None
 
-    def finish(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def finish(original: Call, scheduler: Any, request_ids: Any, finished_status: Any, *rest: Any, **named: Any) -> Any:
         """Note whose receive is pending, and abort parked requests, too."""
-        asked = args[0] if args else kwargs["request_ids"]
-        ids = [asked] if isinstance(asked, str) else list(scheduler.requests if asked is None else asked)
+        asked = scheduler.requests if request_ids is None else request_ids
+        ids = [asked] if isinstance(asked, str) else list(asked)
         ledger = ledger_of(scheduler)
         received = scheduler.finished_recving_kv_req_ids
         deferred = getattr(scheduler, "deferred_loads", ())  # admitted, but their receive was not begun
@@ -229,19 +228,17 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 if lingers:  # the next request of that id would run before its KV has arrived
                     received.discard(request_id)
                     scheduler.failed_recving_kv_req_ids.discard(request_id)
-        rest = args[1:] if args else ()
-        kwargs = {name: value for name, value in kwargs.items() if name != "request_ids"}
         # All: those also that would be let in while the requests before them are being finished.
-        gone = [ledger.parked.pop(request_id) for request_id in list(ledger.parked)] if asked is None else []
+        gone = [ledger.parked.pop(request_id) for request_id in list(ledger.parked)] if request_ids is None else []
         ledger.finishing = True
         try:
-            result = wrapped(None if asked is None else ids, *rest, **kwargs)
+            result = original(None if request_ids is None else ids, finished_status, *rest, **named)
         finally:
             ledger.finishing = False
             ledger.receiving.clear()
         gone += [ledger.parked.pop(request_id) for request_id in ids if request_id in ledger.parked]
         for request in itertools.chain(*gone):
-            request.status = rest[0] if rest else kwargs["finished_status"]
+            request.status = finished_status
             if isinstance(result, list):
                 result.append(request if aborted_as == "request" else (request.request_id, request.client_index))
         settle_parked(scheduler, ledger)
@@ -264,16 +261,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             and any(scheduler.kv_cache_manager.get_block_ids(request.request_id))
         )
 
-    def connector_finished(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def connector_finished(original: Call, scheduler: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """Note what is outstanding; a pending receive keeps the blocks in every release, as from 0.16."""
-        request = args[0] if args else kwargs["request"]
         ledger = ledger_of(scheduler)
         receives = request.request_id in ledger.receiving or stopped_while_loading(scheduler, ledger, request)
         manager: dict[str, Any] = vars(scheduler.kv_cache_manager) if receives else {}
         # The release frees what lies before a sliding window: a load may still write it.
         manager["remove_skipped_blocks"] = lambda *args, **kwargs: None
         try:
-            announced, params = wrapped(*args, **kwargs)
+            announced, params = original(request, *rest, **named)
         finally:
             del manager["remove_skipped_blocks"]
         held = ledger.held.get(request.request_id)
@@ -290,21 +286,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def hear(scheduler: Any) -> None:
         """Look at each step that ends, until the workers have heard of the requests that must be distinguished."""
-        own, ledger = vars(scheduler), ledger_of(scheduler)
+        own = vars(scheduler)
         if HEARING not in own:
-            if ledger.heard is None:
-                ledger.heard = livepatch.lasting(functools.partial(heard, scheduler))
-            made = livepatch.around(scheduler.update_from_output, ledger.heard)
+            made = livepatch.around(scheduler.update_from_output, heard)
             own[HEARING] = made, own.get("update_from_output")
             own["update_from_output"] = made
 
-    def heard(scheduler: Any, wrapped: Call, _: Any, args: Any, kwargs: Any) -> Any:
-        finished, ledger = (args[0] if args else kwargs["scheduler_output"]).finished_req_ids, ledger_of(scheduler)
+    @livepatch.lasting
+    def heard(original: Call, scheduler: Any, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
+        finished, ledger = scheduler_output.finished_req_ids, ledger_of(scheduler)
         for one in ledger.held.values():
             if one.announced is finished:
                 one.announced = None
         try:
-            return wrapped(*args, **kwargs)
+            return original(scheduler_output, *rest, **named)
         finally:
             ledger.empties = {name: others for name, others in ledger.empties.items() if others is not finished}
             if not ledger.empties and all(one.announced is None for one in ledger.held.values()):
@@ -317,9 +312,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if before is not None:
                 own["update_from_output"] = before
 
-    def free_blocks(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        request = args[0] if args else kwargs["request"]
-        result = wrapped(*args, **kwargs)
+    def free_blocks(original: Call, scheduler: Any, request: Any, *rest: Any, **named: Any) -> Any:
+        result = original(request, *rest, **named)
         ledger: Ledger | None = getattr(scheduler, LEDGER, None)
         held = None if ledger is None else ledger.held.get(request.request_id)
         if ledger is not None and held is not None and held.request is request:
@@ -329,24 +323,23 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             elif held.send and held.announced is not None:
                 ledger.empties[request.request_id] = held.announced
         if ledger is not None and request.request_id in ledger.parked:
-            first, *rest = ledger.parked.pop(request.request_id)
+            first, *others = ledger.parked.pop(request.request_id)
             scheduler.add_request(first)
-            while rest and getattr(first, "resumable", False):  # a streaming session's next input, or its end
-                first = rest.pop(0)
+            while others and getattr(first, "resumable", False):  # a streaming session's next input, or its end
+                first = others.pop(0)
                 scheduler.add_request(first)
-            if rest:
-                ledger.parked[request.request_id] = rest
+            if others:
+                ledger.parked[request.request_id] = others
             settle_parked(scheduler, ledger)
         return result
 
-    def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def add_request(original: Call, scheduler: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """A request waits until transfers of an earlier one with its id have ended: nobody could tell them apart."""
-        request = args[0] if args else kwargs["request"]
         ledger: Ledger | None = getattr(scheduler, LEDGER, None)
         held = None if ledger is None else ledger.held.get(request.request_id)
         session = held is not None and getattr(held.request, "streaming_queue", None) is not None
         if ledger is None or session or (held is None and request.request_id not in ledger.parked):
-            return wrapped(*args, **kwargs)
+            return original(request, *rest, **named)
         ledger.parked.setdefault(request.request_id, []).append(request)
         settle_parked(scheduler, ledger)
         livepatch.count("parked")

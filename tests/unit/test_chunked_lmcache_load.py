@@ -110,7 +110,7 @@ def test_a_field_that_the_tracker_lacks_is_not_made() -> None:
 def test_a_scheduler_with_another_connector_or_none_has_nothing_of_this_patch(connector: Any) -> None:
     made = scheduler(connector)
     as_it_was = dict(vars(made))
-    patch.wrappers(context())[INIT].look(made, (), {}, None)
+    patch.wrappers(context())[INIT].look(None, made)
     assert vars(made) == as_it_was
     assert connector is None or connector.get_num_new_matched_tokens is None
 

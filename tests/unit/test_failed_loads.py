@@ -184,10 +184,10 @@ def test_what_the_worker_knows_of_failed_blocks_is_reported_once(context: PatchC
     failed = {3, 4}
     connector = SimpleNamespace(worker_adapter=SimpleNamespace(error_block_ids=failed))
     load_errors = patch.wrappers(context)[f"{patch.LMCACHE}.get_block_ids_with_load_errors"]
-    assert load_errors(lambda: {9}, connector, (), {}) == {3, 4}
+    assert load_errors(lambda: {9}, connector) == {3, 4}
     assert failed == set(), "it is the worker's own set: what is left in it would be reported again"
-    assert load_errors(lambda: {9}, connector, (), {}) == {9}
-    assert load_errors(lambda: {9}, SimpleNamespace(worker_adapter=SimpleNamespace()), (), {}) == {9}
+    assert load_errors(lambda: {9}, connector) == {9}
+    assert load_errors(lambda: {9}, SimpleNamespace(worker_adapter=SimpleNamespace())) == {9}
 
 
 def test_an_answer_of_an_unknown_step_leaves_those_under_way() -> None:

@@ -180,7 +180,7 @@ def test_a_message_ends_the_wait(context: PatchContext) -> None:
     waiting.join(60)
     assert not waiting.is_alive()
     assert list(engine.input_queue.queue) == ["add"]
-    look(engine, (), {})  # and a message that is there already is not waited for
+    look(engine)  # and a message that is there already is not waited for
 
 
 class SpinCondition:
@@ -212,7 +212,7 @@ class Reader:
     def hear(self, after: float, message: Any) -> None:
         self.clock.seconds += after
         self.condition.last_read = self.clock.seconds
-        self.look(self.queue, (), {}, message)
+        self.look(message, self.queue)
 
     def waits(self, timeout_ms: int | None, by_name: bool = False) -> Any:
         self.condition.wait(timeout_ms=timeout_ms) if by_name else self.condition.wait(timeout_ms)
@@ -279,7 +279,7 @@ def test_a_reader_that_hears_of_no_step(context: PatchContext, clock: SimpleName
 
 def test_a_reader_on_another_machine(context: PatchContext, clock: SimpleNamespace) -> None:
     reader = Reader(context, clock)
-    reader.look(SimpleNamespace(_spin_condition=None), (), {}, execute(0))
+    reader.look(execute(0), SimpleNamespace(_spin_condition=None))
     assert not context.aside
 
 

@@ -355,10 +355,10 @@ def test_a_lease_that_ran_out_is_put_before_one_that_is_renewed(clock: Clock) ->
     hear = reaper.wrappers(livepatch)[f"{reaper.NIXL}.pull_worker:NixlPullConnectorWorker._get_new_notifs"]
     worker = Worker(renewed=40, ran_out=30, later=60)
     clock.now = 29
-    assert hear(lambda: {"done"}, worker, (), {}) == {"done"}
+    assert hear(lambda: {"done"}, worker) == {"done"}
     assert list(worker._reqs_to_send) == ["renewed", "ran_out", "later"], "nothing is stranded"
     clock.now = 30  # to the moment
-    hear(set, worker, (), {})
+    hear(set, worker)
     assert worker._reqs_to_send == {"ran_out": 30, "renewed": 40, "later": 60}
     assert list(worker._reqs_to_send) == ["ran_out", "renewed", "later"]
     assert livepatch.counters == {"stranded": 1}

@@ -43,7 +43,7 @@ def worker(patch: Any, **options: Any) -> tuple[Step, PatchContext]:
             yield output
             output.finished_sending, output.finished_recving = sent, received
 
-        with wrapper(original, None, (), {}) as output:
+        with wrapper(original) as output:
             pass
         return set(output.finished_sending or ()), set(output.finished_recving or ())
 
@@ -102,7 +102,7 @@ def test_a_slow_servers_calls_wait_first_and_are_served_then(monkeypatch: pytest
         done.append(number)
         return "served"
 
-    assert wrapper(served, None, (7,), {}) == "served"
+    assert wrapper(served, None, 7) == "served"
     assert done == [0.3, 7]
     assert context.counters == {"slowed": 1}
 
@@ -123,7 +123,7 @@ def test_a_late_request_waits_before_its_engine_hears_of_it(monkeypatch: pytest.
 
     def asked(request_id: str, **transfer: bool) -> Any:
         params = SimpleNamespace(extra_args={"kv_transfer_params": transfer} if transfer else None)
-        return asyncio.run(wrapper(add, None, (request_id, "prompt"), {"params": params}))
+        return asyncio.run(wrapper(add, None, request_id, "prompt", params=params))
 
     assert [asked("own"), asked("prefill", do_remote_decode=True)] == ["added", "added"]
     assert done == ["own", "prefill"]
@@ -149,17 +149,17 @@ def test_writes_share_a_link_and_take_their_time_on_it(monkeypatch: pytest.Monke
             clock.now += seconds
             for lengths in others:  # of another thread, in which time passes as well
                 clock.mine = False
-                meanwhile.append(wrapper(written(0.0), None, ("other", [], [], lengths), {}))
+                meanwhile.append(wrapper(written(0.0), None, "other", [], [], lengths))
                 clock.mine = True
             return result
 
         return write
 
-    assert wrapper(written(0.25, 7), None, ("peer", [], [], [1_000_000, 500_000]), {}) == 7
+    assert wrapper(written(0.25, 7), None, "peer", [], [], [1_000_000, 500_000]) == 7
     assert (slept, clock.now) == ([0.5], 10.75), "1.5 MB at 2 MB/s, of which it took a third itself"
-    wrapper(written(0.0, 0, [2_000_000]), None, ("peer", [], []), {"lengths": [1_000_000]})
+    wrapper(written(0.0, 0, [2_000_000]), None, "peer", [], [], lengths=[1_000_000])
     assert (slept[1:], clock.now) == ([1.5, 0.5], 11.25), "the second waits for the first on the link, not the reverse"
-    wrapper(written(9.0), None, ("peer", [], [], [1_000_000]), {})
+    wrapper(written(9.0), None, "peer", [], [], [1_000_000])
     assert (slept[3:], clock.now) == ([0.0], 20.25), "the engine itself was slower"
     assert (meanwhile, context.counters) == ([0], {"kilobytes": 5500})
 
@@ -172,7 +172,7 @@ def test_a_link_is_as_a_file_says_from_one_write_to_the_next(monkeypatch: pytest
     (wrapper,) = patch.wrappers(context).values()
     for megabytes in ("4", "0"):
         file.write_text(megabytes)
-        assert wrapper(lambda *call: 7, None, ("peer", [], [], [1_000_000]), {}) == 7
+        assert wrapper(lambda *call: 7, None, "peer", [], [], [1_000_000]) == 7
     assert slept == [0.25]
 
 
@@ -216,12 +216,12 @@ class Reader:
     def step(self, *asked: str) -> list[str]:
         """A step in which these are asked for: what was begun in it."""
         self.begun = []
-        self._start(self._original_start, self, (asked,), {})
+        self._start(self._original_start, self, asked)
         return self.begun
 
     def _original_start(self, asked: tuple[str, ...]) -> None:
         for request_id in asked:
-            self._read(self._original_read, self, (request_id, SimpleNamespace()), {})
+            self._read(self._original_read, self, request_id, SimpleNamespace())
         while not self._ready_requests.empty():
             self._read(self._original_read, self, self._ready_requests.get_nowait(), {})
 
@@ -289,9 +289,9 @@ def test_mooncakes_worker_is_given_the_cpu_only_there_and_only_while_it_is_made(
         if fails:
             raise RuntimeError("Mooncake Transfer Engine initialization failed.")
 
-    wrapper(made, None, (False,), {})
+    wrapper(made, None, False)
     with pytest.raises(RuntimeError, match="initialization"):
-        wrapper(made, None, (True,), {})
+        wrapper(made, None, True)
     assert seen == ["cpu" if cpu else 3] * 2
     assert accelerator.current_device_index() == 3
     assert context.counters == ({"on_cpu": 1} if cpu else {})
@@ -304,7 +304,7 @@ def test_an_engine_pauses_after_a_step_that_computed_nothing(computed: bool, mon
     monkeypatch.setattr(patch.time, "sleep", slept.append)
     context = PatchContext("empty-steps", {"SECONDS": 0.25}, {}, lambda: None)
     (wrapper,) = patch.wrappers(context).values()
-    assert wrapper(lambda: computed, None, (), {}) is computed
+    assert wrapper(lambda: computed, None) is computed
     assert slept == ([] if computed else [0.25])
     assert context.counters == ({} if computed else {"paused": 1})
 

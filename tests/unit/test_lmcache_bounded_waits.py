@@ -72,7 +72,7 @@ class Adapter:
             _wake_event=threading.Event(),
         )
         patch.wrappers(self.context)[f"{patch.MODULE}:HeartbeatThread._execute"](
-            lambda: beat._health_event.set() if answered else None, beat, (), {}
+            lambda: beat._health_event.set() if answered else None, beat
         )
 
 
@@ -119,7 +119,7 @@ def test_lmcaches_clock_ends_a_lookup_after_our_time_and_nothing_else(call: str,
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        patch.wrappers(adapter.context)[f"{patch.SCHEDULER}.{call}"](look_up, adapter, (), {})
+        patch.wrappers(adapter.context)[f"{patch.SCHEDULER}.{call}"](look_up, adapter)
     assert (seen, adapter._mq_timeout) == ([within], own)
 
 
@@ -204,17 +204,17 @@ class Stores:
         self.adapter = adapter
 
     def store(self, step: Callable[[], None]) -> None:
-        self.targets[f"{patch.WORKER}.submit_store_request"](lambda: step(), self.adapter, (), {})
+        self.targets[f"{patch.WORKER}.submit_store_request"](lambda: step(), self.adapter)
 
     def prepare(self) -> None:
         future = SimpleNamespace(is_done_=SimpleNamespace(wait=lambda timeout: False))
-        self.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
+        self.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future)
 
         def times_out(*_: Any) -> None:
             assert not future.is_done_.wait(0.1)
             raise TimeoutError
 
-        assert self.targets[f"{patch.SHARED}.prepare_store"](times_out, Shared(), ("key", 7), {}) is None
+        assert self.targets[f"{patch.SHARED}.prepare_store"](times_out, Shared(), "key", 7) is None
 
     def commit(self) -> Any:
         release = lambda *asked: self.logged.append(asked)  # noqa: E731
@@ -269,10 +269,10 @@ def test_every_server_of_a_scheduler_is_to_answer(monkeypatch: pytest.MonkeyPatc
 
     def look_up() -> bool:
         future = SimpleNamespace(is_done_=SimpleNamespace(wait=wait))
-        stores.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
+        stores.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future)
         return bool(future.is_done_.wait())
 
-    answered = stores.targets[f"{patch.SCHEDULER}.check_lookup_result"](look_up, stores.adapter, (), {})
+    answered = stores.targets[f"{patch.SCHEDULER}.check_lookup_result"](look_up, stores.adapter)
     assert (answered, waits) == (True, [0.1, 0.0]), "it came at last"
 
 
@@ -329,13 +329,13 @@ class Beat:
 
     def execute(self) -> None:
         """One ping, whose future LMCache makes."""
-        self.targets[f"{patch.MODULE}:HeartbeatThread._execute"](self.send, self, (), {})
+        self.targets[f"{patch.MODULE}:HeartbeatThread._execute"](self.send, self)
 
     def send(self) -> None:
         self.timeouts.append(self._interval)
         answered = [self.answered]
         future = SimpleNamespace(query=lambda: answered[0], answer=lambda: answered.__setitem__(0, True))
-        self.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
+        self.targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future)
         self.messages.append(future)
         (self._health_event.set if self.answered else self._health_event.clear)()
 
@@ -440,12 +440,12 @@ def test_the_waits_of_step_after_step_for_a_server_that_lives_do_not_add_up(monk
 
     def ask() -> None:
         future = SimpleNamespace(is_done_=SimpleNamespace(wait=passes))
-        targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future, (), {})
+        targets["lmcache.v1.multiprocess.futures:MessagingFuture.__init__"](lambda: None, future)
         assert not future.is_done_.wait()
 
     def step() -> float:
         began = now[0]
-        targets[f"{patch.SCHEDULER}.check_lookup_result"](ask, adapter, (), {})
+        targets[f"{patch.SCHEDULER}.check_lookup_result"](ask, adapter)
         return now[0] - began
 
     assert [step(), step()] == [3.0, patch.PAUSE_SECONDS]

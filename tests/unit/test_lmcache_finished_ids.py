@@ -26,7 +26,7 @@ def submit(adapter: Any, request_id: str, begun: Any) -> PatchContext:
         if begun is not None:
             adapter.store_futures[request_id] = begun
 
-    patch.wrappers(context)[f"{patch.ADAPTER}.submit_store_request"](stored, adapter, (request_id,), {})
+    patch.wrappers(context)[f"{patch.ADAPTER}.submit_store_request"](stored, adapter, request_id)
     return context
 
 

@@ -33,7 +33,7 @@ class Worker:
 
     def register(self, seconds: float) -> None:
         """It registers, and hears that it is registered after so many seconds."""
-        self.targets[f"{patch.ADAPTER}.register_kv_caches"](lambda: setattr(self, "now", seconds), self, (), {})
+        self.targets[f"{patch.ADAPTER}.register_kv_caches"](lambda: setattr(self, "now", seconds), self)
         self.known: patch.Registration = getattr(self, patch._STATE)
 
     @property
@@ -59,7 +59,7 @@ class Worker:
                 self.recover()
 
         beat = SimpleNamespace(_recover_callback=self.recover, _health_event=self.health)
-        self.targets[f"{patch.MODULE}:HeartbeatThread._execute"](ping, beat, (), {})
+        self.targets[f"{patch.MODULE}:HeartbeatThread._execute"](ping, beat)
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def test_what_has_no_event_is_left_out_though_the_server_is_back_meanwhile(worke
     asked: list[bool] = []
     for healthy in (False, True):
         (worker.health.set if healthy else worker.health.clear)()
-        event(lambda: None, worker, (), {})
+        event(lambda: None, worker)
         worker.health.set()
-        store(lambda name: asked.append(worker.is_healthy), worker, ("a",), {})
+        store(lambda name: asked.append(worker.is_healthy), worker, "a")
     assert asked == [False, True]
     assert worker.context.counters == {"left_out": 1}, "LMCache left the event out itself"
 
@@ -116,7 +116,7 @@ def test_a_server_that_is_gone_is_not_asked_by_a_step(worker: Worker) -> None:
     """The step would wait for it: that is the heartbeat's business."""
     worker.beat(SILENT + 1.0, answered=False)
     asked: list[bool] = []
-    worker.targets[f"{patch.ADAPTER}.submit_store_request"](lambda: asked.append(worker.is_healthy), worker, (), {})
+    worker.targets[f"{patch.ADAPTER}.submit_store_request"](lambda: asked.append(worker.is_healthy), worker)
     assert (asked, worker.known.asking, worker.context.counters) == ([False], None, {})
 
 
@@ -166,7 +166,7 @@ def test_a_load_that_the_worker_copied_while_it_may_have_been_forgotten_has_fail
         if future is not None:
             adapter.retrieve_futures[request_id] = (future, [5, 6], "more")
 
-    worker.targets[f"{patch.ADAPTER}.submit_retrieve_request"](retrieve, worker, ("one",), {})
+    worker.targets[f"{patch.ADAPTER}.submit_retrieve_request"](retrieve, worker, "one")
     assert adapter.error_block_ids == lost
     assert worker.context.counters == ({"load_in_doubt": 1} if lost else {})
     assert not worker.context.aside
@@ -185,7 +185,7 @@ def test_stores_of_earlier_registrations_end_before_their_blocks_are_overwritten
         worker.beat(worker.now + SILENT + 1.0)
     del context, second
     worker.transfer_ctx = Transfers()
-    worker.targets[f"{patch.ADAPTER}.handle_preemptions"](lambda needed: None, worker, (needed,), {})
+    worker.targets[f"{patch.ADAPTER}.handle_preemptions"](lambda needed: None, worker, needed)
     assert flushed == (["first"] if needed else []), "of the second nobody keeps any stores"
     assert not worker.context.aside
 
@@ -213,12 +213,12 @@ def test_a_step_waits_a_second_once_and_a_shutdown_until_the_server_is_asked_no_
     adapter: Any = worker
     adapter._heartbeat = SimpleNamespace(_execute=lambda: None)
     shutdown = worker.targets[f"{patch.ADAPTER}.shutdown"]
-    shutdown(lambda: None, worker, (), {})  # nobody was asked yet
+    shutdown(lambda: None, worker)  # nobody was asked yet
     worker.now = SILENT + 1.0
     for _ in range(2):
-        worker.targets[f"{patch.ADAPTER}.submit_store_request"](lambda: None, worker, (), {})
+        worker.targets[f"{patch.ADAPTER}.submit_store_request"](lambda: None, worker)
     asking: Any = worker.known.asking
     assert asking.joined == [1.0]
-    shutdown(lambda: None, worker, (), {})
+    shutdown(lambda: None, worker)
     assert asking.joined == [1.0, 5.0]
     assert not worker.context.aside

@@ -51,18 +51,18 @@ class Worker:
 
     def load(self, failed: set[int]) -> None:
         self._invalid_block_ids = failed
-        self.wrap[f"{patch.CONNECTOR}.start_load_kv"].look(self, (), {}, None)
+        self.wrap[f"{patch.CONNECTOR}.start_load_kv"].look(None, self)
         failed.clear()  # as when vLLM fetches it before the stores
 
     def save(self) -> list[str]:
         requests = self.metadata.requests
-        self.wrap[f"{patch.CONNECTOR}.wait_for_save"].look(self, (), {})
+        self.wrap[f"{patch.CONNECTOR}.wait_for_save"].look(self)
         return [request.req_id for request in requests if request.save_spec is not None and request.save_spec.can_save]
 
     def give(self, scheduled: Any, *requests: Any) -> list[int]:
         """The blocks that the scheduler's part says are given in a step."""
         metadata = SimpleNamespace(requests=list(requests))
-        self.wrap[f"{patch.CONNECTOR}.build_connector_meta"].look(self, (scheduled,), {}, metadata)
+        self.wrap[f"{patch.CONNECTOR}.build_connector_meta"].look(metadata, self, scheduled)
         given: list[int] = getattr(metadata, patch.GIVEN)
         return given
 
@@ -269,7 +269,7 @@ def test_without_a_store_what_was_loaded_is_not_stored(monkeypatch: pytest.Monke
 def test_a_step_that_loads_has_a_number_of_its_own(worker: Worker) -> None:
     def step(*requests: Any) -> Any:
         metadata = SimpleNamespace(requests=list(requests))
-        worker.wrap[f"{patch.CONNECTOR}.build_connector_meta"].look(worker, (scheduled(),), {}, metadata)
+        worker.wrap[f"{patch.CONNECTOR}.build_connector_meta"].look(metadata, worker, scheduled())
         return getattr(metadata, patch.LOADS, None)
 
     seen = request_meta("b", 2, cached=0)

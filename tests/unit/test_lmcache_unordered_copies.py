@@ -105,6 +105,6 @@ def test_the_release_s_own_copy_is_followed_by_a_wait_where_what_counts_it_as_en
         return "answer"
 
     args = (buffer, memory) if to_host else (memory, buffer)
-    assert wrappers.wrappers(livepatch)[target](release, None, args, {}) == "answer"
+    assert wrappers.wrappers(livepatch)[target](release, *args) == "answer"
     assert order == [args, *(["cuda:1"] if on_device and early else [])]
     assert livepatch.counters == {}

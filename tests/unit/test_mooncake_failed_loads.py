@@ -237,7 +237,7 @@ class Decode:
         self.reports.append(sorted(names))
 
     def call(self, name: str, release: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.wrap[f"{patch.WORKER}.{name}"](release, self, args, kwargs)
+        return self.wrap[f"{patch.WORKER}.{name}"](release, self, *args, **kwargs)
 
     def ask(self, address: str, answers: Callable[[Any], Awaitable[None]]) -> asyncio.Future[Any]:
         """Ask one worker, which answers so: `answers` gets what takes an answer."""
@@ -256,7 +256,7 @@ class Decode:
     def reported(self) -> tuple[set[str], set[int]]:
         connector = Connector()
         connector.connector_worker = self
-        self.wrap[f"{patch.CONNECTOR}.get_finished"].look(connector, (), {})
+        self.wrap[f"{patch.CONNECTOR}.get_finished"].look(connector)
         return self.finished_recving_reqs, connector.get_block_ids_with_load_errors()
 
 
@@ -774,7 +774,7 @@ class Held(Decode):
         module = sys.modules[type(self).__module__]
         module.MooncakeConnectorWorker = SimpleNamespace(_handle_failed_recv=None)  # type: ignore[attr-defined]
         self.connector = SimpleNamespace(connector_worker=self, build_connector_worker_meta=lambda: None)
-        self.wrap[f"{patch.CONNECTOR}.__init__"].look(self.connector, (), {}, None)
+        self.wrap[f"{patch.CONNECTOR}.__init__"].look(None, self.connector)
         self.pull.pull_tasks_count = 1
         self.call("receive_kv", lambda engine, pulls: None, "p", {"d": self.pull})
 
@@ -971,7 +971,7 @@ def test_after_an_error_of_its_own_an_answer_that_is_overdue_is_the_release_s(mo
 
         wrapper = decode.wrap[f"{patch.WORKER}.receive_kv_from_single_worker"]
         with listening() as address:
-            await asyncio.wait_for(wrapper(release, decode, (address,), {"pull_metas": {"d": decode.pull}}), 60)
+            await asyncio.wait_for(wrapper(release, decode, address, pull_metas={"d": decode.pull}), 60)
         assert len(decode.aside) == 1
 
     asyncio.run(play())
@@ -1211,16 +1211,16 @@ def test_the_scheduler_keeps_the_blocks_and_the_request_begins_anew(status: str,
     keeper = Keeper(PatchContext("mooncake-failed-loads", {}, {}, lambda: None, failed=aside.append))
     blocks = [Block(2), Block(3), Block(4), Block(0, null=True)]
     request = SimpleNamespace(request_id="d", num_computed_tokens=32, status=SimpleNamespace(name=status))
-    keeper.bind_gpu_block_pool(lambda pool: None, None, (Pool(),), {})
+    keeper.bind_gpu_block_pool(lambda pool: None, None, Pool())
     keeper.update_state_after_alloc(
-        lambda *args: None, None, (request, SimpleNamespace(blocks=(blocks[:2], blocks[2:])), 64), {}
+        lambda *args: None, None, request, SimpleNamespace(blocks=(blocks[:2], blocks[2:])), 64
     )
 
     def reports(*words: Word, ended: set[str] | None = None) -> None:
         events = {key: value for word in words for key, value in word.packed().items()}
         carrier = SimpleNamespace(completed_store_events=events) if words else None
         output = SimpleNamespace(kv_connector_worker_meta=carrier, finished_recving=ended)
-        keeper.update_connector_output(lambda output: None, None, (output,), {})
+        keeper.update_connector_output(lambda output: None, None, output)
 
     # Two workers, one of which says it before the load is reported.
     reports(Word({"a": ("d", frozenset({3, 4, 0}))}, ()))
@@ -1241,9 +1241,9 @@ def test_a_load_that_ends_well_goes_on_as_it_is() -> None:
     request = SimpleNamespace(
         request_id="d", num_computed_tokens=32, status=SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
     )
-    keeper.update_state_after_alloc(lambda *args: None, None, (request, SimpleNamespace(blocks=([],)), 64), {})
+    keeper.update_state_after_alloc(lambda *args: None, None, request, SimpleNamespace(blocks=([],)), 64)
     output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"d"})
-    keeper.update_connector_output(lambda output: None, None, (output,), {})
+    keeper.update_connector_output(lambda output: None, None, output)
     assert request.num_computed_tokens == 32
 
 
@@ -1251,7 +1251,7 @@ def test_who_loads_nothing_by_this_connector_is_not_followed() -> None:
     """As another connector's of a MultiConnector: nobody would say when it has ended."""
     keeper = Keeper(PatchContext("mooncake-failed-loads", {}, {}, lambda: None))
     request = SimpleNamespace(request_id="d")
-    keeper.update_state_after_alloc(lambda *args: None, None, (request, SimpleNamespace(blocks=([],)), 0), {})
+    keeper.update_state_after_alloc(lambda *args: None, None, request, SimpleNamespace(blocks=([],)), 0)
     assert not keeper._loads
 
 

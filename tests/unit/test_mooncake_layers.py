@@ -498,7 +498,7 @@ async def asked_of_a_connector(context: PatchContext) -> tuple[Any, Any, Any]:
     worker.is_kv_consumer, worker.sender_loop = False, asyncio.get_running_loop()
     worker.device_kv_caches = CACHES
     connector = base.Connector(worker, [])
-    worker._registered.look(connector, (CACHES,), {}, None)
+    worker._registered.look(None, connector, CACHES)
     worker.livepatch_writes = getattr(worker, patch.WRITES)
     asked = worker.ask("d", "t", [10, 11])
     await base.turns()
@@ -579,7 +579,7 @@ def test_before_blocks_are_read_all_is_awaited_that_their_step_had_queued_on_its
 
         def ends() -> None:
             cuda.current_stream().queued.append("layers b and c")
-            wait_for_save.look(connector, (), {})
+            wait_for_save.look(connector)
 
         # The worker's thread is none of the loop's: there, another stream is the current one.
         with futures.ThreadPoolExecutor(1) as steps:
@@ -601,6 +601,6 @@ def test_graphs_are_piecewise_where_each_layer_is_to_leave(by: str) -> None:
     context = PatchContext("mooncake-layerwise", {"BY": by}, {}, lambda: None)
     wrapper: Any = patch.wrappers(context)[f"{patch.BASE}.requires_piecewise_for_cudagraph"]
     mooncake, other = type("MooncakeConnector", (), {}), type("NixlConnector", (), {})
-    assert wrapper(lambda config: False, mooncake, ({},), {}) is (by == "layer")
-    assert wrapper(lambda config: False, other, ({},), {}) is False
-    assert wrapper(lambda config: True, other, ({},), {}) is True
+    assert wrapper(lambda config: False, mooncake, {}) is (by == "layer")
+    assert wrapper(lambda config: False, other, {}) is False
+    assert wrapper(lambda config: True, other, {}) is True

@@ -139,7 +139,7 @@ class Worker:
                 await socket.send_multipart((identity, encoded(Response(status, err=[name], message="given up"))))
                 continue
             args = ([(name, entry)], meta, self.regions, self.regions)
-            pairs, _, _, errors, message = await self._build(self.build, self, args, {})
+            pairs, _, _, errors, message = await self._build(self.build, self, *args)
             if pairs:
                 self.written.append(pairs)
                 await self.open.wait()
@@ -156,7 +156,7 @@ class Worker:
 
     def asks(self, blocks: dict[str, Any], ranks: int = 1) -> Any:
         meta = SimpleNamespace(req_blocks=blocks, remote_tp_size=ranks)
-        return asyncio.ensure_future(self._send(self.send, self, (b"", self, meta), {}))
+        return asyncio.ensure_future(self._send(self.send, self, b"", self, meta))
 
     async def record_send_reqs(self, metadata: Metadata) -> None:
         self.given_up.append(metadata.reqs_not_processed)
@@ -174,14 +174,14 @@ class Worker:
         self.sender_loop = asyncio.get_running_loop()
         metadata = Metadata()
         setattr(metadata, PROGRESS, {"held": {name: (transfer, [*blocks])}})
-        self._start(wrapped, self, (metadata,), {})
+        self._start(wrapped, self, metadata)
         return metadata
 
     def register(self, bound: list[Any]) -> None:
         """The connector is given its caches. `bound` gets the metadata of each step that begins."""
         self.is_kv_consumer, self.sender_loop = False, asyncio.get_running_loop()
         self.connector = Connector(self, bound)
-        self._registered.look(self.connector, ({},), {}, None)
+        self._registered.look(None, self.connector, {})
         self.livepatch_writes = getattr(self, patch.WRITES)
 
     def step(self, **progress: list[str]) -> asyncio.Task[None]:
@@ -1325,7 +1325,7 @@ def finished(prefills: Prefills, answer: tuple[bool, Any], one: Any) -> tuple[An
     connector = SimpleNamespace(_reqs_not_processed={"t", "u"}, **{patch.PREFILLS: prefills})
     context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None)
     wrapper: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.request_finished"]
-    return wrapper(lambda *args: answer, connector, (one, ([1, 2, 3],)), {}), connector._reqs_not_processed
+    return wrapper(lambda *args: answer, connector, one, ([1, 2, 3],)), connector._reqs_not_processed
 
 
 def test_the_blocks_of_a_prefill_that_is_given_up_are_held_until_its_workers_say_so() -> None:
@@ -1407,7 +1407,7 @@ def test_after_an_error_of_its_own_the_scheduler_s_side_tells_workers_to_stop() 
     setattr(connector, patch.PREFILLS, prefills)
 
     def progress(scheduler_output: Any) -> Any:
-        return getattr(build(lambda step: SimpleNamespace(), connector, (scheduler_output,), {}), PROGRESS, None)
+        return getattr(build(lambda step: SimpleNamespace(), connector, scheduler_output), PROGRESS, None)
 
     assert progress(None) == {"whole": {}, "back": ["t"], "over": [], "held": {}}
     assert len(message) == 1

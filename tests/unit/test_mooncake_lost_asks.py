@@ -62,7 +62,7 @@ class Prefill:
     async def begin(self, release: Any, of: int = 1, **asked: Any) -> None:
         """An ask comes, of a decode engine of so many workers."""
         meta = SimpleNamespace(req_blocks=asked, remote_tp_size=of)
-        await self.wrap[f"{patch.WORKER}.send_kv_to_decode"](release, self, (b"d", self, meta), {})
+        await self.wrap[f"{patch.WORKER}.send_kv_to_decode"](release, self, b"d", self, meta)
         await turns()
 
     async def serves(self, identity: bytes, socket: Any, meta: Any) -> None:
@@ -102,7 +102,7 @@ class Prefill:
         to_send: dict[str, tuple[str, list[int]]] = {f"p-{transfer}": (transfer, []) for transfer in begun}
         to_send |= {f"p-{transfer}": (transfer, [1]) for transfer in ended}
         metadata = SimpleNamespace(reqs_to_send=to_send, reqs_not_processed=given_up)
-        await self.wrap[f"{patch.WORKER}.record_send_reqs"](release, self, (metadata,), {})
+        await self.wrap[f"{patch.WORKER}.record_send_reqs"](release, self, metadata)
 
 
 def says(status: MooncakeXferResponseStatus, ok: list[str] | None = None, err: list[str] | None = None) -> Any:
@@ -183,7 +183,7 @@ def test_what_one_ask_waits_for_is_kept_when_another_for_it_has_ended() -> None:
         served = prefill.wrap[f"{patch.WORKER}.send_kv_to_decode"]
         before = set(getattr(prefill, patch.STATE).tasks)
         meta = SimpleNamespace(req_blocks={"first": ("t", [2])}, remote_tp_size=1)
-        await served(waits, prefill, (b"d", prefill, meta), {})
+        await served(waits, prefill, b"d", prefill, meta)
         await asyncio.gather(*getattr(prefill, patch.STATE).tasks - before)
         assert prefill.reqs_need_send == {"t": made}
         made.ready.set()
@@ -271,7 +271,7 @@ def test_the_release_is_given_what_it_knows_alone() -> None:
         prefill.reqs_need_send["kept"] = entry()
         to_send: dict[str, tuple[str, list[int]]] = {"p": ("begun", [])}
         metadata = SimpleNamespace(reqs_to_send=to_send, reqs_not_processed={"kept", "begun", "unknown"})
-        await prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {})
+        await prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, metadata)
         assert reported == [{"kept", "begun"}]
 
     asyncio.run(play())
@@ -293,7 +293,7 @@ def test_a_prefill_that_came_after_the_one_that_was_given_up_goes_on(
         prefill.reqs_need_send["t"] = entry()
         prefill.reqs_need_send["t"].p_req_id = "p"
         metadata = SimpleNamespace(reqs_to_send={name: ("t", blocks)}, reqs_not_processed={"t"})
-        await prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {})
+        await prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, metadata)
         assert reported == [set() if goes_on else {"t"}]
         assert prefill.reqs_need_send["t"].ready.is_set() is not goes_on, "who waits for it hears that it will not come"
         assert ("t" in getattr(prefill, patch.STATE).given_up) is not goes_on
@@ -314,7 +314,7 @@ def known(engines: Any, ranks: Any, stages: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, bootstrap.GROUPS, groups)
     context = PatchContext("mooncake-lost-asks", {}, {}, lambda: None)
     query = patch.wrappers(context)[f"{patch.SERVER}.query"]
-    return asyncio.run(query(release, "the server", (), {})), context
+    return asyncio.run(query(release, "the server")), context
 
 
 def engine(*workers: tuple[int, int]) -> Any:
@@ -418,7 +418,7 @@ def test_prefills_that_cannot_be_noted_are_the_releases_to_record() -> None:
 
     prefill = Prefill()
     metadata = SimpleNamespace(reqs_to_send={}, reqs_not_processed=None)
-    asyncio.run(prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, (metadata,), {}))
+    asyncio.run(prefill.wrap[f"{patch.WORKER}.record_send_reqs"](release, prefill, metadata))
     assert reported == [metadata]
     assert prefill.context.aside
 
@@ -768,7 +768,7 @@ def test_who_names_a_layout_that_the_worker_lacks_is_asked_for_it() -> None:
             meta = SimpleNamespace(
                 req_blocks={"over": ("t", LETS_GO)}, remote_tp_size=1, layout_id=7, kv_caches_base_addr=bases
             )
-            await wrapped(misses, prefill, (b"d", prefill, meta), {})
+            await wrapped(misses, prefill, b"d", prefill, meta)
             await turns()
 
         await ask([])
@@ -835,7 +835,7 @@ class Listening:
     def run(self, context: PatchContext) -> None:
         listen = patch.wrappers(context)[f"{patch.WORKER}._mooncake_sender_listener"]
         with pytest.raises(ConnectionError):
-            asyncio.run(listen(self.listen, self, ("ready",), {}))
+            asyncio.run(listen(self.listen, self, "ready"))
 
 
 def test_a_message_that_is_no_ask_is_left() -> None:

@@ -43,7 +43,7 @@ class Connector:
         self.reads.ended.add("one")
 
     def get_finished(self, *args: Any, **kwargs: Any) -> Any:
-        return self.wrapper(lambda *args, **kwargs: ({"sent"}, {"what the release says"}), self, args, kwargs)
+        return self.wrapper(lambda *args, **kwargs: ({"sent"}, {"what the release says"}), self, *args, **kwargs)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -103,7 +103,7 @@ def test_the_scheduler_waits_for_what_will_be_read(tokens: int, parameters: Any,
     livepatch = context()
     wrapper = made(livepatch, f"{reads.SCHEDULER}.get_num_new_matched_tokens")
     request = SimpleNamespace(kv_transfer_params=parameters)
-    assert wrapper(lambda request, computed: (tokens, False), side(), (request, 0), {}) == expected
+    assert wrapper(lambda request, computed: (tokens, False), side(), request, 0) == expected
     assert not livepatch.aside
 
 
@@ -121,7 +121,7 @@ def test_what_is_here_is_not_read_again(size: int) -> None:
     decode._reqs_need_recv = {"one": None}
     blocks = SimpleNamespace(get_block_ids=lambda: ([20, 21, 22, 23, 24],))
     wrapper = made(livepatch, f"{reads.SCHEDULER}.update_state_after_alloc")
-    wrapper(lambda *args: None, decode, (request, blocks, 3 * size), {})
+    wrapper(lambda *args: None, decode, request, blocks, 3 * size)
     assert decode._reqs_need_recv == {"one": (request, [22, 23, 24])}
     assert request.kv_transfer_params["remote_block_ids"] == [92, 93, 94]
     assert not livepatch.aside
@@ -172,7 +172,7 @@ class Worker:
             self._recving_transfers.clear()
             return done
 
-        return self.pop(pop, self, (), {})
+        return self.pop(pop, self)
 
 
 def test_a_read_whose_first_layer_is_pending_has_not_ended() -> None:
@@ -237,7 +237,7 @@ def test_a_read_whose_peer_does_not_shake_hands_is_a_failed_one(aside: bool) -> 
     wrapper = made(worker.livepatch, f"{reads.WORKER}.start_load_kv", connect)
     if aside:
         worker.livepatch.withdraw()
-    wrapper(lambda metadata: seen.append(list(metadata.reqs_to_recv)), worker, (metadata,), {})
+    wrapper(lambda metadata: seen.append(list(metadata.reqs_to_recv)), worker, metadata)
     assert asked == ([] if aside else [["answers", "silent"]])
     assert seen == ([["answers", "silent"]] if aside else [["answers"]])
     assert worker.reads.take_failed() == (set() if aside else {4})

@@ -125,7 +125,7 @@ class Worker:
         every = {name: SimpleNamespace(remote_host=name, remote_handshake_port=1) for name in requests}
         metadata, began = SimpleNamespace(reqs_to_save=every), self.now
         for _ in range(2):
-            self.save_kv_layer(lambda saved: self.saved.extend(saved.reqs_to_save), self, (metadata,), {})
+            self.save_kv_layer(lambda saved: self.saved.extend(saved.reqs_to_save), self, metadata)
         assert metadata.reqs_to_save is every
         return self.now - began
 
@@ -146,10 +146,10 @@ def test_a_write_that_fails_after_its_request_was_given_up_is_not_reported_again
 
     def fails(task: Any) -> None:
         if task is tasks[0]:  # while this one is being written, the request's other write fails
-            execute(fails, writer, (tasks[1],), {})
+            execute(fails, writer, tasks[1])
         raise OSError(f"no route to {task.dst_engine_id}")
 
-    execute(fails, writer, (tasks[0],), {})
+    execute(fails, writer, tasks[0])
     assert worker.moriio_wrapper.done_req_ids == ["one"]
     assert worker.context.counters == {"write_failed": 1}
 
@@ -267,7 +267,7 @@ def test_a_write_is_given_up_once_its_peer_has_named_no_blocks_for_the_time(cloc
         worker=SimpleNamespace(moriio_wrapper=engine),
         _is_remote_ready=lambda task: task is ready,
     )
-    wrapper(lambda: None, writer, (), {})
+    wrapper(lambda: None, writer)
     assert writer._deferred_tasks == [new, ready]
     assert engine.done_req_ids == ["old"], "its blocks come back"
     assert livepatch.counters == {"deferred_expired": 1}

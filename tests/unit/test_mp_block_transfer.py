@@ -38,7 +38,7 @@ def test_another_size_than_that_of_dtype_is_logged_and_moved(
     monkeypatch.setitem(sys.modules, wrappers.CONTEXT, context)
     livepatch = PatchContext("mp-block-transfer", {"DTYPE": dtype}, {}, lambda: None)
     registered = wrappers.wrappers(livepatch)[f"{wrappers.CONTEXT}:GPUCacheContext.__init__"]
-    assert registered(lambda: "made", None, (), {}) == "made"
+    assert registered(lambda: "made", None) == "made"
     says.reset_mock()  # what it says of the operations that it provides
     shape, to = SimpleNamespace(element_size=size), SimpleNamespace(name="H2D")
     getattr(context.lmc_ops, transfer.NAME)([1], [2], [3], "cpu", to, shape, 16, 0, 0)
@@ -68,7 +68,7 @@ def test_the_stream_is_waited_for_where_lmcache_copies_beside_it(
     torch.cuda = happened.cuda
     monkeypatch.setitem(sys.modules, "torch", torch)
     livepatch = PatchContext("mp-block-transfer", {"DTYPE": "auto"}, {}, lambda: None)
-    wrappers.wrappers(livepatch)[f"{wrappers.CONTEXT}:GPUCacheContext.__init__"](lambda: None, None, (), {})
+    wrappers.wrappers(livepatch)[f"{wrappers.CONTEXT}:GPUCacheContext.__init__"](lambda: None, None)
     place, shape, to = SimpleNamespace(type=device), SimpleNamespace(element_size=2), SimpleNamespace(name=direction)
     getattr(context.lmc_ops, transfer.NAME)([1], [2], [3], place, to, shape, 16, 0, 0)
     awaited = [mocker.call.cuda.current_stream(place), mocker.call.cuda.current_stream().synchronize()]
@@ -88,16 +88,16 @@ def test_a_block_that_the_cache_lacks_is_refused_before_it_is_staged(
     monkeypatch.setitem(sys.modules, wrappers.CONTEXT, context)
     livepatch = PatchContext("mp-block-transfer", {"DTYPE": "auto"}, {}, lambda: None)
     made = wrappers.wrappers(livepatch)
-    made[f"{wrappers.CONTEXT}:GPUCacheContext.__init__"](lambda: None, None, (), {})
+    made[f"{wrappers.CONTEXT}:GPUCacheContext.__init__"](lambda: None, None)
     stage = made[f"{wrappers.CONTEXT}:GPUCacheContext.stage_block_ids"]
     staged: list[list[int]] = []
     args, kwargs = ((), {"block_ids": ids}) if by_name else ((ids,), {})
     cache = SimpleNamespace(num_blocks_=8)
     if refused:
         with pytest.raises(ValueError, match="is none of the cache's 8"):
-            stage(lambda block_ids: staged.append(block_ids), cache, args, kwargs)
+            stage(lambda block_ids: staged.append(block_ids), cache, *args, **kwargs)
     else:
-        stage(lambda block_ids: staged.append(block_ids), cache, args, kwargs)
+        stage(lambda block_ids: staged.append(block_ids), cache, *args, **kwargs)
     assert staged == ([] if refused else [ids])
 
 

@@ -28,7 +28,7 @@ def test_what_a_child_without_metrics_tells_is_left_out_of_them(by_name: bool, u
     def observe(transfer_stats_data: Any, engine_idx: int) -> None:
         seen.append((transfer_stats_data, engine_idx))
 
-    wrapper(observe, METRICS, args, kwargs)
+    wrapper(observe, METRICS, *args, **kwargs)
     assert seen == [(KNOWN, 3)]
     assert context.counters == ({"left_out": 1} if unknown else {})
     assert reported == {**KNOWN, **unknown}

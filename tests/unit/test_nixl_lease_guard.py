@@ -537,7 +537,7 @@ def test_what_the_release_is_about_to_free_is_not_in_the_lease_table(world: Worl
     """Of these nobody has told that it was read: their leases have ended. What was received is nobody's lease."""
     world.begin("ended", "received")
     finished = wrappers.wrappers(world.context)[f"{BASE}.get_finished"]
-    assert finished(lambda: answer, world.prefill, (), {}) is answer
+    assert finished(lambda: answer, world.prefill) is answer
     assert [held(world.table, name) for name in ("ended", "received")] == [False, True]
     assert world.counters == {"lease_ended": 1}
 

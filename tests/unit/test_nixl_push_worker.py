@@ -69,7 +69,7 @@ class Worker:
         self._is_hma_required = False
         self.handled: list[str] = []
         self.written: list[str] = []
-        self.targets[f"{patch.WORKER}.__init__"](lambda: None, self, (), {})
+        self.targets[f"{patch.WORKER}.__init__"](lambda: None, self)
         self.sides: patch.Sides = vars(self)[patch._SIDES]
 
     def _handle_failed_transfer(self, request_id: str, handle: Any) -> None:
@@ -84,7 +84,7 @@ class Worker:
             self.nixl_wrapper.transfer("handle")
             self.written.append(request_id)
 
-        self.targets[f"{patch.WORKER}._do_start_push_kv"](start, self, (request_id, None, registration), {})
+        self.targets[f"{patch.WORKER}._do_start_push_kv"](start, self, request_id, None, registration)
 
     def come(self, registration: dict[str, Any]) -> None:
         """A registration arrives, and matches nothing."""
@@ -93,13 +93,13 @@ class Worker:
             request_id = registration["request_id"]
             coming = self.targets[f"{patch.WORKER}._pop_matching_finished_blocks"]
             assert isinstance(coming, guard.Before)
-            coming.look(self, (request_id,), {})
+            coming.look(self, request_id)
             self._pending_d_registrations[request_id] = registration
 
-        self.targets[f"{patch.WORKER}._handle_push_reg_notif"](handle, self, (b"",), {})
+        self.targets[f"{patch.WORKER}._handle_push_reg_notif"](handle, self, b"")
 
     def step(self, sent: tuple[str, ...] = (), received: tuple[str, ...] = ()) -> None:
-        self.targets[f"{patch.WORKER}.get_finished"](lambda: (set(sent), set(received)), self, (), {})
+        self.targets[f"{patch.WORKER}.get_finished"](lambda: (set(sent), set(received)), self)
 
     def hear(self, kind: str, token: str) -> None:
         self.nixl_wrapper.received = {"somebody": [b"HB:a", words.notification(kind, token)]}
@@ -205,7 +205,7 @@ def test_a_registration_that_takes_another_s_place_leaves_that_refused(worker: W
 
 
 def test_a_registration_that_matches_at_once_or_cannot_be_read_waits_for_nothing(worker: Worker) -> None:
-    worker.targets[f"{patch.WORKER}._handle_push_reg_notif"](lambda notification: None, worker, (b"",), {})
+    worker.targets[f"{patch.WORKER}._handle_push_reg_notif"](lambda notification: None, worker, b"")
     assert worker.sides.answers._waiting == {}
 
 
@@ -215,7 +215,7 @@ def test_a_request_that_begins_under_the_id_of_one_that_is_over_is_written(worke
     worker.sides.answers.ended([("a", "a-p"), ("b", "b-p")])
     metadata = SimpleNamespace(reqs_in_batch={"a-q"}, reqs_not_processed={"c-p"})
     args, kwargs = ((), {"metadata": metadata}) if by_name else ((metadata,), {})
-    worker.targets[f"{patch.WORKER}.start_load_kv"](lambda metadata: None, worker, args, kwargs)
+    worker.targets[f"{patch.WORKER}.start_load_kv"](lambda metadata: None, worker, *args, **kwargs)
     for number, request_id in enumerate(("a-q", "b-q", "c-p")):
         worker.push(request_id, worker.registration(f"{number:032x}"))
     assert worker.written == ["a-q"]
@@ -268,10 +268,10 @@ def test_a_handshake_is_waited_for(worker: Worker, by_name: bool) -> None:
     def start(*_: Any) -> None:
         args, kwargs = ((), {"engine_id": "decode"}) if by_name else (("decode",), {})
         assert (
-            worker.targets[f"{patch.BASE}._ensure_handshake"](lambda *_, **__: future, worker, args, kwargs) is future
+            worker.targets[f"{patch.BASE}._ensure_handshake"](lambda *_, **__: future, worker, *args, **kwargs) is future
         )
 
-    worker.targets[f"{patch.WORKER}._do_start_push_kv"](start, worker, ("a-p", None, registration), {})
+    worker.targets[f"{patch.WORKER}._do_start_push_kv"](start, worker, "a-p", None, registration)
     worker.nixl_wrapper.get_new_notifs()
     assert worker.refused() == []
     worker.push("a-p", registration)
@@ -280,14 +280,14 @@ def test_a_handshake_is_waited_for(worker: Worker, by_name: bool) -> None:
 
 def test_a_worker_that_ends_tells_and_leaves_nothing_behind(worker: Worker) -> None:
     worker.come(worker.registration())
-    worker.targets[f"{patch.WORKER}.shutdown"](lambda: None, worker, (), {})
+    worker.targets[f"{patch.WORKER}.shutdown"](lambda: None, worker)
     assert worker.refused() == [TOKEN]
     assert patch._SIDES not in vars(worker)
     assert set(vars(worker.nixl_wrapper)) == {"sent", "received"}
     assert "wait" not in vars(worker._push_writer_wake)
-    worker.targets[f"{patch.WORKER}.shutdown"](lambda: None, worker, (), {})  # the release's __del__
+    worker.targets[f"{patch.WORKER}.shutdown"](lambda: None, worker)  # the release's __del__
     for target in ("get_finished", "_handle_push_reg_notif"):
-        worker.targets[f"{patch.WORKER}.{target}"](lambda *_: (set(), set()), worker, (b"",), {})
+        worker.targets[f"{patch.WORKER}.{target}"](lambda *_: (set(), set()), worker, b"")
 
 
 def test_so_does_one_whose_release_raises(worker: Worker) -> None:
@@ -295,7 +295,7 @@ def test_so_does_one_whose_release_raises(worker: Worker) -> None:
         raise KeyError("an engine of which no activity is known")
 
     with pytest.raises(KeyError):
-        worker.targets[f"{patch.WORKER}.shutdown"](fail, worker, (), {})
+        worker.targets[f"{patch.WORKER}.shutdown"](fail, worker)
     assert patch._SIDES not in vars(worker)
 
 
@@ -321,7 +321,7 @@ def register(worker: Worker, request_id: str, **more: Any) -> dict[str, Any]:
     }
     sent: list[Any] = []
     worker.targets[f"{patch.WORKER}._do_send_reg_notif"](
-        lambda *registered: sent.append(registered), worker, (request_id, registration), {}
+        lambda *registered: sent.append(registered), worker, request_id, registration
     )
     ((given, added),) = sent
     assert given == request_id
@@ -362,7 +362,7 @@ def test_from_0_30_0_the_request_is_named(worker: Worker) -> None:
     newer._recving_metadata = {"a": SimpleNamespace()}
     newer.hear(words.REFUSED, token_of(register(newer, "a")))
     results = SimpleNamespace(finished_sending=set(), finished_recving=set())
-    newer.targets[f"{patch.WORKER}.get_transfer_results"](lambda: results, newer, (), {})
+    newer.targets[f"{patch.WORKER}.get_transfer_results"](lambda: results, newer)
     assert list(newer._failed_recv_reqs.queue) == ["a"]
 
 
@@ -416,6 +416,6 @@ def test_a_registration_of_a_release_that_knows_no_stages_is_covered(worker: Wor
     registration = {"remote_engine_id": "prefill", "remote_tp_size": 1, "decode_tp_size": 1}
     sent: list[Any] = []
     worker.targets[f"{patch.WORKER}._do_send_reg_notif"](
-        lambda *registered: sent.append(registered), worker, ("d", registration), {}
+        lambda *registered: sent.append(registered), worker, "d", registration
     )
     assert words.ADDED in sent[0][1]

@@ -58,7 +58,7 @@ def left(params: Any, connector: Any = None, hosts: str = "") -> tuple[Any, dict
     context = PatchContext("nixl-request-params", {"HOSTS": hosts}, {}, lambda: None)
     request = SimpleNamespace(request_id="r", kv_transfer_params=params)
     scheduler = SimpleNamespace(connector=NixlConnector() if connector is None else connector)
-    wrappers.wrappers(context)[ADD](lambda request: None, scheduler, (request,), {})
+    wrappers.wrappers(context)[ADD](lambda request: None, scheduler, request)
     return request.kv_transfer_params, dict(context.counters)
 
 
@@ -218,11 +218,11 @@ def test_a_read_that_the_worker_does_not_know_how_to_do_has_failed() -> None:
     def unknown(request_id: str, meta: Any) -> None:
         raise NotImplementedError
 
-    assert read(unknown, worker, ("r", None), {}) is None
+    assert read(unknown, worker, "r", None) is None
     assert (failed, context.counters["unreadable"]) == (["r"], 1)
     worker._recving_transfers["r"] = [object()]  # a read of another rank's part is under way
     with pytest.raises(NotImplementedError):
-        read(unknown, worker, ("r", None), {})
+        read(unknown, worker, "r", None)
 
 
 def test_a_value_is_described_in_a_few_words() -> None:

@@ -69,19 +69,19 @@ class Side:
     def begin(self, loads: dict[int, Any] | None = None) -> None:
         load = SimpleNamespace(dst_spec=SimpleNamespace(block_ids=[7, 8]))
         metadata = SimpleNamespace(load_jobs=loads or {LOAD: load})
-        self.wrap[f"{patch.WORKER}.start_kv_transfers"].look(self.worker, (metadata,), {})
+        self.wrap[f"{patch.WORKER}.start_kv_transfers"].look(self.worker, metadata)
 
     def report(self) -> tuple[set[str], set[int], dict[int, int]]:
         """The worker's side of a step: the ends, the blocks and the jobs that are told."""
         answer: tuple[set[str], set[str]] = (set(), set())
-        self.wrap[f"{patch.CONNECTOR}.get_finished"].look(self.connector, (set(),), {}, answer)
+        self.wrap[f"{patch.CONNECTOR}.get_finished"].look(answer, self.connector, set())
         blocks = self.connector.get_block_ids_with_load_errors()
         metadata, self.worker._connector_worker_meta = self.worker._connector_worker_meta, Metadata()
         return answer[1], blocks, metadata.completed_jobs
 
     def hear(self, jobs: dict[int, int]) -> dict[int, int]:
         output = SimpleNamespace(kv_connector_worker_meta=SimpleNamespace(completed_jobs=jobs))
-        self.wrap[f"{patch.SCHEDULER}.update_connector_output"].look(self.scheduler, (output,), {})
+        self.wrap[f"{patch.SCHEDULER}.update_connector_output"].look(self.scheduler, output)
         return jobs
 
 

@@ -45,7 +45,7 @@ def _sends() -> Callable[[int], None]:
 
     def step(n: int) -> None:
         """Two requests end, of which the child sends one."""
-        assert sends(lambda _: ({f"sent-{n}"}, None), None, ({f"{n}", f"sent-{n}"},), {}) == ({f"sent-{n}"}, None)
+        assert sends(lambda _: ({f"sent-{n}"}, None), None, {f"{n}", f"sent-{n}"}) == ({f"sent-{n}"}, None)
 
     return step
 

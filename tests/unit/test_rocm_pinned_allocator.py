@@ -43,7 +43,7 @@ class Allocator:
                 runtime.cudaHostRegister(offset, size, 0)
             self._pin_record.append((offset, size))  # to 0.5.0 whatever the answer was
 
-        self.wrapper(pin, self, (offset, size), {})
+        self.wrapper(pin, self, offset, size)
 
 
 @pytest.mark.parametrize("cudart", [None, Cudart()])

@@ -229,3 +229,19 @@ def test_python_binds_what_a_wrapper_names() -> None:
     assert made(Target(), 1, True) == made(Target(), again=True, number=1) == (2, True)
     bound = guard.around(Target().step, step, context(), "step")
     assert bound(number=1, again=True) == (2, True)
+
+
+def test_a_wrapper_around_another_is_given_the_instance_too() -> None:
+    """Two patches wrap the same method of one object."""
+
+    class Target:
+        def step(self, number: int) -> Any:
+            return number, self
+
+    def step(original: Any, target: Any, number: int, *rest: Any, **named: Any) -> Any:
+        assert target is one
+        return original(number + 1, *rest, **named)
+
+    one = Target()
+    twice = guard.around(guard.around(one.step, step, context(), "step"), step, context(), "step")
+    assert twice(1) == (3, one)

@@ -13,11 +13,11 @@ TARGET = "vllm.v1.engine.core:EngineCoreProc._process_engine_step"
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of the one target."""
     seconds: float = livepatch.options["SECONDS"]
 
-    def step(wrapped: Callable[..., Any], core: Any, args: Any, kwargs: Any) -> Any:
-        computed = wrapped(*args, **kwargs)
+    def step(original: Callable[..., Any], core: Any, *rest: Any, **named: Any) -> Any:
+        computed = original(*rest, **named)
         if not computed:
             livepatch.count("paused")
             time.sleep(seconds)

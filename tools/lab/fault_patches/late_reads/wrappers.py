@@ -15,7 +15,7 @@ BEGIN, READ = f"{WORKER}start_load_kv", f"{WORKER}_read_blocks_for_req"
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     seconds: float = livepatch.options["SECONDS"]
     share: float = livepatch.options["SHARE"]
     draw = random.Random(livepatch.options["SEED"])
@@ -24,22 +24,22 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     due: set[int] = set()
     """The ids of what was kept and may now begin."""
 
-    def begin(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+    def begin(original: Callable[..., Any], worker: Any, *rest: Any, **named: Any) -> Any:
         # A read whose handshake took long waits in this queue of the worker's own, which the original empties.
         while kept and kept[0][0] <= time.monotonic():
             _, asked = kept.pop(0)
             due.add(id(asked[1]))
             worker._ready_requests.put(asked)
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
-    def read(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
-        asked = (args[0], args[1])
+    def read(original: Callable[..., Any], worker: Any, req_id: str, meta: Any, *rest: Any, **named: Any) -> Any:
+        asked = (req_id, meta)
         if id(asked[1]) in due:
             due.discard(id(asked[1]))
         elif draw.random() < share:
             livepatch.count("late")
             kept.append((time.monotonic() + seconds, asked))
             return None
-        return wrapped(*args, **kwargs)
+        return original(req_id, meta, *rest, **named)
 
     return {BEGIN: begin, READ: read}

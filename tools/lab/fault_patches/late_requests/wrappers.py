@@ -11,26 +11,25 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 ADD = "vllm.v1.engine.async_llm:AsyncLLM.add_request"
-PARAMS = 2
-"""Where a request's sampling parameters are among the positional arguments; its id and its prompt stand before."""
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of each target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of each target."""
     seconds: float = livepatch.options["SECONDS"]
     share: float = livepatch.options["SHARE"]
     draw = random.Random(livepatch.options["SEED"])
 
-    def add(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
-        params = args[PARAMS] if len(args) > PARAMS else kwargs["params"]
+    def add(
+        original: Callable[..., Any], engine: Any, request_id: str, prompt: Any, params: Any, *rest: Any, **named: Any
+    ) -> Any:
         transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         if not transfer.get("do_remote_prefill") or draw.random() >= share:
-            return wrapped(*args, **kwargs)
+            return original(request_id, prompt, params, *rest, **named)
 
         async def late() -> Any:
             livepatch.count("late")
             await asyncio.sleep(seconds)
-            return await wrapped(*args, **kwargs)
+            return await original(request_id, prompt, params, *rest, **named)
 
         return late()
 

@@ -11,13 +11,11 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 TARGET = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector:MooncakeConnectorWorker._send_blocks"
-LENGTHS = 3
-"""Where the sizes of what is written are among the positional arguments."""
 MEGABYTE = 1_000_000
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of the one target."""
     file = livepatch.options["FILE"]
     lock = threading.Lock()
     free_at = 0.0
@@ -30,16 +28,24 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         with open(file, encoding="utf-8") as text:
             return float(text.read())
 
-    def send(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+    def send(
+        original: Callable[..., Any],
+        worker: Any,
+        remote_session: str,
+        src_ptrs: list[int],
+        dst_ptrs: list[int],
+        lengths: list[int],
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
         nonlocal free_at
-        lengths = args[LENGTHS] if len(args) > LENGTHS else kwargs["lengths"]
         rate = megabytes() * MEGABYTE
         if not rate:
-            return wrapped(*args, **kwargs)
+            return original(remote_session, src_ptrs, dst_ptrs, lengths, *rest, **named)
         with lock:  # the worker writes in several threads, by one link
             free_at = max(free_at, time.monotonic()) + sum(lengths) / rate
             done_at = free_at
-        result = wrapped(*args, **kwargs)
+        result = original(remote_session, src_ptrs, dst_ptrs, lengths, *rest, **named)
         time.sleep(max(0.0, done_at - time.monotonic()))
         livepatch.count("kilobytes", sum(lengths) // 1000)
         return result

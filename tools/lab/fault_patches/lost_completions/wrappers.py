@@ -14,7 +14,7 @@ TARGET = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerM
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of the one target."""
     share: float = livepatch.options["SHARE"]
     draw = random.Random(livepatch.options["SEED"])
     begun = False
@@ -25,8 +25,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         return share > 0 and (first or draw.random() < share)
 
     @contextmanager
-    def lossy(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-        with wrapped(*args, **kwargs) as output:
+    def lossy(original: Callable[..., Any], *rest: Any, **named: Any) -> Iterator[Any]:
+        with original(*rest, **named) as output:
             yield output
         # Only on leaving does the original ask the connector what has finished.
         if output.finished_sending:

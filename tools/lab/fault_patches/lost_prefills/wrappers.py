@@ -11,21 +11,20 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 ADD = "vllm.v1.engine.async_llm:AsyncLLM.add_request"
-PARAMS = 2
-"""Where a request's sampling parameters are among the positional arguments; its id and its prompt stand before."""
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of the one target."""
     share: float = livepatch.options["SHARE"]
     draw = random.Random(livepatch.options["SEED"])
     after: str = livepatch.options["AFTER"]
 
-    def add(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
-        params = args[PARAMS] if len(args) > PARAMS else kwargs["params"]
+    def add(
+        original: Callable[..., Any], engine: Any, request_id: str, prompt: Any, params: Any, *rest: Any, **named: Any
+    ) -> Any:
         transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         if not transfer.get("do_remote_decode") or (after and not Path(after).exists()) or draw.random() >= share:
-            return wrapped(*args, **kwargs)
+            return original(request_id, prompt, params, *rest, **named)
         livepatch.count("refused")
         raise livepatch.deliberate(ValueError("a fault of the lab's: this prefill engine does not take the request"))
 

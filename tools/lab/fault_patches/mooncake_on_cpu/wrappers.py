@@ -13,18 +13,18 @@ TARGET = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connect
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of the one target."""
 
-    def made(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    def made(original: Callable[..., Any], instance: Any, *rest: Any, **named: Any) -> Any:
         module = sys.modules[TARGET.partition(":")[0]]
         if not vars(module)["current_platform"].is_cpu():
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         # The worker asks once, for its own field, which it hands to the platform. Nothing else asks while it is made.
         accelerator = vars(module)["torch"].accelerator
         asked = accelerator.current_device_index
         accelerator.current_device_index = lambda: "cpu"
         try:
-            result = wrapped(*args, **kwargs)
+            result = original(*rest, **named)
         finally:
             accelerator.current_device_index = asked
         livepatch.count("on_cpu")

@@ -16,9 +16,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     """The wrapper of what begins each call; those of one worker are served one after the other, pings beside them."""
     seconds: float = livepatch.options["SECONDS"]
 
-    def slow(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    def slow(original: Callable[..., Any], instance: Any, *rest: Any, **named: Any) -> Any:
         livepatch.count("slowed")
         time.sleep(seconds)
-        return wrapped(*args, **kwargs)
+        return original(*rest, **named)
 
     return {TARGET: slow}

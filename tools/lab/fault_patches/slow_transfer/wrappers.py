@@ -15,13 +15,13 @@ KINDS = ("finished_sending", "finished_recving")
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
-    """The wrapper of the one target, in wrapt's form (wrapped, instance, args, kwargs)."""
+    """The wrapper of the one target."""
     seconds: float = livepatch.options["SECONDS"]
     kept: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}  # ids, and when they are to be reported
 
     @contextmanager
-    def slow(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-        with wrapped(*args, **kwargs) as output:
+    def slow(original: Callable[..., Any], *rest: Any, **named: Any) -> Iterator[Any]:
+        with original(*rest, **named) as output:
             yield output
         # Only on leaving does the original ask the connector what has finished.
         now = time.monotonic()
