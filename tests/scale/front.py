@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import deque
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -38,7 +39,9 @@ class FrontEnd:
     # What the release calls: its client of the engine core
 
     async def add_request_async(self, request: Any) -> None:
-        self.inputs.append(("add", request))
+        sent = copy.copy(request)  # as to another process: both sides extend a session's prompt
+        sent.prompt_token_ids = list(request.prompt_token_ids)
+        self.inputs.append(("add", sent))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if request_ids:

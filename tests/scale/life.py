@@ -19,6 +19,8 @@ REUSED = 200
 """By so many requests later an id may be used again."""
 AT_ONCE = 40
 """So many clients are there at once."""
+WARM = 50
+"""By this step LMCache has started its threads."""
 NIGHTS = 30
 """In a month there are so many nights, in which nobody comes."""
 DAY = 24 * 3600.0
@@ -41,8 +43,8 @@ def life(
     prompts that begin alike; a pool too small for all, so that some are preempted; and resets of the prefix cache.
 
     `sessions`: some clients send several prompts, one after another or all at once. `adapters`: most have one of twice as
-    many LoRA adapters. `month`: the clocks of this process run through a month. `nothing_left`: no thread can be started
-    and no file opened. What a client does is its number's, not the moment's: stock and patched may take a different number
+    many LoRA adapters. `month`: the clocks of this process run through a month. `nothing_left`: once LMCache has
+    started its threads, no thread can be started and no file opened. What a client does is its number's, not the moment's: stock and patched may take a different number
     of steps.
     """
     engine, server = make(model_config, lmcache, blocks=96, running=32, adapters=adapters, **options)
@@ -52,8 +54,10 @@ def life(
     clock = hardship.Clock() if month else None
     nights = 0
     before = threads_and_files()
-    with hardship.nothing_left() if nothing_left else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
         while clients.go_on() and clients.quiet <= QUIET_STEPS:
+            if nothing_left and engine.now == WARM:
+                stack.enter_context(hardship.nothing_left())
             night = clock is not None and len(clients.all) * NIGHTS // requests > nights
             if not night:
                 clients.come()
@@ -125,7 +129,9 @@ class Clients:
             name = before.name
         client = Client(number, name or f"request {number}", whole, dice.choice([1, 2, 5, 40]), patience, again)
         if self.sessions and dice.random() < 0.3:
-            client.turns = [prompt(f"turn {turn} of {number}", dice.choice([3, 30])) for turn in range(dice.randint(1, 3))]
+            client.turns = [
+                prompt(f"turn {turn} of {number}", dice.choice([3, 30])) for turn in range(dice.randint(1, 3))
+            ]
             client.eager = dice.random() < 0.5
         if self.adapters:
             client.adapter = dice.randrange(2 * self.adapters + 1)

@@ -55,7 +55,10 @@ def _groups(requests: int, crowds: Sequence[int], **sizes: int) -> list[Group]:
                 *lives(requests),
                 job("long prompt", "loads.long_prompt", tokens=sizes["tokens"], step=sizes["step"]),
                 *(job(f"crowd of {crowd} hits", "loads.crowd", requests=crowd) for crowd in crowds),
-                *(job(f"crowd of {crowd}", "loads.crowd", requests=crowd, lmcache=False, hits=False) for crowd in crowds),
+                *(
+                    job(f"crowd of {crowd}", "loads.crowd", requests=crowd, lmcache=False, hits=False)
+                    for crowd in crowds
+                ),
                 job("ends", "loads.ended", requests=sizes["ended"]),
             ],
         ),
@@ -67,12 +70,10 @@ def _groups(requests: int, crowds: Sequence[int], **sizes: int) -> list[Group]:
     ]
 
 
-SHORT = _groups(400, [128], tokens=13_000, step=64, ended=160_000, pending=250, hosts=40, pairs=2)
+SHORT = _groups(300, [128], tokens=13_000, step=64, ended=160_000, pending=250, hosts=40, pairs=2)
 
 
 def long(requests: int) -> list[Group]:
     """The long form: lives of so many requests, a prompt of a million tokens, a thousand requests at once."""
     crowds = [1, 8, 64, 256, 512]  # each also twice as large
-    return _groups(
-        requests, crowds, tokens=500_000, step=256, ended=1_000_000, pending=4_000, hosts=10_000, pairs=20
-    )
+    return _groups(requests, crowds, tokens=500_000, step=256, ended=1_000_000, pending=4_000, hosts=10_000, pairs=20)
