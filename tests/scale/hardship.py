@@ -34,7 +34,7 @@ def nothing_left() -> Iterator[None]:
     """No thread can be started, and no file or socket opened, as where the limits of a container are reached."""
     starts = _thread.start_new_thread, threading._start_new_thread  # type: ignore[attr-defined]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    _thread.start_new_thread = threading._start_new_thread = refuse  # type: ignore[attr-defined, assignment]
+    _thread.start_new_thread = threading._start_new_thread = refuse  # type: ignore[attr-defined]
     resource.setrlimit(resource.RLIMIT_NOFILE, (first_free(), limits[1]))
     try:
         yield
