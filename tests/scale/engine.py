@@ -115,7 +115,9 @@ class Engine:
         self.scheduler.max_num_scheduled_tokens = budget
         if v2:
             self.scheduler.use_v2_model_runner = True
-        self.ahead = config.max_concurrent_batches - 1 if stages > 1 else int(mode == "AsyncScheduler")
+        overlaps = mode == "AsyncScheduler"
+        # The V2 runner overlaps steps also where there are stages; the configuration here does not know that it is V2's.
+        self.ahead = config.max_concurrent_batches - 1 + (overlaps and v2) if stages > 1 else int(overlaps)
         self.worker: Any = _worker(self.scheduler) if connector else None
         self.pickled = pickled
         self.core = object.__new__(EngineCoreProc)

@@ -30,8 +30,8 @@ def findings(stock: Mapping[str, Any], patched: Mapping[str, Any]) -> list[str]:
         known = stock.get("grown", {}).get(name, more)
         if more > known:
             found.append(f"{name}: {more} more, on stock {known}")
-    if isinstance(stock["ends"], str):
-        found.append(f"the load itself ends with {stock['ends']}: it shows nothing of the bundle")
+    if isinstance(stock["ends"], str) or "never ends" in stock["ends"]:
+        found.append(f"stock itself ends with {stock['ends']}: the load shows nothing of the bundle")
     return found
 
 

@@ -39,8 +39,8 @@ def lives(requests: int) -> list[Job]:
         ("life, LMCache, KV groups", {"lmcache": True, "windows": [64]}),
         ("life, LMCache, adapters", {"lmcache": True, "adapters": 4}),
         ("life, LMCache, drafts", {"lmcache": True, "drafts": 2}),
-        ("life, LMCache, stages", {"lmcache": True, "stages": 2}),
-        ("life, V2 runner, stages", {"lmcache": False, "v2": True, "stages": 2, "sessions": True}),
+        ("life, LMCache, stages", {"lmcache": True, "stages": 4}),
+        ("life, V2 runner, stages", {"lmcache": False, "v2": True, "stages": 4}),
         ("life, LMCache, a month", {"lmcache": True, "month": True}),
         ("life, LMCache, nothing left", {"lmcache": True, "nothing_left": True}),
     ]

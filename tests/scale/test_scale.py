@@ -63,5 +63,5 @@ def test_judged() -> None:
     assert judge.findings(stock, {**well, "grown": {"threads": 2}}) == ["threads: 2 more, on stock 1"]
     dead = {"ends": "AssertionError in schedule"}
     assert judge.findings(dead, dead) == [
-        "the load itself ends with AssertionError in schedule: it shows nothing of the bundle"
+        "stock itself ends with AssertionError in schedule: the load shows nothing of the bundle"
     ]
