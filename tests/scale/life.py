@@ -33,6 +33,7 @@ def life(
     requests: int,
     lmcache: bool,
     seed: int = 0,
+    hang_ups: bool = True,
     sessions: bool = False,
     adapters: int = 0,
     month: bool = False,
@@ -42,13 +43,14 @@ def life(
     """Many short requests: hang-ups, some with another try by the same id at once; ids that have ended used again;
     prompts that begin alike; a pool too small for all, so that some are preempted; and resets of the prefix cache.
 
+    Beside LMCache a hang-up may end stock in a life that is long enough, by a stale completion: such a life has no `hang_ups`.
     `sessions`: some clients send several prompts, one after another or all at once. `adapters`: most have one of twice as
     many LoRA adapters. `month`: the clocks of this process run through a month. `nothing_left`: once LMCache has
     started its threads, no thread can be started and no file opened. What a client does is its number's, not the moment's: stock and patched may take a different number
     of steps.
     """
     engine, server = make(model_config, lmcache, blocks=96, running=32, adapters=adapters, **options)
-    clients = Clients(engine, requests, seed, sessions, adapters)
+    clients = Clients(engine, requests, seed, hang_ups, sessions, adapters)
     looks: list[dict[str, int]] = []
     slow: set[str] = set()
     clock = hardship.Clock() if month else None
@@ -99,6 +101,7 @@ class Clients:
     engine: Engine
     number: int
     seed: int
+    hang_ups: bool
     sessions: bool
     adapters: int
     all: list[Client] = field(default_factory=list)
@@ -123,6 +126,7 @@ class Clients:
         family = prompt(f"family {dice.randrange(40)}", 256)
         whole = family[:length] if dice.random() < 0.5 else prompt(f"own {number}", length)
         patience = dice.randint(1, 8) if dice.random() < 0.2 else 0
+        patience *= self.hang_ups
         again = dice.random() < 0.5
         before = self.all[number - REUSED] if number >= REUSED and dice.random() < 0.2 else None
         if not name and before is not None and before.end:
