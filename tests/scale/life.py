@@ -43,7 +43,7 @@ def life(
     """Many short requests: hang-ups, some with another try by the same id at once; ids that have ended used again;
     prompts that begin alike; a pool too small for all, so that some are preempted; and resets of the prefix cache.
 
-    Beside LMCache a hang-up may end stock in a life that is long enough, by a stale completion: such a life has no `hang_ups`.
+    Without `hang_ups` nobody leaves: beside LMCache a stale completion ends stock in a life that is long enough.
     `sessions`: some clients send several prompts, one after another or all at once. `adapters`: most have one of twice as
     many LoRA adapters. `month`: the clocks of this process run through a month. `nothing_left`: once LMCache has
     started its threads, no thread can be started and no file opened. What a client does is its number's, not the moment's: stock and patched may take a different number
