@@ -19,6 +19,8 @@ REUSED = 200
 """By so many requests later an id may be used again."""
 AT_ONCE = 40
 """So many clients are there at once."""
+ROOMY = 1024
+"""Blocks of a pool beside sessions, which hold theirs while they wait: of 96 they hold all, and stock stands still."""
 WARM = 50
 """By this step LMCache has started its threads."""
 NIGHTS = 30
@@ -49,7 +51,9 @@ def life(
     started its threads, no thread can be started and no file opened. What a client does is its number's, not the moment's: stock and patched may take a different number
     of steps.
     """
-    engine, server = make(model_config, lmcache, blocks=96, running=32, adapters=adapters, **options)
+    engine, server = make(
+        model_config, lmcache, blocks=ROOMY if sessions else 96, running=32, adapters=adapters, **options
+    )
     clients = Clients(engine, requests, seed, hang_ups, sessions, adapters)
     looks: list[dict[str, int]] = []
     slow: set[str] = set()

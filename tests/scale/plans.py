@@ -35,7 +35,8 @@ def job(name: str, load: str, **sizes: Any) -> Job:
 def lives(requests: int) -> list[Job]:
     """Lives of so many requests each."""
     given: list[tuple[str, dict[str, Any]]] = [
-        ("life", {"lmcache": False, "sessions": True}),
+        ("life", {"lmcache": False}),
+        ("life, sessions", {"lmcache": False, "sessions": True}),
         ("life, LMCache", {"lmcache": True}),
         ("life, LMCache, V2 runner", {"lmcache": True, "v2": True}),
         ("life, LMCache, KV groups", {"lmcache": True, "windows": [64]}),
@@ -43,12 +44,12 @@ def lives(requests: int) -> list[Job]:
         ("life, LMCache, drafts", {"lmcache": True, "drafts": 2}),
         ("life, LMCache, stages", {"lmcache": True, "stages": 4}),
         ("life, V2 runner, stages", {"lmcache": False, "v2": True, "stages": 4}),
-        ("life, LMCache, a month", {"lmcache": True, "month": True}),
+        ("life, LMCache, a month", {"lmcache": True, "month": True, "hang_ups": False}),
         ("life, LMCache, nothing left", {"lmcache": True, "nothing_left": True}),
     ]
     short = requests <= FEW
     return [
-        job(name, "life.life", requests=requests, seed=seed, hang_ups=short or not more["lmcache"], **more)
+        job(name, "life.life", requests=requests, seed=seed, **{"hang_ups": short or not more["lmcache"], **more})
         for seed, (name, more) in enumerate(given)
     ]
 
