@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +34,7 @@ LONG_SECONDS = 6 * 3600
 """Longest time for one driver, which plays several loads."""
 MOST = 4
 """So many findings of one load are reported."""
-KEPT = HERE.parent / "results" / "scale.json"
+KEPT = HERE.parents[1] / "docs" / "scale.json"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.long:
         groups = [plans.Group({**each.environ, "SCALE_LIMIT_SECONDS": str(LONG_SECONDS)}, each.jobs) for each in groups]
     loads: dict[str, Any] = {}
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory() as directory, open(os.devnull, "w", encoding="utf-8") as nowhere:
         bundle = asked.bundle and asked.bundle.resolve()
         bundle = bundle or setups.made_bundle(Path(directory) / "bundle")
@@ -67,7 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with contextlib.redirect_stdout(nowhere):  # what drivers say is for pytest
                     loads[release] = compare(interpreters, release, bundle, [each for each in groups if each.jobs])
                 print(f"{release}: {found_in(loads[release]) or 'nothing found'}", file=sys.stderr)
-    report = json.dumps({**measured_on(HERE.parents[1]), "long": asked.long, "releases": loads})
+    report = json.dumps(
+        {
+            **measured_on(HERE.parents[1]),
+            "command": shlex.join(["python", "-m", "tests.scale", *(sys.argv[1:] if arguments is None else arguments)]),
+            "lmcache": LMCACHE,
+            "wall_seconds": round(time.monotonic() - begun),
+            "releases": loads,
+        }
+    )
     print(report)
     if asked.write:
         KEPT.parent.mkdir(exist_ok=True)

@@ -11,11 +11,11 @@ import pickle
 import queue
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import real_scheduler as real
-from vllm.config import set_current_vllm_config
+from vllm.config import SpeculativeConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -38,8 +38,12 @@ class Client:
     outputs: int
     patience: int = 0  # in how many steps it hangs up; 0 is never
     again: bool = False  # whether it then tries again
+    turns: list[list[int]] = field(default_factory=list)  # of a session: the prompts that follow
+    eager: bool = False  # whether it sends them all at once
+    adapter: int = 0  # the number of its LoRA adapter; 0 is none
     internal: str = ""
     got: int = 0
+    ended_turns: int = 0
     end: str = ""
     wrong: bool = False
     left: bool = False
@@ -60,15 +64,26 @@ class Client:
             return "another's token"
         if self.left:
             return "left"
-        if self.end == "length" and self.got != self.outputs:
+        if self.end == "length" and self.got != self.outputs * self.ended_turns:
             return "another length"
         return self.end or "never ends"
+
+
+@dataclass
+class Sampled:
+    """One request in a step: whose it is, the place of its next token (None: its prompt is not computed), and its drafts."""
+
+    request: Any
+    number: int
+    place: int | None
+    drafts: int
 
 
 class Engine:
     """An engine core, and the clients of it. `connector` is a module and class, or None; `blocks` is the pool's size.
 
-    `pickled`: the scheduler's word to its worker is copied, as to another process.
+    `pickled`: the scheduler's word to its worker is copied, as to another process. `adapters` is `max_loras`, `drafts` how
+    many tokens a draft model proposes, `stages` how many pipeline stages there are (and steps are under way).
     """
 
     def __init__(
@@ -84,14 +99,25 @@ class Engine:
         v2: bool = False,
         extra: Mapping[str, Any] | None = None,
         pickled: bool = True,
+        adapters: int = 0,
+        drafts: int = 0,
+        stages: int = 1,
     ) -> None:
         real.NUM_BLOCKS = blocks
         options = {"max_num_seqs": running, "max_num_batched_tokens": max(budget, real.MAX_MODEL_LEN)}
-        self.scheduler = real.make_scheduler(mode, model_config, connector, windows, 0, options, extra)
+        config = real.make_config(mode, model_config, connector, adapters, options, extra)
+        self.drafts = drafts
+        if drafts:
+            config.speculative_config = _speculation(config, drafts)
+        if stages > 1:
+            config.parallel_config.pipeline_parallel_size = config.parallel_config.world_size = stages
+        self.scheduler = real.scheduler_of(mode, config, windows)
         self.scheduler.max_num_scheduled_tokens = budget
         if v2:
             self.scheduler.use_v2_model_runner = True
-        self.ahead = int(mode == "AsyncScheduler")
+        overlaps = mode == "AsyncScheduler"
+        # The V2 runner overlaps steps also where there are stages; the configuration here does not know that it is V2's.
+        self.ahead = config.max_concurrent_batches - 1 + (overlaps and v2) if stages > 1 else int(overlaps)
         self.worker: Any = _worker(self.scheduler) if connector else None
         self.pickled = pickled
         self.core = object.__new__(EngineCoreProc)
@@ -103,7 +129,7 @@ class Engine:
         self.core.engine_index = 0
         self.front = FrontEnd(self.core)
         self.clients: dict[int, Client] = {}  # by number, until they have ended or left
-        self.unanswered: deque[tuple[Any, Any, list[int | None]]] = deque()  # with the tokens that the model makes
+        self.unanswered: deque[tuple[Any, Any, list[Sampled]]] = deque()
         self.now = 0
         self.preempted = 0
 
@@ -136,23 +162,34 @@ class Engine:
         scheduled = self.scheduler.schedule()
         self.preempted += len(getattr(scheduled, "preempted_req_ids", None) or ())
         sent = scheduled.kv_connector_metadata
-        self.unanswered.append((scheduled, pickle.dumps(sent) if self.pickled else sent, list(self.tokens(scheduled))))
+        self.unanswered.append((scheduled, pickle.dumps(sent) if self.pickled else sent, list(self.sampled(scheduled))))
         if len(self.unanswered) > self.ahead:
             self.answer()
 
-    def tokens(self, scheduled: Any) -> Iterator[int | None]:
-        """What the model makes for each request of a step: the next token of its client's answer, or none yet."""
+    def sampled(self, scheduled: Any) -> Iterator[Sampled]:
+        """What the model is to make of each request of a step."""
         starts, requests = real.computed_before(scheduled), self.scheduler.requests
         for name, count in scheduled.num_scheduled_tokens.items():
-            request, end = requests[name], starts[name] + count
-            whose = Client.token_of(int(request.arrival_time), end - request.num_prompt_tokens)
-            yield whose if end >= request.num_tokens else None
+            request, drafts = requests[name], len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            end = starts[name] + count - drafts
+            place = end - request.num_prompt_tokens if end >= request.num_tokens else None
+            yield Sampled(request, int(request.arrival_time), place, drafts)
+
+    def tokens(self, sampled: Sampled) -> list[int]:
+        """The next tokens of a client's answer. Of drafts, as many are accepted as the client and the place say."""
+        if sampled.place is None:
+            return []
+        if not self.drafts:
+            return [Client.token_of(sampled.number, sampled.place)]
+        place = sampled.request.num_output_tokens  # the steps before have said by now how many were accepted
+        accepted = min(sampled.drafts, (sampled.number + place) % (self.drafts + 1))
+        return [Client.token_of(sampled.number, place + more) for more in range(accepted + 1)]
 
     def answer(self) -> None:
         """Let workers and model run the oldest step, and give the clients what comes of it."""
-        scheduled, metadata, tokens = self.unanswered.popleft()
+        scheduled, metadata, sampled = self.unanswered.popleft()
         output = real.run_model(scheduled)
-        output.sampled_token_ids = [[] if token is None else [token] for token in tokens]
+        output.sampled_token_ids = [self.tokens(one) for one in sampled]
         if self.worker is not None:
             output.kv_connector_output = self.work(pickle.loads(metadata) if self.pickled else metadata, scheduled)
         self.core._process_aborts_queue()
@@ -179,6 +216,18 @@ class Engine:
         """Preempt all that runs, and empty the prefix cache."""
         with contextlib.suppress(RuntimeError):  # it says so where loads hold blocks
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+def _speculation(config: Any, drafts: int) -> Any:
+    """Speculative decoding that needs no second model."""
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=drafts,
+        prompt_lookup_max=2,
+        prompt_lookup_min=1,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
 
 
 def _worker(scheduler: Any) -> Any:

@@ -27,8 +27,11 @@ def findings(stock: Mapping[str, Any], patched: Mapping[str, Any]) -> list[str]:
         found += _disproportionate(*patched["operations"])
     found += [f"the first entry of {name} is searched for" for name in patched.get("slow", ())]
     for name, more in patched.get("grown", {}).items():
-        if more > stock["grown"][name]:
-            found.append(f"{name}: {more} more, on stock {stock['grown'][name]}")
+        known = stock.get("grown", {}).get(name, more)
+        if more > known:
+            found.append(f"{name}: {more} more, on stock {known}")
+    if isinstance(stock["ends"], str) or "never ends" in stock["ends"]:
+        found.append(f"stock itself ends with {stock['ends']}: the load shows nothing of the bundle")
     return found
 
 

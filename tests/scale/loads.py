@@ -17,14 +17,12 @@ import real_scheduler as real
 from tests.scale import lmcache_double
 from tests.scale.engine import BLOCK, Client, Engine
 from tests.scale.lmcache_double import CHUNK
-from tests.scale.ours import Operations, kept, slow_fronts, threads_and_files
+from tests.scale.ours import Operations, kept, slow_fronts
 
 LMCACHE = (lmcache_double.MODULE, "LMCacheMPConnector")
 MULTI = ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector")
 QUIET = ("tests.scale.quiet", "QuietConnector")
 HEARTBEAT = {"lmcache.mp.heartbeat_interval": 3600}
-REUSED = 200
-"""By so many requests later an id may be used again."""
 QUIET_STEPS = 200
 """Steps in which no client gets anything before an engine counts as one that hangs."""
 LOOKS = 8
@@ -45,69 +43,6 @@ def make(model_config: Any, lmcache: bool, **options: Any) -> tuple[Engine, lmca
     if engine.worker is not None:
         lmcache_double.connect(server, engine.worker)
     return engine, server
-
-
-def life(model_config: Any, *, requests: int, lmcache: bool, seed: int = 0, **options: Any) -> dict[str, Any]:
-    """Many short requests: hang-ups, some with another try by the same id at once; ids that have ended used again;
-    prompts that begin alike; a pool too small for all, so that some are preempted; and resets of the prefix cache.
-
-    What a client does is its number's, not the moment's: stock and patched may take a different number of steps.
-    """
-    engine, server = make(model_config, lmcache, blocks=96, running=32, **options)
-    clients: list[Client] = []
-    living: list[Client] = []
-    looks: list[dict[str, int]] = []
-    slow: set[str] = set()
-    before = threads_and_files()
-    quiet = 0
-
-    def come(name: str = "") -> None:
-        number = len(clients)
-        dice = random.Random(f"{seed} {number}")
-        length = dice.choice([7, 20, 70, 140, 250])
-        family = prompt(f"family {dice.randrange(40)}", 256)
-        whole = family[:length] if dice.random() < 0.5 else prompt(f"own {number}", length)
-        patience = dice.randint(1, 8) if dice.random() < 0.2 else 0
-        again = dice.random() < 0.5
-        before = clients[number - REUSED] if number >= REUSED and dice.random() < 0.2 else None
-        if not name and before is not None and before.end:
-            name = before.name
-        client = Client(number, name or f"request {number}", whole, dice.choice([1, 2, 5, 40]), patience, again)
-        clients.append(client)
-        living.append(client)
-        engine.come(client)
-
-    while len(clients) < requests or living:
-        while len(clients) < requests and len(living) < 40:
-            come()
-        for client in [client for client in living if client.patience]:
-            client.patience -= 1
-            if not client.patience:
-                living.remove(client)
-                engine.leave(client)
-                if client.again and len(clients) < requests:
-                    come(client.name)
-        if engine.now % 100 == 99:
-            engine.reset()
-        engine.step()
-        server.step()
-        stay = [client for client in living if not client.end or client.patience]
-        quiet = 0 if len(stay) < len(living) else quiet + 1
-        living = stay
-        if quiet > QUIET_STEPS:
-            break
-        if len(clients) * LOOKS // requests > len(looks):
-            looks.append(kept(engine.roots()))
-            slow.update(slow_fronts(engine.roots()))
-    settle(engine, server)
-    after = threads_and_files()
-    return {
-        "ends": {**Counter(client.outcome() for client in clients), **left_in(engine)},
-        "kept": looks,
-        "slow": sorted(slow),
-        "grown": {name: after[name] - before[name] for name in after},
-        "preempted": engine.preempted,
-    }
 
 
 def ended(model_config: Any, *, requests: int, at_once: int = 256) -> dict[str, Any]:

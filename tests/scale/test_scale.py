@@ -15,7 +15,7 @@ from tests.simulation import setups
 VERSION_0_1_9 = "c775e6c"
 FOUND = {
     "long prompt": "patched with RecursionError",
-    "crowd of hits": "chunked_lmcache_load executes",
+    "crowd of 128 hits": "chunked_lmcache_load executes",
     "ends": "the first entry of stale_finished_recving.early_sends.ChildSends.ended is searched for",
     "push": "nixl_push_failures executes",
     "life, ids kept": "stock ends with",
@@ -61,3 +61,7 @@ def test_judged() -> None:
     assert judge.findings(stock, {**well, "kept": grows}) == ["held grows: [100, 200, 300, 600]"]
     assert judge.findings(stock, {**well, "slow": ["held"]}) == ["the first entry of held is searched for"]
     assert judge.findings(stock, {**well, "grown": {"threads": 2}}) == ["threads: 2 more, on stock 1"]
+    dead = {"ends": "AssertionError in schedule"}
+    assert judge.findings(dead, dead) == [
+        "stock itself ends with AssertionError in schedule: the load shows nothing of the bundle"
+    ]
