@@ -40,6 +40,9 @@ CASES = (
     "hung_up_while_pulled",
     "last_token",
     "reset",
+    "reset_while_stored",
+    "reset_twice_while_stored",
+    "reset_while_stored_beside",
 )
 
 
@@ -48,6 +51,8 @@ def stock(release: str) -> dict[str, str]:
     version, outcomes = Version(release), dict.fromkeys(CASES, RIGHT)
     if version < Version("0.33"):
         outcomes |= dict.fromkeys(("pulled", "pulled_workers", "pulled_hybrid"), STALE)
+    if version < Version("0.25"):
+        outcomes |= dict.fromkeys(("reset_while_stored", "reset_while_stored_beside"), STALE)
     if Version("0.25") < version < Version("0.33"):
         outcomes["reset"] = "AssertionError in build_connector_meta"
     if Version("0.26") <= version < Version("0.30"):

@@ -481,7 +481,9 @@ def main() -> None:
         )
         os.environ["VLLM_RPC_BASE_PATH"] = f"{place}/{'p' * 107}"
         late = real.with_each_scheduler(
-            lambda mode, config: {name: outcome(mode, config, case) for name, case in DEGRADED.items() if name in wanted}
+            lambda mode, config: {
+                name: outcome(mode, config, case) for name, case in DEGRADED.items() if name in wanted
+            }
         )
     print_result({mode: {**found[mode], **late[mode]} for mode in found}, vllm, lmcache)
     leave()
