@@ -42,7 +42,7 @@ class WithoutStatus:
 
 
 class Taken:
-    """The future of a prefetch that has ended, as LMCache's clean-up asks it: chunks by tier, each a key and its memory."""
+    """The future of a prefetch that has ended, as LMCache's clean-up asks it: by tier, a key and its memory a chunk."""
 
     def __init__(self, chunks: list[tuple[Any, Any]]) -> None:
         self._chunks = chunks
@@ -133,8 +133,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         """Let each chunk of a prefetch be given back once.
 
         The original gives back the chunks that the load does not copy, and keeps their pins. From LMCache 0.5.2 on, its
-        caller gives back those that it copied, unless it removes them from LMCache. LMCache's clean-up at the step's end
-        gives back every chunk that the prefetch's event names.
+        caller gives back those that it copied, unless it removes them from LMCache. LMCache's clean-up at the end of the
+        step gives back every chunk that the prefetch's event names.
         """
         answer = original(*args, **kwargs)
         if livepatch.facts.get("ends_event"):  # LMCache 0.3.15 gives back each chunk itself, and names none later

@@ -25,7 +25,7 @@ CORE = "vllm.v1.core.sched.scheduler:Scheduler"
 SCHEDULER = f"{CONNECTORS}.offloading.scheduler:OffloadingConnectorScheduler"
 
 UNFENCED = "_livepatch_unfenced_stores"
-"""Attribute of an offloading scheduler: stores of requests that a reset preempted, until the next step waits for them."""
+"""Attribute of an offloading scheduler: stores of requests that a reset preempted, until a step waits for them."""
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
@@ -106,7 +106,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         finally:
             for state, loads in loading:
                 state.transfer_jobs |= loads
-                livepatch.count("reloaded", len(loads))
+                if loads:
+                    livepatch.count("reloaded", len(loads))
 
     def reset_prefix_cache(wrapped: Call, core: Any, args: Any, kwargs: Any) -> Any:
         """Note the stores of requests that were preempted. The release's own set of stores to wait for must be empty
