@@ -133,8 +133,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         """Let each chunk of a prefetch be given back once.
 
         The original gives back the chunks that the load does not copy, and keeps their pins. From LMCache 0.5.2 on, its
-        caller gives back those that it copied, unless it removes them from LMCache. LMCache's clean-up at the end of the
-        step gives back every chunk that the prefetch's event names.
+        caller gives back those that it copied, unless it removes them from LMCache. At the end of the step LMCache's
+        clean-up gives back every chunk that the prefetch's event names.
         """
         answer = original(*args, **kwargs)
         if livepatch.facts.get("ends_event"):  # LMCache 0.3.15 gives back each chunk itself, and names none later

@@ -118,7 +118,7 @@ class Core:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         if reset_running_requests:
             del self.running[1:]
-        if self.fails:
+        if self.fails and reset_running_requests:
             raise RuntimeError("waits for remote KV")
         return True
 
