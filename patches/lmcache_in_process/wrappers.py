@@ -175,7 +175,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{CONNECTOR}.request_finished": request_finished,
         f"{CONNECTOR}.get_finished": livepatch.lasting(get_finished),
         f"{LOOKUPS}.lookup_cache": livepatch.lasting(lookup_cache),
-        f"{ENGINE}._async_process_tokens_internal": prefetched,
+        f"{ENGINE}._async_process_tokens_internal": livepatch.lasting(prefetched),
     }
     made[f"{CONNECTOR}.update_state_after_alloc"] = livepatch.lasting(update_state_after_alloc)
     for name in ("start_load_kv", "save_kv_layer", "wait_for_save"):
