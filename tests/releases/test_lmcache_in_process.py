@@ -73,7 +73,9 @@ def test_stock(pair: tuple[str, str], warm: interpreter.Interpreter, tmp_path: P
         if asserts:
             assert {found[case] for case in (*ABORTED, "async_limited")} == {"AssertionError in request_finished"}
         else:
-            assert "what was looked up is never given back" in found["queued"]
+            lost = "what was looked up is never given back"  # from 0.5.2 to 0.5.5 the next load takes these pins
+            assert (lost in found["queued"]) == (not Version("0.5.2") <= version <= Version("0.5.5")), found["queued"]
+            assert "kept of requests that ended" in found["queued"]
             assert found["async_limited"] == "AttributeError in request_finished"
 
 

@@ -36,7 +36,7 @@ import torch
 import vllm
 from lmcache.integration.vllm import utils as lmcache_utils
 from lmcache.integration.vllm import vllm_v1_adapter as adapter
-from lmcache.v1 import gpu_connector
+from lmcache.v1 import gpu_connector, manager
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -98,7 +98,7 @@ def rows(kv: torch.Tensor) -> torch.Tensor:
 
 
 COPIES = Copies()
-for module in (gpu_connector, adapter):
+for module in (gpu_connector, adapter, manager):
     module.CreateGPUConnector = lambda *args, **kwargs: COPIES
 
 
