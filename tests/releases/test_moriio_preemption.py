@@ -20,7 +20,6 @@ PATCH = "moriio-preemption"
 EVERY = [pin.version for pin in registry.pins("vllm")]
 RELEASES = EVERY[EVERY.index("0.23.0") :]
 SOME = executed.chosen([], RELEASES)  # by hand: it takes minutes
-OLDER = executed.chosen([], EVERY[: EVERY.index("0.23.0")])
 WAYS = [f"{scheduler}, {mode}" for scheduler in ("Scheduler", "AsyncScheduler") for mode in ("read", "write")]
 RIGHT = {
     "healthy": "right",
@@ -47,39 +46,6 @@ def drive(warm: interpreter.Interpreter, release: str, work: Path, bundle: Path 
         path=[interpreter.STANDINS],
     )["cases"]
     return cases
-
-
-def seen_before(release: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Of what came to pass before 0.23.0, the cases that need no more than a release does.
-
-    In read mode a prefill engine never gets its blocks back from 0.18.1 on, and the decode engine is `moriio-timeouts`'.
-    In write mode, from 0.20.2 on, a decode engine notifies itself: no request is ever written to.
-    """
-    alone = ("local", "anothers", "odd")
-    whole = Version(release) < Version("0.20")
-    return {
-        way: cases if way.endswith("write") and whole else {name: cases[name] for name in alone}
-        for way, cases in found.items()
-    }
-
-
-@pytest.mark.parametrize("release", OLDER)
-def test_older_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
-    """A request that no router sent is computed on unread KV, or waits for ever; so does a preempted one."""
-    for way, found in seen_before(release, drive(warm, release, tmp_path, None)).items():
-        assert found["local"] != "right", (way, found)
-        assert found["odd"], (way, found)
-        assert found.get("reset") != "right", (way, found)
-
-
-@pytest.mark.parametrize("release", OLDER)
-def test_older_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
-    """As `test_patched`, beside `moriio-timeouts`."""
-    assert seen_before(release, drive(warm, release, tmp_path, bundle)) == seen_before(
-        release, dict.fromkeys(WAYS, RIGHT)
-    )
-    patch = interpreter.reported(tmp_path, PATCH)
-    assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
 
 
 @pytest.mark.parametrize("release", SOME)
