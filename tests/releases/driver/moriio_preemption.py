@@ -233,6 +233,7 @@ def prompt_is_cached(two: Two) -> str:
     request = two.decode.scheduler.requests[name]
     two.decode.scheduler.running.remove(request)
     two.decode.scheduler._preempt_request(request, 0.0)
+    two.decode.scheduler.prev_step_scheduled_req_ids.clear()  # as a reset does: it is scheduled again at once
     return two.ended(name)
 
 
