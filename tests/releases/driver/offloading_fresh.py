@@ -203,7 +203,7 @@ def reset(world: World) -> None:
     world.finish()
 
 
-def reset_while_stored(world: World, twice: bool = False) -> None:
+def reset_while_stored(world: World) -> None:
     """The prefix cache is reset while a request runs whose store is under way. Others get its blocks."""
     world.steps(6)
     for mover in world.movers:
@@ -214,8 +214,6 @@ def reset_while_stored(world: World, twice: bool = False) -> None:
         world.answer(*world.unanswered.popleft())
     world.expect(any(mover.under_way for mover in world.movers), "no store is under way")
     world.scheduler.reset_prefix_cache(reset_running_requests=True)
-    if twice and hasattr(world.offloading, "reset_cache"):  # from 0.22.1; it wants that no store is to be waited for
-        world.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     for number in range(4):
         world.add(f"filler{number}", prompt=LONG)
         world.steps(4)
@@ -225,7 +223,7 @@ def reset_while_stored(world: World, twice: bool = False) -> None:
     world.forget()
     world.add("second", like="first")
     world.steps(16)
-    world.expect(twice or "second" in world.loads, "second loads nothing")
+    world.expect("second" in world.loads, "second loads nothing")
     world.finish()
 
 
@@ -246,7 +244,6 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[World], None]]] = {
     "last_token": (ANSWERS, last_token),
     "reset": ({}, reset),
     "reset_while_stored": ({}, reset_while_stored),
-    "reset_twice_while_stored": ({}, lambda world: reset_while_stored(world, twice=True)),
     "reset_while_stored_beside": ({"beside": True}, reset_while_stored),
 }
 
