@@ -85,6 +85,8 @@ ALLOWED = {
         "request_id": "vLLM's, of a request",
         "_connector_metadata": "of vLLM's base class of connectors",
         "actual_lookup_client": "asked for with hasattr",
+        **dict.fromkeys(("DONE", "LOADING"), "of LMCache's enumerations, whose whole fingerprints are in the facts"),
+        "exception": "of asyncio.Future",
     },
     "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
     "lmcache-unordered-copies": {
