@@ -79,7 +79,7 @@ class Stream:
 class Event:
     """An event that has happened once it is recorded."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, interprocess: bool = False) -> None:
         pass
 
     @classmethod
@@ -132,7 +132,9 @@ class Fault:
 
 FAULT = Fault()
 HOST = ThreadPoolExecutor(1)
-DRIVEN = importlib.util.find_spec("lmcache.v1.multiprocess.transfer_context") is not None
+PLACE = next(Path(entry, "lmcache") for entry in sys.path if Path(entry, "lmcache", "__init__.py").exists())
+"""Where LMCache is. To import it is to have it look for a device."""
+DRIVEN = (PLACE / "v1" / "platform" / "cache_context.py").exists()
 """From 0.4.7 on LMCache has a device of its own for CPU memory."""
 
 
@@ -205,6 +207,7 @@ class Server:
         self.pid = os.fork()
         if self.pid == 0:
             try:
+                self.pipe.close()  # so that it ends when who asks it does
                 theirs.recv()
                 serve(self.port, theirs, words)
             except BaseException:
@@ -303,8 +306,11 @@ def faults(engine: Any) -> Callable[[], None]:
         return lambda: None
     (transfers,) = found
     module = sys.modules[type(transfers).__module__]
-    passed(module, "lmcache_memcpy_async_d2h", "copy")
-    ops = getattr(module, "device_ops", None) or module.lmc_ops
+    copies = module
+    if not hasattr(module, "lmcache_memcpy_async_d2h"):
+        copies = importlib.import_module("lmcache.v1.multiprocess.object_group_transfer")  # from 0.5.6 on
+    passed(copies, "lmcache_memcpy_async_d2h", "copy")
+    ops = getattr(copies, "device_ops", None) or copies.lmc_ops
     passed(ops, "multi_layer_block_kv_transfer", "move")
     if DRIVEN:
         device = importlib.import_module("lmcache").torch_dev
@@ -329,7 +335,7 @@ def passed(owner: Any, name: str, place: str) -> None:
     function = getattr(owner, name)
 
     def around(*args: Any, **kwargs: Any) -> Any:
-        if place != "submit" or "finish_write" in args:
+        if place != "submit" or any(kind in args for kind in ("finish_write", "finish_write_by_owner")):
             FAULT.reached(place)
         return function(*args, **kwargs)
 
