@@ -31,7 +31,6 @@ BY_STREAM = (
     "lmcache.v1.multiprocess.server:MPCacheEngine.store",
     f"{MODULES}.gpu_transfer:GPUTransferModule.store",
     f"{MODULES}.lmcache_driven_transfer:LMCacheDrivenTransferModule.store",
-    f"{MODULES}.experimental.qstore:QStoreModule.store_q",
 )
 """Stores whose copies are launched on a device's stream; a call behind them on that stream ends the locks."""
 AT_ONCE = (
@@ -39,8 +38,6 @@ AT_ONCE = (
     f"{MODULES}.server_transfer:PickleTransferStrategy.commit_store",
 )
 """Stores of what a worker sent in a message. They have copied, and ended the locks, when they return."""
-PREPARE = f"{MODULES}.server_transfer:ShmTransferStrategy.prepare_store"
-"""Reserves for a worker, which copies itself. What it does not hand to the worker it ends as if it were filled."""
 
 
 class Unfilled:
@@ -62,12 +59,8 @@ class Unfilled:
 
     def unlock(self) -> None:
         """LMCache ends the write: the object is filled."""
-        self.release()
-        self.own.unlock()
-
-    def release(self) -> None:
-        """LMCache's own lock takes its place again."""
         self.entry.write_lock = self.own
+        self.own.unlock()
 
     def stands(self) -> bool:
         """Whether the object is still reserved: not filled, nor dropped by an operator's command. Under L1's lock."""
@@ -102,14 +95,6 @@ class Store:
                 entry = l1._objects.get(key)
                 if entry is not None and entry.memory_obj is memory and entry.write_lock.is_locked():
                     self.reserved.append(Unfilled(aside, self, l1, key, entry))
-
-    def hand_to_worker(self) -> None:
-        """Leaves the objects to a worker, which fills them: LMCache's own locks hold them."""
-        while self.reserved:
-            unfilled = self.reserved.pop()
-            with unfilled.l1._lock:
-                if unfilled.stands():
-                    unfilled.release()
 
 
 class End:
@@ -191,7 +176,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         except Exception as error:
             livepatch.count("kept", len(store.reserved))
             why = f"the device did not come to the end of a store that failed ({error!r})"
-            livepatch.say("kept", f"{why}: its {len(store.reserved)} chunks stay reserved until the server is restarted")
+            livepatch.say(
+                "kept", f"{why}: its {len(store.reserved)} chunks stay reserved until the server is restarted"
+            )
         else:
             delete(store.reserved)
 
@@ -203,17 +190,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         finally:
             delete(store.reserved)
             store.reserved.clear()
-
-    def prepare(original: Call, strategy: Any, args: Any, kwargs: Any) -> Any:
-        store = Store(filled=False)
-        try:
-            with making(store):
-                answer = original(*args, **kwargs)
-            store.hand_to_worker()
-        finally:
-            delete(store.reserved)
-            store.reserved.clear()
-        return answer
 
     def reserve_write(original: Call, storage: Any, args: Any, kwargs: Any) -> Any:
         answer = original(*args, **kwargs)
@@ -246,7 +222,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     return {
         **dict.fromkeys(BY_STREAM, by_stream),
         **dict.fromkeys(AT_ONCE, at_once),
-        PREPARE: prepare,
         f"{STORAGE}.reserve_write": reserve_write,
         f"{STORAGE}.finish_write": finish_write,
         SUBMIT: submit,

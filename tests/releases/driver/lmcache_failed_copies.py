@@ -21,6 +21,7 @@ import importlib.util
 import inspect
 import mmap
 import os
+import pickle
 import sys
 import threading
 import time
@@ -31,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lmcache_server
 import torch
@@ -116,6 +117,13 @@ class Fault:
         self.held: dict[str, int] = {}
         self.holding, self.go = threading.Event(), threading.Event()
 
+    def is_reached(self, place: str) -> bool:
+        try:
+            self.reached(place)
+        except RuntimeError:
+            return True
+        return False
+
     def reached(self, place: str) -> None:
         if place in self.held:
             self.held[place] -= 1
@@ -132,8 +140,15 @@ class Fault:
 
 FAULT = Fault()
 HOST = ThreadPoolExecutor(1)
+"""The thread of the device's driver."""
 PLACE = next(Path(entry, "lmcache") for entry in sys.path if Path(entry, "lmcache", "__init__.py").exists())
 """Where LMCache is. To import it is to have it look for a device."""
+MODES = (
+    ("handle", "data")
+    if (PLACE / "v1/multiprocess/modules/non_gpu_transfer.py").exists()
+    else ("lmcache_driven", "engine_driven")
+)
+"""How LMCache calls the server's copies, and a worker's."""
 DRIVEN = (PLACE / "v1" / "platform" / "cache_context.py").exists()
 """From 0.4.7 on LMCache has a device of its own for CPU memory."""
 
@@ -141,7 +156,7 @@ DRIVEN = (PLACE / "v1" / "platform" / "cache_context.py").exists()
 class Handle:
     """To 0.4.6, in the place of a handle of device memory: a file that both processes map."""
 
-    files: dict[int, str] = {}
+    files: ClassVar[dict[int, str]] = {}
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.file, self.shape = self.files[tensor.data_ptr()], tuple(tensor.shape)
@@ -266,6 +281,11 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
     def act(name: str, *args: Any) -> Any:
         if name == "fail":
             FAULT.left[args[0]] = args[1]
+        if name == "disarm":
+            FAULT.left.clear()
+        if name == "forget":
+            with contextlib.suppress(Exception):  # to 0.5.0 its stand-in for a device's context has no `close`
+                transfers_of(engine).unregister_kv_cache(args[0])
         if name == "hold":
             FAULT.holding.clear()
             FAULT.go.clear()
@@ -299,12 +319,10 @@ def remembered() -> int:
 
 def faults(engine: Any) -> Callable[[], None]:
     """Puts the faults where a store passes; returns what waits until all that stores submitted was done."""
-    modules = getattr(engine, "_modules", [engine])
-    names = ("MPCacheEngine", "GPUTransferModule", "LMCacheDrivenTransferModule")
-    found = [one for one in modules if type(one).__name__ in names]
-    if not found:
+    transfers = transfers_of(engine)
+    if transfers is None:
+        in_messages()
         return lambda: None
-    (transfers,) = found
     module = sys.modules[type(transfers).__module__]
     copies = module
     if not hasattr(module, "lmcache_memcpy_async_d2h"):
@@ -329,6 +347,27 @@ def faults(engine: Any) -> Callable[[], None]:
         assert done.wait(PATIENCE)
 
     return settle
+
+
+def transfers_of(engine: Any) -> Any:
+    """The part of a server that copies, or None."""
+    names = ("MPCacheEngine", "GPUTransferModule", "LMCacheDrivenTransferModule")
+    modules = getattr(engine, "_modules", [engine])
+    return next((one for one in modules if type(one).__name__ in names), None)
+
+
+def in_messages() -> None:
+    """Puts the faults where a server takes what its workers copied themselves."""
+    name = "non_gpu_transfer" if not DRIVEN else "server_transfer"
+    module: Any = importlib.import_module(f"lmcache.v1.multiprocess.modules.{name}")
+
+    def loads(data: bytes) -> Any:
+        chunks = pickle.loads(data)
+        if FAULT.is_reached("short"):
+            return chunks[:1]
+        return [chunks[0], None, *chunks[2:]] if FAULT.is_reached("odd") else chunks
+
+    module.pickle = types.SimpleNamespace(**{**vars(pickle), "loads": loads})
 
 
 def passed(owner: Any, name: str, place: str) -> None:
@@ -361,13 +400,14 @@ class Worker:
 
     made = 0
 
-    def __init__(self, server: Server, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
+    def __init__(self, server: Server, shapes: dict[str, tuple[int, ...]] = SHAPES, *, copies: bool = False) -> None:
+        """`copies`: the worker copies itself, into messages or shared memory, and not the server."""
         import zmq
 
         Worker.made += 1
         CONTEXTS.extend([zmq.Context(), zmq.Context()])
         self.server, self.number, self.requests = server, Worker.made, 0
-        self.groups = len({shape for shape in shapes.values()})
+        self.groups = len(set(shapes.values()))
         self.module = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
         hints = {"kv_layout": "HND"}
         for place in (self.module, importlib.import_module("lmcache.integration.vllm.utils")):
@@ -375,20 +415,35 @@ class Worker:
         url = f"tcp://127.0.0.1:{server.port}"
         fields = inspect.signature(self.module.ParallelStrategy).parameters
         alone = {name: 0 if name.endswith(("_id", "_mla", "mla_only")) else 1 for name in fields}
-        given: dict[str, Any] = {"mq_timeout": PATIENCE, "heartbeat_interval": 3600.0, "vllm_block_size": BLOCK}
+        given: dict[str, Any] = {
+            "mq_timeout": 10.0 if copies else PATIENCE,
+            "heartbeat_interval": 3600.0,
+            "vllm_block_size": BLOCK,
+        }
         given["parallel_strategy"] = self.module.ParallelStrategy(**alone)
-        self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], "model", **given)
+        model = f"model of {len(shapes)} layers"
+        self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], model, **given)
         if self.adapter.instance_id == os.getpid():  # to 0.4.7, where two workers are two processes
             self.adapter.instance_id = os.getpid() * 100 + Worker.made
         scheduler = self.module.LMCacheMPSchedulerAdapter
         several = "server_urls" in inspect.signature(scheduler).parameters  # from 0.5.0
-        self.scheduler = scheduler([url] if several else url, CONTEXTS[-1], "model", **given)
+        self.scheduler = scheduler([url] if several else url, CONTEXTS[-1], model, **given)
         self.caches = {}
         for name, shape in shapes.items():
             file = f"cache-{Worker.made}-{name}"
             self.caches[name] = mapped(file, shape) if not DRIVEN else torch.zeros(shape)
             Handle.files[self.caches[name].data_ptr()] = os.path.abspath(file)
-        self.adapter.register_kv_caches(self.caches)
+        os.environ["LMCACHE_MP_TRANSFER_MODE"] = MODES[copies]
+        if not copies and not DRIVEN and hasattr(self.module, "create_transfer_context"):  # 0.4.6: as of a device
+            context = importlib.import_module("lmcache.v1.multiprocess.transfer_context").HandleTransferContext
+            self.module.create_transfer_context = lambda caches: context()  # type: ignore[attr-defined]
+        self.adapter.register_kv_caches(self.caches, *([self.infos()] if DRIVEN and self.groups > 1 else []))
+
+    def infos(self) -> list[Any]:
+        """What an engine says of its groups of layers."""
+        kind = importlib.import_module("lmcache.v1.multiprocess.group_view").EngineGroupInfo
+        layers = [tuple(range(LAYERS)), (LAYERS,)]
+        return [kind(number, indices, BLOCK) for number, indices in enumerate(layers)]
 
     def fill(self, value: float, blocks: list[int]) -> None:
         for cache in self.caches.values():
@@ -414,19 +469,20 @@ class Worker:
         self.requests += 1
         return f"request {self.number}-{self.requests}"
 
-    def store(self, prompt: int, blocks: list[int] = FIRST) -> None:
+    def store(self, prompt: int, blocks: list[int] = FIRST, *, settle: bool = True) -> None:
         """Stores a prompt, of which the blocks hold its number. When this returns, the server has done with it."""
         self.begin(prompt, blocks)
-        self.is_done()
+        self.is_done(settle=settle)
 
     def begin(self, prompt: int, blocks: list[int] = FIRST) -> None:
         self.fill(prompt, blocks)
         self.adapter.submit_store_request(self.request(), self.operation(prompt, blocks), self.event())
 
-    def is_done(self) -> None:
+    def is_done(self, *, settle: bool = True) -> None:
         """Waits until the server has done what this worker asked for: it does one after the other."""
         self.load(self.request(), 9999, SECOND)
-        self.server.ask("settle")
+        if settle:
+            self.server.ask("settle")
 
     def load(self, name: str, prompt: int, blocks: list[int]) -> list[bool]:
         """Whether a load ended well, and whether what came is the prompt's."""
@@ -455,17 +511,20 @@ class Worker:
 # The cases
 
 
-def fails(worker: Worker, place: str, nth: int, prompt: int) -> list[Any]:
+def fails(
+    worker: Worker, place: str, nth: int, prompt: int, *, evict: bool = True, also: str | None = None
+) -> list[Any]:
     """A store fails. What others load of it at once, and when LMCache's time for a store is over; how many chunks the
-    cache lacks then; and what they load when it was stored again.
+    cache lacks then; and what they load when it was stored again. `also`: another fault, which stock need not reach.
     """
     server = worker.server
-    server.ask("evict")
+    if evict:
+        server.ask("evict")
     free = server.ask("free")
     server.ask("short")
     server.ask("fail", place, nth)
     worker.store(prompt)
-    assert not server.ask("armed"), "the fault was not reached"
+    assert set(server.ask("armed")) <= {also}, "the fault was not reached"
     result = [worker.loaded(prompt)]
     server.ask("expire")
     result.append(worker.loaded(prompt))
@@ -476,14 +535,112 @@ def fails(worker: Worker, place: str, nth: int, prompt: int) -> list[Any]:
     return result
 
 
+def shared(worker: Worker) -> list[Any]:
+    """Another request has stored the prompt's first chunk. Its hit stays when the store of the others fails."""
+    server = worker.server
+    server.ask("evict")
+    worker.store(70, FIRST[:2])
+    result = fails(worker, "copy", 1, 70, evict=False)
+    return [*result[:2], result[3]]
+
+
+def beside(worker: Worker) -> list[Any]:
+    """While a store is under way, another worker stores the same prompt, in vain, and a prompt of its own. Then the
+    first store fails. What others load of the prompt, before, after, and when it was stored again; and of the other.
+    """
+    server, other = worker.server, Worker(worker.server)
+    server.ask("evict")
+    server.ask("hold", "copy", 2)
+    server.ask("fail", "copy", 2)
+    worker.begin(80)
+    server.ask("held")
+    result = []
+    other.store(80, settle=False)
+    other.store(81, settle=False)
+    result.append(other.loaded(80))
+    server.ask("go")
+    worker.is_done()
+    result.append(other.loaded(80))
+    other.store(80)
+    result += [other.loaded(80), other.loaded(81)]
+    return result
+
+
+def gone(worker: Worker) -> list[Any]:
+    """The worker's registration ends amid its store, whose next copy is refused then."""
+    server, other = worker.server, Worker(worker.server)
+    server.ask("evict")
+    free = server.ask("free")
+    server.ask("short")
+    server.ask("hold", "copy", 2)
+    server.ask("fail", "copy", 2)
+    other.begin(90)
+    server.ask("held")
+    server.ask("forget", other.adapter.instance_id)
+    server.ask("go")
+    until(lambda: not server.ask("armed"))
+    worker.is_done()
+    server.ask("expire")
+    server.ask("long")
+    result = [worker.loaded(90), (free - server.ask("free")) / CHUNK_BYTES]
+    worker.store(90)
+    return [*result, worker.loaded(90)]
+
+
+def unsynchronized(worker: Worker) -> list[Any]:
+    """A store fails, and the device does not come to the end of what was launched: nobody knows whether it writes."""
+    worker.server.ask("fail", "synchronize", 1)
+    result = fails(worker, "record", 1, 100, also="synchronize")
+    worker.server.ask("disarm")
+    return result
+
+
+def many(worker: Worker) -> list[Any]:
+    """How many chunks the cache lacks after thirty stores that failed, and what more is remembered after these than
+    after one of them.
+    """
+    server = worker.server
+    server.ask("evict")
+    free = server.ask("free")
+
+    def one(prompt: int) -> None:
+        server.ask("fail", "copy", 2)
+        worker.store(prompt)
+
+    one(110)
+    remembered = server.ask("remembered")
+    for prompt in range(111, 140):
+        one(prompt)
+    return [(free - server.ask("free")) / CHUNK_BYTES, server.ask("remembered") - remembered]
+
+
 CASES: dict[str, Callable[[Worker], Any]] = {
     "first copy": lambda worker: fails(worker, "copy", 1, 10),
     "amid": lambda worker: fails(worker, "copy", 2, 20),
     "last copy": lambda worker: fails(worker, "copy", 3, 30),
-    "blocks": lambda worker: fails(worker, "move", 2, 40),
     "event": lambda worker: fails(worker, "record", 1, 50),
     "end": lambda worker: fails(worker, "submit", 1, 60),
+    "groups": lambda worker: fails(Worker(worker.server, WITH_GROUPS), "move", 4, 40),
+    "shared": shared,
+    "beside": beside,
+    "gone": gone,
+    "many": many,
+    "unsynchronized": unsynchronized,
 }
+"""With a server that copies."""
+SENT: dict[str, Callable[[Worker], Any]] = {
+    "too few chunks": lambda worker: fails(worker, "short", 1, 10),
+    "an odd chunk": lambda worker: fails(worker, "odd", 1, 20),
+}
+"""With a server that is sent chunks in messages."""
+
+
+def words(*, copies: bool) -> list[str]:
+    """A server's options."""
+    if not DRIVEN:  # from 0.4.6 on
+        return ["--transfer-mode", "non_gpu"] if copies else []
+    served = {"handle": "gpu", "data": "non_gpu"}.get(MODES[copies], MODES[copies])
+    return ["--supported-transfer-mode", served, "--shm-name", ""]
 
 
 def main() -> None:
@@ -492,18 +649,20 @@ def main() -> None:
     lmcache = importlib.import_module("lmcache")
     importlib.import_module("lmcache.v1.multiprocess.server")
     importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
-    mode = importlib.import_module("lmcache.v1.multiprocess.transfer_context") if DRIVEN else None
-    driven = {"HandleTransferContext": ("handle", "gpu")}
-    name = "handle" if mode and hasattr(mode, "HandleTransferContext") else "lmcache_driven"
-    os.environ["LMCACHE_MP_TRANSFER_MODE"] = name
-    words = ["--supported-transfer-mode", "gpu" if name == "handle" else name] if DRIVEN else []
-    del driven
-    # The server first: a process that has used ZMQ cannot be forked.
-    server = Server(*words)
-    server.start()
-    worker = Worker(server)
-    came = {case: attempted(functools.partial(CASES[case], worker)) for case in asked or CASES}
-    server.kill()
+    # What keys are made with imports vLLM: once, and not in each server.
+    importlib.import_module("lmcache.v1.multiprocess.token_hasher").TokenHasher(CHUNK)
+    # All servers first: a process that has used ZMQ cannot be forked.
+    kinds = [
+        (CASES, {"copies": False}),
+        (SENT, {"copies": True}),
+    ]
+    wanted = [(cases, of, Server(*words(**of))) for cases, of in kinds if set(asked) & set(cases)]
+    came: dict[str, Any] = {}
+    for cases, of, server in wanted:
+        server.start()
+        worker = Worker(server, copies=of["copies"])
+        came |= {name: attempted(functools.partial(cases[name], worker)) for name in cases if name in asked}
+        server.kill()
     print_result({"cases": came}, lmcache)
     leave()
 
