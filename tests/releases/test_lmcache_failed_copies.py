@@ -29,14 +29,14 @@ SENT = ("too few chunks", "an odd chunk")
 
 PATCHED: dict[str, Any] = {
     # At once, after LMCache's time, chunks that the cache lacks, and when it was stored again.
-    **dict.fromkeys(("first copy", "amid", "last copy", "event", "end", "groups"), [NONE, NONE, 0.0, RIGHT]),
+    **{case: [NONE, NONE, 0.0, RIGHT] for case in ("first copy", "amid", "last copy", "event", "end", "groups")},
     "shared": [FIRST, FIRST, RIGHT],
     "beside": [NONE, NONE, RIGHT, RIGHT],
     "gone": [NONE, 0.0, RIGHT],
     "many": [0.0, 0],
     # Nobody knows whether the device still writes there.
     "unsynchronized": [NONE, NONE, 3.0, NONE],
-    **dict.fromkeys(SENT, [FIRST, FIRST, 1.0, RIGHT]),
+    **{case: [FIRST, FIRST, 1.0, RIGHT] for case in SENT},
 }
 
 
@@ -62,7 +62,7 @@ def stock(release: str) -> dict[str, Any]:
             "beside": [NONE, WRONG, WRONG, RIGHT] if at_once else [NONE, NONE, NONE, RIGHT],
             "gone": [WRONG, 3.0, WRONG],
             "many": [90.0, 0],
-            **dict.fromkeys(SENT, [FIRST, WRONG, 3.0, WRONG]),
+            **{case: [FIRST, WRONG, 3.0, WRONG] for case in SENT},
         },
     )
 
@@ -97,11 +97,11 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
 def test_the_release_that_has_it_mended(warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """What 0.5.6 reserves is apart from what can be read. It keeps the memory until the same is stored again."""
     expected = {
-        **dict.fromkeys(("first copy", "amid", "last copy", "event", "end"), [NONE, NONE, 3.0, RIGHT]),
+        **{case: [NONE, NONE, 3.0, RIGHT] for case in ("first copy", "amid", "last copy", "event", "end")},
         "groups": [NONE, NONE, 6.0, RIGHT],
         "shared": [FIRST, FIRST, RIGHT],
         "gone": [NONE, 3.0, RIGHT],
         "many": [90.0, 0],
-        **dict.fromkeys(SENT, [FIRST, FIRST, 3.0, RIGHT]),
+        **{case: [FIRST, FIRST, 3.0, RIGHT] for case in SENT},
     }
     assert driven(INSTALLED, warm, tmp_path, expected) == expected

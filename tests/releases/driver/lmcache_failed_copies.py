@@ -250,12 +250,13 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
     module = importlib.import_module("lmcache.v1.multiprocess.server")
     sys.argv = ["lmcache", "--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)]
     sys.argv += ["--l1-size-gb", "0.1", "--no-l1-use-lazy", "--eviction-policy", "LRU", "--disable-observability"]
-    sys.argv += ["--max-gpu-workers", "2", *words]
+    sys.argv += ["--max-gpu-workers", "16", *words]
     given = module.parse_args()
     configured = [
         getattr(module, name)(given)
         for name in ("parse_args_to_mp_server_config", "parse_args_to_config", "parse_args_to_observability_config")
     ]
+    a_thread_each()
     without = {"start_prometheus_http_server": False}
     taken = inspect.signature(module.run_cache_server).parameters
     engine = module.run_cache_server(
@@ -307,6 +308,18 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
     pipe.send("ready")
     while True:
         pipe.send(act(*pipe.recv()))
+
+
+def a_thread_each() -> None:
+    """Each client's stores and loads have a thread of their own; else two clients may draw the same by lot."""
+    pool = importlib.import_module("lmcache.v1.multiprocess.affinity_pool").AffinityThreadPool
+    submit, clients = pool.submit, dict[int, int]()
+
+    def submitted(self: Any, function: Any, *args: Any, affinity_key: int = 0, **kwargs: Any) -> Any:
+        client = clients.setdefault(affinity_key, len(clients))
+        return submit(self, function, *args, affinity_key=client, **kwargs)
+
+    pool.submit = submitted
 
 
 def remembered() -> int:
