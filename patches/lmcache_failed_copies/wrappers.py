@@ -44,7 +44,10 @@ class Unfilled:
     """The write lock of one object, for as long as its store has not filled it. LMCache's own ends after a time."""
 
     def __init__(self, aside: Callable[[], bool], store: Store, l1: Any, key: Any, entry: Any) -> None:
-        self.aside, self.store, self.l1, self.key, self.entry = aside, store, l1, key, entry
+        self.aside, self.store = aside, store
+        self.l1 = l1
+        self.key = key
+        self.entry = entry
         self.own = entry.write_lock
         self.deleting = 0  # the thread that deletes the object: for this thread alone the object is not locked
         entry.write_lock = self

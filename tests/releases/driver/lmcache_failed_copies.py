@@ -110,12 +110,19 @@ class Nothing(contextlib.nullcontext[None]):
 
 
 class Fault:
-    """Raises where and when it was told to; or holds who comes there."""
+    """Raises where and when it was told to; or holds who comes there, and raises then."""
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
-        self.held: dict[str, int] = {}
-        self.holding, self.go = threading.Event(), threading.Event()
+        self.holds: set[str] = set()
+        self.holding, self.go, self.gone = threading.Event(), threading.Event(), threading.Event()
+
+    def arm(self, place: str, nth: int, *, hold: bool = False) -> None:
+        for event in (self.holding, self.go, self.gone):
+            event.clear()
+        self.left[place] = nth
+        if hold:
+            self.holds.add(place)
 
     def is_reached(self, place: str) -> bool:
         try:
@@ -125,17 +132,18 @@ class Fault:
         return False
 
     def reached(self, place: str) -> None:
-        if place in self.held:
-            self.held[place] -= 1
-            if not self.held[place]:
-                del self.held[place]
-                self.holding.set()
-                self.go.wait(PATIENCE)
-        if place in self.left:
-            self.left[place] -= 1
-            if not self.left[place]:
-                del self.left[place]
-                raise RuntimeError(f"as where the device refuses: {place}")
+        if place not in self.left:
+            return
+        self.left[place] -= 1
+        if self.left[place]:
+            return
+        del self.left[place]
+        if place in self.holds:
+            self.holds.remove(place)
+            self.holding.set()
+            self.go.wait(PATIENCE)
+        self.gone.set()
+        raise RuntimeError(f"as where the device refuses: {place}")
 
 
 FAULT = Fault()
@@ -279,9 +287,13 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
     def held() -> None:
         assert FAULT.holding.wait(PATIENCE)
 
+    def go() -> None:
+        FAULT.go.set()
+        assert FAULT.gone.wait(PATIENCE)
+
     def act(name: str, *args: Any) -> Any:
-        if name == "fail":
-            FAULT.left[args[0]] = args[1]
+        if name in ("fail", "hold"):
+            FAULT.arm(*args, hold=name == "hold")
         if name == "disarm":
             FAULT.left.clear()
         if name == "forget":
@@ -297,7 +309,7 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
             "expire": expire,
             "free": free,
             "held": held,
-            "go": FAULT.go.set,
+            "go": go,
             "armed": lambda: dict(FAULT.left),
             "evict": lambda: l1.delete(list(l1._objects)) and None,
             "locked": lambda: sum(entry.write_lock.is_locked() for entry in list(l1._objects.values())),
@@ -564,7 +576,6 @@ def beside(worker: Worker) -> list[Any]:
     server, other = worker.server, Worker(worker.server)
     server.ask("evict")
     server.ask("hold", "copy", 2)
-    server.ask("fail", "copy", 2)
     worker.begin(80)
     server.ask("held")
     result = []
@@ -586,14 +597,12 @@ def gone(worker: Worker) -> list[Any]:
     free = server.ask("free")
     server.ask("short")
     server.ask("hold", "copy", 2)
-    server.ask("fail", "copy", 2)
     other.begin(90)
     server.ask("held")
     server.ask("forget", other.adapter.instance_id)
     server.ask("go")
-    until(lambda: not server.ask("armed"))
-    worker.is_done()
     server.ask("expire")
+    worker.is_done()
     server.ask("long")
     result = [worker.loaded(90), (free - server.ask("free")) / CHUNK_BYTES]
     worker.store(90)
@@ -602,7 +611,7 @@ def gone(worker: Worker) -> list[Any]:
 
 def unsynchronized(worker: Worker) -> list[Any]:
     """A store fails, and the device does not come to the end of what was launched: nobody knows whether it writes."""
-    worker.server.ask("fail", "synchronize", 1)
+    worker.server.ask("fail", "synchronize", 1)  # reached behind the other, where somebody synchronizes
     result = fails(worker, "record", 1, 100, also="synchronize")
     worker.server.ask("disarm")
     return result
