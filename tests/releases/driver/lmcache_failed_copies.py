@@ -299,10 +299,6 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
         if name == "forget":
             with contextlib.suppress(Exception):  # to 0.5.0 its stand-in for a device's context has no `close`
                 transfers_of(engine).unregister_kv_cache(args[0])
-        if name == "hold":
-            FAULT.holding.clear()
-            FAULT.go.clear()
-            FAULT.held[args[0]] = args[1]
         l1._write_ttl_seconds = {"short": 1, "long": reserved_for}.get(name, l1._write_ttl_seconds)
         called = {
             "settle": settle,
@@ -312,7 +308,6 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
             "go": go,
             "armed": lambda: dict(FAULT.left),
             "evict": lambda: l1.delete(list(l1._objects)) and None,
-            "locked": lambda: sum(entry.write_lock.is_locked() for entry in list(l1._objects.values())),
             "remembered": remembered,
         }.get(name)
         return called() if called else "ready"
