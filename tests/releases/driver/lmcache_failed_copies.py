@@ -436,7 +436,7 @@ class Worker:
         fields = inspect.signature(self.module.ParallelStrategy).parameters
         alone = {name: 0 if name.endswith(("_id", "_mla", "mla_only")) else 1 for name in fields}
         given: dict[str, Any] = {
-            "mq_timeout": 10.0 if copies else PATIENCE,
+            "mq_timeout": 20.0 if copies else PATIENCE,
             "heartbeat_interval": 3600.0,
             "vllm_block_size": BLOCK,
         }
@@ -454,9 +454,10 @@ class Worker:
             self.caches[name] = mapped(file, shape) if not DRIVEN else torch.zeros(shape)
             Handle.files[self.caches[name].data_ptr()] = os.path.abspath(file)
         os.environ["LMCACHE_MP_TRANSFER_MODE"] = MODES[copies]
-        if not copies and not DRIVEN and hasattr(self.module, "create_transfer_context"):  # 0.4.6: as of a device
-            context = importlib.import_module("lmcache.v1.multiprocess.transfer_context").HandleTransferContext
-            self.module.create_transfer_context = lambda caches: context()  # type: ignore[attr-defined]
+        if not DRIVEN and hasattr(self.module, "create_transfer_context"):  # 0.4.6: as of a device, or not
+            contexts: Any = importlib.import_module("lmcache.v1.multiprocess.transfer_context")
+            kind = contexts.DataTransferContext if copies else contexts.HandleTransferContext
+            self.module.create_transfer_context = lambda caches: kind()  # type: ignore[attr-defined]
         self.adapter.register_kv_caches(self.caches, *([self.infos()] if DRIVEN and self.groups > 1 else []))
 
     def infos(self) -> list[Any]:
