@@ -18,7 +18,8 @@ RELEASES = [release for release in EVERY if Version(release) < Version("0.5.6")]
 INSTALLED = "0.5.6"
 """What the engine's environment has: the whole wheel."""
 TRANSFER = Path(__file__).parents[2] / "patches" / "mp_block_transfer" / "transfer.py"
-ENVIRON = {"LIVEPATCH_LMCACHE_FAILED_COPIES": "on"}
+ENVIRON = {"LIVEPATCH_LMCACHE_FAILED_COPIES": "on", "LIVEPATCH_LMCACHE_BOUNDED_WAITS": "off"}
+"""The latter lets a worker load nothing for a while after a call that was not answered, as in `an odd chunk`."""
 
 RIGHT, WRONG, NONE = [96, True, True], [96, True, False], [0]
 """A hit of three chunks that is loaded well: with its contents, with others. No hit."""

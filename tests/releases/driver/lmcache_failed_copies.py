@@ -191,6 +191,7 @@ def without_device(transfer: str) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.device = torch.cuda.stream = Nothing  # type: ignore[assignment,misc]
     torch.cuda.empty_cache = torch.cuda.init = lambda: None
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
     torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment,return-value]
     cupy = types.ModuleType("cupy")
