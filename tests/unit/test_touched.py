@@ -96,6 +96,7 @@ ALLOWED = {
             "of LMCache's MemoryObj, which the targets ask as well, whose whole fingerprints are in the facts",
         ),
     },
+    "lmcache-failed-copies": {"reset": "of a contextvars.ContextVar", "synchronize": TORCH},
     "lmcache-disk": {
         "_is_owned": "of a threading.RLock",
         "cast": "of a memoryview",
