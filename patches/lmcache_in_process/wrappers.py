@@ -2,10 +2,11 @@
 
 The scheduler's connector asserts on parts of LMCache that its process has not: on the storage engine when a client goes
 (the scheduler never has one), on everything where LMCache did not start. Its asynchronous lookup client raises where a
-lookup that timed out is asked for again. And what a lookup found stays pinned in the workers' memory where its request
-ends before it is computed.
+lookup that timed out is asked for again. What a lookup found stays pinned in the workers' memory where its request
+ends before it is computed. And with `enable_async_loading` a load gives back the memory of its chunks twice, so LMCache
+frees memory that its own index still names.
 
-Source: LMCache#3337, vllm#44249, vllm#3685; LMCache 0.5.1 guards the connector.
+Source: LMCache#3337, LMCache PR#2772, vllm#44249, vllm#3685; LMCache 0.5.1 guards the connector.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 
 CONNECTOR = "lmcache.integration.vllm.vllm_v1_adapter:LMCacheConnectorV1Impl"
+ENGINE = "lmcache.v1.cache_engine:LMCacheEngine"
 LOOKUPS = "lmcache.v1.lookup_client.lmcache_async_lookup_client:LMCacheAsyncLookupClient"
 
 UNUSED = "_livepatch_unused_lookups"
@@ -37,6 +39,16 @@ class WithoutStatus:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
+
+
+class Taken:
+    """The future of a prefetch that has ended, as LMCache's clean-up asks it: by tier, a key and its memory a chunk."""
+
+    def __init__(self, chunks: list[tuple[Any, Any]]) -> None:
+        self._chunks = chunks
+
+    def result(self) -> list[list[tuple[Any, Any]]]:
+        return [self._chunks]
 
 
 def innermost(client: Any) -> Any:
@@ -117,6 +129,33 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 return 0
         return original(*args, **kwargs)
 
+    def prefetched(original: Call, engine: Any, args: Any, kwargs: Any) -> Any:
+        """Let each chunk of a prefetch be given back once.
+
+        The original gives back the chunks that the load does not copy, and keeps their pins. From LMCache 0.5.2 on, its
+        caller gives back those that it copied, unless it removes them from LMCache. At the end of the step LMCache's
+        clean-up gives back every chunk that the prefetch's event names.
+        """
+        answer = original(*args, **kwargs)
+        if livepatch.facts.get("ends_event"):  # LMCache 0.3.15 gives back each chunk itself, and names none later
+            return answer
+        events, name, module = engine.event_manager, kwargs["req_id"], sys.modules[ENGINE.partition(":")[0]]
+        loading = module.EventType.LOADING
+        future = events.get_event_future(loading, name)
+        if future.exception() is not None:
+            return answer
+        copied = [(key, memory) for key, memory, *_ in answer[0]]
+        used = {id(memory) for _, memory in copied}
+        left = [memory for tier in future.result() for _, memory in tier if id(memory) not in used]
+        events.pop_event(loading, name)
+        if engine.remove_after_retrieve or not livepatch.facts.get("gives_back_copied", False):
+            events.add_event(loading, name, Taken(copied))
+            events.update_event_status(loading, name, status=module.EventStatus.DONE)
+        for memory in left:
+            if memory.is_pinned:
+                memory.unpin()
+        return answer
+
     def update_state_after_alloc(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
         """Leave a request alone that is computed here, since there is no LMCache."""
         if connector.lookup_client is not None:
@@ -136,6 +175,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{CONNECTOR}.request_finished": request_finished,
         f"{CONNECTOR}.get_finished": livepatch.lasting(get_finished),
         f"{LOOKUPS}.lookup_cache": livepatch.lasting(lookup_cache),
+        f"{ENGINE}._async_process_tokens_internal": livepatch.lasting(prefetched),
     }
     made[f"{CONNECTOR}.update_state_after_alloc"] = livepatch.lasting(update_state_after_alloc)
     for name in ("start_load_kv", "save_kv_layer", "wait_for_save"):

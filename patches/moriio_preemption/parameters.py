@@ -70,11 +70,17 @@ GIVEN: dict[str, Check] = {
     "remote_hosts": absent_or(lambda value: type(value) is list and all(map(host, value))),
 }
 """Of fields that may be absent, what their values may be."""
+SIZES = ("remote_tp_size", "tp_size")
 
 
-def odd_field(parameters: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a field that is there, None where nothing is."""
+def odd_field(parameters: Mapping[str, Any], zero_is_unknown: bool) -> str | None:
+    """Return what is wrong with a field that is there, None where nothing is.
+
+    `zero_is_unknown`: the release takes a 0 of SIZES as its own number of ranks.
+    """
     for name, check in GIVEN.items():
+        if zero_is_unknown and name in SIZES and type(parameters.get(name)) is int and parameters[name] == 0:
+            continue
         if name in parameters and not check(parameters[name]):
             return f"{name} is {described(parameters[name])}"
     return None

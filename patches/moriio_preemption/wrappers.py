@@ -85,7 +85,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return "do_remote_prefill is set, and this engine only prefills"
         if send and not half.is_producer:
             return "do_remote_decode is set, and this engine only decodes"
-        problem = given.odd_field(found) or problem_of_peer(half, request, found)
+        problem = given.odd_field(found, names_transfers) or problem_of_peer(half, request, found)
         return problem or problem_of_blocks(half, block_size, request.num_prompt_tokens, found)
 
     def problem_of_peer(half: Any, request: Any, found: Mapping[str, Any]) -> str | None:

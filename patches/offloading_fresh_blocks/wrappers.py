@@ -1,9 +1,10 @@
 """The offloading scheduler knows of every block that is given anew, and stores only KV that was computed.
 
-Three faults of its bookkeeping. A block whose store is pending may be given to a request for which another child of a
+Four faults of its bookkeeping. A block whose store is pending may be given to a request for which another child of a
 MultiConnector loads: nobody tells the offloading scheduler, so the worker does not wait for the store, which keeps the
 newcomer's KV under the old prompt. A request that ended early is stored beyond its KV, or ends the engine. A request
-that is preempted and loaded again in one step, by a reset of the prefix cache, ends the engine.
+that is preempted and loaded again in one step, by a reset of the prefix cache, ends the engine. To 0.24.0 nobody tells
+the offloading scheduler whom such a reset preempts, so their stores may keep the KV of whoever gets their blocks.
 
 Source: vllm#46951, vllm#49118, vllm#54193.
 """
@@ -20,7 +21,11 @@ Call = Callable[..., Any]
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 MULTI = f"{CONNECTORS}.multi_connector:MultiConnector"
+CORE = "vllm.v1.core.sched.scheduler:Scheduler"
 SCHEDULER = f"{CONNECTORS}.offloading.scheduler:OffloadingConnectorScheduler"
+
+UNFENCED = "_livepatch_unfenced_stores"
+"""Attribute of an offloading scheduler: stores of requests that a reset preempted, until a step waits for them."""
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
@@ -75,18 +80,24 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         def build_connector_meta(scheduler: Any, scheduler_output: Any) -> Any:
             preempted = scheduler_output.preempted_req_ids
             loads = scheduler._current_batch_load_jobs
-            return (guarded if preempted and loads else release)(scheduler, scheduler_output)
+            look = (preempted and loads) or UNFENCED in vars(scheduler)
+            return (guarded if look else release)(scheduler, scheduler_output)
 
         return build_connector_meta
 
     def build_connector_meta(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
         """Hide the loads that this step begins from the release's flush of what preempted requests have under way.
 
-        It takes each of these for a store. Nothing else asks for a preempted request's jobs in this call.
+        It takes each of these for a store. Nothing else asks for a preempted request's jobs in this call. And have the
+        worker wait for what a reset left.
         """
         output = args[0] if args else kwargs["scheduler_output"]
+        stores = vars(scheduler).pop(UNFENCED, set()) & scheduler._jobs.keys()
+        if stores:
+            scheduler._current_batch_jobs_to_flush |= stores
+            livepatch.count("awaited_stores", len(stores))
         begun = scheduler._current_batch_load_jobs.keys()
-        states = [scheduler._req_status.get(name) for name in output.preempted_req_ids]
+        states = [scheduler._req_status.get(name) for name in output.preempted_req_ids or ()]
         loading = [(state, state.transfer_jobs & begun) for state in states if state is not None]
         for state, loads in loading:
             state.transfer_jobs -= loads
@@ -95,9 +106,30 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         finally:
             for state, loads in loading:
                 state.transfer_jobs |= loads
-                livepatch.count("reloaded", len(loads))
+                if loads:
+                    livepatch.count("reloaded", len(loads))
+
+    def reset_prefix_cache(wrapped: Call, core: Any, args: Any, kwargs: Any) -> Any:
+        """Note the stores of requests that were preempted. The release's own set of stores to wait for must be empty
+        where the connector's cache is reset, so they are kept apart until the next step.
+        """
+        running = list(core.running) if livepatch.facts.get("resets_unseen") and core.connector is not None else []
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            left = {request.request_id for request in running}.difference(one.request_id for one in core.running)
+            for scheduler in offloading_schedulers(core.connector) if left else ():
+                stores = unfenced(scheduler, left)
+                if stores:
+                    vars(scheduler).setdefault(UNFENCED, set()).update(stores)
+
+    def unfenced(scheduler: Any, names: set[str]) -> set[int]:
+        states = (scheduler._req_status.get(name) for name in names)
+        jobs = {job for state in states if state is not None for job in state.transfer_jobs}
+        return {job for job in jobs if job in scheduler._jobs and scheduler._jobs[job].is_store}
 
     return {
+        f"{CORE}.reset_prefix_cache": reset_prefix_cache,
         f"{MULTI}.update_state_after_alloc": livepatch.before(update_state_after_alloc),
         f"{SCHEDULER}._calc_num_offloadable_tokens": livepatch.shortcut(counting, calc_num_offloadable_tokens),
         f"{SCHEDULER}.build_connector_meta": livepatch.shortcut(beginning, build_connector_meta),
@@ -105,9 +137,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
 
 def offloading_schedulers(connector: Any) -> Iterator[Any]:
-    """Yield the scheduler's part of every OffloadingConnector among a connector's children, at any depth."""
+    """Yield the scheduler's part of a connector that is an OffloadingConnector, and of its children, at any depth."""
+    scheduler = getattr(connector, "connector_scheduler", None)
+    if hasattr(scheduler, "_block_id_to_pending_jobs"):
+        yield scheduler
     for child in getattr(connector, "_connectors", ()):
-        scheduler = getattr(child, "connector_scheduler", None)
-        if hasattr(scheduler, "_block_id_to_pending_jobs"):
-            yield scheduler
         yield from offloading_schedulers(child)

@@ -18,7 +18,7 @@ from vllm_livepatch.tools.releases import registry
 DRIVER = "moriio_preemption"
 PATCH = "moriio-preemption"
 EVERY = [pin.version for pin in registry.pins("vllm")]
-RELEASES = EVERY[EVERY.index("0.24.0") :]
+RELEASES = EVERY[EVERY.index("0.23.0") :]
 SOME = executed.chosen([], RELEASES)  # by hand: it takes minutes
 WAYS = [f"{scheduler}, {mode}" for scheduler in ("Scheduler", "AsyncScheduler") for mode in ("read", "write")]
 RIGHT = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,3 +145,90 @@ def test_not_started(made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
     for name in ("start_load_kv", "save_kv_layer", "wait_for_save"):
         assert made(name, SimpleNamespace(lmcache_engine=None), 1) is None
         assert made(name, SimpleNamespace(lmcache_engine=object()), 1) == (1,)
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.pins = self.references = 1
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pins > 0
+
+    def unpin(self) -> None:
+        self.pins -= 1
+
+    def ref_count_down(self) -> None:
+        self.references -= 1
+
+
+class Prefetch:
+    """An engine that prefetched chunks in two tiers; the second of three is copied."""
+
+    def __init__(self, removes: bool, fails: bool = False) -> None:
+        self.chunks = [(name, Memory()) for name in "abc"]
+        self.future: Future[Any] = Future()
+        if fails:
+            self.future.set_exception(KeyError("a"))
+        else:
+            self.future.set_result([self.chunks[:2], self.chunks[2:]])
+        self.events = {("loading", "r"): self.future}
+        self.event_manager, self.remove_after_retrieve = self, removes
+
+    def get_event_future(self, kind: str, name: str) -> Any:
+        return self.events[kind, name]
+
+    def pop_event(self, kind: str, name: str) -> Any:
+        return self.events.pop((kind, name))
+
+    def add_event(self, kind: str, name: str, future: Any) -> None:
+        self.events[kind, name] = future
+
+    def update_event_status(self, kind: str, name: str, status: str) -> None:
+        assert (status, (kind, name) in self.events) == ("done", True)
+
+    def load(self, **facts: bool) -> Any:
+        context = PatchContext("lmcache-in-process", {}, facts, lambda: None)
+        wrapper = patch.wrappers(context)[f"{patch.ENGINE}._async_process_tokens_internal"]
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            for name, memory in self.chunks:
+                if name != "b":
+                    memory.ref_count_down()
+            return [(*self.chunks[1], 2, 4)], 8
+
+        return wrapper(original, self, ([1, 2],), {"req_id": "r"})
+
+
+@pytest.fixture
+def _cache_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"EventType": SimpleNamespace(LOADING="loading"), "EventStatus": SimpleNamespace(DONE="done")}
+    monkeypatch.setitem(sys.modules, "lmcache.v1.cache_engine", SimpleNamespace(**kinds))  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("_cache_engine")
+@pytest.mark.parametrize(("removes", "gives_back"), [(False, False), (True, True), (True, False)])
+def test_what_was_copied_is_left_to_the_clean_up(removes: bool, gives_back: bool) -> None:
+    engine = Prefetch(removes)
+    assert engine.load(gives_back_copied=gives_back) == ([(*engine.chunks[1], 2, 4)], 8)
+    assert engine.events["loading", "r"].result() == [[engine.chunks[1]]]
+    assert [(memory.pins, memory.references) for _, memory in engine.chunks] == [(0, 0), (1, 1), (0, 0)]
+
+
+@pytest.mark.usefixtures("_cache_engine")
+def test_nothing_is_left_to_the_clean_up() -> None:
+    """From LMCache 0.5.2 on the caller gives back what was copied; 0.3.15 has ended the event itself."""
+    engine = Prefetch(removes=False)
+    engine.load(gives_back_copied=True)
+    assert engine.events == {}
+    assert [(memory.pins, memory.references) for _, memory in engine.chunks] == [(0, 0), (1, 1), (0, 0)]
+    engine = Prefetch(removes=False)
+    engine.load(ends_event=True)
+    assert [memory.pins for _, memory in engine.chunks] == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("_cache_engine")
+def test_a_prefetch_that_failed() -> None:
+    engine = Prefetch(removes=False, fails=True)
+    engine.load()
+    assert engine.events == {("loading", "r"): engine.future}

@@ -112,6 +112,15 @@ def test_what_a_release_does_not_read_may_be_missing() -> None:
     assert left(SEND, MoRIIOConnector("WRITE", producer=True)) is SEND
 
 
+def test_a_size_of_nobody_knows_what() -> None:
+    """From 0.28.0 on a release takes 0 ranks as its own number."""
+    for name in ("remote_tp_size", "tp_size"):
+        params = {**LOAD, name: 0}
+        assert left(params, MoRIIOConnector(), names_transfers=True) is params
+        assert left(params, MoRIIOConnector()) is None
+        assert left({**LOAD, name: False}, MoRIIOConnector(), names_transfers=True) is None
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

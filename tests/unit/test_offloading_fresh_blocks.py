@@ -108,10 +108,58 @@ def test_of_a_request_that_ended_only_computed_tokens_are_stored(
         assert offloadable(context(), tables, finished=True, **request) == tokens  # of a release that does so itself
 
 
+class Core:
+    """A scheduler that a reset of the prefix cache has preempt all but one request."""
+
+    def __init__(self, connector: Any, fails: bool) -> None:
+        self.connector, self.fails = connector, fails
+        self.running = [Some(request_id=name) for name in ("stays", "storing", "unknown")]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        if reset_running_requests:
+            del self.running[1:]
+        if self.fails and reset_running_requests:
+            raise RuntimeError("waits for remote KV")
+        return True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_stores_of_requests_that_a_reset_preempts_are_waited_for_in_the_next_step(fails: bool) -> None:
+    made = context(resets_unseen=True)
+    one = Building({}, stays={1}, storing={2, 3, 4, 9})
+    one._jobs = {1: Some(is_store=True), 2: Some(is_store=True), 3: Some(is_store=True), 4: Some(is_store=False)}
+    core = Core(Multi(Some(connector_scheduler=one)), fails)
+    reset = around(made, f"{patch.CORE}.reset_prefix_cache", core.reset_prefix_cache)
+    reset()
+    if fails:
+        with pytest.raises(RuntimeError):
+            reset(reset_running_requests=True)
+    else:
+        assert reset(reset_running_requests=True) is True
+    assert one._current_batch_jobs_to_flush == set()  # a reset of the connector's cache wants it so
+    del one._jobs[3]  # ended meanwhile
+    build = around(made, BUILD, one.build_connector_meta)
+    for _ in range(2):
+        assert build(Some(preempted_req_ids=set())) == "metadata"
+        assert one._current_batch_jobs_to_flush == {2}
+    assert made.counters == {"awaited_stores": 1}
+
+
+def test_a_reset_of_a_release_that_sees_it_is_left_alone() -> None:
+    one = Building({}, storing={2})
+    one._jobs = {2: Some(is_store=True)}
+    core = Core(Some(connector_scheduler=one), fails=False)
+    around(context(), f"{patch.CORE}.reset_prefix_cache", core.reset_prefix_cache)(reset_running_requests=True)
+    assert not hasattr(one, patch.UNFENCED)
+
+
 class Building:
     """An offloading scheduler's part where a step's metadata are built: as the release, it takes jobs for stores."""
 
     def __init__(self, loads: dict[int, Any], **jobs: set[int]) -> None:
+        self._block_id_to_pending_jobs: dict[int, set[int]] = {}
+        self._jobs: dict[int, Any] = {}
+        self._current_batch_jobs_to_flush: set[int] = set()
         self._current_batch_load_jobs = loads
         self._req_status = {name: Some(transfer_jobs=set(one)) for name, one in jobs.items()}
         self.flushed: set[int] = set()

@@ -85,6 +85,8 @@ ALLOWED = {
         "request_id": "vLLM's, of a request",
         "_connector_metadata": "of vLLM's base class of connectors",
         "actual_lookup_client": "asked for with hasattr",
+        **dict.fromkeys(("DONE", "LOADING"), "of LMCache's enumerations, whose whole fingerprints are in the facts"),
+        "exception": "of asyncio.Future",
     },
     "lmcache-reregister": {"CLOCK_BOOTTIME": "of the module time", "__self__": "of a bound method"},
     "lmcache-unordered-copies": {
@@ -94,6 +96,7 @@ ALLOWED = {
             "of LMCache's MemoryObj, which the targets ask as well, whose whole fingerprints are in the facts",
         ),
     },
+    "lmcache-failed-copies": {"reset": "of a contextvars.ContextVar", "synchronize": TORCH},
     "lmcache-disk": {
         "_is_owned": "of a threading.RLock",
         "cast": "of a memoryview",

@@ -17,6 +17,7 @@ begin_driver()
 import gc
 import os
 import pickle
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ import torch
 import vllm
 from lmcache.integration.vllm import utils as lmcache_utils
 from lmcache.integration.vllm import vllm_v1_adapter as adapter
-from lmcache.v1 import gpu_connector
+from lmcache.v1 import gpu_connector, manager
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -67,6 +68,8 @@ parallel_state.get_tp_group = lambda: GROUP
 parallel_state.get_tensor_model_parallel_rank = lambda: 0
 adapter.get_pp_group = lambda: GROUP
 lmcache_utils.vllm_layout_hints = lambda *_: {}  # of the device's KV cache, for the connector that is stood in for
+if hasattr(lmcache_utils, "get_vllm_torch_dev"):  # to 0.4.4, which knows devices of three kinds
+    lmcache_utils.get_vllm_torch_dev = lambda: (SimpleNamespace(device_count=lambda: 1), "cpu")
 
 
 class Copies:
@@ -95,7 +98,7 @@ def rows(kv: torch.Tensor) -> torch.Tensor:
 
 
 COPIES = Copies()
-for module in (gpu_connector, adapter):
+for module in (gpu_connector, adapter, manager):
     module.CreateGPUConnector = lambda *args, **kwargs: COPIES
 
 
@@ -129,9 +132,9 @@ class World(Serving):
         self.loaded: dict[str, int] = {}
         self.left: set[str] = set()
 
-    def add(self, name: str, like: str = "") -> None:
-        """A client comes; its prompt is its own, or that of the request `like`."""
-        request = real.make_request(like or name, tokens=ANSWER, prompt=PROMPT)
+    def add(self, name: str, like: str = "", prompt: int = PROMPT) -> None:
+        """A client comes; its prompt is its own, or begins with that of the request `like`."""
+        request = real.make_request(like or name, tokens=ANSWER, prompt=prompt)
         request.kv_transfer_params = None
         self.come(name, request)
 
@@ -250,6 +253,35 @@ def stored(world: World) -> None:
 
 def undisturbed(world: World) -> None:
     stored(world)
+    well(world)
+
+
+def again(world: World) -> None:
+    """A prompt is loaded three times, others' are stored between; then two with it load in one step."""
+    stored(world)
+    for number in range(3):
+        world.forget()
+        world.add(f"again {number}", like="first")
+        world.add(f"other {number}")
+        world.settle()
+        world.expect(world.loaded.get(f"again {number}") == CHUNKS * CHUNK, f"{number} loads nothing")
+    world.forget()
+    for number in range(2):
+        world.add(f"pair {number}", like="first")
+    world.settle()
+    well(world)
+
+
+def partly(world: World) -> None:
+    """The prefix cache has the first chunk: LMCache prefetches all of them, and copies the rest. Then all are copied."""
+    stored(world)
+    for number in range(2):
+        world.add(f"before {number}", like="first", prompt=CHUNK + 3)
+        world.settle()
+        world.add(f"partly {number}", like="first")
+        world.settle()
+        world.expect(world.loaded.get(f"partly {number}") == CHUNKS * CHUNK, f"partly {number} loads nothing")
+        world.forget()
     well(world)
 
 
@@ -406,7 +438,11 @@ CASES: dict[str, Case] = {
     "queued_again": (queued_again, {}),
     "loading": (loading, {}),
     "running": (running, {}),
+    "again": (again, {}),
+    "partly": (partly, {}),
     "async_undisturbed": (undisturbed, ASYNC),
+    "async_again": (again, ASYNC),
+    "async_partly": (partly, ASYNC),
     "async_queued": (queued, ASYNC),
     "async_queued_again": (queued_again, ASYNC),
     "async_loading": (loading, ASYNC),
@@ -436,15 +472,18 @@ def outcome(mode: str, model_config: Any, case: Case) -> str:
 
 
 def main() -> None:
+    wanted = sys.argv[1:] or [*CASES, *DEGRADED]
     # The paths of sockets hold at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="i", dir="/tmp") as place:
         os.environ["VLLM_RPC_BASE_PATH"] = place
         found = real.with_each_scheduler(
-            lambda mode, config: {name: outcome(mode, config, case) for name, case in CASES.items()}
+            lambda mode, config: {name: outcome(mode, config, case) for name, case in CASES.items() if name in wanted}
         )
         os.environ["VLLM_RPC_BASE_PATH"] = f"{place}/{'p' * 107}"
         late = real.with_each_scheduler(
-            lambda mode, config: {name: outcome(mode, config, case) for name, case in DEGRADED.items()}
+            lambda mode, config: {
+                name: outcome(mode, config, case) for name, case in DEGRADED.items() if name in wanted
+            }
         )
     print_result({mode: {**found[mode], **late[mode]} for mode in found}, vllm, lmcache)
     leave()

@@ -14,6 +14,7 @@ from result import begin_driver, leave, print_result, raised
 begin_driver()
 
 import gc
+import importlib.util
 import itertools
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import moriio_engines
+import moriio_worker
 import real_scheduler as engine
 import vllm
 from moriio_engines import ROLES
@@ -33,6 +35,8 @@ SECONDS = 5.0
 """Longest time for what nothing is in the way of; a transfer takes a few milliseconds."""
 ROUNDS = 60
 """Steps without any progress after which a request counts as one that waits for ever."""
+KV_FIRST = importlib.util.find_spec(f"{common.__package__}.moriio_layout") is None
+"""Whether keys and values are a cache's first dimension, as to 0.23.0; later its blocks are."""
 FOREIGN = 77.0
 """What another request would have left in a block."""
 
@@ -44,7 +48,7 @@ class Engine(World):
         self.role = common.ROLE.PRODUCER if prefill else common.ROLE.CONSUMER
         self.acts()
         super().__init__(scheduler, "fail", model, blocks, prefill, write)
-        ROLES[self.connector.connector_worker.moriio_wrapper.notify_thread] = self.role
+        self.listens()
         self.finished: dict[str, Any] = {}
         """What the router gets of a request that has ended."""
 
@@ -53,15 +57,22 @@ class Engine(World):
         ROLES[threading.current_thread()] = self.role
         runner.get_kv_transfer_group = lambda: self.connector
 
+    def listens(self) -> None:
+        """What hears of this engine's peer, from its first step on to 0.23.0, is part of this engine."""
+        ROLES[self.connector.connector_worker.moriio_wrapper.notify_thread] = self.role
+
     def empty_caches(self, spec: Any) -> dict[str, Any]:
-        return moriio_engines.caches(spec, 0.0)
+        return moriio_worker.caches(0.0) if KV_FIRST else moriio_engines.caches(spec, 0.0)
 
     def slot(self, cache: Any, block: int, at: int) -> Any:
-        return cache[block, :, at]
+        return cache[:, block, at] if KV_FIRST else cache[block, :, at]
 
     def step(self) -> None:
         self.acts()
-        super().step()
+        try:
+            super().step()
+        finally:
+            self.listens()
 
     def finish_step(self) -> None:
         scheduled, output = self.queue.popleft()
@@ -129,6 +140,7 @@ class Two:
             "remote_block_ids": None,
             "remote_engine_id": None,
             "remote_host": HOST,
+            "remote_port": peer.handshake_port,  # read to 0.19.1
             "remote_handshake_port": peer.handshake_port,
             "remote_notify_port": peer.notify_port,
             "remote_dp_size": 1,
@@ -148,7 +160,11 @@ class Two:
         else:
             self.prefill.submit(f"{named}-p", tokens, at_prefill, 1)
             self.prefill.run([f"{named}-p"])
-            self.decode.submit(f"{named}-d", tokens, self.prefill.finished[f"{named}-p"], number)
+            found = self.prefill.finished[f"{named}-p"]
+            given = {"transfer_id": at_prefill["transfer_id"], "remote_port": self.prefill.handshake_port, **found}
+            for port in ("remote_handshake_port", "remote_notify_port"):  # to 0.19.1 the router adds them
+                given.setdefault(port, self.parameters(self.prefill)[port])
+            self.decode.submit(f"{named}-d", tokens, given, number)
         return f"{named}-d"
 
     def begun(self, name: str, tokens: int = 1) -> None:
@@ -217,6 +233,7 @@ def prompt_is_cached(two: Two) -> str:
     request = two.decode.scheduler.requests[name]
     two.decode.scheduler.running.remove(request)
     two.decode.scheduler._preempt_request(request, 0.0)
+    two.decode.scheduler.prev_step_scheduled_req_ids.clear()  # as a reset does: it is scheduled again at once
     return two.ended(name)
 
 

@@ -203,6 +203,30 @@ def reset(world: World) -> None:
     world.finish()
 
 
+def reset_while_stored(world: World) -> None:
+    """The prefix cache is reset while a request runs whose store is under way. Others get its blocks."""
+    world.steps(6)
+    for mover in world.movers:
+        mover.patience = 500
+    world.add("first", answer=30)
+    world.steps(4)
+    while world.unanswered:
+        world.answer(*world.unanswered.popleft())
+    world.expect(any(mover.under_way for mover in world.movers), "no store is under way")
+    world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for number in range(4):
+        world.add(f"filler{number}", prompt=LONG)
+        world.steps(4)
+    for mover in world.movers:
+        mover.patience = 1
+    world.steps(30)
+    world.forget()
+    world.add("second", like="first")
+    world.steps(16)
+    world.expect("second" in world.loads, "second loads nothing")
+    world.finish()
+
+
 ANSWERS = {"extra": {"offload_prompt_only": False}}
 """What requests answer is stored too."""
 HYBRID = {"windows": (WINDOW,)}
@@ -219,6 +243,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[World], None]]] = {
     "hung_up_while_pulled": ({"beside": True}, hung_up_while_pulled),
     "last_token": (ANSWERS, last_token),
     "reset": ({}, reset),
+    "reset_while_stored": ({}, reset_while_stored),
+    "reset_while_stored_beside": ({"beside": True}, reset_while_stored),
 }
 
 
