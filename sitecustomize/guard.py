@@ -180,7 +180,8 @@ def around(
     made: Any = functools.update_wrapper(_function(function, wrapper, context, where, bound), function, updated=())
     if bound:
         made.__self__ = of  # another patch's wrapper around this one is given the instance, too
-    return made
+    again: Callable[..., Any] = made
+    return again
 
 
 def deliberate(error: BaseException) -> None:
