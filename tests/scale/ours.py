@@ -21,6 +21,7 @@ PACKAGE = "_vllm_livepatch"
 FOLDER = f"/{PACKAGE}/"
 CONTAINERS = (dict, list, set, deque, OrderedDict)
 REPEATS = 50
+LOOKS = 5
 SLOW = 20.0
 """So many times what it costs in a fresh copy: what a dict's first entry costs that is behind removed ones."""
 
@@ -87,7 +88,15 @@ def _first(container: Any) -> float:
 
 
 def threads_and_files() -> dict[str, int]:
-    """How many threads this process has, how many files it has open, and at how many ports it listens."""
+    """How many threads this process has, how many files it has open, and at how many ports it listens.
+
+    The least of several looks: a thread of the bundle's has its report open for a moment, and what has leaked stays.
+    """
+    looks = [_threads_and_files() for _ in range(LOOKS)]
+    return {name: min(look[name] for look in looks) for name in looks[0]}
+
+
+def _threads_and_files() -> dict[str, int]:
     gc.collect()
     return {
         "threads": len(os.listdir("/proc/self/task")),
