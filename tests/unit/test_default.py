@@ -53,7 +53,7 @@ NOT_DRIVEN = frozenset(
 """On, and on some listed releases the record has no run of the code of today. Runs by hand end this."""
 
 
-def opened(folder: Path) -> set[str]:
+def opened(folder: Path) -> frozenset[str]:
     """The calls of a patch's code that open a port."""
     calls = [
         node.func

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from mkdocs.__main__ import cli as mkdocs
 from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import registry
 from vllm_livepatch.tools.upkeep import patch_pages
 
@@ -60,6 +61,31 @@ def test_the_patches_pages_are_the_catalogues() -> None:
     """`python -m vllm_livepatch.tools.upkeep.patch_pages docs/patches` writes them."""
     written = {file.name: file.read_text("utf-8") for file in (ROOT / "docs/patches").iterdir()}
     assert written == patch_pages.texts()
+
+
+def test_the_rows_of_the_pages_about_all_are_the_folders() -> None:
+    """The same command writes them."""
+    for file, text in patch_pages.with_rows(ROOT / "docs").items():
+        assert file.read_text("utf-8") == text
+    for entry in catalogue.load().values():
+        about = entry.patch.about
+        assert about["gives_up"], entry.patch.name
+        assert all(
+            {"what", "protects", "evidence"} <= set(one) <= {"part", "what", "protects", "evidence"}
+            for one in about["gives_up"]
+        )
+        assert set(about["own_error"]) == {"changed", "done"}, entry.patch.name
+
+
+@pytest.mark.parametrize("text", ["", f"{patch_pages.BEGIN}\n", f"{patch_pages.END}\n{patch_pages.BEGIN}\n"])
+def test_a_page_without_the_marks_is_left_as_it_is(text: str) -> None:
+    with pytest.raises(UserError, match="lacks its marks"):
+        patch_pages.placed(text, "| a |")
+
+
+def test_links_of_a_row_lead_somewhere_from_a_patchs_page() -> None:
+    row = "see [a](mori.md#x), [b](#below), [c](https://x.y/z)"
+    assert patch_pages._within(row) == "see [a](../mori.md#x), [b](../never-wrong.md#below), [c](https://x.y/z)"
 
 
 def test_a_page_begins_with_what_one_sees(tmp_path: Path) -> None:

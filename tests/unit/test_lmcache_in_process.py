@@ -203,7 +203,7 @@ class Prefetch:
 @pytest.fixture
 def _cache_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"EventType": SimpleNamespace(LOADING="loading"), "EventStatus": SimpleNamespace(DONE="done")}
-    monkeypatch.setitem(sys.modules, "lmcache.v1.cache_engine", SimpleNamespace(**kinds))  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "lmcache.v1.cache_engine", SimpleNamespace(**kinds))
 
 
 @pytest.mark.usefixtures("_cache_engine")

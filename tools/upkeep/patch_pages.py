@@ -1,4 +1,4 @@
-"""The documentation's page of each patch, and their list, made from the catalogue.
+"""What the documentation has of each patch, made from its folder: its page, and its rows in the pages about all.
 
 python -m vllm_livepatch.tools.upkeep.patch_pages docs/patches     # writes a page a patch, removes others
 """
@@ -49,6 +49,11 @@ Every patch on every release: [compatibility](../compatibility.md).
 """
 
 
+BEGIN, END = (
+    f"<!-- {word}: made from the patches' folders by tools/upkeep/patch_pages.py -->" for word in ("begin", "end")
+)
+
+
 def page(patch: Patch) -> str:
     """One patch's page. The symptom is first, so that a search for a line of a log ends here."""
     about = patch.about
@@ -56,6 +61,17 @@ def page(patch: Patch) -> str:
     for heading, entry in (("What one sees", "symptom"), ("Why", "why"), ("What changes", "change")):
         if entry in about:
             lines += [f"## {heading}", "", _text(about[entry]), ""]
+    for one in about.get("gives_up", ()):
+        lines += [f"## What it gives up{', ' if 'part' in one else ''}{one.get('part', '')}", ""]
+        lines += [
+            f"{_within(_first(one['what']))}. What protects the blocks and the request: {_within(one['protects'])}",
+            "",
+        ]
+        lines += [f"Evidence: {_within(one['evidence'])}. [All patches](../never-wrong.md).", ""]
+    if "own_error" in about:
+        error = about["own_error"]
+        lines += ["## If its own code raises", "", f"What it may have changed: {_within(error['changed'])}.", ""]
+        lines += [f"What is done about it: {_within(error['done'])}. [All patches](../own-errors.md).", ""]
     lines += ["## Where it applies", "", *_where(patch), ""]
     lines += ["## Turn it on and off", "", *_switch(patch), ""]
     if patch.options:
@@ -93,7 +109,7 @@ _REPOSITORIES = {
 }
 
 
-_VERDICTS = {"needed": "needed", "fixed-upstream": "not needed, fixed upstream", "not-present": "there is no such code"}
+_VERDICTS = {"needed": "needed", "fixed-upstream": "not needed, fixed upstream", "not-present": "not this code"}
 
 
 def _spans(patch: Patch) -> dict[str, str]:
@@ -142,6 +158,48 @@ def _cell(value: object) -> str:
     return " ".join(_text(value).split()).replace("|", "\\|")
 
 
+def _first(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _within(text: str) -> str:
+    """A cell of a page about all patches, in the page of one: its links begin one folder higher."""
+    return re.sub(r"\]\((?!https?:)(#?)", lambda link: f"](../{'never-wrong.md#' if link[1] else ''}", text).rstrip(".")
+
+
+def of_all(patches: list[Patch]) -> dict[str, str]:
+    """The tables of the pages about all patches, by page."""
+    gives_up = [
+        "| patch | what it gives up or frees | what protects the blocks and the request | evidence |",
+        "|---|---|---|---|",
+    ]
+    errors = ["| patch | what it may have changed when it raises | what is done about it |", "|---|---|---|"]
+    for patch in patches:
+        for one in patch.about.get("gives_up", ()):
+            name = f"`{patch.name}`" + (f", {one['part']}" if "part" in one else "")
+            cells = (one["what"], one["protects"], one["evidence"])
+            gives_up.append(f"| {name} | {' | '.join(map(_cell, cells))} |")
+        error = patch.about.get("own_error")
+        if error:
+            errors.append(f"| `{patch.name}` | {_cell(error['changed'])} | {_cell(error['done'])} |")
+    return {"never-wrong.md": "\n".join(gives_up), "own-errors.md": "\n".join(errors)}
+
+
+def with_rows(docs: Path) -> dict[Path, str]:
+    """The pages about all patches, with the rows of today. Raises UserError, OSError."""
+    tables = of_all([entry.patch for entry in catalogue.load().values()])
+    return {docs / name: placed((docs / name).read_text("utf-8"), table) for name, table in tables.items()}
+
+
+def placed(text: str, table: str) -> str:
+    """A page's text with the table between its two marks. Raises UserError where it has them not once."""
+    before, begin, rest = text.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(f"{END}\n")
+    if not begin or not end:
+        raise UserError(f"a page of the documentation lacks its marks, {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{table}\n{END}\n{after}"
+
+
 def index(patches: list[Patch]) -> str:
     rows = [
         f"| [`{patch.name}`]({patch.name}.md) | {_cell(patch.title)} | {matrix.NAMES[patch.package]} "
@@ -176,8 +234,10 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(place: Annotated[Path, typer.Argument(help="the folder of the pages")]) -> None:
-    """Write the documentation's page of each patch."""
+    """Write the documentation's page of each patch, and the rows of the pages beside the folder."""
     write(place)
+    for file, text in with_rows(place.parent).items():
+        file.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":
