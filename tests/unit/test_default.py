@@ -62,11 +62,9 @@ def opened(folder: Path) -> frozenset[str]:
         if isinstance(node, ast.Call)
     ]
     # `listen(...)` and `bind(...)` alone are functions of the patch's own.
-    return OPENS & {function.attr for function in calls if isinstance(function, ast.Attribute)} | {
-        function.id
-        for function in calls
-        if isinstance(function, ast.Name) and function.id in OPENS - {"bind", "listen"}
-    }
+    found = {function.attr for function in calls if isinstance(function, ast.Attribute) and function.attr in OPENS}
+    named = {function.id for function in calls if isinstance(function, ast.Name)}
+    return found | (named & (OPENS - {"bind", "listen"}))
 
 
 def not_driven(patch: Patch) -> list[str]:
