@@ -268,7 +268,8 @@ def test_a_handshake_is_waited_for(worker: Worker, by_name: bool) -> None:
     def start(*_: Any) -> None:
         args, kwargs = ((), {"engine_id": "decode"}) if by_name else (("decode",), {})
         assert (
-            worker.targets[f"{patch.BASE}._ensure_handshake"](lambda *_, **__: future, worker, *args, **kwargs) is future
+            worker.targets[f"{patch.BASE}._ensure_handshake"](lambda *_, **__: future, worker, *args, **kwargs)
+            is future
         )
 
     worker.targets[f"{patch.WORKER}._do_start_push_kv"](start, worker, "a-p", None, registration)
