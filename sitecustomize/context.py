@@ -121,10 +121,17 @@ class PatchContext:
         return any(wrapper is one for one in self._lasting)
 
     def around(
-        self, function: Callable[..., Any], wrapper: guard.Wrapper | guard.Before | guard.After | guard.Shortcut
+        self,
+        function: Callable[..., Any],
+        wrapper: guard.Wrapper | guard.Before | guard.After | guard.Shortcut,
+        of: Any = None,
     ) -> Callable[..., Any]:
-        """`wrapper` around something that is no target, such as a method of one object, guarded as a target is."""
-        return guard.around(function, wrapper, self, getattr(function, "__qualname__", type(function).__qualname__))
+        """`wrapper` around something that is no target, such as a method of one object, guarded as a target is.
+
+        `of` is that object: the wrapper is given it also where somebody has put a plain function in the method's place.
+        """
+        where = getattr(function, "__qualname__", type(function).__qualname__)
+        return guard.around(function, wrapper, self, where, of)
 
     def over(self, method: Callable[..., Any], call: Callable[..., Any]) -> SeenThrough:
         """`call`, to be put in the method's place on its object: who looks there sees all else of the method."""

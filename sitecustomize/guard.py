@@ -169,13 +169,21 @@ def code_of(wrapper: Wrapper | Before | After | Shortcut) -> Callable[..., Any]:
 
 
 def around(
-    function: Callable[..., Any], wrapper: Wrapper | Before | After | Shortcut, context: PatchContext, where: str
+    function: Callable[..., Any],
+    wrapper: Wrapper | Before | After | Shortcut,
+    context: PatchContext,
+    where: str,
+    of: Any = None,
 ) -> Callable[..., Any]:
-    """The same for something that is called as it is: a bound method, or, with a wrapper, any callable."""
+    """The same for something that is called as it is: a bound method, or, with a wrapper, any callable.
+
+    `of` is the object whose method it is. Somebody may have put a plain function in the method's place, which does not
+    say so itself.
+    """
     method: Any = function
     if isinstance(wrapper, (Before, After, Shortcut)):
         return types.MethodType(in_place_of(method.__func__, wrapper, context, f":{where}"), method.__self__)
-    of = getattr(function, "__self__", None)
+    of = getattr(function, "__self__", None) if of is None else of
     bound = () if of is None or type(of) is types.ModuleType else (of,)
     made: Any = functools.update_wrapper(_function(function, wrapper, context, where, bound), function, updated=())
     if bound:

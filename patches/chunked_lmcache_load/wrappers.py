@@ -79,7 +79,7 @@ class _Loads:
         )
         self.part_tokens: int = 0 if whole else livepatch.options["max_tokens"]
         livepatch.on_stand_aside(self.put_back)
-        self.connector.get_num_new_matched_tokens = livepatch.around(self.ask, self.matched)
+        self.connector.get_num_new_matched_tokens = livepatch.around(self.ask, self.matched, self.connector)
 
     # What the connector's tracker counts in: tokens from LMCache 0.4.7, blocks before and in vLLM's own.
 
@@ -160,7 +160,7 @@ class _Loads:
             return False
         manager = self.scheduler.kv_cache_manager
         self.allocates = vars(manager).get("allocate_slots")
-        guarded = self.livepatch.around(manager.allocate_slots, self.no_blocks)
+        guarded = self.livepatch.around(manager.allocate_slots, self.no_blocks, manager)
         self.stopped = True
         manager.allocate_slots = guarded
         return True
@@ -403,7 +403,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             loads.finished(request)
             return original(request, *rest, **named)
 
-        scheduler.schedule = livepatch.around(scheduler.schedule, schedule)
-        scheduler._connector_finished = livepatch.around(scheduler._connector_finished, connector_finished)
+        scheduler.schedule = livepatch.around(scheduler.schedule, schedule, scheduler)
+        scheduler._connector_finished = livepatch.around(scheduler._connector_finished, connector_finished, scheduler)
 
     return {f"{SCHEDULER}.__init__": livepatch.after(made)}

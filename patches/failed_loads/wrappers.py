@@ -172,7 +172,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if not loads.asks:
             connector = scheduler.connector
             method = connector.get_num_new_matched_tokens
-            connector.get_num_new_matched_tokens = livepatch.over(method, livepatch.around(method, asked))
+            connector.get_num_new_matched_tokens = livepatch.over(method, livepatch.around(method, asked, connector))
             loads.asks = True
         for request in requests:
             setattr(request, LOST, True)

@@ -312,7 +312,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if state is not None:
             setattr(scheduler, _STATE, state)
             for name, wrapper in watched.items():
-                setattr(scheduler, name, livepatch.around(getattr(scheduler, name), wrapper))
+                setattr(scheduler, name, livepatch.around(getattr(scheduler, name), wrapper, scheduler))
 
     return {
         f"{SCHEDULER}.__init__": livepatch.after(made),

@@ -57,7 +57,7 @@ class Multiprocess:
             (adapter, "check_lookup_result", self.check),
             (adapter, "_create_key", self.key),
         ):
-            setattr(owner, name, livepatch.around(getattr(owner, name), livepatch.lasting(wrapper)))
+            setattr(owner, name, livepatch.around(getattr(owner, name), livepatch.lasting(wrapper), owner))
 
     def track(self, original: Call, _: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """A tracker holds the request's ids, of which keys are made for as long as the request lives."""

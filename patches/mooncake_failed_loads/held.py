@@ -202,7 +202,7 @@ def carry(livepatch: PatchContext, connector: Any) -> None:
         keeper = Keeper(livepatch)
         for name in ("bind_gpu_block_pool", "update_state_after_alloc", "update_connector_output"):
             wrapper = livepatch.lasting(getattr(keeper, name))
-            setattr(connector, name, livepatch.around(getattr(connector, name), wrapper))
+            setattr(connector, name, livepatch.around(getattr(connector, name), wrapper, connector))
         return
     carrier = importlib.import_module(CARRIER).SimpleCPUOffloadWorkerMetadata
     holds = vars(worker)[HOLDS] = Holds()
@@ -212,5 +212,5 @@ def carry(livepatch: PatchContext, connector: Any) -> None:
         return original(*rest, **named) if report is None else carrier(report.packed())
 
     connector.build_connector_worker_meta = livepatch.around(
-        connector.build_connector_worker_meta, livepatch.lasting(word)
+        connector.build_connector_worker_meta, livepatch.lasting(word), connector
     )

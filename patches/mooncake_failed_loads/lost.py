@@ -39,4 +39,6 @@ def told_by(livepatch: PatchContext, connector: Any) -> None:
             blocks |= reported.get()
         return blocks
 
-    connector.get_block_ids_with_load_errors = livepatch.around(connector.get_block_ids_with_load_errors, load_errors)
+    connector.get_block_ids_with_load_errors = livepatch.around(
+        connector.get_block_ids_with_load_errors, load_errors, connector
+    )

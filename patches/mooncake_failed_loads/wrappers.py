@@ -198,7 +198,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         read = seen if reports(worker) else answered
         if reports(worker):
             vars(worker)[RELEASES_REPORT] = worker._handle_failed_recv
-            worker._handle_failed_recv = livepatch.around(worker._handle_failed_recv, reporting)
+            worker._handle_failed_recv = livepatch.around(worker._handle_failed_recv, reporting, worker)
         worker.async_zmq_ctx = Lines(worker.async_zmq_ctx, lambda made: opened(worker, made))
         own = worker._xfer_resp_decoder
 

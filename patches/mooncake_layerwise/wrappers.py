@@ -138,11 +138,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         layers = None if livepatch.options["BY"] == "chunk" else layers_of(kv_caches)
         setattr(worker, WRITES, Writes(livepatch, worker, layers))
         connector.bind_connector_metadata = livepatch.around(
-            connector.bind_connector_metadata, livepatch.lasting(bind_connector_metadata)
+            connector.bind_connector_metadata, livepatch.lasting(bind_connector_metadata), connector
         )
         if hasattr(connector, "unregister_kv_caches"):  # from 0.33.0 on
             connector.unregister_kv_caches = livepatch.around(
-                connector.unregister_kv_caches, livepatch.lasting(unregister_kv_caches)
+                connector.unregister_kv_caches, livepatch.lasting(unregister_kv_caches), connector
             )
         if layers is not None:
             connector.save_kv_layer = livepatch.around(connector.save_kv_layer, livepatch.after(save_kv_layer))

@@ -88,9 +88,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         def pause(original: Call, _: Any, *rest: Any, **named: Any) -> Any:
             return original(*rest, **named) if rest or named else original(IDLE_SECONDS)
 
-        agent.transfer = livepatch.around(agent.transfer, post)
-        agent.get_new_notifs = livepatch.around(agent.get_new_notifs, listen)
-        wake.wait = livepatch.around(wake.wait, pause)
+        agent.transfer = livepatch.around(agent.transfer, post, agent)
+        agent.get_new_notifs = livepatch.around(agent.get_new_notifs, listen, agent)
+        wake.wait = livepatch.around(wake.wait, pause, wake)
 
     def close(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """The worker ends. What it has not begun to write it never will, and decode is told before its agent goes."""

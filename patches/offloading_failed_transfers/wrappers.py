@@ -81,8 +81,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
         for name in ("transfer_async", "submit_store", "submit_load"):
             if hasattr(carrier, name):
-                setattr(carrier, name, livepatch.around(getattr(carrier, name), submit))
-        carrier.get_finished = livepatch.around(carrier.get_finished, get_finished)
+                setattr(carrier, name, livepatch.around(getattr(carrier, name), submit, carrier))
+        carrier.get_finished = livepatch.around(carrier.get_finished, get_finished, carrier)
 
     def start_kv_transfers(worker: Any, metadata: Any, *rest: Any, **named: Any) -> None:
         """Called in every step, also before the first store is begun, which is a step later than it is asked for."""
@@ -115,8 +115,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def lose(connector: Any, jobs: _Jobs, blocks: set[int]) -> None:
         """The model runner asks next which blocks were not loaded. The class has the base's answer: none."""
         if "get_block_ids_with_load_errors" not in vars(connector):
-            asked = livepatch.around(connector.get_block_ids_with_load_errors, livepatch.lasting(load_errors))
-            connector.get_block_ids_with_load_errors = asked
+            connector.get_block_ids_with_load_errors = livepatch.around(
+                connector.get_block_ids_with_load_errors, livepatch.lasting(load_errors), connector
+            )
         jobs.lost |= blocks
 
     def load_errors(original: Call, connector: Any, *rest: Any, **named: Any) -> set[int]:
@@ -136,8 +137,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if failed is None:
             failed = {}
             setattr(scheduler, FAILED, failed)
-            complete_store = livepatch.around(scheduler.manager.complete_store, livepatch.lasting(completing(failed)))
-            scheduler.manager.complete_store = complete_store
+            manager = scheduler.manager
+            manager.complete_store = livepatch.around(
+                manager.complete_store, livepatch.lasting(completing(failed)), manager
+            )
         for job in failed.keys() - scheduler._jobs.keys():
             del failed[job]  # the cache was reset while it was under way
         for complement in complements:

@@ -94,7 +94,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             for child in multi._connectors:
                 # Should the patch stand aside, what is kept back is still to be given out.
                 sends = livepatch.lasting(ChildSends(livepatch))
-                setattr(child, method, livepatch.around(getattr(child, method), sends))
+                setattr(child, method, livepatch.around(getattr(child, method), sends, child))
 
     def get_finished(original: Call, multi: Any, *rest: Any, **named: Any) -> Any:
         if not hasattr(multi, "get_transfer_results"):  # which it asks, where there is one

@@ -288,7 +288,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         """Look at each step that ends, until the workers have heard of the requests that must be distinguished."""
         own = vars(scheduler)
         if HEARING not in own:
-            made = livepatch.around(scheduler.update_from_output, heard)
+            made = livepatch.around(scheduler.update_from_output, heard, scheduler)
             own[HEARING] = made, own.get("update_from_output")
             own["update_from_output"] = made
 

@@ -29,8 +29,8 @@ def test_the_key_is_nobody_elses() -> None:
         assert first == second, "the same in the life of a process"
         assert first.pop("stock") == 1
         keys.append(first["LIVEPATCH_PATCH_SET"])
-        named = guard.in_place_of(lambda: "model.json", made[wrappers.FILENAME], context, "vllm:filename")
-        assert named() == f"model-{keys[-1][:16]}.json"
+        named = guard.in_place_of(lambda _: "model.json", made[wrappers.FILENAME], context, wrappers.FILENAME)
+        assert named("a model") == f"model-{keys[-1][:16]}.json"
         (message,) = failed
         assert "RuntimeError: it broke" in message
     assert len(set(keys)) == 2

@@ -187,7 +187,9 @@ def test_a_share_of_prefill_legs_is_refused_once_the_load_has_begun_before_its_e
     def release(request_id: str, prompt: str, params: Any) -> None:
         added.append(request_id)
 
-    add = context.around(release, wrapper)  # as a target is: an error that is not meant would end the fault
+    add = context.around(
+        release, wrapper, of="the engine"
+    )  # as a target is: an error that is not meant would end the fault
 
     def asked(request_id: str, **transfer: bool) -> bool:
         params = SimpleNamespace(extra_args={"kv_transfer_params": transfer} if transfer else None)
@@ -223,7 +225,7 @@ class Reader:
         for request_id in asked:
             self._read(self._original_read, self, request_id, SimpleNamespace())
         while not self._ready_requests.empty():
-            self._read(self._original_read, self, self._ready_requests.get_nowait(), {})
+            self._read(self._original_read, self, *self._ready_requests.get_nowait())
 
     def _original_read(self, request_id: str, meta: Any) -> None:
         self.begun.append(request_id)

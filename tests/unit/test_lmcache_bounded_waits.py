@@ -218,7 +218,7 @@ class Stores:
 
     def commit(self) -> Any:
         release = lambda *asked: self.logged.append(asked)  # noqa: E731
-        commit = guard.around(release, self.targets[f"{patch.SHARED}.commit_store"], self.context, "")
+        commit = guard.around(release, self.targets[f"{patch.SHARED}.commit_store"], self.context, "", of=Shared())
         return commit("key", 7, ["a chunk"])
 
 

@@ -30,7 +30,9 @@ class Front:
         self.request_states: dict[str, Any] = {}
         self.parent_requests: dict[str, Any] = {}
 
-    def add_request(self, request: Any, prompt: Any, parent_req: Any = None, request_index: int = 0) -> None:
+    def add_request(
+        self, request: Any, prompt: Any, parent_req: Any = None, request_index: int = 0, queue: Any = None
+    ) -> None:
         """Take a request in."""
         self.request_states[request.request_id] = request
         if parent_req is not None:
