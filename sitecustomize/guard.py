@@ -178,9 +178,10 @@ def around(
         return types.MethodType(in_place_of(method.__func__, wrapper, context, f":{where}"), method.__self__)
     of = getattr(function, "__self__", None) if of is None else of
     bound = () if of is None or type(of) is types.ModuleType else (of,)
-    made: Any = functools.update_wrapper(_function(function, wrapper, context, where, bound), function, updated=())
+    made = _function(function, wrapper, context, where, bound)
+    functools.update_wrapper(made, function, updated=())
     if bound:
-        made.__self__ = of  # another patch's wrapper around this one is given the instance, too
+        vars(made)["__self__"] = of  # another patch's wrapper around this one is given the instance, too
     return made
 
 

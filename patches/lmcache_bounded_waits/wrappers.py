@@ -253,7 +253,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         adapter, late, asking.late = asking.adapter, asking.late, None
         if late is None:
             return original(key, instance_id, _chunks, *rest, **named)
-        late.stored, late.chunks = [key, instance_id], _chunks
+        late.stored, late.chunks = (key, instance_id), _chunks
         setattr(adapter, _LATE, [*getattr(adapter, _LATE, [])[-1:], late])
         return False
 

@@ -292,16 +292,14 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         return requests
 
     # Each goes on after the patch has stood aside: the other side's process does not know of it.
-    return {
-        target: livepatch.lasting(wrapper)
-        for target, wrapper in {
-            f"{SCHEDULER}.get_num_new_matched_tokens": matched_tokens,
-            f"{SCHEDULER}.update_state_after_alloc": allocated,
-            f"{SCHEDULER}.build_connector_meta": planned,
-            f"{SCHEDULER}.request_finished": finished,
-            f"{WORKER}.start_load_kv": start_load_kv,
-            f"{WORKER}._read_blocks_for_req": read_blocks,
-            f"{WORKER}._pop_done_transfers": pop_done_transfers,
-            f"{CONNECTOR}.get_finished": get_finished,
-        }.items()
+    made: dict[str, Callable[..., Any]] = {
+        f"{SCHEDULER}.get_num_new_matched_tokens": matched_tokens,
+        f"{SCHEDULER}.update_state_after_alloc": allocated,
+        f"{SCHEDULER}.build_connector_meta": planned,
+        f"{SCHEDULER}.request_finished": finished,
+        f"{WORKER}.start_load_kv": start_load_kv,
+        f"{WORKER}._read_blocks_for_req": read_blocks,
+        f"{WORKER}._pop_done_transfers": pop_done_transfers,
+        f"{CONNECTOR}.get_finished": get_finished,
     }
+    return {target: livepatch.lasting(wrapper) for target, wrapper in made.items()}

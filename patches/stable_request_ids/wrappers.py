@@ -169,7 +169,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         return processed
 
     # Ids that were kept stay in use when the patch has stood aside, here or in another process: the rest goes on.
-    kept = {
+    kept: dict[str, Callable[..., Any]] = {
         REGISTER: register,
         ADMIT: admit,
         ABORT: abort,
