@@ -161,13 +161,6 @@ def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, con
     raise Unwrappable(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def code_of(wrapper: Wrapper | Before | After | Shortcut) -> Callable[..., Any]:
-    """The patch's own function, which what stands at the target calls."""
-    if isinstance(wrapper, Shortcut):
-        return code_of(wrapper.wrapper)
-    return wrapper.look if isinstance(wrapper, (Before, After)) else wrapper
-
-
 def around(
     function: Callable[..., Any],
     wrapper: Wrapper | Before | After | Shortcut,
@@ -185,11 +178,11 @@ def around(
         return types.MethodType(in_place_of(method.__func__, wrapper, context, f":{where}"), method.__self__)
     of = getattr(function, "__self__", None) if of is None else of
     bound = () if of is None or type(of) is types.ModuleType else (of,)
-    made: Any = functools.update_wrapper(_function(function, wrapper, context, where, bound), function, updated=())
+    made = _function(function, wrapper, context, where, bound)
+    functools.update_wrapper(made, function, updated=())
     if bound:
-        made.__self__ = of  # another patch's wrapper around this one is given the instance, too
-    again: Callable[..., Any] = made
-    return again
+        vars(made)["__self__"] = of  # another patch's wrapper around this one is given the instance, too
+    return made
 
 
 def deliberate(error: BaseException) -> None:

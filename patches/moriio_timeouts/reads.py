@@ -292,7 +292,7 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         return requests
 
     # Each goes on after the patch has stood aside: the other side's process does not know of it.
-    lasting: dict[str, Callable[..., Any]] = {
+    made: dict[str, Callable[..., Any]] = {
         f"{SCHEDULER}.get_num_new_matched_tokens": matched_tokens,
         f"{SCHEDULER}.update_state_after_alloc": allocated,
         f"{SCHEDULER}.build_connector_meta": planned,
@@ -302,4 +302,4 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         f"{WORKER}._pop_done_transfers": pop_done_transfers,
         f"{CONNECTOR}.get_finished": get_finished,
     }
-    return {target: livepatch.lasting(wrapper) for target, wrapper in lasting.items()}
+    return {target: livepatch.lasting(wrapper) for target, wrapper in made.items()}
