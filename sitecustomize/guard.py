@@ -161,6 +161,13 @@ def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, con
     raise Unwrappable(f"a {kind.__module__}.{kind.__qualname__}")
 
 
+def code_of(wrapper: Wrapper | Before | After | Shortcut) -> Callable[..., Any]:
+    """The patch's own function, which what stands at the target calls."""
+    if isinstance(wrapper, Shortcut):
+        return code_of(wrapper.wrapper)
+    return wrapper.look if isinstance(wrapper, (Before, After)) else wrapper
+
+
 def around(
     function: Callable[..., Any],
     wrapper: Wrapper | Before | After | Shortcut,
