@@ -116,10 +116,7 @@ def spread(wrapper: Callable[..., Any], of_method: bool = True) -> Callable[...,
     """A wrapper in the form of today. The form of before is wrapt's (wrapped, instance, args, kwargs), and of a look
     (instance, args, kwargs) or (instance, args, kwargs, answer): known by these two names.
     """
-    called = wrapper if hasattr(wrapper, "__code__") else type(wrapper).__call__  # somebody's object
-    code = getattr(called, "__code__", None)
-    names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    names = names[1:] if called is not wrapper or getattr(wrapper, "__self__", None) is not None else names
+    names = _parameters(wrapper)
     given: Any = wrapper
     if names[1:3] == ("args", "kwargs") and len(names) == 4:
         return lambda answer, instance, *args, **kwargs: given(instance, args, kwargs, answer)
@@ -130,6 +127,24 @@ def spread(wrapper: Callable[..., Any], of_method: bool = True) -> Callable[...,
     if of_method:
         return lambda wrapped, instance, *args, **kwargs: given(wrapped, instance, args, kwargs)
     return lambda wrapped, *args, **kwargs: given(wrapped, None, args, kwargs)
+
+
+def _parameters(wrapper: Any) -> tuple[str, ...]:
+    """The names of the parameters that a call of it fills, also of a partial, a decorated function or an object."""
+    filled = 0
+    while not hasattr(wrapper, "__code__") or hasattr(wrapper, "__wrapped__"):
+        if isinstance(wrapper, functools.partial):
+            filled += len(wrapper.args)
+            wrapper = wrapper.func
+        elif hasattr(wrapper, "__wrapped__"):
+            wrapper = wrapper.__wrapped__
+        elif isinstance(getattr(type(wrapper), "__call__", None), types.FunctionType):
+            wrapper = type(wrapper).__call__.__get__(wrapper)
+        else:
+            return ()
+    filled += getattr(wrapper, "__self__", None) is not None
+    code = wrapper.__code__
+    return tuple(code.co_varnames[filled : code.co_argcount])
 
 
 def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, context: PatchContext, target: str) -> Any:

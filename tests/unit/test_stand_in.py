@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -204,7 +205,14 @@ def test_the_form_of_before_is_still_taken() -> None:
         def made(number: int) -> int:
             return number
 
-    for wrapper in (old, old.around, Old.around.__get__(old)):
+    @functools.wraps(old.around)
+    def decorated(*given: Any) -> Any:
+        return old.around(*given)
+
+    def with_more(more: int, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return old.around(wrapped, instance, args, kwargs)
+
+    for wrapper in (old, old.around, Old.around.__get__(old), decorated, functools.partial(with_more, 3)):
         made = guard.in_place_of(Target.step, wrapper, context(), "module:Target.step")
         assert made(Target(), 1, again=True) == ("around", 2, (1,), {"again": True})
     static = guard.in_place_of(Target.__dict__["made"], old, context(), "module:Target.made")
