@@ -43,14 +43,27 @@ OPENS_A_PORT = frozenset({"mooncake-lost-asks"})
 NOT_DRIVEN = frozenset(
     [
         "chunked-lmcache-load",
+        "compile-cache-key",
         "failed-loads",
+        "idle-stepping",
+        "kv-block-reaper",
         "lmcache-bounded-waits",
+        "lmcache-failed-loads",
+        "lmcache-reregister",
         "lmcache-unfilled-stores",
+        "lmcache-unloaded-stores",
+        "mooncake-lost-asks",
+        "moriio-timeouts",
+        "multi-connector-metrics",
         "nixl-lease-guard",
         "nixl-request-params",
+        "nixl-ucx-error-handling",
+        "offloading-failed-transfers",
+        "preemption-livelock",
     ]
 )
-"""On, and on some listed releases the record has no run of the code of today. Runs by hand end this."""
+"""On, and on some listed releases the record has no run of the code of today. Runs by hand end this: since 0.1.13, whose
+wrappers have another form, those of before count no more."""
 
 
 def opened(folder: Path) -> frozenset[str]:
