@@ -138,7 +138,7 @@ def _parameters(wrapper: Any) -> tuple[str, ...]:
             wrapper = wrapper.func
         elif hasattr(wrapper, "__wrapped__"):
             wrapper = wrapper.__wrapped__
-        elif isinstance(getattr(type(wrapper), "__call__", None), types.FunctionType):
+        elif isinstance(getattr(type(wrapper), "__call__", None), types.FunctionType):  # noqa: B004
             wrapper = type(wrapper).__call__.__get__(wrapper)
         else:
             return ()
