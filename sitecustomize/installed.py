@@ -146,7 +146,9 @@ class Process(Tree):
         if parent and parent not in sys.modules:
             return super()._spec(module)
         path = attribute(sys.modules[parent], "__path__") if parent else None
-        return None if parent and path is None else PathFinder.find_spec(module, path)
+        if parent and path is None:
+            return None
+        return PathFinder.find_spec(module, path) or _editable(module, path)
 
     def _search(self, package: str) -> Sequence[str] | None:
         if package in sys.modules:
@@ -155,6 +157,27 @@ class Process(Tree):
             spec = self._found(package)  # one that is executing does not say where the parts of a package are
             found = None if spec is None else spec.submodule_search_locations
         return None if found is None else list(found)
+
+
+EDITABLE = (
+    "_EditableFinder",
+    "_EditableNamespaceFinder",
+    "MesonpyMetaFinder",
+    "RedirectingFinder",
+    "ScikitBuildRedirectingFinder",
+)
+"""The finders by which build tools install a package editable. Each has a table, and answers as often as it is asked."""
+
+
+def _editable(module: str, path: Any) -> ModuleSpec | None:
+    """What such a finder has. No other is asked before an import: one that answers once would be used up by that."""
+    for finder in list(sys.meta_path):
+        kind = finder if isinstance(finder, type) else type(finder)
+        if kind.__name__ in EDITABLE:
+            spec: ModuleSpec | None = finder.find_spec(module, path, None)
+            if spec is not None:
+                return spec
+    return None
 
 
 def _place(spec: ModuleSpec | None) -> Place | None:
