@@ -166,7 +166,7 @@ EDITABLE = (
     "RedirectingFinder",
     "ScikitBuildRedirectingFinder",
 )
-"""The finders by which build tools install a package editable. Each has a table, and answers as often as it is asked."""
+"""The finders by which build tools install a package editable. Each has a table, and answers whenever it is asked."""
 
 
 def _editable(module: str, path: Any) -> ModuleSpec | None:
