@@ -112,21 +112,22 @@ class _Always:
     aside = False
 
 
-def spread(wrapper: Callable[..., Any], of_method: bool = True) -> Callable[..., Any]:
-    """A wrapper in the form of today. The form of before is wrapt's (wrapped, instance, args, kwargs), and of a look
+def spread(wrapper: Callable[..., Any], form: str = "method") -> Callable[..., Any]:
+    """A wrapper in the form of today. That of before is wrapt's (wrapped, instance, args, kwargs), and of a look
     (instance, args, kwargs) or (instance, args, kwargs, answer): known by these two names.
+
+    `form`: what it is for, a `method`, a `function`, or a look `before` or `after`.
     """
-    names = _parameters(wrapper)
-    given: Any = wrapper
-    if names[1:3] == ("args", "kwargs") and len(names) == 4:
-        return lambda answer, instance, *args, **kwargs: given(instance, args, kwargs, answer)
-    if names[1:] == ("args", "kwargs"):
-        return lambda instance, *args, **kwargs: given(instance, args, kwargs)
-    if names[2:] != ("args", "kwargs"):
+    at = 1 if form in ("before", "after") else 2
+    if _parameters(wrapper)[at : at + 2] != ("args", "kwargs"):
         return wrapper
-    if of_method:
-        return lambda wrapped, instance, *args, **kwargs: given(wrapped, instance, args, kwargs)
-    return lambda wrapped, *args, **kwargs: given(wrapped, None, args, kwargs)
+    given: Any = wrapper
+    return {
+        "method": lambda wrapped, instance, *args, **kwargs: given(wrapped, instance, args, kwargs),
+        "function": lambda wrapped, *args, **kwargs: given(wrapped, None, args, kwargs),
+        "before": lambda instance, *args, **kwargs: given(instance, args, kwargs),
+        "after": lambda answer, instance, *args, **kwargs: given(instance, args, kwargs, answer),
+    }[form]
 
 
 def _parameters(wrapper: Any) -> tuple[str, ...]:
@@ -247,7 +248,7 @@ def _looked_at(original: Any, look_at: Before | After, context: PatchContext, ta
     """A method, and a look at its calls."""
     gate: Any = _Always if context.lasts(look_at) else context
     stand_aside = _stands_aside(context, target)
-    look: Callable[..., None] = spread(look_at.look)
+    look: Callable[..., None] = spread(look_at.look, "before" if isinstance(look_at, Before) else "after")
     call = _callable(original)
 
     def before(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +276,7 @@ def _function(
 ) -> Callable[..., Any]:
     """For what is called as it is. `of` has the instance that it is bound to, if it is to one."""
     gate: Any = _Always if context.lasts(wrapper) else context
-    wrapper = spread(wrapper, of_method=bool(of))
+    wrapper = spread(wrapper, "method" if of else "function")
     stand_aside = _stands_aside(context, target)
 
     def function(*args: Any, **kwargs: Any) -> Any:

@@ -221,7 +221,8 @@ def _of_text(patch: Patch, texts: Texts, module: str, source: str) -> Mapping[st
     releases = known.get(cache.text_digest(source), ()) if known else ()
     top = module.partition(".")[0]
     forms = patch.forms(top if top in patch.companions else patch.package) if releases else ()
-    return next((form.code for form in forms if not set(form.releases).isdisjoint(releases)), None)
+    # Of a release that has none of the targets, nothing is kept, also of what it has of the rest.
+    return next((form.code for form in forms if form.code and not set(form.releases).isdisjoint(releases)), None)
 
 
 def _code(

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools.bundles import catalogue, patch_lock
-from vllm_livepatch.tools.bundles.patch_lock import Form
+from vllm_livepatch.tools import patch_lock
+from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import locking
 from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.patch_lock import Form
 from vllm_livepatch.tools.releases import published, registry
 from vllm_livepatch.tools.releases.sources import SourcesError
 from vllm_livepatch.tools.toml import tomllib

@@ -10,7 +10,8 @@ import pytest
 from vllm_livepatch.sitecustomize import cache, fingerprint, installed
 from vllm_livepatch.sitecustomize.decision import Patch, Variant
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools.bundles import catalogue, patch_lock
+from vllm_livepatch.tools import patch_lock
+from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.releases import sources
 
 from tests.unit.support import PATCHED, USE_STEP, Cli, Sandbox
@@ -64,6 +65,13 @@ def test_a_text_of_a_release_that_the_patch_does_not_list_is_parsed(tmp_path: Pa
         return installed.look(patch, tree, texts=texts).code["engine:f"]
 
     parsed = fingerprint.of_names("def f(): return 1\n", {"f": "f"})["f"]
+    without = Variant({}, ("0.9",), verdict="not-present")
+    texts["engine"] = {digest: ["0.9", "1.0"] for digest in texts["engine"]}
+    patch = Patch("p", "engine", "", ("engine:f",), (), (without, Variant({"engine:f": "of the lock"}, ("1.0",))))
+    assert installed.look(patch, tree, texts=texts).code["engine:f"] == "of the lock"
+    only = Patch("p", "engine", "", ("engine:f",), (), (without,))
+    assert installed.look(only, tree, texts=texts).code["engine:f"] == parsed
+    texts["engine"] = {digest: ["1.0"] for digest in texts["engine"]}
     assert look("1.0") == look("0.9", "1.0") == "of the lock"
     assert look("1.1") == parsed
 

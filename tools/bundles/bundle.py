@@ -14,9 +14,9 @@ from types import ModuleType
 import wrapt
 from vllm_livepatch import sitecustomize
 from vllm_livepatch.sitecustomize import cache
-from vllm_livepatch.tools import bundled
+from vllm_livepatch.tools import bundled, patch_lock
 from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
-from vllm_livepatch.tools.bundles import patch_lock, sbom
+from vllm_livepatch.tools.bundles import sbom
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.bundles.placing import write_directory
 from vllm_livepatch.tools.errors import UserError

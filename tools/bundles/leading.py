@@ -69,7 +69,8 @@ def _differs(wrapper: Any, node: ast.FunctionDef | ast.AsyncFunctionDef, in_clas
         wrapper = wrapper.wrapper
     looks = isinstance(wrapper, (guard.Before, guard.After))
     function: Callable[..., Any] = wrapper.look if looks else wrapper
-    if guard.spread(function) is not function:
+    form = "method" if not looks else "before" if isinstance(wrapper, guard.Before) else "after"
+    if guard.spread(function, form) is not function:
         return ""  # the form of before: it takes them apart by itself
     parameters = list(inspect.signature(function).parameters.values())
     if not isinstance(wrapper, guard.Before):

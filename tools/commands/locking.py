@@ -11,11 +11,12 @@ from typing import Any
 from vllm_livepatch.sitecustomize import cache, installed
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
-from vllm_livepatch.tools.bundles import leading, patch_lock
+from vllm_livepatch.tools import patch_lock
+from vllm_livepatch.tools.bundles import leading
 from vllm_livepatch.tools.bundles.displaced import is_shipped
-from vllm_livepatch.tools.bundles.patch_lock import Code, Form
 from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.patch_lock import Code, Form
 from vllm_livepatch.tools.releases import published, registry, releases_file
 from vllm_livepatch.tools.releases.sources import SourcesError
 from vllm_livepatch.tools.toml import tomllib

@@ -13,7 +13,8 @@ from vllm_livepatch.sitecustomize import fingerprint
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools.bundles import catalogue, leading, patch_lock
+from vllm_livepatch.tools import patch_lock
+from vllm_livepatch.tools.bundles import catalogue, leading
 from vllm_livepatch.tools.diffs.folder import folder_of
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tomli_w
-from vllm_livepatch.tools.bundles import patch_lock
+from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.diffs.judging import Judged
 from vllm_livepatch.tools.diffs.reading import Diff
 from vllm_livepatch.tools.errors import UserError

@@ -23,7 +23,8 @@ import typer
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.tools.bundles import catalogue, patch_lock
+from vllm_livepatch.tools import patch_lock
+from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import ending, locking, rendering
 from vllm_livepatch.tools.compatibility import check as checking
 from vllm_livepatch.tools.compatibility import reads
