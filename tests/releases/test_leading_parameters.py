@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools.bundles import catalogue, leading
+from vllm_livepatch.tools.bundles import bundle, catalogue, leading
 from vllm_livepatch.tools.releases import sources
 
 ENTRIES = {name: entry for name, entry in catalogue.load().items() if not entry.patch.diff}
@@ -18,3 +19,14 @@ def test_a_wrapper_names_its_targets_leading_parameters(name: str) -> None:
         tree = Tree([str(sources.site_packages(patch.package, release))])
         wrappers = leading.made(ENTRIES[name].folder, patch, variant)
         assert not list(leading.misread(wrappers, tree)), release
+
+
+@pytest.mark.parametrize(("package", "release"), [("vllm", "0.16.0"), ("vllm", "0.33.0"), ("lmcache", "0.5.6")])
+def test_whole_texts_say_what_parsing_says(package: str, release: str) -> None:
+    """Of each patch, also where another patch's releases have the text too."""
+    texts = bundle.texts_of(ENTRIES)
+    tree = Tree([str(sources.site_packages(package, release))])
+    for entry in ENTRIES.values():
+        if package in entry.patch.packages:
+            known = installed.look(entry.patch, tree, texts=texts).code
+            assert known == installed.look(entry.patch, tree).code, entry.patch.name

@@ -75,8 +75,9 @@ def test_what_is_called_executed_of_the_reaper_is_its_half_for_nixl_too(made: ma
     """`test_kv_block_reaper.py` has a double for the connector. Leases that are renewed are of 0.22.1 and later."""
     cells = {Version(release): cell for (_, release), cell in made.cells["kv-block-reaper"].items()}
     halves = {version for version, cell in cells.items() if "test_reaper_leases.py" in cell.files}
-    assert halves == {version for version, cell in cells.items() if cell.known != "read" and version >= Version("0.22")}
-    assert halves, "none is called executed"
+    ran = {version for version, cell in cells.items() if cell.known != "read" and version >= Version("0.22")}
+    assert halves <= ran
+    assert Version("0.33.0") in halves
 
 
 def test_every_release_that_is_driven_is_in_it_and_none_has_drifted(made: matrix.Matrix) -> None:

@@ -515,12 +515,20 @@ def test_a_look_and_a_shortcut_around_a_method_of_one_object() -> None:
     context = Patched(before).context
     one, other = Release(), Release()
     release: Any = one
-    release.step = context.around(one.step, context.after(lambda *call: seen.append(call)))
+
+    def look(*call: Any, **named: Any) -> None:
+        seen.append((call, named))
+
+    release.step = context.around(one.step, context.after(look))
     assert (one.step(1, also=2), other.step(3)) == ([1], [3])
-    assert seen == [(one, (1,), {"also": 2}, [1])]
-    release.step = context.around(one.step, context.shortcut(shortcut, context.before(lambda *call: seen.append(call))))
+    assert seen == [(([1], one, 1), {"also": 2})]
+    release.step = context.around(one.step, context.shortcut(shortcut, context.before(look)))
     assert [one.step(4), one.step(5)] == [[4], [5]]
-    assert seen[1:] == [(one, (4,), {"also": 0}, [4]), (one, (5,), {"also": 0}), (one, (5,), {"also": 0}, [5])]
+    assert seen[1:] == [
+        (([4], one, 4), {"also": 0}),
+        ((one, 5), {"also": 0}),
+        (([5], one, 5), {"also": 0}),
+    ]
 
 
 def test_a_look_at_what_somebody_else_wrapped() -> None:

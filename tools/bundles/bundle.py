@@ -107,7 +107,7 @@ def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
         "version": version(),
         "patches": {name: item.facts for name, item in sorted(entries.items())},
         "digests": {name: _digest(item.folder) for name, item in sorted(entries.items())},
-        "texts": _texts(entries),
+        "texts": texts_of(entries),
         "changes": {
             name: [change.to_json() for change in item.changes()]
             for name, item in sorted(entries.items())
@@ -117,7 +117,7 @@ def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
     return {**files, "catalogue.json": _json(catalogue)}
 
 
-def _texts(entries: Mapping[str, Entry]) -> patch_lock.Texts:
+def texts_of(entries: Mapping[str, Entry]) -> patch_lock.Texts:
     """By module: the texts that a release has whole, of all patches."""
     found: dict[str, dict[str, set[str]]] = {}
     for item in entries.values():
