@@ -137,11 +137,15 @@ def in_folder(
     done = f"the code of {alike[0][-1]}" if alike else f"new code, proposed to be as {previous}: a person judges"
     if own:
         said = catalogue_edits.said_of_too(said, version, alike[0] if alike else [previous])
-    return (
-        said,
-        patch_lock.written(patch_lock.with_code(forms, package, version, code), patch.package, patch.names),
-        done,
-    )
+    texts = {
+        module: {digest: [*of] for digest, of in known.items()}
+        for module, known in patch_lock.texts(entry.folder).items()
+    }
+    for module, digest in (locking.texts_of(patch, tree, package) if code else {}).items():
+        of = texts.setdefault(module, {}).setdefault(digest, [])
+        of[:] = sorted([*of, version], key=patch_lock.age)
+    after = patch_lock.with_code(forms, package, version, code)
+    return said, patch_lock.written(after, patch.package, patch.names, texts), done
 
 
 def drive(version: str, jobs: int) -> dict[str, list[str]]:
