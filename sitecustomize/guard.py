@@ -122,12 +122,13 @@ def spread(wrapper: Callable[..., Any], form: str = "method") -> Callable[..., A
     if _parameters(wrapper)[at : at + 2] != ("args", "kwargs"):
         return wrapper
     given: Any = wrapper
-    return {
+    forms: dict[str, Callable[..., Any]] = {
         "method": lambda wrapped, instance, *args, **kwargs: given(wrapped, instance, args, kwargs),
         "function": lambda wrapped, *args, **kwargs: given(wrapped, None, args, kwargs),
         "before": lambda instance, *args, **kwargs: given(instance, args, kwargs),
         "after": lambda answer, instance, *args, **kwargs: given(instance, args, kwargs, answer),
-    }[form]
+    }
+    return forms[form]
 
 
 def _parameters(wrapper: Any) -> tuple[str, ...]:

@@ -75,9 +75,9 @@ def opened(folder: Path) -> frozenset[str]:
         if isinstance(node, ast.Call)
     ]
     # `listen(...)` and `bind(...)` alone are functions of the patch's own.
-    found = {function.attr for function in calls if isinstance(function, ast.Attribute) and function.attr in OPENS}
-    named = {function.id for function in calls if isinstance(function, ast.Name)}
-    return found | (named & (OPENS - {"bind", "listen"}))
+    methods = {function.attr for function in calls if isinstance(function, ast.Attribute)}
+    functions = {function.id for function in calls if isinstance(function, ast.Name)} - {"bind", "listen"}
+    return OPENS & (methods | functions)
 
 
 def not_driven(patch: Patch) -> list[str]:
