@@ -58,6 +58,11 @@ def some(every: Sequence[str]) -> list[str]:
     return chosen(sorted({every[0], *every[::-6]}, key=every.index), every)
 
 
+def ends(every: Sequence[str]) -> list[str]:
+    """The releases to run a test on that takes minutes: in CI the first and the last."""
+    return chosen([every[0], every[-1]], every)
+
+
 def by_hand() -> bool:
     """Whether releases were asked for by hand."""
     return SELECTION in os.environ

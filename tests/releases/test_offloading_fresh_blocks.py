@@ -18,10 +18,8 @@ from vllm_livepatch.tools.releases import registry
 DRIVER = "offloading_fresh"
 PATCH = "offloading-fresh-blocks"
 EVERY = [pin.version for pin in registry.pins("vllm") if Version(pin.version) >= Version("0.21")]
-RELEASES = executed.chosen(
-    ["0.21.0", "0.26.0", "0.29.0", "0.32.0"], [one for one in EVERY if Version(one) < Version("0.33")]
-)
-STOCK = executed.chosen(["0.21.0", "0.26.0", "0.29.0", "0.32.0", "0.33.0"], EVERY)
+RELEASES = executed.chosen(["0.21.0", "0.32.0"], [one for one in EVERY if Version(one) < Version("0.33")])
+STOCK = executed.chosen(["0.21.0", "0.33.0"], EVERY)
 MODES = ("Scheduler", "AsyncScheduler")
 
 RIGHT = "right"
