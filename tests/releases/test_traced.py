@@ -144,9 +144,9 @@ def test_a_shortcut(engine: Engine, stock: list[str]) -> None:
 
 OWN_ERRORS = {
     "before it called": "def around(wrapped, instance, args, kwargs): raise ValueError('its own')",
-    "after it called": "def around(wrapped, *_):\n    wrapped(*_[1], **_[2])\n    raise ValueError('its own')",
-    "in a look before": "def look(*_): raise ValueError('its own')\naround = livepatch.before(look)",
-    "in a look after": "def look(*_): raise ValueError('its own')\naround = livepatch.after(look)",
+    "after it called": "def around(wrapped, *_, **named):\n    wrapped(*_[1:], **named)\n    raise ValueError('its own')",
+    "in a look before": "def look(*_, **named): raise ValueError('its own')\naround = livepatch.before(look)",
+    "in a look after": "def look(*_, **named): raise ValueError('its own')\naround = livepatch.after(look)",
 }
 
 
