@@ -53,7 +53,8 @@ def test_stock(release: str, warm: interpreter.Interpreter, path: list[Path], tm
     for name, cases in found.items():
         assert cases["alone"] != "computed", (name, cases)
         assert cases["none"] == cases["another's"] == "computed", (name, cases)
-        assert cases.get("both", "waits").startswith(BOTH.get(name, "waits")), (name, cases)
+        # On 0.14.1 the decode side of Mooncake does not assert: it waits.
+        assert cases.get("both", "waits").startswith((BOTH.get(name, "waits"), "waits")), (name, cases)
         assert len(cases["not_computed"]) > 5 or name == "mooncake_prefill", (name, cases)
 
 
