@@ -1,10 +1,9 @@
 """A patch's two files as one: `patch.toml`, what a person says, and `patch.lock`, the code of each release.
 
-`patch.lock` is written by a tool and holds digests alone: `[code]`, what most forms have, and a `[[variant]]` for each
-form of the patched package's code, a `[[companion]]` for each of another package's; `[text]`, of each module, the whole
-texts that releases have. What a person says of a release (its verdict, its facts) stands in a `[[variant]]` of
-`patch.toml`; one that none names needs the patch. But for the texts, both files together are the entries that
-`facts.to_patch` reads.
+`patch.lock` is written by a tool and holds fingerprints alone: `[code]`, what most forms have, and a `[[variant]]` for
+each form of the patched package's code, a `[[companion]]` for each of another package's. What a person says of a
+release (its verdict, its facts) stands in a `[[variant]]` of `patch.toml`; one that none names needs the patch. Both
+files together are the entries that `facts.to_patch` reads.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from vllm_livepatch.tools.toml import tomllib
 NAME = "patch.lock"
 _HEAD = "# Written by a tool (vllm-livepatch lock), not by hand: the code that this patch was verified with.\n"
 Code = Mapping[str, str]
-Texts = Mapping[str, Mapping[str, Sequence[str]]]
-"""By module, and by the digest of its whole text: the releases that have it."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +115,7 @@ def forms_of(lock: Mapping[str, Any], package: str) -> list[Form]:
     return found
 
 
-def texts(folder: Path) -> Texts:
-    """Of the folder's modules, what releases have whole. Raises UserError, OSError, TOMLDecodeError."""
-    lock = folder / NAME
-    found: Texts = tomllib.loads(lock.read_text("utf-8")).get("text", {}) if lock.exists() else {}
-    return found
-
-
-def written(forms: Iterable[Form], package: str, names: Sequence[str], texts: Texts | None = None) -> str:
+def written(forms: Iterable[Form], package: str, names: Sequence[str]) -> str:
     """The text of a lock. `package` is the patched one, `names` the patch's targets and calls in their order."""
     own = [form for form in forms if form.package == package]
     others = [form for form in forms if form.package != package]
@@ -137,22 +127,12 @@ def written(forms: Iterable[Form], package: str, names: Sequence[str], texts: Te
         tables += [_table(form, package, names, shared) for form in of_one]
         common |= shared
     lines = ["[code]", *_lines({name: common[name] for name in names if name in common})] if common else []
-    whole = [_text_table(module, digests) for module, digests in sorted((texts or {}).items())]
-    return "\n".join([_HEAD, *(["\n".join(lines) + "\n"] if lines else []), *tables, *whole])
-
-
-def _text_table(module: str, digests: Mapping[str, Sequence[str]]) -> str:
-    lines = [f'"{digest}" = [{_listed(releases)}]' for digest, releases in digests.items()]
-    return "\n".join([f'[text."{module}"]', *lines]) + "\n"
-
-
-def _listed(releases: Iterable[str]) -> str:
-    return ", ".join(f'"{release}"' for release in releases)
+    return "\n".join([_HEAD, *(["\n".join(lines) + "\n"] if lines else []), *tables])
 
 
 def _table(form: Form, package: str, names: Sequence[str], common: Code) -> str:
     kind = "variant" if form.package == package else "companion"
-    listed = _listed(form.releases)
+    listed = ", ".join(f'"{release}"' for release in form.releases)
     head = [f"[[{kind}]]"]
     if kind == "companion":
         head.append(f'package = "{form.package}"')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools.bundles import bundle, catalogue, leading
+from vllm_livepatch.tools.bundles import catalogue, leading, whole_texts
 from vllm_livepatch.tools.releases import sources
 
 ENTRIES = {name: entry for name, entry in catalogue.load().items() if not entry.patch.diff}
@@ -24,7 +24,7 @@ def test_a_wrapper_names_its_targets_leading_parameters(name: str) -> None:
 @pytest.mark.parametrize(("package", "release"), [("vllm", "0.16.0"), ("vllm", "0.33.0"), ("lmcache", "0.5.6")])
 def test_whole_texts_say_what_parsing_says(package: str, release: str) -> None:
     """Of each patch, also where another patch's releases have the text too."""
-    texts = bundle.texts_of(ENTRIES)
+    texts = whole_texts.read(entry.patch for entry in ENTRIES.values())
     tree = Tree([str(sources.site_packages(package, release))])
     for entry in ENTRIES.values():
         if package in entry.patch.packages:

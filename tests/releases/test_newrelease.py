@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.sitecustomize.decision import Patch
 from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.bundles import catalogue
-from vllm_livepatch.tools.commands import locking
 from vllm_livepatch.tools.releases import registry, releases_file
 from vllm_livepatch.tools.toml import tomllib
 from vllm_livepatch.tools.upkeep import catalogue_edits
@@ -74,26 +72,12 @@ def forget(root: Path, package: str, version: str) -> None:
             patch = catalogue.read(ROOT / file.parent.relative_to(root)).patch
             codes = codes_of(text, patch.package)
             codes.pop((package, version), None)
-            texts = without(tomllib.loads(text).get("text", {}), version, patch, package)
-            text = patch_lock.written(patch_lock.grouped(codes), patch.package, patch.names, texts)
+            text = patch_lock.written(patch_lock.grouped(codes), patch.package, patch.names)
         elif file.name == "patch.toml" and tomllib.loads(text)["package"] != package:
             continue
         else:
             text = catalogue_edits.without_release(text, version)
         file.write_text(text, "utf-8")
-
-
-def without(texts: patch_lock.Texts, version: str, patch: Patch, package: str) -> dict[str, dict[str, list[str]]]:
-    """The whole texts of the patch's modules, but for a release of one of its packages."""
-    own = {name.partition(":")[0] for name in locking.names_of(patch, package)}
-    left = {
-        module: {
-            digest: [release for release in of if module not in own or release != version]
-            for digest, of in digests.items()
-        }
-        for module, digests in texts.items()
-    }
-    return {module: {digest: of for digest, of in digests.items() if of} for module, digests in left.items()}
 
 
 def codes_of(lock: str, package: str) -> dict[tuple[str, str], Any]:

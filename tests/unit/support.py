@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -51,6 +52,19 @@ AROUND = """\
 
         return dict.fromkeys(TARGETS, around)
     """
+PASTED_LOADER = """
+class Loader:
+    def __init__(self, loader):
+        self.loader = loader
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        pasted(module)
+"""
+"""What recipes for start scripts have: a loader that does something once another one has run."""
 USE_STEP = "from fakeengine.scheduler import Scheduler; print(Scheduler().step(7))"
 STOCK, PATCHED = "[7]\n", "['patched', 7]\n"
 
@@ -95,6 +109,15 @@ def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
             return found
         assert time.monotonic() < deadline, "it did not happen in time"
         pause.wait(0.02)
+
+
+async def awaited(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """The same amid an event loop."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.001)
+    return found
 
 
 def package_of(bundle: Path) -> Path:

@@ -15,7 +15,7 @@ from vllm_livepatch.sitecustomize import executed_text
 from wrapt.importer import _ImportHookChainedLoader
 
 from tests.unit import interpreters
-from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Done, Sandbox
+from tests.unit.support import PASTED_LOADER, PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Done, Sandbox
 
 OTHER = "class Scheduler:\n    def step(self, number):\n        return ['overlay', number]\n"
 OVERLAY = "['overlay', 7]\n"
@@ -177,20 +177,14 @@ def test_what_the_patch_calls_comes_in_another_known_form(sandbox: Sandbox, numb
         assert sandbox.python(code, LIVEPATCH="strict").code == 78
 
 
-ONCE = """
+ONCE = (
+    PASTED_LOADER
+    + """
 import importlib.util, sys
 from importlib.machinery import PathFinder
-class Loader:
-    def __init__(self, loader):
-        self.loader = loader
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-    def exec_module(self, module):
-        self.loader.exec_module(module)
-        print("the recipe has run:", module.__name__)
-        module.pasted = True
+def pasted(module):
+    print("the recipe has run:", module.__name__)
+    module.pasted = True
 class Finder:
     waits = True
     def find_spec(self, name, path=None, target=None):
@@ -201,6 +195,7 @@ class Finder:
             return spec
 sys.meta_path.insert({where}, Finder())
 """
+)
 
 
 @pytest.mark.parametrize(

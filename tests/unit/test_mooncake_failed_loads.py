@@ -21,6 +21,8 @@ from vllm_livepatch.patches.mooncake_failed_loads.held import CARRIER, HOLDS, LO
 from vllm_livepatch.patches.mooncake_failed_loads.lines import Line, Ports
 from vllm_livepatch.sitecustomize.context import PatchContext
 
+from tests.unit.support import awaited
+
 
 class Status(IntEnum):
     FINISH, CONTINUE, ERROR = range(3)
@@ -595,8 +597,7 @@ def test_from_0_30_a_load_whose_connection_was_closed_is_reported_when_nobody_el
         asked = decode.ask("tcp://one", silent)
         await one.taken.wait()
         one.connected = False
-        while (word := decode.word()) is None:
-            await asyncio.sleep(0.01)
+        word = await awaited(decode.word)
         assert [name for name, _ in word.held.values()] == ["d"]
         assert decode.reports == ([["d"]] if settles else [])
         decode.socket = Socket()
@@ -620,8 +621,7 @@ def test_what_is_held_comes_back_sooner_than_that_only_beyond_the_share_and_when
         holds = vars(decode)[HOLDS]
         decode.socket.rcvtimeo = 1
         ask = decode.ask("tcp://one", broken)
-        while (word := decode.word()) is None:
-            await asyncio.sleep(0.01)
+        word = await awaited(decode.word)
         looks = [0]
         own = decode.socket.get
 
@@ -630,8 +630,7 @@ def test_what_is_held_comes_back_sooner_than_that_only_beyond_the_share_and_when
             return own(option)
 
         decode.socket.get = look  # type: ignore[method-assign]
-        while looks[0] < 3:
-            await asyncio.sleep(0.01)
+        await awaited(lambda: looks[0] >= 3)
         assert decode.word() is None
         assert not ask.done()
         holds.hold("another", "x", range(10, 14))  # with these, six of twenty
@@ -797,8 +796,7 @@ def test_of_a_write_that_failed_the_blocks_are_held_whatever_is_answered_later(s
             answer(status=Status.FINISH)
 
         ask = decode.ask("tcp://one", answers)
-        while (word := decode.word()) is None:
-            await asyncio.sleep(0.01)
+        word = await awaited(decode.word)
         ((name, blocks),) = word.held.values()
         assert (name, blocks, word.over) == ("d", {3, 4}, set())
         assert not ask.done()
@@ -839,8 +837,7 @@ def test_what_prefill_has_refused_is_not_held_and_what_has_no_answer_is(
             ask = asyncio.ensure_future(
                 decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
             )
-            while not decode.reports:
-                await asyncio.sleep(0.01)
+            await awaited(lambda: decode.reports)
             assert (decode.word() is not None) == holds
             decode.socket.connected = False
         await asyncio.wait_for(ask, 60)
@@ -905,8 +902,7 @@ def test_an_answer_that_is_overdue_is_listened_for(
                 decode.call("receive_kv_from_single_worker", release, address, {"d": decode.pull})
             )
             if waits:
-                while not decode.reports:
-                    await asyncio.sleep(0.01)
+                await awaited(lambda: decode.reports)
                 assert decode.reports == [["d"]]
                 word = decode.word()
                 assert [name for name, _ in word.held.values()] == ["d"]

@@ -18,6 +18,7 @@ from vllm_livepatch.patches.mooncake_layerwise.layers import OTHERS, Layers
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 from tests.unit import test_mooncake_layerwise as base
+from tests.unit.support import awaited
 
 
 class Cache:
@@ -463,15 +464,13 @@ def test_a_layer_is_read_when_the_device_has_computed_it_and_the_release_would_s
         worker.beginning("t", [1], 2)
         await base.turns()
         worker.livepatch_writes.saved("a", SimpleNamespace(synchronize=synchronize))
-        while not logged:
-            await asyncio.sleep(0.001)
+        await awaited(lambda: logged)
         assert worker.written == []
         entry = worker.reqs_need_send["t"]
         if not kept:
             del worker.reqs_need_send["t"]
         computed.set()
-        while any(part.under_way for part in worker.livepatch_writes._parts()):
-            await asyncio.sleep(0.001)
+        await awaited(lambda: not any(part.under_way for part in worker.livepatch_writes._parts()))
         assert worker.written == ([[(1, 10, "a")]] if kept else [])
         entry.local_block_ids = [[1, 2]]
         entry.ready.set()

@@ -21,6 +21,8 @@ from vllm_livepatch.patches.mooncake_layerwise import wrappers as patch
 from vllm_livepatch.patches.mooncake_layerwise.computed import PROGRESS, Prefills
 from vllm_livepatch.sitecustomize.context import PatchContext
 
+from tests.unit.support import awaited
+
 
 class Entry:
     """What a release keeps of a transfer."""
@@ -1149,8 +1151,7 @@ def test_a_step_waits_for_what_reads_blocks_that_were_given_back_also_after_an_e
         assert worker.written == [[(1, 10)]]
         worker.livepatch_writes._livepatch.withdraw()
         step = worker.step(back=["t"])
-        while not all(part.void for part in worker.livepatch_writes._parts()):
-            await asyncio.sleep(0.001)
+        await awaited(lambda: all(part.void for part in worker.livepatch_writes._parts()))
         assert bound == []
         worker.open.set()
         await step

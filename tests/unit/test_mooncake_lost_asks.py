@@ -18,6 +18,8 @@ from vllm_livepatch.patches.mooncake_lost_asks import bootstrap, listener
 from vllm_livepatch.patches.mooncake_lost_asks import wrappers as patch
 from vllm_livepatch.sitecustomize.context import PatchContext
 
+from tests.unit.support import awaited
+
 
 class MooncakeXferResponseStatus(IntEnum):
     FINISH, CONTINUE, ERROR = range(3)
@@ -177,8 +179,7 @@ def test_what_one_ask_waits_for_is_kept_when_another_for_it_has_ended() -> None:
 
     async def play() -> None:
         second = asyncio.ensure_future(prefill.ask(waits, second=("t", [1])))
-        while "t" not in prefill.reqs_need_send:
-            await asyncio.sleep(0)
+        await awaited(lambda: "t" in prefill.reqs_need_send)
         made = prefill.reqs_need_send["t"]
         served = prefill.wrap[f"{patch.WORKER}.send_kv_to_decode"]
         before = set(getattr(prefill, patch.STATE).tasks)

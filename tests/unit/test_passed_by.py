@@ -9,7 +9,7 @@ import pytest
 from vllm_livepatch.sitecustomize import application
 
 from tests.unit import interpreters
-from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Sandbox, finish
+from tests.unit.support import PASTED_LOADER, PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Sandbox, finish
 from tests.unit.test_executed_text import OVERLAY, overlay, redirects
 
 IN_FRONT = """
@@ -174,18 +174,14 @@ def test_a_program_beside_its_targets_is_none(patched: Sandbox) -> None:
 
 # A finder of somebody's that asks the others, and replaces a function when their loader has run, as the recipes that
 # people paste into their start scripts do.
-REPLACES = """
+PASTED_STEP = """
+def pasted(module):
+    module.Scheduler.step = lambda self, number: ["pasted", number]
+"""
+REPLACES = (
+    f"{PASTED_LOADER}{PASTED_STEP}"
+    + """
 import importlib.util, sys
-class Loader:
-    def __init__(self, loader):
-        self.loader = loader
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-    def exec_module(self, module):
-        self.loader.exec_module(module)
-        module.Scheduler.step = lambda self, number: ["pasted", number]
 class Finder:
     asking = False
     def find_spec(self, name, path=None, target=None):
@@ -196,6 +192,7 @@ class Finder:
             return spec
 sys.meta_path.insert(0, Finder())
 """
+)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "within another import"])

@@ -10,9 +10,7 @@ import pytest
 from vllm_livepatch.sitecustomize import cache, fingerprint, installed
 from vllm_livepatch.sitecustomize.decision import Patch, Variant
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundles import catalogue
-from vllm_livepatch.tools.releases import sources
+from vllm_livepatch.tools.bundles import catalogue, whole_texts
 
 from tests.unit.support import PATCHED, USE_STEP, Cli, Sandbox
 
@@ -32,10 +30,13 @@ print(sum("class Scheduler" in str(text if isinstance(text, str) else text.decod
 
 
 @pytest.fixture
-def locked(sandbox: Sandbox, cli: Cli) -> Sandbox:
+def locked(sandbox: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     sandbox.patch(variant=[])
     done = cli("lock", str(sandbox.patches / "around"), "--site-packages", str(sandbox.site))
     assert done.code == 0, done.err
+    text = (sandbox.site / "fakeengine/scheduler.py").read_text("utf-8")
+    texts = {"fakeengine.scheduler": {cache.text_digest(text): ["1.0"]}}
+    monkeypatch.setattr(whole_texts, "read", lambda patches: texts)
     sandbox.generate()
     return sandbox
 
@@ -76,25 +77,9 @@ def test_a_text_of_a_release_that_the_patch_does_not_list_is_parsed(tmp_path: Pa
     assert look("1.1") == parsed
 
 
-def test_a_bundle_has_the_texts_of_all_its_patches(locked: Sandbox) -> None:
+def test_a_bundle_has_the_texts_of_its_patches_modules(locked: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = json.loads((locked.package / "catalogue.json").read_text("utf-8"))["texts"]
-    text = (locked.site / "fakeengine/scheduler.py").read_text("utf-8")
-    assert texts == {"fakeengine.scheduler": {cache.text_digest(text): ["1.0"]}}
-
-
-@pytest.mark.parametrize("name", ["failed-loads", "lmcache-bounded-waits", "nixl-request-params"])
-def test_the_locks_of_ours_are_what_parsing_says(name: str) -> None:
-    entry = catalogue.load()[name]
-    texts = patch_lock.texts(entry.folder)
-    release = entry.patch.variants[-1].releases[-1]
-    try:
-        place = sources.site_packages(entry.patch.package, release)
-    except sources.SourcesError as error:
-        pytest.skip(f"the registry is not to be had: {error}")
-    tree = Tree([str(place)])
-    known, parsed = installed.look(entry.patch, tree, texts=texts), installed.look(entry.patch, tree)
-    assert known.code == parsed.code
-    modules = {module for name in entry.patch.targets for module in [name.partition(":")[0]]}
-    for module in modules:
-        source = tree.source(module)
-        assert source is None or release in texts[module][cache.text_digest(source)]
+    assert list(texts) == ["fakeengine.scheduler"]
+    monkeypatch.undo()
+    patch = catalogue.load()["failed-loads"].patch
+    assert set(whole_texts.read([patch])) == {name.partition(":")[0] for name in patch.names}

@@ -16,7 +16,7 @@ from vllm_livepatch import sitecustomize
 from vllm_livepatch.sitecustomize import cache
 from vllm_livepatch.tools import bundled, patch_lock
 from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
-from vllm_livepatch.tools.bundles import sbom
+from vllm_livepatch.tools.bundles import sbom, whole_texts
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.bundles.placing import write_directory
 from vllm_livepatch.tools.errors import UserError
@@ -107,7 +107,7 @@ def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
         "version": version(),
         "patches": {name: item.facts for name, item in sorted(entries.items())},
         "digests": {name: _digest(item.folder) for name, item in sorted(entries.items())},
-        "texts": texts_of(entries),
+        "texts": whole_texts.read(item.patch for item in entries.values()),
         "changes": {
             name: [change.to_json() for change in item.changes()]
             for name, item in sorted(entries.items())
@@ -115,16 +115,6 @@ def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
         },
     }
     return {**files, "catalogue.json": _json(catalogue)}
-
-
-def texts_of(entries: Mapping[str, Entry]) -> patch_lock.Texts:
-    """By module: the texts that a release has whole, of all patches."""
-    found: dict[str, dict[str, set[str]]] = {}
-    for item in entries.values():
-        for module, digests in patch_lock.texts(item.folder).items():
-            for digest, releases in digests.items():
-                found.setdefault(module, {}).setdefault(digest, set()).update(releases)
-    return {module: {digest: sorted(of) for digest, of in digests.items()} for module, digests in found.items()}
 
 
 def _wrapt(extensions: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -63,7 +63,7 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
         found = zip(others, _each(lambda one: _code(patch, one, asked, before), others), strict=True)
         codes |= {one: {} for one, code in found if not set(patch.targets) & code.keys()}
     forms = patch_lock.grouped(codes)
-    text = patch_lock.written(forms, patch.package, patch.names, _texts(patch, codes, asked, folder))
+    text = patch_lock.written(forms, patch.package, patch.names)
     try:
         whole = to_patch(patch.name, patch_lock.joined(said, tomllib.loads(text)))
     except PatchError as error:
@@ -84,31 +84,6 @@ def of_release(patch: Patch, tree: installed.Tree, package: str) -> dict[str, st
     """The fingerprints of the patch's names that a package's code has."""
     found = installed.look(patch, tree, cache.Fingerprints(None).of_names).code
     return {name: digest for name in names_of(patch, package) if (digest := found[name]) is not None}
-
-
-def texts_of(patch: Patch, tree: installed.Tree, package: str) -> dict[str, str]:
-    """By module of a package that the patch names: the digest of its whole text."""
-    modules = dict.fromkeys(map(module_of, names_of(patch, package)))
-    return {module: cache.text_digest(text) for module in modules if (text := tree.source(module)) is not None}
-
-
-def _texts(patch: Patch, codes: Mapping[tuple[str, str], Code], asked: Asked, folder: Path) -> patch_lock.Texts:
-    """What releases have whole; of those that cannot be had any more, what was locked."""
-    found: dict[str, dict[str, list[str]]] = {}
-    before = patch_lock.texts(folder)
-    for package, release in sorted(codes, key=lambda one: patch_lock.age(one[1])):
-        if not codes[package, release]:
-            continue
-        try:
-            tree = asked[package, release] if (package, release) in asked else published.tree(package, release)
-            whole = texts_of(patch, tree, package)
-        except SourcesError:
-            modules = dict.fromkeys(map(module_of, names_of(patch, package)))
-            known = ((module, before.get(module, {})) for module in modules)
-            whole = {module: digest for module, of in known for digest, releases in of.items() if release in releases}
-        for module, digest in whole.items():
-            found.setdefault(module, {}).setdefault(digest, []).append(release)
-    return found
 
 
 def names_of(patch: Patch, package: str) -> list[str]:

@@ -2,9 +2,9 @@
 
 For a checkout. Fetches the release's sources, prints every patch's verdict and what drifted, writes the pin
 (tools/releases/releases.toml), the patches' data (patch.toml, patch.lock), the release lists of the tests
-(tests/releases/*.toml) and what a check of the newest releases reads (tools/compatibility/reads.txt), and runs the
-release tests on it. Where a patch's tests fail, what was written of it is taken back. The rest is a diff for a person
-to review. Exit 1 where tests failed.
+(tests/releases/*.toml), what a check of the newest releases reads (tools/compatibility/reads.txt) and the whole texts
+(tools/bundles/whole_texts.toml), and runs the release tests on it. Where a patch's tests fail, what was written of it
+is taken back. The rest is a diff for a person to review. Exit 1 where tests failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.bundles import catalogue, whole_texts
 from vllm_livepatch.tools.commands import ending, locking, rendering
 from vllm_livepatch.tools.compatibility import check as checking
 from vllm_livepatch.tools.compatibility import reads
@@ -61,6 +61,7 @@ def main(
         console.print(f"{name}: {done}", highlight=False, soft_wrap=True)
     registry.all_pins.cache_clear()
     reads.write()
+    whole_texts.write()
     failed = drive(version, jobs)
     entries = catalogue.load()
     for name, tests in failed.items():
@@ -137,15 +138,8 @@ def in_folder(
     done = f"the code of {alike[0][-1]}" if alike else f"new code, proposed to be as {previous}: a person judges"
     if own:
         said = catalogue_edits.said_of_too(said, version, alike[0] if alike else [previous])
-    texts = {
-        module: {digest: [*of] for digest, of in known.items()}
-        for module, known in patch_lock.texts(entry.folder).items()
-    }
-    for module, digest in (locking.texts_of(patch, tree, package) if code else {}).items():
-        of = texts.setdefault(module, {}).setdefault(digest, [])
-        of[:] = sorted([*of, version], key=patch_lock.age)
     after = patch_lock.with_code(forms, package, version, code)
-    return said, patch_lock.written(after, patch.package, patch.names, texts), done
+    return said, patch_lock.written(after, patch.package, patch.names), done
 
 
 def drive(version: str, jobs: int) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ batch, until when a lease runs, what to read. Print one JSON object: of each cas
 
 from __future__ import annotations
 
-from result import begin_driver, leave, print_result
+from result import begin_driver, leave, print_result, until
 
 begin_driver()
 
@@ -21,7 +21,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -180,7 +180,7 @@ class Story:
         self.decode.worker.start_load_kv(metadata)
         worker = self.decode.worker
         if self.prefill.engine_id not in worker._remote_agents:
-            wait(lambda: not worker._ready_requests.empty())
+            until(lambda: not worker._ready_requests.empty())
             self.decode.step()
         assert request_id in worker._recving_transfers, "the read was not begun"
 
@@ -194,7 +194,7 @@ class Story:
                 found.append((failed, invalid))
             return bool(found)
 
-        wait(notified)
+        until(notified)
         ((failed, invalid),) = found
         values = {float(self.decode.block(number)[..., :].unique().item()) - number for number in blocks}
         contents = {READER: "its own", OTHER: "another's"}
@@ -211,13 +211,6 @@ class Story:
             if request_id in self.prefill.ended()[0]:
                 return True
         return False
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < until, "nothing happened"
-        time.sleep(0.001)
 
 
 def in_time(story: Story) -> dict[str, Any]:
@@ -345,7 +338,7 @@ def two_reads(story: Story) -> dict[str, Any]:
         ended.extend(story.decode.ended()[1])
         return bool(agent.agent.all_ended())
 
-    wait(step)  # for the first read, and for what is then read of prefill's leases
+    until(step)  # for the first read, and for what is then read of prefill's leases
     step()
     agent.agent = agent.agent.real
     result = {"while_read": ended, "failed": story.received("d-two", [21, 22])["failed"]}

@@ -7,7 +7,7 @@ full of its number. Memory that nobody has filled holds OTHER, as if it were ano
 
 from __future__ import annotations
 
-from result import attempted, begin_driver, leave, print_result
+from result import attempted, begin_driver, leave, print_result, until
 
 begin_driver()
 
@@ -19,7 +19,6 @@ import itertools
 import resource
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,13 +50,6 @@ def found(*names: str) -> Any:
             if importlib.util.find_spec(name):
                 return importlib.import_module(name)
     raise ModuleNotFoundError(names)
-
-
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end, "it does not come about"
-        time.sleep(TICK)
 
 
 class World:

@@ -9,7 +9,7 @@ the first argument. The other arguments are the cases. Blocks have contents: tho
 
 from __future__ import annotations
 
-from result import attempted, begin_driver, leave, print_result
+from result import attempted, begin_driver, leave, print_result, until
 
 begin_driver()
 
@@ -24,7 +24,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 import traceback
 import types
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lmcache_server
+import native_doubles
 import torch
 from ports import free_port
 
@@ -54,18 +54,10 @@ WITH_GROUPS = SHAPES | {"wide": (2, BLOCKS, 4, BLOCK, 8)}
 # The device, to LMCache 0.4.6
 
 
-class Stream:
+class Stream(native_doubles.Stream):
     """A stream that is never behind; calls in its order are made by a thread, as a device's driver does."""
 
-    cuda_stream = ptr = 7
     host = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, -1
 
     def launch_host_func(self, function: Callable[[Any], Any], argument: Any) -> None:
         if getattr(function, "__name__", "") == "finish_write":
@@ -402,13 +394,6 @@ def passed(owner: Any, name: str, place: str) -> None:
     setattr(owner, name, around)
 
 
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.01)
-
-
 # Workers
 
 
@@ -416,7 +401,7 @@ CONTEXTS: list[Any] = []
 """ZMQ's, one for each adapter."""
 
 
-class Worker:
+class Worker(lmcache_server.Caches):
     """The release's adapters of a worker and of a scheduler, and a cache whose blocks have contents."""
 
     made = 0
@@ -466,13 +451,6 @@ class Worker:
         kind = importlib.import_module("lmcache.v1.multiprocess.group_view").EngineGroupInfo
         layers = [tuple(range(LAYERS)), (LAYERS,)]
         return [kind(number, indices, BLOCK) for number, indices in enumerate(layers)]
-
-    def fill(self, value: float, blocks: list[int]) -> None:
-        for cache in self.caches.values():
-            cache[:, blocks] = value
-
-    def holds(self, value: float, blocks: list[int]) -> bool:
-        return all(bool((cache[:, blocks] == value).all()) for cache in self.caches.values())
 
     def operation(self, prompt: int, blocks: list[int]) -> Any:
         tokens = [prompt] * len(blocks) * BLOCK

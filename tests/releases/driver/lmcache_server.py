@@ -23,7 +23,6 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from typing import Any, ClassVar
 
 import torch
 from ports import free_port
+from result import until
 
 CHUNK, BLOCK, BLOCKS, LAYERS = 32, 16, 16, 2
 PATIENCE = 60.0
@@ -222,13 +222,6 @@ def silence(server: Server, seconds: float) -> int:
     return known
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.02)
-
-
 def ping_once(beat: Any) -> None:
     """In the place of a heartbeat's own thread, which pings when it starts: when it does again is the cases' to say."""
 
@@ -291,7 +284,20 @@ CONTEXTS: list[Any] = []
 """ZMQ's, one for each adapter: they know their sockets' monitors by numbers, of which the next socket may get one too soon."""
 
 
-class Worker:
+class Caches:
+    """A worker's layers, in whose blocks a number stands for a request's KV."""
+
+    caches: dict[str, Any]
+
+    def fill(self, value: float, blocks: list[int]) -> None:
+        for cache in self.caches.values():
+            cache[:, blocks] = value
+
+    def holds(self, value: float, blocks: list[int]) -> bool:
+        return all(bool((cache[:, blocks] == value).all()) for cache in self.caches.values())
+
+
+class Worker(Caches):
     """A worker's adapter with a cache in CPU memory, whose blocks have contents, and the scheduler's adapter.
 
     Their heartbeats ping when they are started, and then only by themselves where that is asked for.
@@ -355,13 +361,6 @@ class Worker:
         self.adapter.shutdown()
         if hasattr(self.scheduler, "shutdown"):  # from 0.5.0
             self.scheduler.shutdown()
-
-    def fill(self, value: float, blocks: list[int]) -> None:
-        for cache in self.caches.values():
-            cache[:, blocks] = value
-
-    def holds(self, value: float, blocks: list[int]) -> bool:
-        return all(bool((cache[:, blocks] == value).all()) for cache in self.caches.values())
 
     def operation(self, prompt: int, blocks: list[int]) -> Any:
         tokens = [prompt] * len(blocks) * BLOCK

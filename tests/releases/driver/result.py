@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -37,6 +38,14 @@ def begin_driver() -> None:
     """
     gc.disable()
     take_stdout()
+
+
+def until(true: Callable[[], object], seconds: float = 60.0) -> None:
+    """Await what another thread or process does, of which there is no event here."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.005)
 
 
 def attempted(case: Callable[[], Any]) -> Any:
