@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -117,8 +118,12 @@ def test_check_of_a_place_that_has_nothing(sandbox: Sandbox, cli: Cli) -> None:
         assert done.lines == [
             f"vllm-livepatch: {sandbox.root}/empty has neither lmcache nor vllm: there is nothing to check"
         ]
-    sandbox.write({"empty/vllm/__init__.py": ""}, sandbox.root)  # a vLLM of which nothing else is known
-    assert cli("check", "--site-packages", str(sandbox.root / "empty")).code == 0
+    sandbox.write({"empty/vllm/__init__.py": ""}, sandbox.root)  # a vLLM without the code that patches are for
+    done = cli("check", "--site-packages", str(sandbox.root / "empty"), "--json")
+    assert done.code == 1
+    patches = json.loads(done.out)["patches"]
+    reaper = next(row for row in patches if row["name"] == "kv-block-reaper")
+    assert (reaper["verdict"], reaper["reason"]) == ("drifted", "gone")
 
 
 def test_check_requires(sandbox: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,13 +99,18 @@ def definition(tree: Tree, name: str) -> list[str]:
     if not qualname:
         return lines
     try:
-        node: Any = fingerprint.find(fingerprint.parsed(source), qualname)
+        node: Any = fingerprint.find(_parsed(source), qualname)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return lines
     if node is None:
         return []
     parts = node.body if isinstance(node, ast.Module) else [node]  # what `__init__` assigns to an attribute
     return [line for part in parts for line in lines[_first(part) - 1 : part.end_lineno]]
+
+
+@functools.lru_cache(maxsize=16)  # as many modules as a patch's targets stand in, here and in the release beside
+def _parsed(source: str) -> ast.Module:
+    return fingerprint.parsed(source)
 
 
 def _first(node: Any) -> int:
