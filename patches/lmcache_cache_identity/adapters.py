@@ -79,7 +79,9 @@ class Adapters:
         self.on_replaced: list[Callable[[int], None]] = []
         """Called with an adapter's id when other weights are loaded in its place, under requests that run."""
         self._known: dict[int, Adapter] = {}
-        self._before: dict[str, set[str | None]] = {}  # name: digests of adapters that are gone
+        self._before: dict[
+            str, str | None
+        ] = {}  # name: the digest of adapters that are gone; None: several, or unknown
         self._wake = threading.Event()
         self._threads: list[threading.Thread] = []
         self._fresh = FRESH_SECONDS
@@ -108,7 +110,8 @@ class Adapters:
         """The workers have dropped an adapter: whoever has its id from now on is read from files again."""
         adapter = self._known.pop(number, None)
         if adapter is not None:
-            self._before.setdefault(adapter.name, set()).add(None if adapter.lost else adapter.digest)
+            digest = None if adapter.lost else adapter.digest
+            self._before[adapter.name] = digest if self._before.get(adapter.name, digest) == digest else None
             self._replaced(number)  # requests that run with it have it read again
 
     def identity(self, lora: Any) -> tuple[str, ...] | None:
@@ -122,7 +125,9 @@ class Adapters:
         """Whether this engine has had other weights by the same name: vLLM's own prefix cache may mix them up."""
         mine = self.met(lora)  # it may have been removed since
         others = [one for one in self._known.values() if one is not mine and one.name == mine.name]
-        digests = {None if one.lost else one.digest for one in others} | self._before.get(mine.name, set())
+        digests = {None if one.lost else one.digest for one in others}
+        if mine.name in self._before:
+            digests.add(self._before[mine.name])
         return bool(digests - {mine.digest}) or (None in digests)
 
     def _look(self, new: bool) -> None:

@@ -107,10 +107,9 @@ def is_held(lock: Any) -> bool:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a look at its calls, or a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
     impatient: weakref.WeakSet[Any] = weakref.WeakSet()  # backends whose last wait for memory came to nothing
 
-    def init(backend: Any, args: Any, kwargs: Any, answer: Any) -> None:
+    def init(answer: Any, backend: Any, *rest: Any, **named: Any) -> None:
         """A lock that knows its owner: after an error inside LMCache's own code, whether that holds it is seen."""
         backend.disk_lock = threading.RLock()
         cpu = backend.local_cpu_backend
@@ -143,13 +142,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             evict = sys.modules[BACKEND].OpType.EVICT
             backend.batched_msg_sender.add_kv_op(op_type=evict, key=key.chunk_hash)
 
-    def remove(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+    def remove(original: Call, backend: Any, key: Any, force: bool = True, *rest: Any, **named: Any) -> Any:
         """A chunk leaves also where its file cannot be removed, and what an order to remove it frees is free."""
-        key, force = (*args, True)[:2] if args else (kwargs["key"], True)
-        force = kwargs.get("force", force)
         entry, outer = backend.dict.get(key), is_held(backend.disk_lock)
         try:
-            removed = wrapped(*args, **kwargs)
+            removed = original(key, force, *rest, **named)
         except OSError as error:
             if not outer and is_held(backend.disk_lock):  # to 0.5.0
                 backend.disk_lock.release()
@@ -167,16 +164,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # Loads
 
-    def allocate(wrapped: Call, cpu: Any, args: Any, kwargs: Any) -> Any:
+    def allocate(original: Call, *rest: Any, **named: Any) -> Any:
         """Takes memory for a load, and notes it. LMCache's own loop has no end; here the load's time ends it."""
         staging = STAGING.get()
         if staging is None:
-            return wrapped(*args, **kwargs)
-        given = {**kwargs, "busy_loop": False}
-        memory = wrapped(*args, **given)
+            return original(*rest, **named)
+        named["busy_loop"] = False
+        memory = original(*rest, **named)
         while memory is None and time.monotonic() < staging.until:
             time.sleep(TICK)
-            memory = wrapped(*args, **given)
+            memory = original(*rest, **named)
         if memory is None:
             staging.refused += 1
         else:
@@ -196,9 +193,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         elif one.taken:
             impatient.discard(backend)
 
-    def read_file(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> None:
+    def read_file(original: Call, backend: Any, key: Any, buffer: Any, path: str, *rest: Any, **named: Any) -> None:
         """LMCache's own ignores how many bytes came, and a file that is not there."""
-        key, buffer, path = arguments(("key", "buffer", "path"), args, kwargs)
         try:
             read(path, buffer, is_direct(backend, buffer))
         except OSError as error:
@@ -206,49 +202,49 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             missing(key, error)
             raise livepatch.deliberate(error)  # noqa: B904 (the same error)
 
-    def load_bytes(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+    def load_bytes(original: Call, backend: Any, key: Any, *rest: Any, **named: Any) -> Any:
         with staging(backend) as one:
             try:
-                return wrapped(*args, **kwargs)
+                return original(key, *rest, **named)
             except Exception as error:  # a file that is not whole; no memory; a chunk that left meanwhile
                 for memory in one.taken:
                     memory.ref_count_down()
                 if not one.refused and not isinstance(error, OSError):  # these are said elsewhere
-                    missing(arguments(("key",), args, kwargs)[0], repr(error))
+                    missing(key, repr(error))
                 return None
 
-    def batch(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+    def batch(original: Call, backend: Any, *rest: Any, **named: Any) -> Any:
         """From 0.5.2 on all chunks of a load take memory first."""
         with staging(backend):
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
 
-    async def contains(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+    async def contains(
+        original: Call, backend: Any, lookup_id: str, keys: Any, pin: bool = False, *rest: Any, **named: Any
+    ) -> Any:
         """A lookup pins what it finds, and LMCache never unpins it: it could not leave a full disk any more."""
-        _, keys, pin = (*arguments(("lookup_id", "keys"), args, kwargs), kwargs.get("pin", args[2:] and args[2]))
-        hits = await wrapped(*args, **kwargs)
+        hits = await original(lookup_id, keys, pin, *rest, **named)
         LOOKED_UP.set(frozenset(keys[:hits]) if pin else frozenset())
         return hits
 
-    async def prefetch(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+    async def prefetch(original: Call, backend: Any, lookup_id: str, keys: Any, *rest: Any, **named: Any) -> Any:
         """Load the chunks from the first on, up to one that cannot be."""
-        lookup, keys = arguments(("lookup_id", "keys"), args, kwargs)
         try:
             with within(STAGING, Staging()):
-                loaded = await begun(wrapped, backend, args, kwargs)
+                loaded = await begun(original, backend, lookup_id, keys, *rest, **named)
         finally:
             unpin(backend, LOOKED_UP.get().intersection(keys))
-        if lookup == LAYER_BY_LAYER and len(loaded) < len(keys):
+        if lookup_id == LAYER_BY_LAYER and len(loaded) < len(keys):
             for memory in loaded:
                 give_back(memory)
             raise RuntimeError(f"{len(keys) - len(loaded)} of {len(keys)} chunks of a layer could not be loaded")
         return loaded
 
-    async def begun(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+    async def begun(original: Call, backend: Any, lookup_id: str, keys: Any, *rest: Any, **named: Any) -> Any:
         """LMCache's own load; where that ends with the lock held, what it took memory for is read here."""
-        (keys,), one = arguments(("lookup_id", "keys"), args, kwargs)[1:], STAGING.get()
+        one = STAGING.get()
         assert one is not None
         try:
-            answer = await wrapped(*args, **kwargs)
+            answer = await original(lookup_id, keys, *rest, **named)
             if not is_held(backend.disk_lock):
                 return answer
             livepatch.count("without_memory", one.refused)
@@ -272,13 +268,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             memory_objs=one.taken,
         )
 
-    def load_all(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+    def load_all(
+        original: Call, backend: Any, paths: Any, keys: Any, memory_objs: Any, *rest: Any, **named: Any
+    ) -> Any:
         """One after the other: the first that cannot be loaded ends it, and the memory of the rest is given back."""
-        asked = zip(*arguments(("paths", "keys", "memory_objs"), args, kwargs), strict=False)
+        asked = zip(paths, keys, memory_objs, strict=False)
         loaded: list[Any] = []
         for path, key, memory in asked:
             try:
-                wrapped([path], [key], [memory])
+                original([path], [key], [memory], *rest, **named)
                 loaded.append(memory)
                 continue
             except Exception as error:
@@ -297,13 +295,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # Stores
 
-    def submit(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+    def submit(original: Call, backend: Any, key: Any, memory_obj: Any, *rest: Any, **named: Any) -> Any:
         """To 0.5.4 what finds no room on the disk counts as under way for ever: then it is not asked for room."""
-        _, memory = arguments(("key", "memory_obj"), args, kwargs)
         if hasattr(backend.disk_worker, "try_insert_put_task") or not isinstance(backend.disk_lock, RLOCK):
-            return wrapped(*args, **kwargs)
+            return original(key, memory_obj, *rest, **named)
         with backend.disk_lock:  # LMCache's own part takes it again
-            lacking = backend.current_cache_size + memory.get_physical_size() - backend.max_cache_size
+            lacking = backend.current_cache_size + memory_obj.get_physical_size() - backend.max_cache_size
             for entry in backend.dict.values() if lacking > 0 else ():
                 if entry.can_evict:
                     lacking -= entry.size
@@ -312,11 +309,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if lacking > 0:
                 livepatch.count("no_room")
                 return None
-            return wrapped(*args, **kwargs)
+            return original(key, memory_obj, *rest, **named)
 
-    def write_file(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> None:
+    def write_file(original: Call, backend: Any, buffer: Any, path: str, *rest: Any, **named: Any) -> None:
         """LMCache's own writes in place, and ignores how many bytes a direct write took."""
-        buffer, path = arguments(("buffer", "path"), args, kwargs)
         writing = WRITING.get() or Writing()
         writing.begun = True
         try:
@@ -325,13 +321,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             raise livepatch.deliberate(error)  # noqa: B904 (the same error)
         writing.written = True
 
-    def save(wrapped: Call, backend: Any, args: Any, kwargs: Any) -> Any:
+    def save(original: Call, backend: Any, key: Any, memory_obj: Any, *rest: Any, **named: Any) -> Any:
         """A write that fails gives back what was taken for it: nobody waits for it, and nobody hears of its error."""
-        key, memory = arguments(("key", "memory_obj"), args, kwargs)
-        size, used, writing = memory.get_physical_size(), len(memory.byte_array), Writing()
+        size, used, writing = memory_obj.get_physical_size(), len(memory_obj.byte_array), Writing()
         try:
             with within(WRITING, writing):
-                return wrapped(*args, **kwargs)
+                return original(key, memory_obj, *rest, **named)
         except Exception as error:
             livepatch.count("failed_writes")
             livepatch.say("failed_writes", f"a chunk could not be written to the disk, and is not stored: {error!r}")
@@ -344,7 +339,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                     with contextlib.suppress(OSError):
                         os.remove(backend._key_to_path(key))
         if not writing.written:
-            memory.ref_count_down()
+            memory_obj.ref_count_down()
         if backend.exists_in_put_tasks(key):
             backend.disk_worker.remove_put_task(key)
         return None
@@ -368,9 +363,3 @@ def give_back(memory: Any) -> None:
     """Memory that a load has pinned."""
     memory.unpin()
     memory.ref_count_down()
-
-
-def arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns a call's leading arguments, by LMCache's names."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return tuple(given[name] for name in names)

@@ -143,7 +143,6 @@ def current_stream() -> Any:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a wrapper in wrapt's form (original, instance, args, kwargs)."""
     ends_anyway: bool = livepatch.facts.get("ends_anyway", False)
     submits: bool = livepatch.facts.get("submits", True)
 
@@ -157,11 +156,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             livepatch.count("deleted", number)
             livepatch.say("deleted", f"a store failed: {number} chunks that it reserved and did not fill were deleted")
 
-    def by_stream(original: Call, module: Any, args: Any, kwargs: Any) -> Any:
+    def by_stream(original: Call, module: Any, *rest: Any, **named: Any) -> Any:
         store = Store(filled=not ends_anyway, by_stream=True)
         try:
             with making(store):
-                answer = original(*args, **kwargs)
+                answer = original(*rest, **named)
                 store.handed_over |= not submits
         finally:
             if not store.handed_over:
@@ -185,40 +184,39 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         else:
             delete(store.reserved)
 
-    def at_once(original: Call, strategy: Any, args: Any, kwargs: Any) -> Any:
+    def at_once(original: Call, strategy: Any, *rest: Any, **named: Any) -> Any:
         store = Store()
         try:
             with making(store):
-                return original(*args, **kwargs)
+                return original(*rest, **named)
         finally:
             delete(store.reserved)
             store.reserved.clear()
 
-    def reserve_write(original: Call, storage: Any, args: Any, kwargs: Any) -> Any:
-        answer = original(*args, **kwargs)
+    def reserve_write(original: Call, storage: Any, keys: Any, *rest: Any, **named: Any) -> Any:
+        answer = original(keys, *rest, **named)
         store = STORE.get()
         if store is not None:
             store.reserve(aside, storage._l1_manager, answer)
             if ends_anyway and store.by_stream:
-                store.end = End(store, args[0] if args else kwargs["keys"])
+                store.end = End(store, keys)
         return answer
 
-    def finish_write(original: Call, storage: Any, args: Any, kwargs: Any) -> Any:
+    def finish_write(original: Call, storage: Any, keys: Any, *rest: Any, **named: Any) -> Any:
         """LMCache ends writes; what was not filled is deleted instead."""
-        keys = args[0] if args else kwargs["keys"]
         entries = map(storage._l1_manager._objects.get, keys)
         locks = [entry.write_lock for entry in entries if entry is not None]
         unfilled = [lock for lock in locks if isinstance(lock, Unfilled) and not lock.store.filled]
         if not unfilled:
-            return original(*args, **kwargs)
+            return original(keys, *rest, **named)
         delete(unfilled)
         failed = {lock.key for lock in unfilled}
-        return original([key for key in keys if key not in failed])
+        return original([key for key in keys if key not in failed], *rest, **named)
 
-    def submit(original: Call, instance: Any, args: Any, kwargs: Any) -> Any:
-        answer = original(*args, **kwargs)
+    def submit(original: Call, stream: Any, kind: str, *rest: Any, **named: Any) -> Any:
+        answer = original(stream, kind, *rest, **named)
         store = STORE.get()
-        if store is not None and (args[1] if len(args) > 1 else kwargs["kind"]) == "finish_write":
+        if store is not None and kind == "finish_write":
             store.handed_over = True
         return answer
 

@@ -59,30 +59,25 @@ def innermost(client: Any) -> Any:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    def get_num_new_matched_tokens(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def get_num_new_matched_tokens(original: Call, connector: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """Return 0, a miss, where there is nobody to ask, or where the workers still give back pins of an earlier
         request with the same id: they could not tell these from the new one's."""
         if connector.lookup_client is None:
             return 0
-        request = args[0] if args else kwargs["request"]
         if request.request_id in vars(connector).get(UNUSED, ()):
             return 0
-        return original(*args, **kwargs)
+        return original(request, *rest, **named)
 
-    def request_finished(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def request_finished(original: Call, connector: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """Give back the lookup of a request that ended before it used it. LMCache's own code, which would do so through
         parts that are not there, is shown the request without its status."""
-        request = args[0] if args else kwargs["request"]
         name = request.request_id
         give_back(connector, name)
         connector.load_specs.pop(name, None)
         connector._requests_priority.pop(name, None)
         engine, client = connector.lmcache_engine, connector.lookup_client
         able = engine is not None and (not connector.async_loading or hasattr(client, "cancel_lookup"))
-        if able:
-            return original(*args, **kwargs)
-        shown = WithoutStatus(request)
-        return original(shown, *args[1:], **kwargs) if args else original(**{**kwargs, "request": shown})
+        return original(request if able else WithoutStatus(request), *rest, **named)
 
     def give_back(connector: Any, name: str) -> None:
         client = innermost(connector.lookup_client)
@@ -95,11 +90,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         client.clear_lookup_status(name)
         vars(connector).setdefault(UNUSED, {})[name] = None
 
-    def build_connector_meta(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def build_connector_meta(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:
         """Tell the workers whose pins to give back."""
         if connector.lookup_client is None:
             return sys.modules[type(connector).__module__].LMCacheConnectorMetadata()
-        metadata: Any = original(*args, **kwargs)
+        metadata: Any = original(*rest, **named)
         unused = vars(connector).get(UNUSED)
         if unused:
             setattr(metadata, UNUSED, {name for name, steps in unused.items() if steps is None})
@@ -109,37 +104,36 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             vars(connector)[UNUSED] = {name: steps for name, steps in left.items() if steps}
         return metadata
 
-    def get_finished(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def get_finished(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:
         """Give back, at a worker, the pins of lookups that nobody uses."""
         engine = connector.lmcache_engine
         if engine is not None:
             for name in getattr(connector._parent._connector_metadata, UNUSED, ()):
                 engine.lookup_unpin(name)
-        return original(*args, **kwargs)
+        return original(*rest, **named)
 
-    def lookup_cache(original: Call, client: Any, args: Any, kwargs: Any) -> Any:
+    def lookup_cache(original: Call, client: Any, lookup_id: str, *rest: Any, **named: Any) -> Any:
         """Return 0, a miss, for a lookup that was given up, until the workers have answered it: then LMCache gives back
         what they found, and asks anew."""
-        name = args[0] if args else kwargs["lookup_id"]
-        if name in client.aborted_lookups:
+        if lookup_id in client.aborted_lookups:
             with client.lock:
-                answered = client.reqs_status.get(name) is not None
+                answered = client.reqs_status.get(lookup_id) is not None
             if not answered:
                 livepatch.count("lookup_not_answered")
                 return 0
-        return original(*args, **kwargs)
+        return original(lookup_id, *rest, **named)
 
-    def prefetched(original: Call, engine: Any, args: Any, kwargs: Any) -> Any:
+    def prefetched(original: Call, engine: Any, *rest: Any, **named: Any) -> Any:
         """Let each chunk of a prefetch be given back once.
 
         The original gives back the chunks that the load does not copy, and keeps their pins. From LMCache 0.5.2 on, its
         caller gives back those that it copied, unless it removes them from LMCache. At the end of the step LMCache's
         clean-up gives back every chunk that the prefetch's event names.
         """
-        answer = original(*args, **kwargs)
+        answer = original(*rest, **named)
         if livepatch.facts.get("ends_event"):  # LMCache 0.3.15 gives back each chunk itself, and names none later
             return answer
-        events, name, module = engine.event_manager, kwargs["req_id"], sys.modules[ENGINE.partition(":")[0]]
+        events, name, module = engine.event_manager, named["req_id"], sys.modules[ENGINE.partition(":")[0]]
         loading = module.EventType.LOADING
         future = events.get_event_future(loading, name)
         if future.exception() is not None:
@@ -156,17 +150,17 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 memory.unpin()
         return answer
 
-    def update_state_after_alloc(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def update_state_after_alloc(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:
         """Leave a request alone that is computed here, since there is no LMCache."""
         if connector.lookup_client is not None:
-            return original(*args, **kwargs)
+            return original(*rest, **named)
         livepatch.count("computed_without_lmcache")
         livepatch.say("computed_without_lmcache", "LMCache did not start: prompts are computed, and nothing is stored")
         return None
 
-    def if_started(original: Call, connector: Any, args: Any, kwargs: Any) -> Any:
+    def if_started(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:
         """Neither load nor store at a worker whose LMCache did not start."""
-        return None if connector.lmcache_engine is None else original(*args, **kwargs)
+        return None if connector.lmcache_engine is None else original(*rest, **named)
 
     # They go on when the patch has stood aside: nothing else gives back what was given up, or serves without LMCache.
     made: dict[str, Call] = {

@@ -189,7 +189,6 @@ def take_out(l1: Any, key: Any) -> None:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a look at its calls, or a wrapper in wrapt's form (wrapped, instance, args, kwargs)."""
     workers: dict[int, Worker] = {}
 
     def aside() -> bool:
@@ -216,11 +215,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                         del workers[number]
                 return
 
-    def prepare_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
+    def prepare_store(original: Call, module: Any, key: Any, instance_id: int, *rest: Any, **named: Any) -> Any:
         """Let no time end what is reserved."""
-        store = store_of(module, **named(args, kwargs))
+        store = store_of(module, key, instance_id)
         with turn(module, store[0]) as worker:
-            answer = wrapped(*args, **kwargs)
+            answer = original(key, instance_id, *rest, **named)
             if answer.context.get("slots"):  # else all is there, or goes through messages
                 hold(module, worker, store, answer)
             elif (stores := worker.of(store)) is not None:
@@ -243,22 +242,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             livepatch.count("kept_apart", kept)
             livepatch.say("kept_apart", f"a worker went in a store: {kept} chunks that it did not fill are kept apart")
 
-    def release_entry(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
+    def release_entry(original: Call, module: Any, instance_id: int, *rest: Any, **named: Any) -> Any:
         """A registration has ended. LMCache ends the loads that it began, and finds no stores to be ended."""
-        number = args[0] if args else kwargs["instance_id"]
-        with turn(module, number) as worker:
-            ended(module, worker, number)
-            return wrapped(*args, **kwargs)
+        with turn(module, instance_id) as worker:
+            ended(module, worker, instance_id)
+            return original(instance_id, *rest, **named)
 
-    def commit_store(wrapped: Call, module: Any, args: Any, kwargs: Any) -> Any:
+    def commit_store(
+        original: Call, module: Any, key: Any, instance_id: int, cpu_data: Any, *rest: Any, **named: Any
+    ) -> Any:
         """The worker has copied, or sends what it stores in a message."""
-        asked = named(args, kwargs)
-        in_message = asked.pop("cpu_data")
-        store = store_of(module, **asked)
-        if in_message:
+        store = store_of(module, key, instance_id)
+        if cpu_data:
             with turn(module, store[0]) as worker:
                 sent(module, worker, store)
-            return wrapped(*args, **kwargs)
+            return original(key, instance_id, cpu_data, *rest, **named)
         # Else its registration could end, and another store begin, before LMCache ends this one.
         with turn(module, store[0]) as worker:
             stores = has_ended(worker, store)
@@ -268,7 +266,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 return False  # too late to be given out, or several stores filled it in an order that is not known
             pending_of(module, store, [] if stores is None else stores.reserved_keys())
             try:
-                return wrapped(*args, **kwargs)
+                return original(key, instance_id, cpu_data, *rest, **named)
             finally:
                 if stores is not None:
                     stores.free()  # after an error LMCache has not ended it: the worker has copied, and nobody reads it
@@ -325,8 +323,3 @@ def registered(module: Any) -> Any:
 
 def store_of(module: Any, key: Any, instance_id: int) -> Store:
     return (*module._make_transfer_key(key, instance_id), key.request_id)
-
-
-def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a store is asked for with, in LMCache's order: a key, a worker's number, and at its end what is sent."""
-    return {**dict(zip(("key", "instance_id", "cpu_data"), args, strict=False)), **kwargs}

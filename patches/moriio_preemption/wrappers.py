@@ -51,8 +51,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     # What comes in
 
-    def add_request(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
-        request = args[0] if args else kwargs["request"]
+    def add_request(original: Call, scheduler: Any, request: Any, *rest: Any, **named: Any) -> Any:
         found = request.kv_transfer_params
         if found is not None and scheduler.connector is not None:
             for half in halves_of(scheduler.connector):
@@ -60,7 +59,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 if problem is not None:
                     refuse(request, problem)
                     break
-        return wrapped(*args, **kwargs)
+        return original(request, *rest, **named)
 
     def refuse(request: Any, problem: str) -> None:
         found = request.kv_transfer_params
@@ -123,14 +122,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     # What the connector answers and plans
 
-    def matched(wrapped: Call, half: Any, args: Any, kwargs: Any) -> Any:
+    def matched(original: Call, half: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """Answer 0 where no transfer will be asked for. The scheduler asks only of requests with nothing computed."""
-        request = args[0] if args else kwargs["request"]
         if half.is_producer:
             # What was noted before a preemption names blocks that are others' now.
             half._reqs_need_pending_save.pop(request.request_id, None)
-            return wrapped(*args, **kwargs)
-        tokens, later = wrapped(*args, **kwargs)
+            return original(request, *rest, **named)
+        tokens, later = original(request, *rest, **named)
         if tokens <= 0:
             return 0, False
         if asks(request.kv_transfer_params, "do_remote_prefill"):
@@ -141,19 +139,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             livepatch.count("computed_here")
         return 0, False
 
-    def allocated(wrapped: Call, half: Any, args: Any, kwargs: Any) -> Any:
+    def allocated(original: Call, half: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """Leave requests alone that ask for no transfer: some releases index what only others have."""
-        found = (args[0] if args else kwargs["request"]).kv_transfer_params
+        found = request.kv_transfer_params
         if asks(found, "do_remote_prefill") or asks(found, "do_remote_decode"):
-            return wrapped(*args, **kwargs)
+            return original(request, *rest, **named)
         return None
 
-    def planned(wrapped: Call, half: Any, args: Any, kwargs: Any) -> Any:
+    def planned(original: Call, half: Any, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         """Show the release, in write mode, only what it has noted before: it looks every scheduled request up."""
         if not indexes_all or half.mode.name != "WRITE":
-            return wrapped(*args, **kwargs)
-        output = args[0] if args else kwargs["scheduler_output"]
-        return wrapped(noted_only(half, output))
+            return original(scheduler_output, *rest, **named)
+        return original(noted_only(half, scheduler_output), *rest, **named)
 
     def noted_only(half: Any, output: Any) -> Any:
         """Return a step's plan without new requests, which no worker reads in write mode, and without unknown ones."""

@@ -29,19 +29,18 @@ UNFENCED = "_livepatch_unfenced_stores"
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    """At each target: a wrapper in wrapt's form (wrapped, instance, args, kwargs), or an observer."""
-
-    def update_state_after_alloc(multi: Any, args: Any, kwargs: Any) -> None:
+    def update_state_after_alloc(
+        multi: Any, request: Any, blocks: Any, num_external_tokens: int, *rest: Any, **named: Any
+    ) -> None:
         """Note a request's blocks with every offloading child, where some child loads into them.
 
         A request without a load runs in the same step, and the release notes its blocks then.
         """
-        given = dict(zip(("request", "blocks", "num_external_tokens"), args, strict=False)) | kwargs
-        if not given["num_external_tokens"]:
+        if not num_external_tokens:
             return
-        blocks = {block.block_id for group in given["blocks"].blocks for block in group if not block.is_null}
+        fresh = {block.block_id for group in blocks.blocks for block in group if not block.is_null}
         for scheduler in offloading_schedulers(multi):
-            note(scheduler, blocks)
+            note(scheduler, fresh)
 
     def note(scheduler: Any, blocks: set[int]) -> None:
         """Have the worker wait for the stores that read these blocks, before anybody writes them."""
@@ -60,17 +59,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
         return calc_num_offloadable_tokens if livepatch.facts.get("beyond_computed") else release
 
-    def calc_num_offloadable_tokens(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> int:
+    def calc_num_offloadable_tokens(original: Call, scheduler: Any, req_status: Any, *rest: Any, **named: Any) -> int:
         """Of a request that has ended, count the tokens whose KV is in its blocks.
 
         Its last token was sampled, and never computed. A request that waits for blocks, or for a load, has none that
         the offloading scheduler knows. A preempted one has none at all: what it had may be another's.
         """
-        wanted: int = wrapped(*args, **kwargs)
-        status = args[0] if args else kwargs["req_status"]
-        req = status.req
+        wanted: int = original(req_status, *rest, **named)
+        req = req_status.req
         computed: int = min(req.num_computed_tokens, max(req.num_prompt_tokens, req.num_tokens - 1))
-        if not all(group.block_ids for group in status.group_states):
+        if not all(group.block_ids for group in req_status.group_states):
             computed = 0
         if computed < wanted:
             livepatch.count("not_computed")
@@ -85,37 +83,36 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
         return build_connector_meta
 
-    def build_connector_meta(wrapped: Call, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    def build_connector_meta(original: Call, scheduler: Any, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         """Hide the loads that this step begins from the release's flush of what preempted requests have under way.
 
         It takes each of these for a store. Nothing else asks for a preempted request's jobs in this call. And have the
         worker wait for what a reset left.
         """
-        output = args[0] if args else kwargs["scheduler_output"]
         stores = vars(scheduler).pop(UNFENCED, set()) & scheduler._jobs.keys()
         if stores:
             scheduler._current_batch_jobs_to_flush |= stores
             livepatch.count("awaited_stores", len(stores))
         begun = scheduler._current_batch_load_jobs.keys()
-        states = [scheduler._req_status.get(name) for name in output.preempted_req_ids or ()]
+        states = [scheduler._req_status.get(name) for name in scheduler_output.preempted_req_ids or ()]
         loading = [(state, state.transfer_jobs & begun) for state in states if state is not None]
         for state, loads in loading:
             state.transfer_jobs -= loads
         try:
-            return wrapped(*args, **kwargs)
+            return original(scheduler_output, *rest, **named)
         finally:
             for state, loads in loading:
                 state.transfer_jobs |= loads
                 if loads:
                     livepatch.count("reloaded", len(loads))
 
-    def reset_prefix_cache(wrapped: Call, core: Any, args: Any, kwargs: Any) -> Any:
+    def reset_prefix_cache(original: Call, core: Any, *rest: Any, **named: Any) -> Any:
         """Note the stores of requests that were preempted. The release's own set of stores to wait for must be empty
         where the connector's cache is reset, so they are kept apart until the next step.
         """
         running = list(core.running) if livepatch.facts.get("resets_unseen") and core.connector is not None else []
         try:
-            return wrapped(*args, **kwargs)
+            return original(*rest, **named)
         finally:
             left = {request.request_id for request in running}.difference(one.request_id for one in core.running)
             for scheduler in offloading_schedulers(core.connector) if left else ():

@@ -38,8 +38,6 @@ NOT_ATTACKED = frozenset(
     ]
 )
 """On, and neither the history nor the changelog says that somebody who did not write it has attacked it."""
-OPENS_A_PORT = frozenset({"mooncake-lost-asks"})
-"""On, and opens a port: it keeps the one of a listener that has ended, and nobody accepts there."""
 NOT_DRIVEN = frozenset(
     [
         "chunked-lmcache-load",
@@ -90,12 +88,12 @@ def not_driven(patch: Patch) -> list[str]:
 def test_who_is_on_by_default_meets_the_rule(patch: Patch) -> None:
     """Or is named above. Nobody is added there."""
     assert not not_driven(patch) or patch.name in NOT_DRIVEN, not_driven(patch)
-    assert bool(opened(PATCHES / patch.name.replace("-", "_"))) is (patch.name in OPENS_A_PORT)
+    assert not opened(PATCHES / patch.name.replace("-", "_"))
     assert ("attacked" not in patch.about) is (patch.name in NOT_ATTACKED)
 
 
 def test_those_that_lack_something_are_on() -> None:
-    assert {patch.name for patch in ON} >= NOT_ATTACKED | OPENS_A_PORT | NOT_DRIVEN
+    assert {patch.name for patch in ON} >= NOT_ATTACKED | NOT_DRIVEN
 
 
 @pytest.mark.parametrize(

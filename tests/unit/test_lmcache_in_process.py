@@ -23,7 +23,7 @@ def made() -> Callable[..., Any]:
     wrappers = {target.rpartition(".")[2]: wrapper for target, wrapper in patch.wrappers(context).items()}
 
     def call(name: str, instance: Any, *args: Any) -> Any:
-        return wrappers[name](lambda *given: given, instance, args, {})
+        return wrappers[name](lambda *given: given, instance, *args)
 
     return call
 
@@ -60,7 +60,7 @@ def build(scheduler: Any) -> set[str]:
     context = PatchContext("lmcache-in-process", {}, {}, lambda: None)
     wrapper = patch.wrappers(context)[f"{patch.CONNECTOR}.build_connector_meta"]
     metadata = SimpleNamespace()
-    wrapper(lambda *_: metadata, scheduler, (object(),), {})
+    wrapper(lambda *_: metadata, scheduler, object())
     return set(getattr(metadata, patch.UNUSED, ()))
 
 
@@ -197,7 +197,7 @@ class Prefetch:
                     memory.ref_count_down()
             return [(*self.chunks[1], 2, 4)], 8
 
-        return wrapper(original, self, ([1, 2],), {"req_id": "r"})
+        return wrapper(original, self, [1, 2], req_id="r")
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ class Server:
             within()
             return answer
 
-        assert self.targets[f"{self.module}.prepare_store"](prepare, self, (key, worker), {}) is answer
+        assert self.targets[f"{self.module}.prepare_store"](prepare, self, key, worker) is answer
 
     def end(self, worker: int = 7, within: Call = lambda: None) -> None:
         def released(instance_id: int, entry: str = "") -> None:
@@ -154,15 +154,15 @@ class Server:
 
         if self.module == patch.MODULE:
             self.registered.pop(worker, None)
-            self.targets[f"{self.module}._release_entry"](released, self, (worker, "entry"), {})
+            self.targets[f"{self.module}._release_entry"](released, self, worker, "entry")
             return
 
-        self.targets[f"{self.module}.unregister_kv_cache"](released, self, (), {"instance_id": worker})
+        self.targets[f"{self.module}.unregister_kv_cache"](released, self, instance_id=worker)
 
     def commit(
         self, name: str, worker: int = 7, sent: bytes = b"", within: Call = lambda: None, request: str = "one"
     ) -> Any:
-        def commit(**_: Any) -> bool:
+        def commit(*_: Any) -> bool:
             within()
             found = None if sent else self._pending_shm_writes.pop((worker, Key(name)), None)
             self.committed.append((name, found))
@@ -171,7 +171,7 @@ class Server:
             return True
 
         asked = {"key": Key(name, request), "instance_id": worker, "cpu_data": sent}
-        return self.targets[f"{self.module}.commit_store"](commit, self, (), asked)
+        return self.targets[f"{self.module}.commit_store"](commit, self, **asked)
 
 
 @pytest.fixture(

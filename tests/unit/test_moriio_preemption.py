@@ -81,7 +81,7 @@ def left(params: Any, connector: Any, **facts: bool) -> Any:
     livepatch = context(**facts)
     request = SimpleNamespace(request_id="r", kv_transfer_params=params, num_prompt_tokens=11)
     scheduler = SimpleNamespace(connector=connector, block_size=4)
-    wrappers.wrappers(livepatch)[ADD](lambda request: None, scheduler, (request,), {})
+    wrappers.wrappers(livepatch)[ADD](lambda request: None, scheduler, request)
     assert bool(livepatch.counters) == (request.kv_transfer_params is not params)
     return request.kv_transfer_params
 
@@ -167,7 +167,7 @@ def matched(half: Any, params: Any, answer: tuple[int, bool], preemptions: int =
     livepatch = context()
     request = SimpleNamespace(request_id="r", kv_transfer_params=params, num_preemptions=preemptions)
     wrapper = wrappers.wrappers(livepatch)[f"{wrappers.HALF}.get_num_new_matched_tokens"]
-    return wrapper(lambda request, number: answer, half, (request, 0), {}), dict(livepatch.counters)
+    return wrapper(lambda request, number: answer, half, request, 0), dict(livepatch.counters)
 
 
 def test_kv_is_promised_only_where_it_will_be_asked_for() -> None:
@@ -194,8 +194,9 @@ def test_only_what_asks_for_a_transfer_reaches_the_release() -> None:
         wrapper(
             lambda request, *rest: seen.append(request.kv_transfer_params),
             None,
-            (SimpleNamespace(kv_transfer_params=params), 1, 2),
-            {},
+            SimpleNamespace(kv_transfer_params=params),
+            1,
+            2,
         )
     assert seen == [LOAD, SEND]
 
@@ -210,7 +211,7 @@ def test_a_step_is_planned_of_what_was_noted() -> None:
         half = MoRIIOConnector(mode, _reqs_need_pending_save={"b": 1}).connector_scheduler
         output = Plan()
         wrapper = wrappers.wrappers(context(**facts))[f"{wrappers.HALF}.build_connector_meta"]
-        seen = wrapper(lambda scheduler_output: scheduler_output, half, (output,), {})
+        seen = wrapper(lambda scheduler_output: scheduler_output, half, output)
         assert output.scheduled_cached_reqs.req_ids == ["a", "b"]
         return seen.scheduled_new_reqs, seen.scheduled_cached_reqs.req_ids, seen.scheduled_cached_reqs.new_block_ids
 
