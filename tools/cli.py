@@ -158,6 +158,9 @@ def check(
     ] = None,
     patch_dir: PatchDirs = None,
     only: Annotated[bool, typer.Option("--only", help="Only the patches of --patch-dir.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Each reason whole, and all code that was verified.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Every patch's verdict for what is installed, or was published, without importing it.
@@ -172,7 +175,7 @@ def check(
     )
     with waiting.deadline(timeout), waiting.progress():
         answer = checking.find(question)
-    checking.show(answer, as_json)
+    checking.show(answer, as_json, verbose)
     if answer.code:
         raise typer.Exit(answer.code)
 

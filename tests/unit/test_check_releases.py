@@ -128,8 +128,54 @@ def test_what_drifted_is_shown(index: LocalIndex, sandbox: Sandbox, cli: Cli) ->
         "+        return [number + 1]",
     ]
     page = check(cli, sandbox, "--release", "fakeengine==1.1").out
-    assert change["diff"] in page
+    lines = page.splitlines()
+    at = lines.index(f"1. {STEP}")
+    assert lines[at + 1 :] == [
+        "   differs from fakeengine 1.0",
+        *change["diff"].splitlines()[2:],
+        "   stops, needed there: around",
+    ]
     assert "\x1b" not in page
+    assert [line.split() for line in lines if line.startswith("around")] == [["around", "drifted", "no", "see", "1"]]
+
+
+def test_each_change_is_shown_once_with_all_that_it_stops(index: LocalIndex, sandbox: Sandbox, cli: Cli) -> None:
+    free = "fakeengine.scheduler:Scheduler.free"
+    fixed = [{"releases": ["1.0"], "verdict": "fixed-upstream", "code": sandbox.fingerprints(STEP)}]
+    sandbox.patch("another", variant=fixed)
+    sandbox.patch("third", calls=[free], variant=[{"releases": ["1.0"], "code": sandbox.fingerprints(STEP, free)}])
+    text = (sandbox.site / "fakeengine/scheduler.py").read_text()
+    changed = text.replace(
+        "    def step(self, number):\n", '    def step(self, number):\n        """New."""\n        # new\n\n'
+    )
+    assert changed != text
+    gone = changed.replace("[number]", "[number + 1]  # more").replace("def free", "def freed")
+    files = {"fakeengine/__init__.py": b"", "fakeengine/scheduler.py": gone.encode()}
+    index.add("fakeengine", "fakeengine-1.3-py3-none-any.whl", make_wheel("fakeengine", "1.3", files))
+    page = check(cli, sandbox, "--release", "fakeengine==1.3").out
+    assert page.count("+        return [number + 1]") == 1
+    assert "new" not in page.lower()
+    assert "# more" not in page
+    assert "   stops, needed there: around, third" in page
+    assert "   stops, not needed there: another" in page
+    assert f"2. {free}\n   is not there; fakeengine 1.0 has it\n   stops, needed there: third" in page
+    assert "verified variant" not in page
+    assert "verified variant" in check(cli, sandbox, "--release", "fakeengine==1.3", "--verbose").out
+    json_page = json.loads(check(cli, sandbox, "--release", "fakeengine==1.3", "--json").out)
+    assert "distributions" not in json_page
+
+
+def test_a_distribution_of_another_name_is_named(sandbox: Sandbox, cli: Cli) -> None:
+    """As vendors' builds of vLLM are."""
+    sandbox.patch()
+    info = "fakeengine_tpu-1.0.dist-info"
+    sandbox.write({f"{info}/METADATA": "Metadata-Version: 2.1\nName: fakeengine-tpu\nVersion: 1.0\n"})
+    sandbox.write({f"{info}/RECORD": "fakeengine/__init__.py,,\n"})
+    done = check(cli, sandbox, "--site-packages", str(sandbox.site))
+    assert done.out.splitlines()[0] == "checked: fakeengine-tpu 1.0"
+    done = check(cli, sandbox, "--site-packages", str(sandbox.site), "--json")
+    answer = json.loads(done.out)
+    assert (answer["packages"], answer["distributions"]) == ({"fakeengine": "1.0"}, {"fakeengine": "fakeengine-tpu"})
 
 
 def test_what_drifted_is_coloured_in_a_terminal(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.tools.commands import rendering
+from vllm_livepatch.tools.toml import tomllib
+from vllm_livepatch.tools.upkeep import versions
 
 from tests.unit.support import STEP, USE_STEP, Cli, Sandbox
 
@@ -32,6 +35,12 @@ def made(cli: Cli, sandbox: Sandbox, *targets: str, name: str = "my-fix") -> int
     return cli("new", name, *named, "--out", str(sandbox.patches), "--site-packages", str(sandbox.site)).code
 
 
+@pytest.mark.parametrize("folder", versions.folders(), ids=versions.name_of)
+def test_those_that_come_with_this_project_say_what_their_fault_is(folder: Path) -> None:
+    said = tomllib.loads((folder / "patch.toml").read_text("utf-8"))["about"]["fault"]
+    assert 0 < len(said) <= rendering.FAULT
+
+
 def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:
     targets = [STEP, f"{MODULE}:Scheduler.later", f"{MODULE}:Scheduler.made", f"{MODULE}:begin"]
     assert made(cli, sandbox, *targets) == 0
@@ -46,7 +55,7 @@ def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:
     assert done.code == 1
     lacks = [line.partition(": ")[2] for line in done.out.splitlines()]
     assert [line for line in lacks if line.startswith("patch.toml does not say")] == [
-        f"patch.toml does not say: {key}" for key in ("title", "symptom", "why", "change", "origin")
+        f"patch.toml does not say: {key}" for key in ("title", "fault", "symptom", "why", "change", "origin")
     ]
     assert any(line.startswith("there is no patch.lock: ") for line in lacks)
     assert cli("lock", str(folder), "--site-packages", str(sandbox.site)).code == 0

@@ -6,9 +6,9 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.tools.bundled import command, verdicts
 from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import catalogue
-from vllm_livepatch.tools.commands import rendering
+from vllm_livepatch.tools.commands import explanation
 from vllm_livepatch.tools.compatibility import check, pairs
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published, registry
@@ -46,6 +46,12 @@ class Answer:
     unmet: tuple[str, ...]  # of the patches that are required: what they lack, a sentence each
     unserved: str | None = None  # the line for an interpreter in which nothing would be patched
     unusable: Sequence[str] = ()  # variables of this environment that mean nothing, a line each
+    distributions: Mapping[str, str] = field(default_factory=dict)  # of a package, where it has another name
+
+    @property
+    def named(self) -> dict[str, str | None]:
+        """The releases, by the names of the distributions."""
+        return {self.distributions.get(package, package): release for package, release in self.packages.items()}
 
     @property
     def failed(self) -> bool:
@@ -108,7 +114,8 @@ def find(question: Question) -> Answer:
     pair = pairs.of_tree(tree)
     described = pair.described(None if question.diff else lambda problem: "") if pair else None
     unusable = verdicts.unusable([entry.patch for entry in entries.values()], os.environ)
-    return Answer(packages, answers, described, _unmet(required, answers), unserved, unusable)
+    unmet = _unmet(required, answers)
+    return Answer(packages, answers, described, unmet, unserved, unusable, check.distributions_of(packages, tree))
 
 
 def tree_of(targets: Sequence[str], release: str | None, site_packages: Path | None) -> installed.Tree:
@@ -140,12 +147,13 @@ def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[s
     return tuple(found)
 
 
-def show(answer: Answer, as_json: bool) -> None:
+def show(answer: Answer, as_json: bool, verbose: bool = False) -> None:
     if as_json:
         judged = {"patches": [one.described() for one in answer.patches], "pairs": [answer.pair] if answer.pair else []}
-        command.say(json.dumps({"packages": answer.packages, **judged}, indent=1))
+        names = {"distributions": answer.distributions} if answer.distributions else {}
+        command.say(json.dumps({"packages": answer.packages, **names, **judged}, indent=1))
     else:
-        rendering.print_check(Console(), answer.packages, answer.patches)
+        explanation.print_check(Console(), answer.named, answer.patches, verbose)
         if answer.pair:
             pairs.print_pair(Console(soft_wrap=True), answer.pair)
     for message in (*answer.unusable, *filter(None, [answer.unserved]), *answer.unmet):

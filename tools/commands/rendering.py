@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from vllm_livepatch.sitecustomize import settings
 from vllm_livepatch.sitecustomize.decision import Option, Patch, variable
 from vllm_livepatch.tools.bundled import summary as plain
 from vllm_livepatch.tools.commands.listing import Listing
-from vllm_livepatch.tools.compatibility.check import Checked
-from vllm_livepatch.tools.compatibility.drift import Drift, version_key
+from vllm_livepatch.tools.compatibility.drift import version_key
 from vllm_livepatch.tools.releases import span
 
 COLOURS = {
@@ -38,6 +37,9 @@ BY_DEFAULT = {
 }
 """What to say of a patch that `auto` does not apply wherever it is needed."""
 
+FAULT = 26
+"""Characters that `about.fault` has at most: on a terminal of 80 columns it stands in a row."""
+
 MEANINGS = {
     "partly": "the other targets' modules are not imported in this process. Where they never are, nothing is amiss",
     "bypassed": "the class named overrides the patched method without calling it: its objects run without the patch",
@@ -55,7 +57,7 @@ def coloured(word: str) -> Text:
     return Text(word, style=COLOURS.get(word, ""))
 
 
-def _table(*columns: str) -> Table:
+def table_of(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         # Names stay whole, so that they can be searched for and copied.
@@ -91,10 +93,13 @@ def _companions(patch: Patch) -> dict[str, list[str]]:
 
 
 def catalogue_table(patches: Iterable[Patch]) -> Table:
-    table = _table("patch", "needed on", "by default", "what it does")
+    """A line a patch, on a terminal of 80 columns."""
+    table = table_of("patch", "without it", "needed on", "auto")
+    table.collapse_padding = True
     for patch in patches:
-        needed = f"{patch.package} {span(releases(patch, 'needed'))}"
-        table.add_row(patch.versioned, needed, DEFAULTS.get(patch.auto, "on"), patch.title)
+        needed = f"{patch.package} {span(releases(patch, 'needed')).replace(' to ', '-')}"
+        auto = {"needed": "on", "traced": "off"}.get(patch.auto, patch.auto)
+        table.add_row(patch.name, str(patch.about.get("fault", patch.title)), needed, auto)
     return table
 
 
@@ -121,14 +126,14 @@ def print_page(console: Console, patch: Patch) -> None:
         console.print(Text(f"Also switched by {', '.join(patch.aliases)} (1 or 0)"))
     if patch.options:
         console.print(Text("\nOptions", style="bold"))
-        table = _table("variable", "default", "meaning")
+        table = table_of("variable", "default", "meaning")
         for option in patch.options:
             names = "\n".join((variable(patch.name, option.name), *option.aliases))
             table.add_row(names, str(option.default), explained(option))
         console.print(table)
     if "counters" in about:
         console.print(Text("\nWhat `status` counts", style="bold"))
-        table = _table("counter", "meaning")
+        table = table_of("counter", "meaning")
         for kind, meaning in about["counters"].items():
             table.add_row(kind, meaning)
         console.print(table)
@@ -139,14 +144,14 @@ def print_page(console: Console, patch: Patch) -> None:
     if "threads" in about:
         console.print(Text(f"threads: {', '.join(about['threads'])}"))
     console.print(Text("\nReleases", style="bold"))
-    table = _table("verdict", "releases", "fingerprint of the first target")
+    table = table_of("verdict", "releases", "fingerprint of the first target")
     for variant in sorted(patch.variants, key=lambda variant: [*map(version_key, variant.releases)]):
         first = next(iter(patch.targets_of(variant)), None)
         table.add_row(coloured(variant.verdict), ", ".join(variant.releases), variant.code[first] if first else "")
     console.print(table)
     for package, companions in patch.companions.items():
         console.print(Text(f"\nReleases of {package} that it relies on, where installed", style="bold"))
-        table = _table("its code", "releases")
+        table = table_of("its code", "releases")
         for form in companions:
             table.add_row("verified" if form.code else "not there yet", ", ".join(form.releases))
         console.print(table)
@@ -155,46 +160,6 @@ def print_page(console: Console, patch: Patch) -> None:
         console.print(Text(f"patched  {target}"))
     for call in patch.calls:
         console.print(Text(f"called   {call}"))
-
-
-def print_check(console: Console, packages: Mapping[str, str | None], answers: list[Checked]) -> None:
-    found = ", ".join(f"{name} {release or 'of unknown release'}" for name, release in packages.items())
-    console.print(Text(f"checked: {found or 'none of the packages that these patches are for'}"))
-    table = Listing("patch", "verdict", "applies", "why")
-    for answer in answers:
-        decision = answer.decision
-        table.add_row(
-            answer.patch.name, coloured(decision.verdict), "yes" if decision.apply else "no", Text(decision.detail)
-        )
-    console.print(table)
-    off = [answer.patch.name for answer in answers if answer.decision.reason == "optional"]
-    applied = sum(answer.decision.apply for answer in answers)
-    console.print(Text(f"{applied} of {len(answers)} apply" + (f"; off by default: {', '.join(off)}" if off else "")))
-    for answer in answers:
-        for holder in (one for one in answer.held if not one.covered):
-            refuses = "a process refuses it (captured)" if holder.certain else "a process may refuse it (captured)"
-            console.print(Text(f"{answer.patch.name}: {refuses}: {holder.sentence}"), soft_wrap=True)
-        if answer.drift is not None:
-            _print_drift(console, answer.patch, answer.drift)
-
-
-def _print_drift(console: Console, patch: Patch, drift: Drift) -> None:
-    """What drifted, and which releases had which variant."""
-    console.print(
-        Text(f"\n{patch.name}: what drifted from {drift.package} {drift.release}, the nearest that is verified")
-    )
-    for change in drift.changes:
-        for line in change.diff:
-            style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1], "")
-            console.print(Text(line, style=style), soft_wrap=True)
-    for target, place in drift.moved.items():
-        console.print(Text(f"{target} has another place: {place} has exactly such code"))
-    if drift.unread:
-        console.print(Text(f"its code cannot be shown: {drift.unread}"))
-    table = _table("verified variant", "verdict", "what differs from it")
-    for variant, differs in drift.variants:
-        table.add_row(", ".join(variant.releases), coloured(variant.verdict), Text("\n".join(differs) or "nothing"))
-    console.print(table)
 
 
 def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableType:

@@ -15,13 +15,14 @@ from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.bundles import catalogue, leading
+from vllm_livepatch.tools.commands.rendering import FAULT
 from vllm_livepatch.tools.diffs.folder import folder_of
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published
 from vllm_livepatch.tools.releases.sources import SourcesError
 
 TODO = "TODO"
-_TOLD = ("symptom", "why", "change", "origin", "threads")
+_TOLD = ("fault", "symptom", "why", "change", "origin", "threads")
 """What `about` says of a patch to those who look for it."""
 
 _TOML = """title = "{todo}: what is so with this patch, in one line"
@@ -31,6 +32,7 @@ targets = [
 ]
 
 [about]
+fault = "{todo}: {most} characters"
 symptom = "{todo}: what a user sees, with the words of the log"
 why = "{todo}: what goes wrong, in which code"
 change = "{todo}: what this patch does about it"
@@ -83,7 +85,7 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
     ]
     listed = "\n".join(f'    "{target}",' for target in targets)
     files = {
-        "patch.toml": _TOML.format(todo=TODO, package=package, targets=listed),
+        "patch.toml": _TOML.format(todo=TODO, most=FAULT, package=package, targets=listed),
         "wrappers.py": "\n".join(code),
     }
     try:
@@ -152,6 +154,8 @@ def missing(folder: Path) -> list[str]:
     for key, value in told.items():
         if value is None or (isinstance(value, str) and (not value.strip() or value.startswith(TODO))):
             found.append(f"patch.toml does not say: {key}")
+    if len(str(patch.about.get("fault", ""))) > FAULT:
+        found.append(f"patch.toml: fault has more than {FAULT} characters, which have no room in a row of check")
     if patch.diff:
         return found
     text = (folder / "wrappers.py").read_text("utf-8")

@@ -10,7 +10,7 @@ import signal
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,28 @@ def released(releases: Sequence[str], wheels: Sequence[Path], patches: Sequence[
         if tree.version.partition("+")[2].startswith("rocm"):
             found["torch"] = Rocm()
     return found
+
+
+def distributions_of(packages: Iterable[str], tree: installed.Tree) -> dict[str, str]:
+    """What the distributions are called that packages come from, where they are not called as the packages are."""
+    found: dict[str, str] = {}
+    for package in packages:
+        part = tree.of(package) if isinstance(tree, CombinedTree) else tree
+        if isinstance(part, published.PublishedTree):
+            name: str | None = part.package
+        else:
+            path = [] if part is None else list(part.path)
+            by_name = (one for one in distributions(name=package, path=path) if _provides(one, package))
+            every = (one for one in distributions(path=path) if _provides(one, package))
+            first = next(by_name, None) or next(every, None)
+            name = first.metadata["Name"] if first is not None else None
+        if name and _top(name) != _top(package):
+            found[package] = name
+    return found
+
+
+def _provides(distribution: Distribution, package: str) -> bool:
+    return any(file.parts == (package, "__init__.py") for file in distribution.files or ())
 
 
 def _parsed(release: str) -> tuple[str, str | None]:

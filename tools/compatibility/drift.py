@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
+import io
+import re
+import tokenize
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +28,30 @@ from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools.compatibility import moved
 from vllm_livepatch.tools.releases.sources import SourcesError
 
+CONTEXT = 2
+"""Lines of a diff before and after what differs."""
+_LINE_END = re.compile("\r\n|\r|\n")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
 Fetch = Callable[[str, str], Tree]
 """The tree of a distribution's release. Raises SourcesError."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One name whose code is not that of the verified variant: a unified diff from there to here, its lines."""
+    """One name whose code is not that of the verified variant: a unified diff from there to here, its lines.
+
+    Comments, docstrings and empty lines are left out, since no fingerprint has them, unless nothing else differs.
+    """
 
     name: str
     diff: tuple[str, ...]
+    gone: bool = False  # whether there is no such name any more
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The diff without the lines that name the two sides."""
+        return self.diff[2:]
 
 
 @dataclass(frozen=True)
@@ -81,31 +99,59 @@ def drift(patch: Patch, found: Installed, tree: Tree, fetch: Fetch) -> Drift | N
         changes = []
         for name in differs:
             before, after = definition(there, name), definition(tree, name)
+            if list(filter(None, before)) == list(filter(None, after)):
+                before, after = definition(there, name, whole=True), definition(tree, name, whole=True)
             titles = f"{package} {release} {name}", f"{here} {name}"
-            lines = difflib.unified_diff(before, after, *titles, lineterm="")
-            changes.append(Change(name, tuple(lines)))
+            lines = difflib.unified_diff(before, after, *titles, lineterm="", n=CONTEXT)
+            changes.append(Change(name, tuple(lines), bool(before) and not after))
     except SourcesError as error:
         return Drift(package, variants, nearest, release, (), str(error), moved.places(patch, found, tree))
     return Drift(package, variants, nearest, release, tuple(changes), moved=moved.places(patch, found, tree))
 
 
-def definition(tree: Tree, name: str) -> list[str]:
-    """The lines that define `module:qualname`, decorators included; of a module, all; empty where there is none."""
+def definition(tree: Tree, name: str, whole: bool = False) -> list[str]:
+    """The lines that define `module:qualname`, decorators included; of a module, all; empty where there is none.
+
+    `whole`: with its comments, docstrings and empty lines.
+    """
     source = tree.source(module_of(name))
     if source is None:
         return []
-    lines = source.splitlines()
+    lines = _lines(source)
     qualname = name.partition(":")[2]
-    if not qualname:
-        return lines
     try:
-        node: Any = fingerprint.find(_parsed(source), qualname)
+        coded = lines if whole else _coded(source)
+        node: Any = fingerprint.find(_parsed(source), qualname) if qualname else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return lines
-    if node is None:
+    if qualname and node is None:
         return []
-    parts = node.body if isinstance(node, ast.Module) else [node]  # what `__init__` assigns to an attribute
-    return [line for part in parts for line in lines[_first(part) - 1 : part.end_lineno]]
+    parts = [] if node is None else node.body if isinstance(node, ast.Module) else [node]  # of `__init__`: assignments
+    spans = [(_first(part), part.end_lineno) for part in parts] if qualname else [(1, len(lines))]
+    found = [line for first, last in spans for line in coded[first - 1 : last]]
+    return found if whole else [line for line in found if line.strip()]
+
+
+def _lines(source: str) -> list[str]:
+    """As the parser counts them."""
+    return _LINE_END.split(source)
+
+
+@functools.lru_cache(maxsize=16)
+def _coded(source: str) -> list[str]:
+    """A module's lines without comments and docstrings. Raises SyntaxError."""
+    lines = _lines(source)
+    with contextlib.suppress(tokenize.TokenError, IndentationError):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column].rstrip()
+    for node in ast.walk(_parsed(source)):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(node, _DOCUMENTED) and isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            lines[first.lineno - 1 : first.end_lineno] = [""] * ((first.end_lineno or first.lineno) - first.lineno + 1)
+    return lines
 
 
 @functools.lru_cache(maxsize=16)  # as many modules as a patch's targets stand in, here and in the release beside

@@ -25,7 +25,7 @@ from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.bundles import catalogue, whole_texts
-from vllm_livepatch.tools.commands import ending, locking, rendering
+from vllm_livepatch.tools.commands import ending, explanation, locking
 from vllm_livepatch.tools.compatibility import check as checking
 from vllm_livepatch.tools.compatibility import reads
 from vllm_livepatch.tools.errors import UserError
@@ -81,7 +81,7 @@ def judged(console: Console, package: str, version: str) -> None:
     patches = [entry.patch for entry in entries.values()]
     tree = checking.CombinedTree(None, checking.released([f"{package}=={version}"], [], patches))
     packages, answers = checking.check(patches, tree, {name: entry.changes() for name, entry in entries.items()})
-    rendering.print_check(console, packages, checking.explained(answers, tree))
+    explanation.print_check(console, packages, checking.explained(answers, tree))
 
 
 def write(package: str, version: str) -> Written:

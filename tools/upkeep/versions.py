@@ -9,6 +9,7 @@ locks it in patch_versions.toml. A test fails where that was forgotten.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -52,10 +53,17 @@ def version(folder: Path) -> int:
 
 
 def digest(folder: Path) -> str:
-    """Of all that is in the folder but bytecode."""
+    """Of all that is in the folder but bytecode, the version itself, and what patch.toml says to people (`about`)."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-    parts = (f"{file.relative_to(folder).as_posix()} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
+    parts = (f"{file.relative_to(folder).as_posix()} {hashlib.sha256(_content(file)).hexdigest()}" for file in files)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _content(file: Path) -> bytes:
+    if file.name != "patch.toml":
+        return file.read_bytes()
+    facts = tomllib.loads(file.read_text("utf-8"))
+    return json.dumps({key: facts[key] for key in facts if key not in ("about", "version")}, sort_keys=True).encode()
 
 
 def raised(folders: Iterable[Path], lock: Path = LOCK) -> list[str]:
