@@ -190,7 +190,11 @@ def _from_bundle() -> Runtime:
         digest = "sha256:" + hashlib.sha256(read(os.path.join(place, "manifest.json"))).hexdigest()
     except OSError:
         digest = None
-    about = {"bundle": os.path.dirname(place), "digest": digest, "wrapt": _form_of_wrapt(where)}
+    about = {
+        "bundle": os.path.dirname(place),
+        "digest": digest,
+        "wrapt": _form_of_wrapt(where) if catalogue["wrapt"] else "none",
+    }
     return Runtime(catalogue, root, about)
 
 

@@ -104,7 +104,7 @@ class Reporter:
             self._report.late()
             self._greeting.say()  # nobody would come to it later; where there is no thread, the exit does
         environment = self._patches.environment
-        troubles = [*environment.errors, *environment.notes]
+        troubles = [*environment.errors, *environment.notes, *bundles_beside()]
         return ["; ".join(troubles)] if troubles and environment.mode == "strict" else troubles
 
     def _end_process(self, why: list[str]) -> None:
@@ -207,6 +207,17 @@ def _is_being_executed(module: str) -> bool:
     """
     lock = getattr(sys.modules["_frozen_importlib"], "_module_locks", {}).get(module)
     return lock is not None and getattr(lock(), "owner", None) is not None
+
+
+def bundles_beside() -> list[str]:
+    """Bundles of other content that are on the path behind the one that serves, and serve nothing: a sentence each."""
+    ours = (finder for finder in list(sys.meta_path) if getattr(finder, "__name__", "") == "LivepatchFinder")
+    places = next((vars(finder).get("beside", ()) for finder in ours if isinstance(finder, type)), ())
+    return [
+        f"the bundle {place} is on the path, and none of its patches is in use, since another bundle comes first: "
+        "make one of both (generate --bundle)"
+        for place in places
+    ]
 
 
 def end_process(*why: str) -> None:

@@ -15,7 +15,7 @@ from vllm_livepatch.tools import deploy as deploying
 from vllm_livepatch.tools.bundled import command, verifying
 from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled.naming import known
-from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, placing
+from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, others, placing
 from vllm_livepatch.tools.bundles import guard as guards
 from vllm_livepatch.tools.commands import checking, diagnosing, ending, locking, monitor, rendering, scaffold, waiting
 from vllm_livepatch.tools.commands import from_diff as diffing
@@ -40,7 +40,13 @@ PatchNames = Annotated[
 PatchDirs = Annotated[
     list[Path] | None, typer.Option("--patch-dir", metavar="DIR", help="A directory of your own patches; repeatable.")
 ]
+Installed = Annotated[bool, typer.Option("--installed", help="Also the patches that installed distributions bring.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+
+
+def _places(patch_dir: list[Path] | None, installed: bool) -> list[Path]:
+    """The directories of patch folders that are asked for. Raises UserError."""
+    return [*(patch_dir or ()), *(others.installed() if installed else ())]
 
 
 def _version(wanted: bool) -> None:
@@ -61,6 +67,10 @@ def generate(
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The bundle's directory.")] = None,
     patch: PatchNames = None,
     patch_dir: PatchDirs = None,
+    installed: Installed = False,
+    merge: Annotated[
+        list[Path] | None, typer.Option("--bundle", metavar="DIR", help="Also the patches of this bundle; repeatable.")
+    ] = None,
     zip_file: Annotated[Path | None, typer.Option("--zip", metavar="FILE", help="The bundle as one file.")] = None,
     python: Annotated[
         list[str] | None, typer.Option("--python", metavar="X.Y", help="wrapt's compiled form for it; repeatable.")
@@ -75,10 +85,18 @@ def generate(
     """Write a self-contained bundle. PYTHONPATH=DIR (or FILE) is all that a process needs."""
     if out is None and zip_file is None and guard is None:
         raise UserError("name a directory with --out or --guard, or a file with --zip")
-    entries = catalogue.choose(catalogue.load(patch_dir or ()), patch or ())
+    entries, left = others.merged(catalogue.load(_places(patch_dir, installed)), merge or ())
+    entries = catalogue.choose(entries, patch or ())
+    for sentence in left:
+        print(f"vllm-livepatch: {sentence}", file=sys.stderr)
     for warning in displaced.warnings(entries.values()):
         print(f"vllm-livepatch: warning: {warning}", file=sys.stderr)
-    files = bundle.contents(entries, extensions.gathered(extensions.chosen(python or (), arch or ()), published.say))
+    forms = extensions.chosen(python or (), arch or ())
+    if not bundle.asks_for_wrapt(entries):
+        forms = []
+        if python or arch:
+            print("vllm-livepatch: no patch asks for wrapt: --python and --arch change nothing", file=sys.stderr)
+    files = bundle.contents(entries, extensions.gathered(forms, published.say) if forms else {})
     if out is not None:
         placing.write_directory(files, out)
     if zip_file is not None:
@@ -101,7 +119,8 @@ def run(
 ) -> NoReturn:
     """Run COMMAND with the bundle injected, its children included."""
     entries = catalogue.choose(catalogue.load(patch_dir or ()), patch or ())
-    place = bundle.cached(bundle.contents(entries, extensions.at_hand(extensions.chosen())))
+    forms = extensions.at_hand(extensions.chosen()) if bundle.asks_for_wrapt(entries) else {}
+    place = bundle.cached(bundle.contents(entries, forms))
     before = os.environ.get("PYTHONPATH")
     environ = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{before}" if before else str(place)}
     try:
@@ -111,9 +130,9 @@ def run(
 
 
 @app.command("list")
-def list_patches(patch_dir: PatchDirs = None, as_json: AsJson = False) -> None:
+def list_patches(patch_dir: PatchDirs = None, installed: Installed = False, as_json: AsJson = False) -> None:
     """The catalogue."""
-    entries = catalogue.load(patch_dir or ())
+    entries = catalogue.load(_places(patch_dir, installed))
     if as_json:
         _print_json([rendering.summary(entry.patch) for entry in entries.values()])
     else:
@@ -124,10 +143,11 @@ def list_patches(patch_dir: PatchDirs = None, as_json: AsJson = False) -> None:
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=_names)],
     patch_dir: PatchDirs = None,
+    installed: Installed = False,
     as_json: AsJson = False,
 ) -> None:
     """One patch: why, origin, upstream state, releases, options."""
-    entries = catalogue.load(patch_dir or ())
+    entries = catalogue.load(_places(patch_dir, installed))
     entry = entries[known(entries, name)]
     if as_json:
         _print_json({"name": entry.patch.name, **entry.facts})
@@ -157,7 +177,8 @@ def check(
         float | None, typer.Option("--timeout", metavar="S", min=0.001, help="Give up after so many seconds.")
     ] = None,
     patch_dir: PatchDirs = None,
-    only: Annotated[bool, typer.Option("--only", help="Only the patches of --patch-dir.")] = False,
+    installed: Installed = False,
+    only: Annotated[bool, typer.Option("--only", help="Only the patches of --patch-dir, or --installed.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Each reason whole, and all code that was verified.")
     ] = False,
@@ -171,7 +192,7 @@ def check(
     if index_url is not None:
         os.environ["PIP_INDEX_URL"] = index_url
     question = checking.Question(
-        release or (), wheel or (), python, site_packages, diff, require or (), patch_dir or (), only
+        release or (), wheel or (), python, site_packages, diff, require or (), _places(patch_dir, installed), only
     )
     with waiting.deadline(timeout), waiting.progress():
         answer = checking.find(question)

@@ -28,6 +28,16 @@ from tests.unit.support import PATCHED, STEP, USE_STEP, Cli, Sandbox, finish
 
 ROOT = Path(__file__).resolve().parents[2]
 GATHERED = extensions.gathered
+WRAPT = """
+def wrappers(livepatch):
+    from ...vendor import wrapt
+    @wrapt.decorator
+    def marked(wrapped, instance, args, kwargs):
+        return ["compiled" if wrapt.__wrapt__._using_c_extension else "pure", *wrapped(*args, **kwargs)]
+    def around(wrapped, instance, args, kwargs):
+        return marked(wrapped)(*args, **kwargs)
+    return dict.fromkeys(TARGETS, around)
+"""
 
 
 def test_every_served_interpreter_is_pinned_on_both_machines() -> None:
@@ -151,9 +161,40 @@ def test_the_installed_one_is_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(here) == 1
 
 
+@pytest.mark.parametrize(
+    ("code", "asks"),
+    [
+        ("from ...vendor import wrapt", True),
+        ("def wrappers(livepatch):\n    from ...vendor.wrapt import FunctionWrapper", True),
+        ("import wrapt as w", True),
+        ("import importlib\nlibrary = importlib.import_module('...vendor.wrapt', __package__)", True),
+        ('"""As wrapt does it."""\n# import wrapt\nwrapt = 1', False),
+        ("import wrapt is what this does not parse as", True),
+    ],
+)
+def test_what_asks_for_wrapt(sandbox: Sandbox, code: str, asks: bool) -> None:
+    sandbox.patch(code="def wrappers(livepatch): return {}")
+    (sandbox.patches / "around" / "more.py").write_text(code)
+    assert bundle.asks_for_wrapt(sandbox.entries()) is asks
+
+
+def test_a_bundle_without_wrapt(patched: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "gathered", GATHERED)
+    arguments = ["generate", "--out", str(patched.bundle), "--patch-dir", str(patched.patches), "--patch", "around"]
+    done = cli(*arguments, "--python", "3.12")
+    assert (done.code, done.lines) == (
+        0,
+        ["vllm-livepatch: no patch asks for wrapt: --python and --arch change nothing"],
+    )
+    patched.python(USE_STEP)
+    assert patched.report()["wrapt"] == "none"
+
+
 def test_generate_puts_in_what_is_asked_for_and_says_what_is_missing(
-    patched: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    patched = sandbox
+    sandbox.patch("around", [STEP], WRAPT)
     one = extensions.chosen(["3.12"], ["aarch64"])[0]
     monkeypatch.setattr(extensions, "gathered", GATHERED)
     monkeypatch.setattr(extensions, "_fetched", lambda wanted: ({one.file: b"compiled"}, "no such wheel"))
@@ -177,17 +218,6 @@ def test_generate_puts_in_what_is_asked_for_and_says_what_is_missing(
 
 
 # In a process
-
-WRAPT = """
-def wrappers(livepatch):
-    from ...vendor import wrapt
-    @wrapt.decorator
-    def marked(wrapped, instance, args, kwargs):
-        return ["compiled" if wrapt.__wrapt__._using_c_extension else "pure", *wrapped(*args, **kwargs)]
-    def around(wrapped, instance, args, kwargs):
-        return marked(wrapped)(*args, **kwargs)
-    return dict.fromkeys(TARGETS, around)
-"""
 
 
 def test_a_patch_gets_the_form_that_the_report_names(sandbox: Sandbox) -> None:
@@ -286,6 +316,7 @@ def test_the_bill_of_materials_is_one_and_lists_all(tmp_path: Path) -> None:
     assert document["metadata"]["component"]["version"] == bundle.version()
     assert "timestamp" not in document["metadata"]
     other = json.loads(bundle.contents(entries)[sbom.SBOM])
+    assert {part["name"] for part in other["components"]} == set(entries)
     assert other["serialNumber"] != document["serialNumber"]
     assert json.loads(files["manifest.json"])["files"][sbom.SBOM] == hashlib.sha256(text.encode()).hexdigest()
 

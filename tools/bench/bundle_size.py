@@ -2,7 +2,7 @@
 
     python -m vllm_livepatch.tools.bench.bundle_size
 
-All patches; with the compiled form of wrapt for every interpreter and machine, for one of each, and for none.
+All patches; and beside one that asks for wrapt: with its compiled form for every interpreter and machine, and for one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import bundle, catalogue, extensions, placing
 
 KINDS: dict[str, tuple[Sequence[str], Sequence[str]] | None] = {
-    "all ten compiled forms of wrapt": ((), ()),
-    "`--python 3.12 --arch x86_64`": (("3.12",), ("x86_64",)),
-    "no compiled form": None,
+    "the patches that come with it": None,
+    "a patch that asks for wrapt": ((), ()),
+    "the same, `--python 3.12 --arch x86_64`": (("3.12",), ("x86_64",)),
 }
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import wrapt
 from vllm_livepatch.tools.bench import figures
 from vllm_livepatch.tools.bench.figures import Figures
-from vllm_livepatch.tools.bundles import bundle, catalogue, extensions, placing
+from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 
 TARGET, RELEASE = "vllm.v1.core.sched.scheduler", "0.32.0"
 COLUMNS = ("", "stock", "with the bundle", "difference (95 % interval)", "time over stock's")
@@ -75,7 +75,7 @@ def measured(rounds: int = 100, engine_rounds: int = 7, engine_python: Path | No
     bare = str(getattr(sys, "_base_executable", sys.executable))
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        files = bundle.contents(catalogue.load(), extensions.at_hand(extensions.chosen()))
+        files = bundle.contents(catalogue.load())
         placing.write_directory(files, place / "bundle")
         placing.write_directory(files, place / "readonly")
         placing.write_zip(files, place / "bundle.zip")

@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...sitecustomize import cache, report, settings
+from ...sitecustomize import cache, report, reporting, settings
 from ..errors import UserError
 from .verdicts import Catalogue, Judged, here
 from .verifying import Verified, verified
@@ -161,6 +161,9 @@ def _loaded(place: str, generation: str) -> Finding:
             f"what was loaded is the entry of {armed}, and the bundle's is of {generation}: Python took "
             f"{kept or 'bytecode'} for it, which an earlier bundle left; remove it, and replace bundles by `generate`"
         )
+    beside = reporting.bundles_beside()
+    if beside:
+        return FAILED, "; ".join(beside)
     return OK, "the bundle was loaded in this process"
 
 
@@ -202,11 +205,13 @@ def _guard() -> Iterator[Finding]:
 
 
 def _wrapt() -> Finding:
-    """Patches are plain functions; wrapt is for those of others."""
+    """Patches are plain functions; wrapt is for those of others, and in bundles that have such a patch."""
     root = f"{__name__.partition('.')[0]}.vendor.wrapt"
     try:
         module = importlib.import_module(root)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == root.rpartition(".")[0]:
+            return OK, "not in this bundle: no patch asks for it"
         return WARNING, f"the bundle's copy cannot be imported: {type(error).__name__}: {error}"
     compiled = f"{root}._wrappers" in sys.modules
     return OK, f"{module.__version__}, {'compiled' if compiled else 'in pure Python: a call through it takes longer'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -13,7 +14,7 @@ from types import ModuleType
 
 import wrapt
 from vllm_livepatch import sitecustomize
-from vllm_livepatch.sitecustomize import cache
+from vllm_livepatch.sitecustomize import cache, fingerprint
 from vllm_livepatch.tools import bundled, patch_lock
 from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
 from vllm_livepatch.tools.bundles import sbom, whole_texts
@@ -31,15 +32,20 @@ def version() -> str:
 
 
 def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
-    """Every file of the bundle by its path in it. `extensions` are wrapt's compiled forms, by file name.
+    """Every file of the bundle by its path in it. `extensions` are wrapt's compiled forms, by file name: with them the
+    bundle holds wrapt, and without them where a patch asks for it.
 
     At the top lies what is looked for there: by Python's start, and by people. All else is in one folder, the
     generation, which is named by what is in it: an upgrade puts another one beside it, and then replaces the entry,
     which names it.
     """
-    package = {**_runtime(), **_answers(), **_patches(entries), **_wrapt(extensions or {})}
+    with_wrapt = bool(extensions) or asks_for_wrapt(entries)
+    package = {**_runtime(), **_answers(), **_patches(entries, with_wrapt)}
+    if with_wrapt:
+        package |= _wrapt(extensions or {})
+    library = metadata.version("wrapt") if with_wrapt else None
     digests = {name: _digest(item.folder) for name, item in entries.items()}
-    bill = sbom.make(version(), metadata.version("wrapt"), digests, extensions or {})
+    bill = sbom.make(version(), library, digests, extensions or {})
     main = (_rooms(bundled) / "main.py").read_bytes()
     top = {"sitecustomize.py": _entry(entries), "__main__.py": main, sbom.SBOM: bill}
     generation = f"livepatch-{version()}-{_digest_of({**package, **top})[:16]}"
@@ -49,7 +55,7 @@ def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | Non
     files[MANIFEST] = files[f"{generation}/{MANIFEST}"] = _json(
         {
             "vllm-livepatch": version(),
-            "wrapt": metadata.version("wrapt"),
+            "wrapt": library,
             "python": ">=3.10,<3.15",
             "patches": sorted(entries),
             "extensions": sorted(extensions or {}),
@@ -58,6 +64,24 @@ def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | Non
         }
     )
     return files
+
+
+def asks_for_wrapt(entries: Mapping[str, Entry]) -> bool:
+    """Whether the code of a patch imports wrapt, by a statement or by the whole name of the bundle's copy."""
+    sources = (file for item in entries.values() for file in item.folder.rglob("*.py"))
+    return any(_asks(file.read_text("utf-8", "surrogateescape")) for file in sources)
+
+
+def _asks(source: str) -> bool:
+    try:
+        nodes = list(ast.walk(fingerprint.parsed(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "wrapt" in source
+    imports = (node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
+    named = {alias.name for node in imports for alias in node.names}
+    named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    named |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return any("wrapt" in name.split(".") for name in named)
 
 
 def digest(files: Mapping[str, bytes]) -> str:
@@ -95,7 +119,7 @@ def _answers() -> dict[str, bytes]:
     return {**files, "tools/__init__.py": b""}
 
 
-def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
+def _patches(entries: Mapping[str, Entry], with_wrapt: bool) -> dict[str, bytes]:
     """The patches' code, and what is known of them."""
     files: dict[str, bytes] = {"patches/__init__.py": b""}
     for item in entries.values():
@@ -105,6 +129,7 @@ def _patches(entries: Mapping[str, Entry]) -> dict[str, bytes]:
                 files[f"patches/{item.folder.name}/{source.relative_to(item.folder).as_posix()}"] = source.read_bytes()
     catalogue = {
         "version": version(),
+        "wrapt": with_wrapt,
         "patches": {name: item.facts for name, item in sorted(entries.items())},
         "digests": {name: _digest(item.folder) for name, item in sorted(entries.items())},
         "texts": whole_texts.read(item.patch for item in entries.values()),

@@ -11,8 +11,9 @@ from typing import Any
 SBOM = "sbom.cdx.json"
 
 
-def make(version: str, wrapt: str, patches: Mapping[str, str], extensions: Mapping[str, bytes]) -> bytes:
-    """The document. `patches` are digests by name (hexadecimal SHA-256), `extensions` wrapt's compiled files.
+def make(version: str, wrapt: str | None, patches: Mapping[str, str], extensions: Mapping[str, bytes]) -> bytes:
+    """The document. `wrapt` is its version where the bundle holds it, `extensions` its compiled files; `patches` are
+    digests by name (hexadecimal SHA-256).
 
     The same bytes for the same input: it has no time, and its serial number is made of what it lists.
     """
@@ -34,7 +35,7 @@ def make(version: str, wrapt: str, patches: Mapping[str, str], extensions: Mappi
         purl=PackageURL("pypi", None, "vllm-livepatch", version),
         bom_ref="vllm-livepatch",
     )
-    library = Component(
+    library = wrapt and Component(
         name="wrapt",
         version=wrapt,
         type=ComponentType.LIBRARY,
@@ -50,9 +51,11 @@ def make(version: str, wrapt: str, patches: Mapping[str, str], extensions: Mappi
         Component(name=name, group="patch", type=ComponentType.LIBRARY, bom_ref=f"patch/{name}", hashes=hashed(sha256))
         for name, sha256 in patches.items()
     ]
-    bom = Bom(components=[library, *parts])
+    if library:
+        parts.insert(0, library)
+    bom = Bom(components=parts)
     bom.metadata.component = bundle
-    bom.register_dependency(bundle, [library, *parts])
+    bom.register_dependency(bundle, parts)
     document: dict[str, Any] = json.loads(JsonV1Dot6(bom).output_as_string())
     del document["metadata"]["timestamp"], document["serialNumber"]
     content = json.dumps(document, sort_keys=True)

@@ -83,7 +83,7 @@ def find(question: Question) -> Answer:
     if question.python is not None and question.site_packages is not None:
         raise UserError("--python and --site-packages exclude each other")
     if question.only and not question.patch_dirs:
-        raise UserError("--only is about the patches of --patch-dir: name one")
+        raise UserError("--only is about the patches of --patch-dir and --installed: name one")
     entries = catalogue.load(question.patch_dirs, own=not question.only)
     required = [known(entries, name) for name in question.required]
     patches = [entry.patch for entry in entries.values()]

@@ -1,0 +1,97 @@
+"""Patches of others: those that installed distributions bring, and those of bundles, which `generate` merges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from vllm_livepatch.sitecustomize.decision import PatchError
+from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.tools.bundled.verifying import verified
+from vllm_livepatch.tools.bundles.catalogue import Entry
+from vllm_livepatch.tools.errors import UserError
+
+GROUP = "vllm_livepatch.patches"
+"""The group of entry points by which a distribution names a package of its own that holds patch folders."""
+_BESIDE = ("__init__.py", "patch.toml", "patch.lock")
+"""Files of a patch's folder that a bundle has in another form, or adds."""
+
+
+def installed() -> list[Path]:
+    """The directories of patch folders that installed distributions name. Imports none of them. Raises UserError."""
+    return [_folder(point.value, point.dist.name if point.dist else "?") for point in sorted(entry_points(group=GROUP))]
+
+
+def _folder(value: str, distribution: str) -> Path:
+    places: Sequence[str] | None = None
+    for part in value.partition(":")[0].split("."):
+        spec = PathFinder.find_spec(part, places)
+        places = None if spec is None else spec.submodule_search_locations
+        if not places:
+            raise UserError(f"{distribution} names its patches {value} ({GROUP}), which is no package")
+    return Path(next(iter(places or ())))
+
+
+def merged(entries: Mapping[str, Entry], bundles: Sequence[Path]) -> tuple[dict[str, Entry], list[str]]:
+    """The patches of `entries` and of the bundles; of those by one name the newest. And a sentence for each left out.
+
+    Raises UserError, also where two of one name and version differ.
+    """
+    found, left = dict(entries), []
+    for place in bundles:
+        for name, facts, folder in _of_bundle(place):
+            here = found.get(name)
+            versions = (facts.get("version") or 0, (here.patch.version or 0) if here else -1)
+            if versions[0] > versions[1]:
+                found[name] = _entry(place, name, facts, folder)
+                if here:
+                    left.append(f"{name}: version {versions[0]} of {place} instead of version {versions[1]}")
+            elif versions[0] < versions[1]:
+                left.append(f"{name}: version {versions[1]} instead of version {versions[0]} of {place}")
+            elif here is not None and not _same(here, facts, folder):
+                raise UserError(f"{name} of {place} differs from that of {here.folder}: give one a higher version")
+    return found, left
+
+
+def _of_bundle(place: Path) -> list[tuple[str, dict[str, Any], Path]]:
+    """Name, facts and folder of each patch of a bundle. Raises UserError where it is not whole, or no directory."""
+    if place.is_file():
+        raise UserError(f"{place} is a file: unpack it, and name the directory")
+    bundle = verified(place)
+    if bundle.differences:
+        raise UserError(f"{place} is not what generate wrote: {bundle.differences[0]}")
+    package = place / bundle.generation / "_vllm_livepatch"
+    try:
+        facts = json.loads((package / "catalogue.json").read_bytes())["patches"]
+        return [(name, facts[name], package / "patches" / name.replace("-", "_")) for name in sorted(facts)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{place}: its catalogue cannot be read: {error}") from error
+
+
+def _entry(place: Path, name: str, facts: dict[str, Any], folder: Path) -> Entry:
+    try:
+        return Entry(folder, facts, to_patch(name, facts))
+    except PatchError as error:
+        raise UserError(f"{place} was made by another version of vllm-livepatch: {error}") from error
+
+
+def _same(here: Entry, facts: Mapping[str, Any], folder: Path) -> bool:
+    return _without(here.facts) == _without(facts) and _code(here.folder) == _code(folder)
+
+
+def _without(facts: Mapping[str, Any]) -> str:
+    """What decides what a patch does, which what is said of it does not."""
+    return json.dumps({key: facts[key] for key in facts if key != "about"}, sort_keys=True)
+
+
+def _code(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in files
+        if file.relative_to(folder).as_posix() not in _BESIDE
+    }
