@@ -46,7 +46,7 @@ def check() -> None:
     before = f"; {len(imported)} of its targets' modules are imported already" if imported else ""
     why = why_not()
     place = next(iter(_bundles()), None)
-    if place is not None and _arm(place):
+    if place is not None and arm(place):
         line(f"the bundle was armed late, by the guard: {why}{before} (pid {os.getpid()})")
         return
     problem = f"no bundle is armed in this process, nothing is patched: {why}{before}"
@@ -115,10 +115,10 @@ def _unknown() -> str:
 def _bundles() -> list[str]:
     """Those that PYTHONPATH names, whether or not Python looked at it."""
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [place for place in places if place and _is_bundle(place)]
+    return [place for place in places if place and is_bundle(place)]
 
 
-def _arm(place: str) -> bool:
+def arm(place: str) -> bool:
     """Run a bundle's entry in a process that began without it: whether it serves now."""
     try:
         spec = PathFinder.find_spec("sitecustomize", [place])
@@ -129,7 +129,7 @@ def _arm(place: str) -> bool:
     return is_armed()
 
 
-def _is_bundle(place: str) -> bool:
+def is_bundle(place: str) -> bool:
     try:
         if os.path.isfile(place):
             with zipfile.ZipFile(place) as archive:

@@ -288,4 +288,4 @@ def test_a_file_that_cannot_be_read_is_no_bundle(tmp_path: Path, mocker: MockerF
     place = tmp_path / "bundle.zip"
     place.touch()
     mocker.patch.object(zipfile, "ZipFile", side_effect=error)
-    assert vllm_plugin._is_bundle(str(place)) is False
+    assert vllm_plugin.is_bundle(str(place)) is False

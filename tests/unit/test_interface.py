@@ -1,0 +1,86 @@
+"""The five functions for projects that start vLLM themselves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.support import STEP, Done, Sandbox, finish
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = "from fakeengine.scheduler import Scheduler\nprint(Scheduler().step(7))\n"
+
+
+def run(sandbox: Sandbox, code: str, **more: str) -> Done:
+    """In an interpreter that has vllm-livepatch installed, and no bundle on its path."""
+    environ = sandbox.environ(path=[sandbox.site], **more)
+    return finish([sys.executable, "-c", f"import vllm_livepatch as livepatch\n{code}"], environ, cwd=sandbox.root)
+
+
+def test_it_is_the_standard_library_alone(sandbox: Sandbox) -> None:
+    code = "import sys\nprint(sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
+    without = finish([sys.executable, "-c", code], sandbox.environ(path=[]), cwd=sandbox.root).out
+    assert eval(run(sandbox, code).out) == sorted({*eval(without), "vllm_livepatch"})
+    assert run(sandbox, "print(sorted(livepatch.__all__))").out == (
+        "['applied', 'arm', 'bundle', 'report', 'require']\n"
+    )
+
+
+def test_a_process_arms_itself_and_what_it_starts(sandbox: Sandbox) -> None:
+    sandbox.patch()
+    code = f"""
+place = livepatch.bundle(patches=["around"], patch_dirs=[{str(sandbox.patches)!r}])
+print(livepatch.applied("around"), livepatch.report()["armed"])
+print(livepatch.arm(place), livepatch.arm(place))
+livepatch.require("around")
+{WORK}
+print(livepatch.applied("around"), livepatch.report()["packages"], livepatch.report()["bundle"] == str(place))
+livepatch.require("around")
+import subprocess, sys
+print(subprocess.run([sys.executable, "-c", {WORK!r}], capture_output=True, text=True).stdout)
+"""
+    done = run(sandbox, code)
+    assert done.out.splitlines()[:2] == ["False False", "True True"], done.err
+    assert done.out.splitlines()[2:] == [
+        "['patched', 7]",
+        "True {'fakeengine': '1.0'} True",
+        "['patched', 7]",
+        "",
+    ]
+
+
+def test_an_image_with_a_sitecustomize_of_its_own(sandbox: Sandbox) -> None:
+    sandbox.patch()
+    sandbox.write({"sitecustomize.py": "print('theirs')\n"})
+    made = f"livepatch.bundle('mine', patches=['around'], patch_dirs=[{str(sandbox.patches)!r}])"
+    done = run(sandbox, f"print(livepatch.arm({made}))\n{WORK}")
+    assert done.out == "theirs\nTrue\n['patched', 7]\n"
+    assert (sandbox.root / "mine" / "manifest.json").is_file()
+
+
+def test_off_is_off(sandbox: Sandbox) -> None:
+    sandbox.patch()
+    made = f"livepatch.bundle(patches=['around'], patch_dirs=[{str(sandbox.patches)!r}])"
+    done = run(sandbox, f"import os\nprint(livepatch.arm({made}), os.environ['PYTHONPATH'])\n{WORK}", LIVEPATCH="off")
+    assert done.out == f"False {sandbox.site}\n[7]\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("livepatch.arm('nowhere')", "nowhere is not a bundle"),
+        ("livepatch.require('around')", "around is required, and no bundle serves this process"),
+        ("livepatch.bundle(patches=['nothing'])", "nothing"),
+        ("livepatch.arm(MADE)\nlivepatch.require('other')", "other is required, and is not in"),
+        (f"livepatch.arm(MADE)\n{WORK}livepatch.require('around')", "around is required, and is skipped here (off)"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(sandbox: Sandbox, code: str, message: str) -> None:
+    sandbox.patch(targets=[STEP])
+    made = f"livepatch.bundle(patches=['around'], patch_dirs=[{str(sandbox.patches)!r}])"
+    done = run(sandbox, code.replace("MADE", made), LIVEPATCH_AROUND="off")
+    assert done.code == 1
+    (said,) = (line for line in done.lines if line.startswith("vllm_livepatch.tools.errors.UserError: "))
+    assert message in said
