@@ -72,7 +72,7 @@ def _stops(answers: Sequence[Checked]) -> list[Stop]:
 def _short(answer: Checked, stops: Sequence[Stop]) -> str:
     """The fault of a patch that is applied, else why it is not; the numbers are those of the changes below."""
     decision = answer.decision
-    if decision.apply and decision.verdict == decision.reason == "needed":
+    if decision.apply and decision.verdict in ("needed", "unverified"):
         return str(answer.patch.about.get("fault", ""))
     numbers = [str(number) for number, stop in enumerate(stops, 1) if answer in stop.patches]
     changed = ""
