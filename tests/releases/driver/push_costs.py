@@ -18,14 +18,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import lease_guard
 import nixl_agents
 import push_failures
 import real_scheduler as real
 import vllm
 from nixl._api import nixl_agent, nixl_agent_config
 from push_failures import Side, Story
-from result import leave, print_result
+from result import leave, print_result, until
 
 HOSTS = 400
 PENDING = (1000, 2000)
@@ -101,7 +100,7 @@ def registered(story: Story, request_id: str, host: str) -> None:
     worker = story.decode.worker
     worker._do_send_reg_notif(request_id, registration(story, request_id, host))
     pending = story.prefill.worker._pending_d_registrations
-    lease_guard.wait(lambda: bool(story.step() or request_id in pending))
+    until(lambda: bool(story.step() or request_id in pending))
     del pending[request_id]
 
 
@@ -166,7 +165,7 @@ def strangers(ports: set[int]) -> int:
     with contextlib.ExitStack() as stack:
         for port in ports:
             idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 5)) for _ in range(IDLE)]
-            lease_guard.wait(lambda: counts()["threads"] >= before + IDLE or not listening() & ports)
+            until(lambda: counts()["threads"] >= before + IDLE or not listening() & ports)
             idle[0].sendall(b"[" * 5000 + b"\n")
             idle[0].settimeout(5)
             with contextlib.suppress(OSError):
@@ -192,7 +191,7 @@ def peers(story: Story) -> None:
             handle(payload)
 
         side.worker._handle_heartbeat = heartbeat
-    lease_guard.wait(lambda: bool(story.step() or seen == {"prefill", "decode"}))
+    until(lambda: bool(story.step() or seen == {"prefill", "decode"}))
     for side in (story.prefill, story.decode):
         del side.worker._handle_heartbeat
 

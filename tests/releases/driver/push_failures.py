@@ -36,7 +36,7 @@ import vllm
 from lease_guard import OTHER, READER
 from nixl import _bindings as nixl_bindings
 from ports import free_port
-from result import leave, print_result
+from result import leave, print_result, until
 
 HELD_SECONDS = 1.5
 """How long decode is looked at where it has asked, and is to hear nothing: prefill answers within a second."""
@@ -79,7 +79,7 @@ class Side(lease_guard.Side):
         """Let all leases end, so that the next case begins without any."""
         for request_id in self.worker._reqs_to_send:
             self.expire(request_id)
-        lease_guard.wait(lambda: not (self.ended() and self.worker._reqs_to_send))
+        until(lambda: not (self.ended() and self.worker._reqs_to_send))
 
     def overdue(self) -> None:
         """Decode has waited for as long as it waits: where the bundle is, which alone asks then."""
@@ -135,8 +135,8 @@ class Story:
     def finish(self, request_id: str, blocks: list[int], lease: float = 600.0) -> None:
         """The request's blocks are computed, and prefill is to write them to whoever registers."""
         self.prefill.fill(blocks, READER)
-        until = time.perf_counter() + lease
-        self.prefill.step(reqs_to_send={request_id: until}, push_finished_blocks={request_id: (blocks,)})
+        latest = time.perf_counter() + lease
+        self.prefill.step(reqs_to_send={request_id: latest}, push_finished_blocks={request_id: (blocks,)})
 
     def register(self, request_id: str, blocks: list[int]) -> None:
         """Decode wants the request's KV in its own blocks of the same numbers."""
@@ -144,8 +144,8 @@ class Story:
 
     def outcome(self, request_id: str, blocks: list[int], seconds: float = 30.0) -> dict[str, Any]:
         """What decode hears of a request, in so many seconds, and what its blocks hold."""
-        until = time.monotonic() + seconds
-        while not any(request_id in received for received, _, _ in self.heard) and time.monotonic() < until:
+        latest = time.monotonic() + seconds
+        while not any(request_id in received for received, _, _ in self.heard) and time.monotonic() < latest:
             self.step()
             time.sleep(0.001)
         return result_of(self.decode, self.heard, request_id, blocks)
@@ -214,8 +214,8 @@ def pushed(story: Story) -> dict[str, Any]:
     story.step()
     story.finish("second", [3, 4])
     second = story.outcome("second", [3, 4])
-    until = time.monotonic() + SURE_SECONDS
-    while not {"first", "second"} <= story.prefill.sent and time.monotonic() < until:
+    latest = time.monotonic() + SURE_SECONDS
+    while not {"first", "second"} <= story.prefill.sent and time.monotonic() < latest:
         story.step()
     return {"first": first, "second": second, "sent": sorted(story.prefill.sent)}
 
@@ -237,7 +237,7 @@ def post_fails(story: Story) -> dict[str, Any]:
     story.compute("post")
     story.finish("post", [5, 6])
     story.register("post", [5, 6])
-    lease_guard.wait(lambda: bool(story.step() or not story.prefill.worker._finished_blocks_inbox.qsize()))
+    until(lambda: bool(story.step() or not story.prefill.worker._finished_blocks_inbox.qsize()))
     story.decode.overdue()
     result = story.outcome("post", [5, 6], HELD_SECONDS)
     story.prefill.faults.raises = False
@@ -250,7 +250,7 @@ def write_fails(story: Story) -> dict[str, Any]:
     story.compute("write")
     story.finish("write", [7, 8])
     story.register("write", [7, 8])
-    lease_guard.wait(lambda: bool(story.step() or story.prefill.worker._sending_transfers))
+    until(lambda: bool(story.step() or story.prefill.worker._sending_transfers))
     story.prefill.expire("write")
     story.decode.overdue()
     meanwhile = story.outcome("write", [7, 8], QUIET_SECONDS)["heard"]
@@ -270,7 +270,7 @@ def late(story: Story) -> dict[str, Any]:
     story.compute("late")
     story.finish("late", [9, 10])
     story.prefill.expire("late")
-    lease_guard.wait(lambda: bool(story.step() or "late" in story.prefill.sent))
+    until(lambda: bool(story.step() or "late" in story.prefill.sent))
     story.prefill.fill([9, 10], OTHER)
     story.register("late", [9, 10])
     return story.outcome("late", [9, 10], SECONDS)
@@ -281,7 +281,7 @@ def aborted(story: Story) -> dict[str, Any]:
     story.register("before", [11, 12])
     story.compute("before")
     story.compute("after")
-    lease_guard.wait(lambda: bool(story.step() or story.prefill.worker._pending_d_registrations))
+    until(lambda: bool(story.step() or story.prefill.worker._pending_d_registrations))
     story.prefill.step(reqs_not_processed={"before", "after"})
     story.register("after", [13, 14])
     return {"before": story.outcome("before", [11, 12], SECONDS), "after": story.outcome("after", [13, 14], SECONDS)}
@@ -298,7 +298,7 @@ def same_id(story: Story) -> dict[str, Any]:
 def never(story: Story) -> dict[str, Any]:
     """Prefill does not get to the request in time; decode gives its blocks to another. Then prefill gets to it."""
     story.register("never", [17, 18])
-    lease_guard.wait(lambda: bool(story.step() or story.prefill.worker._pending_d_registrations))
+    until(lambda: bool(story.step() or story.prefill.worker._pending_d_registrations))
     story.decode.overdue()
     result = story.outcome("never", [17, 18], SECONDS)
     given = result["heard"] == "failed"
@@ -306,9 +306,9 @@ def never(story: Story) -> dict[str, Any]:
         story.decode.fill([17, 18], OTHER)
     story.compute("never")
     story.finish("never", [17, 18])
-    lease_guard.wait(lambda: bool(story.step() or story.prefill.worker._finished_blocks_inbox.empty()))
+    until(lambda: bool(story.step() or story.prefill.worker._finished_blocks_inbox.empty()))
     if not given:  # nothing stops the write: it is awaited, since it may take its time on a busy machine
-        lease_guard.wait(lambda: bool(story.step() or contents_of(story.decode, 18) != "none"))
+        until(lambda: bool(story.step() or contents_of(story.decode, 18) != "none"))
     afterwards = story.outcome("nobody", [17, 18], QUIET_SECONDS)["contents"]
     return {**result, "given": given, "afterwards": afterwards}
 
@@ -373,10 +373,10 @@ def handshake_late(story: Story) -> dict[str, Any]:
     story.compute("slow")
     story.finish("slow", [3, 4])
     story.register("slow", [3, 4])
-    lease_guard.wait(lambda: bool(story.step() or begun.is_set()))
+    until(lambda: bool(story.step() or begun.is_set()))
     # To 0.26.0 the writer itself shakes hands; later it goes on with other writes meanwhile.
-    until = time.monotonic() + (lease_guard.SECONDS if hasattr(worker, "_deferred_push_inbox") else QUIET_SECONDS)
-    while "slow" not in story.prefill.sent and time.monotonic() < until:
+    latest = time.monotonic() + (lease_guard.SECONDS if hasattr(worker, "_deferred_push_inbox") else QUIET_SECONDS)
+    while "slow" not in story.prefill.sent and time.monotonic() < latest:
         story.prefill.expire("slow")
         story.step()
     if "slow" in story.prefill.sent:
@@ -393,9 +393,9 @@ def ended(story: Story) -> dict[str, Any]:
     story.compute("begun")
     story.finish("begun", [1, 2])
     story.register("begun", [1, 2])
-    lease_guard.wait(lambda: bool(story.step() or story.prefill.worker._sending_transfers))
+    until(lambda: bool(story.step() or story.prefill.worker._sending_transfers))
     story.register("waits", [3, 4])
-    lease_guard.wait(lambda: bool(story.step() or story.prefill.worker._pending_d_registrations))
+    until(lambda: bool(story.step() or story.prefill.worker._pending_d_registrations))
     story.prefill.shut_down()
     heard = story.heard
 
@@ -409,8 +409,8 @@ def ended(story: Story) -> dict[str, Any]:
 
 def outcome_of(decode: Side, heard: list[Any], request_id: str, blocks: list[int], seconds: float) -> dict[str, Any]:
     """What decode alone hears of a request, in so many seconds."""
-    until = time.monotonic() + seconds
-    while not any(request_id in received for received, _, _ in heard) and time.monotonic() < until:
+    latest = time.monotonic() + seconds
+    while not any(request_id in received for received, _, _ in heard) and time.monotonic() < latest:
         _, *found = decode.ended()
         if any(found):
             heard.append((found[0], found[1], found[2]))
@@ -423,7 +423,7 @@ def killed(decode: Side, pipe: Any, prefill: int) -> dict[str, Any]:
     engine_id, port = pipe.recv()
     heard: list[tuple[set[str], set[str], set[int]]] = []
     register(decode, "lost", [1, 2], engine_id, port)
-    lease_guard.wait(lambda: bool(decode.ended() and pipe.poll()))
+    until(lambda: bool(decode.ended() and pipe.poll()))
     os.kill(prefill, signal.SIGSTOP)
     os.waitpid(prefill, os.WUNTRACED)  # on a busy machine it still answers for a while
     decode.overdue()
@@ -444,7 +444,7 @@ def prefill_to_kill(pipe: Any) -> None:
     nixl_agents.begin_distributed(model_config, directory / "other rendezvous")
     side = Side(model_config)
     pipe.send((side.engine_id, side.port))
-    lease_guard.wait(lambda: bool(side.ended() and side.worker._pending_d_registrations))
+    until(lambda: bool(side.ended() and side.worker._pending_d_registrations))
     pipe.send("registered")
     while True:  # until it is killed
         signal.pause()

@@ -28,7 +28,7 @@ import real_scheduler as real
 import result as result_module
 import vllm
 from push_failures import Side
-from result import leave, print_result
+from result import leave, print_result, until
 
 SECONDS = 300.0
 HELD_SECONDS = 2.5
@@ -60,8 +60,8 @@ class Half:
 
     def finish(self, request_id: str, blocks: list[int]) -> None:
         self.side.fill(blocks, lease_guard.READER)
-        until = time.perf_counter() + 600
-        self.side.step(reqs_to_send={request_id: until}, push_finished_blocks={request_id: (blocks,)})
+        latest = time.perf_counter() + 600
+        self.side.step(reqs_to_send={request_id: latest}, push_finished_blocks={request_id: (blocks,)})
 
     def abort(self, request_id: str) -> None:
         self.side.step(reqs_not_processed={request_id})
@@ -69,7 +69,7 @@ class Half:
 
     def registered(self) -> None:
         """Prefill has a registration that waits."""
-        lease_guard.wait(lambda: bool(self.step() or self.side.worker._pending_d_registrations))
+        until(lambda: bool(self.step() or self.side.worker._pending_d_registrations))
 
     def register(self, request_id: str, blocks: list[int], engine_id: str, port: int) -> None:
         push_failures.register(self.side, request_id, blocks, engine_id, port)
@@ -118,9 +118,9 @@ class Other:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(asked) + "\n")
-        until = time.monotonic() + SECONDS
+        latest = time.monotonic() + SECONDS
         while not select.select([self.process.stdout], [], [], 0.001)[0]:
-            assert time.monotonic() < until, f"the other process does not answer {asked}"
+            assert time.monotonic() < latest, f"the other process does not answer {asked}"
             self.step()
         answer = self.process.stdout.readline()
         assert answer, f"the other process has ended at {asked}"

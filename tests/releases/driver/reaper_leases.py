@@ -22,8 +22,8 @@ from typing import Any
 import nixl_agents
 import real_scheduler as real
 import vllm.platforms
-from lease_guard import PORT, Side, Story, wait
-from result import leave, print_result
+from lease_guard import PORT, Side, Story
+from result import leave, print_result, until
 
 PATIENCE = float(sys.argv[1])
 LEASE = 0.2
@@ -44,7 +44,7 @@ def renew(story: Story, request_id: str) -> None:
         worker._get_new_notifs()
         return bool(worker._reqs_to_send[request_id] > time.perf_counter() + 10)
 
-    wait(renewed)
+    until(renewed)
 
 
 def behind_a_renewed_one(story: Story) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def behind_a_renewed_one(story: Story) -> dict[str, Any]:
     worker = story.prefill.worker
     worker._reqs_to_send["p-lives"] = worker._reqs_to_send["p-dead"]
     renew(story, "p-lives")
-    wait(lambda: time.perf_counter() > worker._reqs_to_send["p-dead"])
+    until(lambda: time.perf_counter() > worker._reqs_to_send["p-dead"])
     sent: set[str] = set()
-    until = time.monotonic() + PATIENCE
-    while "p-dead" not in sent and time.monotonic() < until:
+    latest = time.monotonic() + PATIENCE
+    while "p-dead" not in sent and time.monotonic() < latest:
         sent |= story.prefill.ended()[0]
     story.begin("d-lives", "p-lives", [3, 4])
     read = story.received("d-lives", [3, 4])
