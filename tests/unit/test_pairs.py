@@ -283,6 +283,57 @@ def test_connectors_that_load_and_cannot_be_made(own: str, subject: str) -> None
     assert problem.subject.endswith(subject)
 
 
+@pytest.mark.parametrize(
+    ("default", "condition", "works", "said"),
+    [
+        (
+            "False",
+            "use_native",
+            False,
+            "; works only where kv_connector_extra_config sets use_native to other than False",
+        ),
+        ("True", "use_native", True, ""),
+        ("None", "not use_native", True, ""),
+        ("True", "not use_native", False, "; works only where"),
+        ("unknown", "use_native", True, ""),
+    ],
+)
+def test_the_branch_of_an_options_default_counts(default: str, condition: str, works: bool, said: str) -> None:
+    """As where vLLM has an implementation of its own beside LMCache's."""
+    built_in = f"""
+from vllm.base import Base
+
+class LMCacheMPConnector(Base):
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        use_native = vllm_config.kv_transfer_config.get_from_extra_config("use_native", {default})
+        if {condition}:
+            from vllm import own as adapter
+        else:
+            from lmcache.gone import adapter
+"""
+    pair = a_pair(None, built_in)
+    (connector,) = (one for one in pair.connectors if one.module_path is None)
+    assert connector.works is works
+    assert [one.subject for one in connector.problems] == ([] if works else ["lmcache.gone:adapter"])
+    assert all(said in one.detail for one in connector.problems)
+
+
+def test_an_option_of_which_no_value_helps() -> None:
+    built_in = """
+from vllm.base import Base
+
+class LMCacheMPConnector(Base):
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        if vllm_config.kv_connector_extra_config.get("use_native", False):
+            from lmcache.gone import native
+        else:
+            from lmcache.gone import adapter
+"""
+    (connector,) = (one for one in a_pair(None, built_in).connectors if one.module_path is None)
+    assert [one.subject for one in connector.problems] == ["lmcache.gone:adapter"]
+    assert "works only" not in connector.problems[0].detail
+
+
 def test_an_abstract_method_that_nobody_defines() -> None:
     vllm = Modules(
         vllm__distributed__kv_transfer__kv_connector__factory=FACTORY_NEW,

@@ -11,18 +11,23 @@ from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.commands.rendering import FAULT, coloured, table_of
 from vllm_livepatch.tools.compatibility.check import Checked
-from vllm_livepatch.tools.compatibility.drift import Change, Drift
+from vllm_livepatch.tools.compatibility.drift import Drift
 
+MOST = 3
+"""Of the names that a module lacks, so many are named."""
 OFF = {"rocm": "off outside ROCm", "traced": "off: no traced code"}
 """Why `auto` does not apply a patch that is needed; else it is off by default everywhere."""
 
 
 @dataclass
 class Stop:
-    """One change of the code, in the place of code that was verified, and the patches that it concerns."""
+    """One change of the code, in the place of code that was verified, and the patches that it stops."""
 
-    change: Change
+    name: str  # of what has changed; of what is gone, its module
     against: str  # a package and its release
+    lines: tuple[str, ...] = ()  # of the diff
+    gone: dict[str, None] = field(default_factory=dict)  # names that the module does not have any more
+    place: str = ""  # the module that has exactly their code
     patches: list[Checked] = field(default_factory=list)
 
 
@@ -58,14 +63,22 @@ def print_check(
 
 
 def _stops(answers: Sequence[Checked]) -> list[Stop]:
-    found: dict[tuple[str, str, tuple[str, ...]], Stop] = {}
+    found: dict[tuple[object, ...], Stop] = {}
     for answer in answers:
         if answer.drift is None:
             continue
         against = f"{answer.drift.package} {answer.drift.release}"
         for change in answer.drift.changes:
-            key = (against, change.name, change.lines)
-            found.setdefault(key, Stop(change, against)).patches.append(answer)
+            module, _, qualname = change.name.partition(":")
+            place = answer.drift.moved.get(change.name, "")
+            if change.gone:
+                stop = found.setdefault((against, module, place), Stop(module, against, place=place))
+                stop.gone[qualname] = None
+            else:
+                key = (against, change.name, change.lines)
+                stop = found.setdefault(key, Stop(change.name, against, change.lines))
+            if answer not in stop.patches:
+                stop.patches.append(answer)
     return list(found.values())
 
 
@@ -86,12 +99,16 @@ def _short(answer: Checked, stops: Sequence[Stop]) -> str:
 
 
 def _print_stop(console: Console, number: int, stop: Stop) -> None:
-    console.print(Text(f"\n{number}. {stop.change.name}", style="bold"), soft_wrap=True)
-    if stop.change.gone:
-        console.print(Text(f"   is not there; {stop.against} has it"))
+    console.print(Text(f"\n{number}. {stop.name}", style="bold"), soft_wrap=True)
+    if stop.gone:
+        names = [name or "the module itself" for name in stop.gone]
+        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+        console.print(Text(f"   has no {', '.join(names[:MOST])}{more}; {stop.against} has"))
     else:
         console.print(Text(f"   differs from {stop.against}"))
-    for line in () if stop.change.gone else stop.change.lines:
+    if stop.place:
+        console.print(Text(f"   exactly such code is in {stop.place}"))
+    for line in stop.lines:
         style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1], "")
         console.print(Text(line, style=style), soft_wrap=True)
     needed: dict[bool, list[str]] = {True: [], False: []}
@@ -105,8 +122,9 @@ def _print_stop(console: Console, number: int, stop: Stop) -> None:
 
 def _print_rest(console: Console, answer: Checked, drift: Drift) -> None:
     """What no change says."""
-    for target, place in drift.moved.items():
-        console.print(Text(f"{target} has another place: {place} has exactly such code"), soft_wrap=True)
+    if drift.unread or not drift.changes:
+        for target, place in drift.moved.items():
+            console.print(Text(f"{target} has another place: {place} has exactly such code"), soft_wrap=True)
     if drift.unread:
         console.print(Text(f"{answer.patch.name}: {answer.decision.detail}"))
         console.print(Text(f"its code cannot be shown: {drift.unread}"))

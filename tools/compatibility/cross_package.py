@@ -159,8 +159,11 @@ class Packages:
 
     def _statement(self, statement: ast.stmt, module: Module) -> None:
         if isinstance(statement, ast.If):
+            option = _option(statement.test, module)
             if imports.is_type_checking(statement.test):
                 self.run(statement.orelse, module)
+            elif option is not None:
+                self._by_default(statement, module, *option)
             else:
                 self._either([statement.body, statement.orelse], module)
         elif isinstance(statement, ast.Try):
@@ -197,6 +200,23 @@ class Packages:
         if len(failed) == len(branches):
             raise Missing(problems)
         self.optional.update(dict.fromkeys(problems))
+
+    def _by_default(self, statement: ast.If, module: Module, option: str, value: object, taken: bool) -> None:
+        """The branch that is taken where nobody sets the option counts; of the other one only whether it would do."""
+        default, other = (statement.body, statement.orelse) if taken else (statement.orelse, statement.body)
+        lacking: list[Missing] = []
+        try:
+            self.run(other, module)
+        except Missing as missing:
+            lacking.append(missing)
+        try:
+            self.run(default, module)
+        except Missing as missing:
+            if lacking:
+                raise
+            hint = f"; works only where kv_connector_extra_config sets {option} to other than {value!r}"
+            raise Missing([replace(one, detail=one.detail + hint) for one in missing.problems]) from None
+        self.optional.update(dict.fromkeys(problem for missing in lacking for problem in missing.problems))
 
     def _try(self, statement: ast.Try, module: Module) -> None:
         try:
@@ -343,6 +363,23 @@ class Packages:
     def _is_package(self, name: str) -> bool:
         origin = getattr(self.trees[top(name)], "origin", None)
         return origin is not None and str(origin(name)).endswith("__init__.py")
+
+
+def _option(test: ast.expr, module: Module) -> tuple[str, object, bool] | None:
+    """Of a condition that is an option's value: its name, its default, and whether that fulfils the condition."""
+    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    value: object = test.operand if isinstance(test, ast.UnaryOp) and negated else test
+    if isinstance(value, ast.Name):
+        value = module.names.get(value.id)
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
+        return None
+    asks = value.func.attr == "get_from_extra_config" or (
+        value.func.attr == "get" and ast.unparse(value.func.value).endswith("extra_config")
+    )
+    given = [one.value for one in value.args if isinstance(one, ast.Constant)]
+    if not asks or len(value.args) != 2 or len(given) != 2:
+        return None
+    return str(given[0]), given[1], bool(given[1]) is not negated
 
 
 def top(module: str) -> str:
