@@ -61,7 +61,8 @@ def _vllm_config(mode: str, connector: str, policy: str, directory: str) -> Any:
         "kv_connector_module_path": "tests.simulation.scheduler_side",
         "kv_role": "kv_both",
     }
-    if "kv_load_failure_policy" in inspect.signature(KVTransferConfig).parameters:
+    option = inspect.signature(KVTransferConfig).parameters.get("kv_load_failure_policy")
+    if option is not None and option.default != policy:  # where somebody sets it, failed-loads follows it
         transfer["kv_load_failure_policy"] = policy
     config = VllmConfig(
         model_config=_model_config(directory),

@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         "no-parking",
         "ledger.parked.setdefault(request.request_id, []).append(request)",
-        "return wrapped(*args, **kwargs)",
+        "return original(request, *rest, **named)",
     ),
     Mutant(
         "parked-not-aborted",
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant("never-forgets-there", "ledger.held.pop(request_id, None)", "pass"),
     Mutant("receives-not-noted-there", "                or ledger.receiving\n", ""),
     # In what becomes of failed loads, and of a pool that is full.
-    Mutant("lost-blocks-stay-cached", "scheduler.kv_cache_manager.evict_blocks(lost.blocks)", "pass", LOADS),
+    Mutant("lost-blocks-stay-cached", "scheduler.kv_cache_manager.evict_blocks(found)", "pass", LOADS),
     Mutant("nothing-withheld", "loads.withhold(request.request_id, loads.steps)", "pass", LOADS),
     Mutant(
         "who-has-gone-not-looked-at",
