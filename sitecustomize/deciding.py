@@ -97,7 +97,7 @@ class Decider:
             decision = decide(patch, found, dataclasses.replace(self._patches.environment, traced=traced))
             early = sorted(self._too_late.intersection(map(module_of, patch.targets_of(decision.variant))))
             if decision.apply and early:
-                detail = f"imported before the guard armed the bundle: {', '.join(early)}"
+                detail = f"imported before the bundle was armed: {', '.join(early)}"
                 decision = dataclasses.replace(decision, apply=False, reason="late", detail=detail)
             if patch.diff and decision.apply:
                 changes = [Change.from_json(change) for change in self._changes[patch.name]]

@@ -40,8 +40,6 @@ def arm():
         return False
     for finder in sys.meta_path:
         if getattr(finder, "__name__", "") == "LivepatchFinder":  # another bundle, earlier on the path, serves
-            if getattr(finder.find_spec, "__globals__", {}).get("GENERATION") != GENERATION:
-                finder.beside = getattr(finder, "beside", ()) + (HERE,)  # noqa: RUF005 (Python 2 parses this)
             return False
     sys.meta_path.insert(0, LivepatchFinder)
     early = [name for name in list(TARGETS) if name in sys.modules]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import application, overrides
+from . import application, overrides, vllm_plugin
 from .context import to_stderr
 from .decision import module_of
 from .greeting import Greeting, Outcome
@@ -210,14 +210,21 @@ def _is_being_executed(module: str) -> bool:
 
 
 def bundles_beside() -> list[str]:
-    """Bundles of other content that are on the path behind the one that serves, and serve nothing: a sentence each."""
-    ours = (finder for finder in list(sys.meta_path) if getattr(finder, "__name__", "") == "LivepatchFinder")
-    places = next((vars(finder).get("beside", ()) for finder in ours if isinstance(finder, type)), ())
+    """Bundles of other content that PYTHONPATH names, and that serve nothing, since this one does: a sentence each."""
+    generation = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    own = {os.path.basename(generation), ""}
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = (place for place in dict.fromkeys(places) if place and not _is_same(place, os.path.dirname(generation)))
     return [
-        f"the bundle {place} is on the path, and none of its patches is in use, since another bundle comes first: "
+        f"the bundle {place} is on the path, and none of its patches is in use, since another bundle serves: "
         "make one of both (generate --bundle)"
-        for place in places
+        for place in others
+        if vllm_plugin.generation_of(place) not in own
     ]
+
+
+def _is_same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def end_process(*why: str) -> None:

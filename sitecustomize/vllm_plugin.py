@@ -12,6 +12,7 @@ the report says so.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import zipfile
@@ -120,6 +121,7 @@ def _bundles() -> list[str]:
 
 def arm(place: str) -> bool:
     """Run a bundle's entry in a process that began without it: whether it serves now."""
+    sys.path_importer_cache.pop(place, None)  # PYTHONPATH may have named it before it was there
     try:
         spec = PathFinder.find_spec("sitecustomize", [place])
         code = spec.loader.get_code("sitecustomize")  # type: ignore[union-attr]
@@ -130,13 +132,22 @@ def arm(place: str) -> bool:
 
 
 def is_bundle(place: str) -> bool:
+    return bool(generation_of(place))
+
+
+def generation_of(place: str) -> str:
+    """The folder that holds a bundle's content, by its manifest; empty where `place` is no bundle."""
     try:
         if os.path.isfile(place):
             with zipfile.ZipFile(place) as archive:
-                return {"sitecustomize.py", "manifest.json"} <= set(archive.namelist())
-        return all(os.path.isfile(os.path.join(place, name)) for name in ("sitecustomize.py", "manifest.json"))
-    except (OSError, zipfile.BadZipFile):
-        return False
+                entry, manifest = "sitecustomize.py" in archive.namelist(), archive.read("manifest.json")
+        else:
+            entry = os.path.isfile(os.path.join(place, "sitecustomize.py"))
+            with open(os.path.join(place, "manifest.json"), "rb") as file:
+                manifest = file.read()
+        return str(json.loads(manifest).get("generation", "_vllm_livepatch")) if entry else ""
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError, AttributeError):
+        return ""
 
 
 def _described(name: str, problem: str) -> dict[str, object]:

@@ -114,7 +114,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         backend.disk_lock = threading.RLock()
         cpu = backend.local_cpu_backend
         if "allocate" not in vars(cpu):  # a disk that an operator makes anew has the same memory
-            cpu.allocate = livepatch.around(cpu.allocate, allocate)
+            cpu.allocate = livepatch.around(cpu.allocate, allocate, cpu)
 
     def missing(key: Any, error: object) -> None:
         livepatch.count("missing")
@@ -164,7 +164,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # Loads
 
-    def allocate(original: Call, *rest: Any, **named: Any) -> Any:
+    def allocate(original: Call, cpu: Any, *rest: Any, **named: Any) -> Any:
         """Takes memory for a load, and notes it. LMCache's own loop has no end; here the load's time ends it."""
         staging = STAGING.get()
         if staging is None:

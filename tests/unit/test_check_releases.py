@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.sitecustomize import cache
+from vllm_livepatch.sitecustomize import cache, installed
 from vllm_livepatch.tools.compatibility import check as checking
+from vllm_livepatch.tools.compatibility import drift
 from vllm_livepatch.tools.releases import registry, sources
 
 from tests.unit.local_index import LocalIndex, make_wheel, serving
@@ -283,3 +285,52 @@ def test_an_interpreter_is_asked_with_everything_off(tmp_path: Path) -> None:
     python.write_text('#!/bin/sh\nprintf \'[["%s"], {}, [3, 11]]\' "$LIVEPATCH"\n')
     python.chmod(0o755)
     assert checking.interpreter_tree(str(python), ["vllm"]).path == ["off"]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "shown"),
+    [
+        (
+            "f",
+            'def f(): "d"; return 1\n',
+            'def f(): "d"; return 2\n',
+            ['-def f(): "d"; return 1', '+def f(): "d"; return 2'],
+        ),
+        (
+            "E",
+            "class E(ValueError): x = 1\n",
+            'class E(RuntimeError): """doc"""\n',
+            ['+class E(RuntimeError): """doc"""'],
+        ),
+        (
+            "f",
+            'def f():\n    """d\n    e"""; lock.acquire()\n    return 1\n',
+            'def f():\n    """d\n    e"""; lock.release()\n    return 2\n',
+            ['-    e"""; lock.acquire()', "-    return 1", '+    e"""; lock.release()', "+    return 2"],
+        ),
+        (
+            "f",
+            "def f():\n    x = '''a\n\nb'''\n    return 1\n",
+            "def f():\n    x = '''a\nb'''\n    return 2\n",
+            ["-", "-    return 1", "+    return 2"],
+        ),
+        (
+            "f",
+            "def f():\n    return 1  # one\n",
+            "def f():\n    # two\n    return 2\n",
+            ["-    return 1", "+    return 2"],
+        ),
+    ],
+)
+def test_no_difference_is_hidden(name: str, before: str, after: str, shown: list[str], tmp_path: Path) -> None:
+    trees = []
+    for number, text in enumerate((before, after)):
+        place = tmp_path / str(number)
+        place.mkdir()
+        (place / "engine.py").write_text(text)
+        trees.append(installed.Tree([str(place)]))
+    lines = [drift.definition(tree, f"engine:{name}") for tree in trees]
+    assert None not in lines
+    found = list(difflib.unified_diff(lines[0] or [], lines[1] or [], lineterm="", n=0))
+    assert [line for line in found[2:] if not line.startswith("@@")][-len(shown) :] == shown
+    assert drift.definition(trees[0], "engine:other") is None

@@ -77,7 +77,7 @@ def test_what_was_imported_before_a_guard_armed_is_refused(mocker: MockerFixture
     world.decider.decide(world.states)
     one, other, refused = world.states
     assert (one.state, one.reason) == ("skipped", "late")
-    assert one.detail == "imported before the guard armed the bundle: engine.a"
+    assert one.detail == "imported before the bundle was armed: engine.a"
     assert (other.state, other.reason, other.decision) == ("armed", None, APPLY)
     assert (refused.reason, refused.detail) == ("drifted", "somebody's edit")
 

@@ -155,7 +155,7 @@ def test_what_was_imported_before_stays_as_it_is(patched: Sandbox, hidden: list[
     assert "; 1 of its targets' modules are imported already (pid " in done.err
     around = patched.reported()
     assert (around["state"], around["reason"]) == ("skipped", "late")
-    assert around["detail"] == "imported before the guard armed the bundle: fakeengine.scheduler"
+    assert around["detail"] == "imported before the bundle was armed: fakeengine.scheduler"
     done = patched.python(code, path=hidden, LIVEPATCH="strict")
     assert (done.code, done.out) == (78, "")
 
@@ -275,8 +275,8 @@ def test_of_two_bundles_that_were_hidden_the_first_is_named(tmp_path: Path, monk
     places = [tmp_path / name for name in ("first", "second")]
     for place in places:
         place.mkdir()
-        for name in ("sitecustomize.py", "manifest.json"):
-            (place / name).touch()
+        (place / "sitecustomize.py").touch()
+        (place / "manifest.json").write_text("{}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, places)))
     monkeypatch.setitem(sys.modules, "sitecustomize", SimpleNamespace(__file__="/elsewhere/sitecustomize.py"))
     expected = f"/elsewhere/sitecustomize.py ran as sitecustomize in the place of {places[0]}'s"

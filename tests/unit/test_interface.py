@@ -70,9 +70,11 @@ def test_off_is_off(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("livepatch.arm('nowhere')", "nowhere is not a bundle"),
+        ("livepatch.arm('nowhere')", "nowhere does not exist"),
         ("livepatch.require('around')", "around is required, and no bundle serves this process"),
         ("livepatch.bundle(patches=['nothing'])", "nothing"),
+        ("livepatch.arm(MADE)\nlivepatch.arm('nowhere')", "nowhere does not exist"),
+        ("livepatch.arm(MADE)\nlivepatch.arm(livepatch.bundle('other'))", "serves this process already"),
         ("livepatch.arm(MADE)\nlivepatch.require('other')", "other is required, and is not in"),
         (f"livepatch.arm(MADE)\n{WORK}livepatch.require('around')", "around is required, and is skipped here (off)"),
     ],

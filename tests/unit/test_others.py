@@ -61,6 +61,15 @@ def test_an_entry_point_that_names_no_package(theirs: Path, sandbox: Sandbox, cl
     assert not sandbox.bundle.exists()
 
 
+def test_where_no_distribution_brings_any(sandbox: Sandbox, cli: Cli) -> None:
+    """An entry point that was lost in packaging would ship an unpatched image."""
+    for arguments in (["generate", "--out", str(sandbox.bundle)], ["check", "--only"], ["list"]):
+        done = cli(*arguments, "--installed")
+        assert (done.code, len(done.lines)) == (2, 1)
+        assert "no installed distribution brings patches" in done.err
+    assert not sandbox.bundle.exists()
+
+
 def made(sandbox: Sandbox, cli: Cli, name: str, mark: str, version: int = 1) -> Path:
     """A bundle of one patch."""
     place = sandbox.root / f"{name}-{mark}-{version}"
@@ -115,7 +124,7 @@ def test_a_bundle_behind_another_is_named(sandbox: Sandbox, cli: Cli) -> None:
     """It serves nothing. Once it was silent, also under strict."""
     first, second = made(sandbox, cli, "first", "one"), made(sandbox, cli, "second", "two")
     path = [first, second, sandbox.site]
-    said = f"the bundle {second} is on the path, and none of its patches is in use, since another bundle comes first"
+    said = f"the bundle {second} is on the path, and none of its patches is in use, since another bundle serves"
     done = sandbox.python(USE_STEP, path=path)
     assert (done.code, done.out) == (0, "[7, 'one']\n")
     assert [line for line in done.lines if said in line]

@@ -290,7 +290,7 @@ def test_connectors_that_load_and_cannot_be_made(own: str, subject: str) -> None
             "False",
             "use_native",
             False,
-            "; works only where kv_connector_extra_config sets use_native to other than False",
+            "; works only where kv_connector_extra_config sets use_native (default: False)",
         ),
         ("True", "use_native", True, ""),
         ("None", "not use_native", True, ""),

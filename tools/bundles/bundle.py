@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -81,7 +82,7 @@ def _asks(source: str) -> bool:
     named = {alias.name for node in imports for alias in node.names}
     named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     named |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return any("wrapt" in name.split(".") for name in named)
+    return any({"wrapt", "vendor"} & set(re.split("[.:]", name)) for name in named)
 
 
 def digest(files: Mapping[str, bytes]) -> str:

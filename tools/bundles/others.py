@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib import util
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,23 +18,41 @@ from vllm_livepatch.tools.errors import UserError
 
 GROUP = "vllm_livepatch.patches"
 """The group of entry points by which a distribution names a package of its own that holds patch folders."""
-_BESIDE = ("__init__.py", "patch.toml", "patch.lock")
-"""Files of a patch's folder that a bundle has in another form, or adds."""
+_FACTS = ("patch.toml", "patch.lock")
+"""Files of a patch's folder that a bundle has in another form."""
 
 
 def installed() -> list[Path]:
     """The directories of patch folders that installed distributions name. Imports none of them. Raises UserError."""
-    return [_folder(point.value, point.dist.name if point.dist else "?") for point in sorted(entry_points(group=GROUP))]
-
-
-def _folder(value: str, distribution: str) -> Path:
-    places: Sequence[str] | None = None
-    for part in value.partition(":")[0].split("."):
-        spec = PathFinder.find_spec(part, places)
-        places = None if spec is None else spec.submodule_search_locations
+    found: dict[Path, None] = {}
+    for point in sorted(entry_points(group=GROUP)):
+        who = point.dist.name if point.dist else "a distribution"
+        places = _folders(point.value.partition("[")[0].strip())
         if not places:
-            raise UserError(f"{distribution} names its patches {value} ({GROUP}), which is no package")
-    return Path(next(iter(places or ())))
+            raise UserError(f"{who} names its patches {point.value} ({GROUP}), which is no package")
+        holding = [place for place in places if any(place.glob("*/patch.toml"))]
+        if not holding:
+            raise UserError(
+                f"{who} names its patches {point.value} ({GROUP}), and there is no folder with a patch.toml"
+            )
+        found |= dict.fromkeys(holding)
+    if not found:
+        raise UserError(f"no installed distribution brings patches: none has an entry point in {GROUP}")
+    return list(found)
+
+
+def _folders(package: str) -> list[Path]:
+    """Where a package lies: of a namespace package, each place. None of it is imported."""
+    top, *rest = package.split(".")
+    try:
+        spec = util.find_spec(top)  # an editable distribution's finder knows it
+    except (ImportError, ValueError):
+        return []
+    places = list(spec.submodule_search_locations or []) if spec else []
+    for part in rest:
+        spec = PathFinder.find_spec(part, places)
+        places = list(spec.submodule_search_locations or []) if spec else []
+    return [Path(place) for place in places]
 
 
 def merged(entries: Mapping[str, Entry], bundles: Sequence[Path]) -> tuple[dict[str, Entry], list[str]]:
@@ -45,7 +64,7 @@ def merged(entries: Mapping[str, Entry], bundles: Sequence[Path]) -> tuple[dict[
     for place in bundles:
         for name, facts, folder in _of_bundle(place):
             here = found.get(name)
-            versions = (facts.get("version") or 0, (here.patch.version or 0) if here else -1)
+            versions = (_version(place, name, facts), (here.patch.version or 0) if here else -1)
             if versions[0] > versions[1]:
                 found[name] = _entry(place, name, facts, folder)
                 if here:
@@ -72,6 +91,13 @@ def _of_bundle(place: Path) -> list[tuple[str, dict[str, Any], Path]]:
         raise UserError(f"{place}: its catalogue cannot be read: {error}") from error
 
 
+def _version(place: Path, name: str, facts: Any) -> int:
+    version = facts.get("version", 0) if isinstance(facts, dict) and name.replace("-", "_").isidentifier() else None
+    if not isinstance(version, int):
+        raise UserError(f"{place}: its catalogue is none of a bundle's")
+    return version
+
+
 def _entry(place: Path, name: str, facts: dict[str, Any], folder: Path) -> Entry:
     try:
         return Entry(folder, facts, to_patch(name, facts))
@@ -90,8 +116,5 @@ def _without(facts: Mapping[str, Any]) -> str:
 
 def _code(folder: Path) -> dict[str, bytes]:
     files = (file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-    return {
-        file.relative_to(folder).as_posix(): file.read_bytes()
-        for file in files
-        if file.relative_to(folder).as_posix() not in _BESIDE
-    }
+    found = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+    return {name: text for name, text in found.items() if name not in _FACTS and (text or name != "__init__.py")}

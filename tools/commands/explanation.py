@@ -45,7 +45,8 @@ def print_check(
         rows.add_row(answer.patch.name, coloured(answer.decision.verdict), applies, Text(why))
     console.print(rows)
     applied = sum(answer.decision.apply for answer in answers)
-    hint = "" if verbose else f"; {variable('NAME')}=on applies one that is off; --verbose says more"
+    off = any(answer.decision.reason == "optional" for answer in answers)
+    hint = "" if verbose or not off else f"; {variable('NAME')}=on applies one that is off; --verbose says more"
     console.print(Text(f"{applied} of {len(answers)} apply{hint}"))
     for answer in answers:
         for holder in (one for one in answer.held if not one.covered):
@@ -105,7 +106,8 @@ def _print_stop(console: Console, number: int, stop: Stop) -> None:
         more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
         console.print(Text(f"   has no {', '.join(names[:MOST])}{more}; {stop.against} has"))
     else:
-        console.print(Text(f"   differs from {stop.against}"))
+        around = "" if stop.lines else ", in what stands around it"
+        console.print(Text(f"   differs from {stop.against}{around}"))
     if stop.place:
         console.print(Text(f"   exactly such code is in {stop.place}"))
     for line in stop.lines:

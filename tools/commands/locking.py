@@ -21,6 +21,8 @@ from vllm_livepatch.tools.releases import published, registry, releases_file
 from vllm_livepatch.tools.releases.sources import SourcesError
 from vllm_livepatch.tools.toml import tomllib
 
+FEW = 6
+"""So many releases are named; of more, how many they are."""
 Asked = Mapping[tuple[str, str], installed.Tree]
 """The code of releases, by package and version."""
 
@@ -53,6 +55,10 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
     if not any(package == patch.package for package, _ in wanted):
         raise UserError(f"patch {patch.name}: name a release that it is for, as --release {patch.package}==VERSION")
     codes = dict(zip(wanted, _each(lambda one: _code(patch, one, asked, before), wanted), strict=True))
+    for again in (one for one in asked if one in before):
+        others = sorted(name for name, digest in before[again].items() if codes[again].get(name, digest) != digest)
+        if others:
+            yield f"{patch.name}: what was locked as {' '.join(again)} had other code of {', '.join(others)}"
     lacking = [one for one, code in codes.items() if one[0] == patch.package and not set(patch.targets) & code.keys()]
     yield from (f"{patch.name}: {' '.join(one)} has none of its targets" for one in lacking if one[1] not in own)
     codes |= {one: {} for one in lacking}
@@ -77,7 +83,10 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
     releases_file.write(folder / patch_lock.NAME, text)
     nowhere = [name for name in patch.names if not any(name in form.code for form in forms)]
     count = sum(form.package == patch.package for form in forms)
-    yield f"{patch.name}: {count} forms of the code; in no release: {', '.join(nowhere) or 'none'}"
+    locked = [version for package, version in codes if package == patch.package]
+    which = ", ".join(locked) if len(locked) <= FEW else f"{len(locked)} releases"
+    lost = f"; none has {', '.join(nowhere)}" if nowhere else ""
+    yield f"{patch.name}: locked for {which} ({count} {'form' if count == 1 else 'forms'} of the code){lost}"
 
 
 def of_release(patch: Patch, tree: installed.Tree, package: str) -> dict[str, str]:
@@ -159,6 +168,8 @@ def _top(name: str) -> str:
 def _code(patch: Patch, one: tuple[str, str], asked: Asked, before: Mapping[tuple[str, str], Code]) -> Code:
     package, release = one
     try:
+        if one not in asked and "+" in release:  # the registry would give the public release, whose code is another's
+            raise SourcesError(f"{package} {release} is not in the registry: name where it is installed")
         return of_release(patch, asked[one] if one in asked else published.tree(package, release), package)
     except SourcesError as error:
         names = names_of(patch, package)

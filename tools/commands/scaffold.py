@@ -25,7 +25,8 @@ TODO = "TODO"
 _TOLD = ("fault", "symptom", "why", "change", "origin", "threads")
 """What `about` says of a patch to those who look for it."""
 
-_TOML = """title = "{todo}: what is so with this patch, in one line"
+_TOML = """version = 1
+title = "{todo}: what is so with this patch, in one line"
 package = "{package}"
 targets = [
 {targets}

@@ -158,6 +158,19 @@ class Packages:
             self._follow = before
 
     def _statement(self, statement: ast.stmt, module: Module) -> None:
+        try:
+            self._gone_through(statement, module)
+        finally:  # of a name that is bound in another way than by an assignment of its own, nothing is known
+            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+            plain = isinstance(statement, (ast.Assign, ast.AnnAssign))
+            own = {one.id for one in targets if isinstance(one, ast.Name)} if plain else set()
+            for node in ast.walk(statement):
+                if not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)) or node.id in own:
+                    continue
+                if isinstance(module.names.get(node.id), ast.Call):
+                    module.names[node.id] = None
+
+    def _gone_through(self, statement: ast.stmt, module: Module) -> None:
         if isinstance(statement, ast.If):
             option = _option(statement.test, module)
             if imports.is_type_checking(statement.test):
@@ -214,7 +227,7 @@ class Packages:
         except Missing as missing:
             if lacking:
                 raise
-            hint = f"; works only where kv_connector_extra_config sets {option} to other than {value!r}"
+            hint = f"; works only where kv_connector_extra_config sets {option} (default: {value!r})"
             raise Missing([replace(one, detail=one.detail + hint) for one in missing.problems]) from None
         self.optional.update(dict.fromkeys(problem for missing in lacking for problem in missing.problems))
 
@@ -374,7 +387,7 @@ def _option(test: ast.expr, module: Module) -> tuple[str, object, bool] | None:
     if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
         return None
     asks = value.func.attr == "get_from_extra_config" or (
-        value.func.attr == "get" and ast.unparse(value.func.value).endswith("extra_config")
+        value.func.attr == "get" and ast.unparse(value.func.value).endswith("kv_connector_extra_config")
     )
     given = [one.value for one in value.args if isinstance(one, ast.Constant)]
     if not asks or len(value.args) != 2 or len(given) != 2:

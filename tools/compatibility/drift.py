@@ -9,7 +9,7 @@ import functools
 import io
 import re
 import tokenize
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,64 +99,67 @@ def drift(patch: Patch, found: Installed, tree: Tree, fetch: Fetch) -> Drift | N
         changes = []
         for name in differs:
             before, after = definition(there, name), definition(tree, name)
-            if list(filter(None, before)) == list(filter(None, after)):
+            gone = before is not None and after is None
+            if before == after:
                 before, after = definition(there, name, whole=True), definition(tree, name, whole=True)
             titles = f"{package} {release} {name}", f"{here} {name}"
-            lines = difflib.unified_diff(before, after, *titles, lineterm="", n=CONTEXT)
-            changes.append(Change(name, tuple(lines), bool(before) and not after))
+            lines = difflib.unified_diff(before or [], after or [], *titles, lineterm="", n=CONTEXT)
+            changes.append(Change(name, tuple(lines), gone))
     except SourcesError as error:
         return Drift(package, variants, nearest, release, (), str(error), moved.places(patch, found, tree))
     return Drift(package, variants, nearest, release, tuple(changes), moved=moved.places(patch, found, tree))
 
 
-def definition(tree: Tree, name: str, whole: bool = False) -> list[str]:
-    """The lines that define `module:qualname`, decorators included; of a module, all; empty where there is none.
+def definition(tree: Tree, name: str, whole: bool = False) -> list[str] | None:
+    """The lines that define `module:qualname`, decorators included; of a module, all; None where there is none.
 
     `whole`: with its comments, docstrings and empty lines.
     """
     source = tree.source(module_of(name))
     if source is None:
-        return []
-    lines = _lines(source)
+        return None
+    lines = _LINE_END.split(source)  # as the parser counts them
     qualname = name.partition(":")[2]
     try:
-        coded = lines if whole else _coded(source)
+        coded: Sequence[str | None] = lines if whole else _coded(source)
         node: Any = fingerprint.find(_parsed(source), qualname) if qualname else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return lines
     if qualname and node is None:
-        return []
+        return None
     parts = [] if node is None else node.body if isinstance(node, ast.Module) else [node]  # of `__init__`: assignments
     spans = [(_first(part), part.end_lineno) for part in parts] if qualname else [(1, len(lines))]
-    found = [line for first, last in spans for line in coded[first - 1 : last]]
-    return found if whole else [line for line in found if line.strip()]
-
-
-def _lines(source: str) -> list[str]:
-    """As the parser counts them."""
-    return _LINE_END.split(source)
-
-
-@functools.lru_cache(maxsize=16)
-def _coded(source: str) -> list[str]:
-    """A module's lines without comments and docstrings. Raises SyntaxError."""
-    lines = _lines(source)
-    with contextlib.suppress(tokenize.TokenError, IndentationError):
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                row, column = token.start
-                lines[row - 1] = lines[row - 1][:column].rstrip()
-    for node in ast.walk(_parsed(source)):
-        body = getattr(node, "body", None)
-        first = body[0] if isinstance(node, _DOCUMENTED) and isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            lines[first.lineno - 1 : first.end_lineno] = [""] * ((first.end_lineno or first.lineno) - first.lineno + 1)
-    return lines
+    return [line for first, last in spans for line in coded[first - 1 : last] if line is not None]
 
 
 @functools.lru_cache(maxsize=16)  # as many modules as a patch's targets stand in, here and in the release beside
 def _parsed(source: str) -> ast.Module:
     return fingerprint.parsed(source)
+
+
+@functools.lru_cache(maxsize=16)
+def _coded(source: str) -> list[str | None]:
+    """A module's lines without comments; None for those that hold a docstring, or nothing. Those of strings stay."""
+    lines: list[str | None] = [*_LINE_END.split(source)]
+    kept: set[int] = set()  # lines within a string
+    docstrings: set[int] = set()
+    for node in ast.walk(_parsed(source)):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            kept.update(range(node.lineno + 1, (node.end_lineno or node.lineno) + 1))
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(node, _DOCUMENTED) and isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            last = first.end_lineno or first.lineno
+            before, after = ((lines[number - 1] or "").encode() for number in (first.lineno, last))
+            if not before[: first.col_offset].strip() and not after[first.end_col_offset :].strip():
+                docstrings.update(range(first.lineno, last + 1))
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            row, column = token.start
+            if token.type == tokenize.COMMENT and row <= len(lines):
+                lines[row - 1] = (lines[row - 1] or "")[:column].rstrip()
+    empty = {number for number, line in enumerate(lines, 1) if not (line or "").strip()} - kept
+    return [None if number in empty | docstrings else line for number, line in enumerate(lines, 1)]
 
 
 def _first(node: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["applied", "arm", "bundle", "report", "require"]
+
+_arming = threading.Lock()
 
 
 def bundle(
@@ -48,22 +51,33 @@ def bundle(
 def arm(place: str | os.PathLike[str] | None = None) -> bool:
     """Have a bundle serve this process from now on, and those that it starts; return whether one does.
 
-    To be called before vLLM or LMCache is imported: what has been imported by then is patched where that still can be
-    done, and refused (`late`) where not. `place` is a bundle's directory, by default `bundle()`. Where a bundle serves
-    already, nothing changes; with LIVEPATCH=off none does. Raises UserError where `place` is no bundle.
+    To be called before vLLM or LMCache is imported: patches of what has been imported by then are refused (`late`).
+    `place` is a bundle's directory, by default `bundle()`, which has our own patches alone. Where that bundle serves
+    already, nothing changes; with LIVEPATCH=off none does. Raises UserError where `place` is no bundle, and where
+    another bundle serves.
     """
+    from pathlib import Path
+
     from vllm_livepatch.sitecustomize import vllm_plugin
+    from vllm_livepatch.tools.bundled.verifying import verified
     from vllm_livepatch.tools.errors import UserError
 
-    if vllm_plugin.is_armed():
+    with _arming:
+        entry = _entry()
+        where = os.path.abspath(os.fspath(place if place is not None else entry["HERE"] if entry else bundle()))
+        if os.pathsep in where:
+            raise UserError(f"{where} cannot stand in PYTHONPATH: it has a {os.pathsep!r}")
+        found = verified(Path(where))
+        if found.differences:
+            raise UserError(f"{where} is not what generate wrote: {found.differences[0]}")
+        if entry is not None and vllm_plugin.generation_of(where) != entry["GENERATION"]:
+            raise UserError(f"{entry['HERE']} serves this process already, and {where} cannot: make one bundle of both")
+        if entry is None and not vllm_plugin.arm(where):
+            return False
+        before = os.environ.get("PYTHONPATH", "")
+        if where not in before.split(os.pathsep):
+            os.environ["PYTHONPATH"] = f"{where}{os.pathsep}{before}" if before else where
         return True
-    where = os.path.abspath(os.fspath(bundle() if place is None else place))
-    if not vllm_plugin.is_bundle(where):
-        raise UserError(f"{where} is not a bundle: `vllm-livepatch generate` makes one")
-    if vllm_plugin.arm(where):
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = f"{where}{os.pathsep}{before}" if before else where
-    return vllm_plugin.is_armed()
 
 
 def report() -> dict[str, Any]:
@@ -74,7 +88,7 @@ def report() -> dict[str, Any]:
     `counters`, as `status --json` has them. No patch is listed before the first target is imported.
     """
     entry = _entry()
-    runtime = _runtime()
+    runtime = _made().get("runtime", (None,))[0]
     return {
         "armed": entry is not None,
         "bundle": None if entry is None else str(entry["HERE"]),
@@ -89,18 +103,27 @@ def applied(name: str) -> bool:
 
 
 def require(name: str) -> None:
-    """Raise UserError unless a patch is applied here, or waits for its module to be imported, as `status --require`."""
+    """Raise UserError unless a patch is applied here, or waits for its module to be imported, as `status --require`.
+
+    `name` may end in `@` and the least version of the patch.
+    """
     from vllm_livepatch.tools.errors import UserError
 
+    asked, _, version = name.replace("_", "-").partition("@")
     found = report()
     if not found["armed"]:
-        raise UserError(f"{name} is required, and no bundle serves this process")
-    known = {patch["name"]: patch for patch in found["patches"]} or dict.fromkeys(_named(found["bundle"]))
-    if name not in known:
-        raise UserError(f"{name} is required, and is not in {found['bundle']}")
-    patch = known[name]
-    if patch is not None and patch["state"] not in ("applied", "armed"):
-        raise UserError(f"{name} is required, and is {patch['state']} here ({patch['reason']}): {patch['detail']}")
+        raise UserError(f"{asked} is required, and no bundle serves this process")
+    why = _made().get("runtime", (None, ""))[1]
+    if why:
+        raise UserError(f"{asked} is required, and {why}")
+    known = {patch["name"]: patch for patch in found["patches"]} or _named(found["bundle"])
+    if asked not in known:
+        raise UserError(f"{asked} is required, and is not in {found['bundle']}")
+    patch = known[asked]
+    if patch.get("state", "armed") not in ("applied", "armed"):
+        raise UserError(f"{asked} is required, and is {patch['state']} here ({patch['reason']}): {patch['detail']}")
+    if version and not (version.isdecimal() and (patch["version"] or 0) >= int(version)):
+        raise UserError(f"{name} is required, and {asked} is of version {patch['version'] or 'unknown'}")
 
 
 def _entry() -> dict[str, Any] | None:
@@ -112,21 +135,28 @@ def _entry() -> dict[str, Any] | None:
     return None
 
 
-def _runtime() -> Any:
-    hook = sys.modules.get("_vllm_livepatch.sitecustomize.hook")
-    return getattr(hook, "_made", {}).get("runtime", (None,))[0]
+def _made() -> dict[str, tuple[Any, str]]:
+    """The runtime of this process, once a target was imported, or why there is none."""
+    made: dict[str, tuple[Any, str]] = getattr(sys.modules.get("_vllm_livepatch.sitecustomize.hook"), "_made", {})
+    return made
 
 
-def _named(place: str) -> list[str]:
-    """The patches of a bundle. It may be a zip file."""
+def _named(place: str) -> dict[str, dict[str, Any]]:
+    """The patches of a bundle, by name. It may be a zip file. Raises UserError."""
     import json
     import zipfile
 
-    name = "manifest.json"
-    if os.path.isfile(place):
-        with zipfile.ZipFile(place) as archive:
-            text = archive.read(name)
-    else:
-        with open(os.path.join(place, name), "rb") as file:
-            text = file.read()
-    return list(json.loads(text)["patches"])
+    from vllm_livepatch.sitecustomize.vllm_plugin import generation_of
+    from vllm_livepatch.tools.errors import UserError
+
+    name = f"{generation_of(place)}/_vllm_livepatch/catalogue.json"
+    try:
+        if os.path.isfile(place):
+            with zipfile.ZipFile(place) as archive:
+                text = archive.read(name)
+        else:
+            with open(os.path.join(place, name), "rb") as file:
+                text = file.read()
+        return {key: {"version": facts.get("version")} for key, facts in json.loads(text)["patches"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        raise UserError(f"{place} serves this process, and cannot be read: {error}") from error
