@@ -56,9 +56,9 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
         raise UserError(f"patch {patch.name}: name a release that it is for, as --release {patch.package}==VERSION")
     codes = dict(zip(wanted, _each(lambda one: _code(patch, one, asked, before), wanted), strict=True))
     for again in (one for one in asked if one in before):
-        others = sorted(name for name, digest in before[again].items() if codes[again].get(name, digest) != digest)
-        if others:
-            yield f"{patch.name}: what was locked as {' '.join(again)} had other code of {', '.join(others)}"
+        changed = sorted(name for name, digest in before[again].items() if codes[again].get(name, digest) != digest)
+        if changed:
+            yield f"{patch.name}: what was locked as {' '.join(again)} had other code of {', '.join(changed)}"
     lacking = [one for one, code in codes.items() if one[0] == patch.package and not set(patch.targets) & code.keys()]
     yield from (f"{patch.name}: {' '.join(one)} has none of its targets" for one in lacking if one[1] not in own)
     codes |= {one: {} for one in lacking}
@@ -83,7 +83,7 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
     releases_file.write(folder / patch_lock.NAME, text)
     nowhere = [name for name in patch.names if not any(name in form.code for form in forms)]
     count = sum(form.package == patch.package for form in forms)
-    locked = [version for package, version in codes if package == patch.package]
+    locked = [version for (package, version), code in codes.items() if package == patch.package and code]
     which = ", ".join(locked) if len(locked) <= FEW else f"{len(locked)} releases"
     lost = f"; none has {', '.join(nowhere)}" if nowhere else ""
     yield f"{patch.name}: locked for {which} ({count} {'form' if count == 1 else 'forms'} of the code){lost}"
