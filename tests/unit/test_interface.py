@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -86,3 +87,64 @@ def test_what_cannot_be_done_is_one_line(sandbox: Sandbox, code: str, message: s
     assert done.code == 1
     (said,) = (line for line in done.lines if line.startswith("vllm_livepatch.tools.errors.UserError: "))
     assert message in said
+
+
+def test_a_place_that_python_looked_at_before_it_was_there(sandbox: Sandbox) -> None:
+    """As a mount, or a cache that is filled later."""
+    sandbox.patch()
+    place = sandbox.root / "later"
+    made = f"livepatch.bundle({str(place)!r}, patches=['around'], patch_dirs=[{str(sandbox.patches)!r}])"
+    environ = sandbox.environ(path=[place, sandbox.site])
+    code = f"import vllm_livepatch as livepatch\nprint(livepatch.arm({made}))\n{WORK}"
+    done = finish([sys.executable, "-c", code], environ, cwd=sandbox.root)
+    assert done.out == "True\n['patched', 7]\n", done.err
+
+
+@pytest.mark.parametrize("damage", ["generation", "entry", "catalogue"])
+def test_a_damaged_bundle_is_not_armed(sandbox: Sandbox, damage: str) -> None:
+    sandbox.patch()
+    sandbox.generate()
+    if damage == "generation":
+        shutil.rmtree(sandbox.package.parent)
+    elif damage == "entry":
+        (sandbox.bundle / "sitecustomize.py").write_text("def (")
+    else:
+        (sandbox.package / "catalogue.json").write_text("x")
+    done = run(sandbox, f"livepatch.arm({str(sandbox.bundle)!r})", LIVEPATCH="strict")
+    assert (done.code, "is not what generate wrote" in done.err) == (1, True)
+
+
+def test_what_is_required_is_not_there_where_the_runtime_could_not_be_made(sandbox: Sandbox) -> None:
+    """The bundle was damaged after it was armed."""
+    sandbox.patch()
+    sandbox.generate()
+    code = f"""
+livepatch.arm({str(sandbox.bundle)!r})
+open({str(sandbox.package / "catalogue.json")!r}, "w").write("x")
+{WORK}
+livepatch.require("around")
+"""
+    done = run(sandbox, code)
+    assert (done.code, done.out) == (1, "[7]\n")
+    assert "UserError: around is required, and the bundle cannot be used" in done.err
+
+
+def test_a_version_can_be_required(sandbox: Sandbox) -> None:
+    sandbox.patch(version=3)
+    sandbox.generate()
+    armed = f"livepatch.arm({str(sandbox.bundle)!r})\n"
+    for before in (armed, armed + WORK):
+        assert run(sandbox, f"{before}livepatch.require('around@3')").code == 0
+        assert "around is of version 3" in run(sandbox, f"{before}livepatch.require('around@4')").err
+
+
+def test_threads_that_arm_at_once(sandbox: Sandbox) -> None:
+    sandbox.patch()
+    sandbox.generate()
+    code = f"""
+import os, threading
+threads = [threading.Thread(target=livepatch.arm, args=({str(sandbox.bundle)!r},)) for _ in range(8)]
+[thread.start() for thread in threads]; [thread.join() for thread in threads]
+print(os.environ["PYTHONPATH"].split(os.pathsep).count({str(sandbox.bundle)!r}))
+{WORK}"""
+    assert run(sandbox, code).out == "1\n['patched', 7]\n"

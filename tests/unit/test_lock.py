@@ -180,6 +180,24 @@ def test_a_nightly_that_the_registry_does_not_have(sandbox: Sandbox, new_patch: 
     assert "fakeengine 3.0" in (done.out + done.err)
 
 
+def test_a_fork_keeps_what_was_locked_of_it(sandbox: Sandbox, new_patch: Callable[..., Path], cli: Cli) -> None:
+    """The registry has its public release, whose code is another."""
+    folder = new_patch([])
+    scheduler = sandbox.site / "fakeengine/scheduler.py"
+    text = scheduler.read_text()
+    scheduler.write_text(text.replace("[number]", "[number, 'fork']"))
+    sandbox.write({"fakeengine/_version.py": "version = '1.0+acme'\n"})
+    assert cli("lock", str(folder), "--site-packages", str(sandbox.site)).code == 0
+    kept = (folder / "patch.lock").read_text()
+    assert cli("lock", str(folder)).code == 0
+    assert (folder / "patch.lock").read_text() == kept
+    assert cli("lock", str(folder), "--release", "1.0").code == 0
+    assert locked(folder) == [(("1.0",), "needed"), (("1.0+acme",), "needed")]
+    scheduler.write_text(text.replace("[number]", "[number, 'again']"))
+    done = cli("lock", str(folder), "--site-packages", str(sandbox.site))
+    assert f"what was locked as fakeengine 1.0+acme had other code of {STEP}" in (done.out + done.err)
+
+
 def test_bad_input_is_one_line(sandbox: Sandbox, new_patch: Callable[..., Path], cli: Cli, tmp_path: Path) -> None:
     folder = new_patch([{"releases": ["1.0"]}])
     empty = tmp_path / "empty"

@@ -61,6 +61,21 @@ def test_an_entry_point_that_names_no_package(theirs: Path, sandbox: Sandbox, cl
     assert not sandbox.bundle.exists()
 
 
+def test_each_place_of_a_namespace_package(
+    theirs: Path, sandbox: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (theirs / "acme-1.0.dist-info/entry_points.txt").write_text("[vllm_livepatch.patches]\nacme = spread.patches [x]\n")
+    for number, name in enumerate(("acme_one", "acme_two", "")):
+        place = sandbox.root / f"portion {number}"
+        (place / "spread" / "patches").mkdir(parents=True)
+        if name:
+            written(place / "spread" / "patches" / name, sandbox, name)
+        monkeypatch.syspath_prepend(str(place))
+    listed = cli("list", "--installed").out
+    assert "acme-one" in listed
+    assert "acme-two" in listed
+
+
 def test_where_no_distribution_brings_any(sandbox: Sandbox, cli: Cli) -> None:
     """An entry point that was lost in packaging would ship an unpatched image."""
     for arguments in (["generate", "--out", str(sandbox.bundle)], ["check", "--only"], ["list"]):
@@ -136,6 +151,25 @@ def test_a_bundle_behind_another_is_named(sandbox: Sandbox, cli: Cli) -> None:
         assert (done.code, done.out, done.err) == (0, "", ""), "no target was imported"
     answer = finish([PYTHON, first, "doctor"], sandbox.environ(path=path), cwd=sandbox.root)
     assert (answer.code, said in answer.out) == (1, True)
+
+
+def test_a_bundle_of_an_older_version_behind_is_named(sandbox: Sandbox, cli: Cli) -> None:
+    """Its manifest names no generation, and its entry knows nothing of others."""
+    first = made(sandbox, cli, "first", "one")
+    old = sandbox.root / "old"
+    sandbox.write({"sitecustomize.py": "", "manifest.json": '{"files": {}}'}, old)
+    done = sandbox.python(USE_STEP, path=[first, old, sandbox.site], LIVEPATCH="strict")
+    assert (done.code, f"the bundle {old} is on the path" in done.err) == (78, True)
+
+
+def test_two_of_one_version_that_differ_in_their_package_alone(sandbox: Sandbox, cli: Cli) -> None:
+    one, other = made(sandbox, cli, "first", "one"), sandbox.root / "other"
+    written(other / "patches" / "first", sandbox, "one")
+    (other / "patches" / "first" / "__init__.py").write_text("FLAG = 2\n")
+    arguments = ["--patch-dir", str(other / "patches"), "--patch", "first"]
+    assert cli("generate", "--out", str(other / "bundle"), *arguments).code == 0
+    done = cli("generate", "--out", str(sandbox.bundle), "--bundle", str(one), "--bundle", str(other / "bundle"))
+    assert (done.code, "give one a higher version" in done.err) == (2, True)
 
 
 def test_the_same_bundle_twice_is_one(sandbox: Sandbox, cli: Cli) -> None:

@@ -318,6 +318,32 @@ class LMCacheMPConnector(Base):
     assert all(said in one.detail for one in connector.problems)
 
 
+@pytest.mark.parametrize(
+    "again",
+    [
+        "use_native &= has()",
+        "(use_native := has())",
+        "use_native, other = has()",
+        "if y:\n            use_native = has()",
+    ],
+)
+def test_a_name_that_is_bound_again_is_no_option(again: str) -> None:
+    built_in = f"""
+from vllm.base import Base
+
+class LMCacheMPConnector(Base):
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        use_native = vllm_config.kv_transfer_config.get_from_extra_config("use_native", False)
+        {again}
+        if use_native:
+            from vllm import own as adapter
+        else:
+            from lmcache.gone import adapter
+"""
+    (connector,) = (one for one in a_pair(None, built_in).connectors if one.module_path is None)
+    assert connector.works
+
+
 def test_an_option_of_which_no_value_helps() -> None:
     built_in = """
 from vllm.base import Base
