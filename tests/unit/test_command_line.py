@@ -102,7 +102,7 @@ def test_nor_in_what_check_says(sandbox: Sandbox, cli: Cli, monkeypatch: pytest.
     arguments = ["check", "--site-packages", str(sandbox.site), "--patch-dir", str(sandbox.patches)]
     for columns in ("80", "200"):
         monkeypatch.setenv("COLUMNS", columns)
-        output = cli(*arguments).out
+        output = cli(*arguments, "--verbose").out
         assert f"{decision.variable(name)}=on" in output, columns
     assert re.search(rf"{name} +needed +no +off by default, {decision.variable(name)}=on", output)
 

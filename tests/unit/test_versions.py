@@ -43,7 +43,7 @@ def edit(folder: Path, name: str, old: str, new: str) -> None:
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "its code": lambda folder: edit(folder, "wrappers.py", "def wrappers", "def  wrappers"),
-    "its facts": lambda folder: edit(folder, "patch.toml", "title = ", "title  = "),
+    "its facts": lambda folder: edit(folder, "patch.toml", 'title = "', 'title = "Now: '),
     "one more file": lambda folder: (folder / "more.py").write_text(""),
 }
 
@@ -71,6 +71,12 @@ def test_a_version_that_was_raised_by_hand_stands(copies: list[Path], tmp_path: 
     assert versions.raised(copies, tmp_path / "lock.toml")[0].endswith(" 41")
 
 
+def test_what_is_said_to_people_changes_nothing(copies: list[Path], tmp_path: Path) -> None:
+    edit(copies[0], "patch.toml", "[about]\n", "[about]\nmore = 'said'\n")
+    assert versions.current(copies) == versions.locked(tmp_path / "lock.toml")
+    assert versions.raised(copies, tmp_path / "lock.toml") == []
+
+
 def test_bytecode_changes_nothing(copies: list[Path], tmp_path: Path) -> None:
     (copies[0] / "__pycache__").mkdir()
     (copies[0] / "__pycache__/wrappers.cpython-311.pyc").write_bytes(b"")
@@ -91,7 +97,6 @@ def test_it_is_named_wherever_the_patch_is(sandbox: Sandbox, cli: Cli) -> None:
     assert "; applied=around@7 armed=0 " in done.greeting
     assert sandbox.reported()["version"] == 7
     own = ("--patch-dir", str(sandbox.patches))
-    assert "around@7" in cli("list", *own).out
     assert "around@7" in cli("show", "around", *own).out
     (file,) = sandbox.state.iterdir()  # as if of a machine that cannot be seen from here
     elsewhere = {"pid_namespace": "pid:[4026531836] another-boot"}

@@ -71,7 +71,7 @@ def raised(folders: Iterable[Path], lock: Path = LOCK) -> list[str]:
     known, raised, found = locked(lock), [], list(folders)
     for folder in found:
         before = known.get(name_of(folder), {"version": 0, "digest": ""})
-        if digest(folder) != before["digest"]:
+        if (digest(folder), version(folder)) != (before["digest"], before["version"]):
             if version(folder) <= before["version"]:
                 _write(folder / "patch.toml", before["version"] + 1)
             raised.append(f"{name_of(folder)} {version(folder)}")
