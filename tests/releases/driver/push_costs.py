@@ -8,6 +8,10 @@ one JSON object. A stock run says what is to be expected of a patched one.
 
 from __future__ import annotations
 
+from result import begin_driver, leave, print_result, until
+
+begin_driver()
+
 import contextlib
 import gc
 import os
@@ -24,7 +28,6 @@ import real_scheduler as real
 import vllm
 from nixl._api import nixl_agent, nixl_agent_config
 from push_failures import Side, Story
-from result import leave, print_result, until
 
 HOSTS = 400
 PENDING = (1000, 2000)
