@@ -142,11 +142,13 @@ def generation_of(place: str) -> str:
             with zipfile.ZipFile(place) as archive:
                 entry, manifest = "sitecustomize.py" in archive.namelist(), archive.read("manifest.json")
         else:
-            entry = os.path.isfile(os.path.join(place, "sitecustomize.py"))
-            with open(os.path.join(place, "manifest.json"), "rb") as file:
+            entry, manifest_file = (os.path.join(place, name) for name in ("sitecustomize.py", "manifest.json"))
+            if not (os.path.isfile(entry) and os.path.isfile(manifest_file)):  # a pipe would be waited for
+                return ""
+            with open(manifest_file, "rb") as file:
                 manifest = file.read()
         return str(json.loads(manifest).get("generation", "_vllm_livepatch")) if entry else ""
-    except (OSError, zipfile.BadZipFile, KeyError, ValueError, AttributeError):
+    except Exception:  # whatever else lies on somebody's path: a damaged archive, text nested too deeply
         return ""
 
 

@@ -289,3 +289,13 @@ def test_a_file_that_cannot_be_read_is_no_bundle(tmp_path: Path, mocker: MockerF
     place.touch()
     mocker.patch.object(zipfile, "ZipFile", side_effect=error)
     assert vllm_plugin.is_bundle(str(place)) is False
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "[" * 100_000, "pipe"])
+def test_what_lies_on_the_path_and_is_no_bundle(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "sitecustomize.py").touch()
+    if manifest == "pipe":
+        os.mkfifo(tmp_path / "manifest.json")  # which nobody writes into
+    else:
+        (tmp_path / "manifest.json").write_text(manifest)
+    assert vllm_plugin.generation_of(str(tmp_path)) == ""
