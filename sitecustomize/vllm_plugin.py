@@ -140,14 +140,16 @@ def generation_of(place: str) -> str:
     try:
         if os.path.isfile(place):
             with zipfile.ZipFile(place) as archive:
-                entry, manifest = "sitecustomize.py" in archive.namelist(), archive.read("manifest.json")
-        else:
-            entry, manifest_file = (os.path.join(place, name) for name in ("sitecustomize.py", "manifest.json"))
-            if not (os.path.isfile(entry) and os.path.isfile(manifest_file)):  # a pipe would be waited for
+                names, manifest = archive.namelist(), archive.read("manifest.json")
+            if "sitecustomize.py" not in names:
                 return ""
-            with open(manifest_file, "rb") as file:
+        else:
+            files = [os.path.join(place, name) for name in ("sitecustomize.py", "manifest.json")]
+            if not all(map(os.path.isfile, files)):  # a pipe would be waited for
+                return ""
+            with open(files[1], "rb") as file:
                 manifest = file.read()
-        return str(json.loads(manifest).get("generation", "_vllm_livepatch")) if entry else ""
+        return str(json.loads(manifest).get("generation", "_vllm_livepatch"))
     except Exception:  # whatever else lies on somebody's path: a damaged archive, text nested too deeply
         return ""
 
