@@ -14,7 +14,9 @@ _RELEASE = re.compile(
     r"(?P<numbers>\d{1,9}(?:\.\d{1,9}){0,9})(?:(?P<stage>a|b|rc)(?P<count>\d{1,9}))?"
     r"(?:\.post(?P<post>\d{1,9}))?(?:\.dev(?P<dev>\d{1,9}))?"
 )
-Verdict = Literal["needed", "unverified", "fixed-upstream", "not-present", "drifted"]
+Verdict = Literal["needed", "unverified", "proven", "fixed-upstream", "not-present", "drifted"]
+APPLIED: tuple[Verdict, ...] = ("needed", "unverified", "proven")
+"""The verdicts on code that a patch is applied to."""
 UNKNOWN = "unknown"
 """In the place of a fingerprint: the module is there, and what it executes is not known. No variant has it."""
 
@@ -55,6 +57,20 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Proof:
+    """What running the patch's proof came to, on code that has exactly these fingerprints: of all its packages.
+
+    `proven`: the fault shows, and is gone with these `facts`. `no-fault`: the code is right as it is. `failed`: the
+    patched code is wrong.
+    """
+
+    code: Mapping[str, str]  # names that are absent from the code are not in it
+    outcome: Literal["proven", "no-fault", "failed"]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    detail: str = ""  # of one that failed: what was wrong
+
+
+@dataclass(frozen=True)
 class Patch:
     """What `patch.toml` says."""
 
@@ -77,6 +93,7 @@ class Patch:
     companions: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
     version: int | None = None  # raised with each change of its code or facts
     group: str = ""  # what one runs that it is about: LIVEPATCH_GROUP_NAME switches all patches of it
+    proofs: tuple[Proof, ...] = ()  # `generate --proofs` puts them there
 
     @property
     def versioned(self) -> str:
@@ -86,6 +103,11 @@ class Patch:
     @property
     def packages(self) -> tuple[str, ...]:
         return (self.package, *self.companions)
+
+    def proof_of(self, installed: Installed) -> Proof | None:
+        """What its proof came to on exactly the code that is installed; None where it was not run on that."""
+        code = {name: digest for name, digest in installed.code.items() if digest is not None}
+        return next((proof for proof in self.proofs if proof.code == code), None)
 
     def forms(self, package: str) -> tuple[Variant, ...]:
         """The verified forms of the code that it touches and calls of one of its packages."""
@@ -179,6 +201,11 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
             verdict, detail = found, why
         else:  # there is nothing to mend: what cannot be applied to it is not missed
             detail = f"{detail}; {why}"
+    proof = patch.proof_of(installed)
+    if proof is not None:
+        verdict, detail, variant = _proved(patch, installed, proof, (verdict, detail, variant))
+        asked = asked and verdict == "fixed-upstream"
+    disproven = proof is not None and proof.outcome == "failed"
     if environment.mode == "off" or toggle == "off":
         name = "LIVEPATCH" if environment.mode == "off" else environment.switches.get(patch.name, variable(patch.name))
         return Decision(verdict, False, False, "off", f"{name} is off; {detail}", variant)
@@ -187,10 +214,10 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         where = {"rocm": " outside ROCm", "traced": " where no patch changes traced code"}.get(patch.auto, "")
         why = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
         return Decision(verdict, False, False, "optional", why, variant)
-    if verdict == "drifted" and toggle == "force" and not gone:
+    if verdict == "drifted" and toggle == "force" and not (gone or disproven):
         nearest = variant or (patch.variants[-1] if patch.variants else None)
         return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", nearest)
-    if verdict in ("needed", "unverified"):
+    if verdict in APPLIED:
         return Decision(verdict, True, True, verdict, detail, variant)
     if verdict == "fixed-upstream" and asked:
         return Decision(verdict, True, True, toggle, f"asked for, although {detail}", variant)
@@ -200,7 +227,24 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         why = f"{detail}; the newest listed release before it does not need this patch"
         why += f", {variable(patch.name)}=on asks for it"
         return Decision(verdict, False, False, "unneeded", why, variant)
-    return Decision(verdict, False, wanted, "gone" if gone else verdict, detail, variant)
+    reason = "disproven" if disproven else "gone" if gone else verdict
+    return Decision(verdict, False, wanted, reason, detail, variant)
+
+
+def _proved(
+    patch: Patch, installed: Installed, proof: Proof, otherwise: tuple[Verdict, str, Variant | None]
+) -> tuple[Verdict, str, Variant | None]:
+    """The verdict on code that the proof was run on; `otherwise` is what it is without the proof."""
+    release = f"{patch.package} {installed.release or 'of unknown release'}"
+    if proof.outcome == "failed":
+        return "drifted", f"{release}: the patch's proof failed on exactly this code: {proof.detail}", None
+    if proof.outcome == "no-fault":
+        return "fixed-upstream", f"{release} does not show the fault: the proof was run on exactly this code", otherwise[2]
+    if otherwise[0] == "needed":
+        return otherwise
+    own = {name: proof.code[name] for name in patch.names_of(patch.package) if name in proof.code}
+    form = Variant(code=own, releases=(installed.release or "",), facts=proof.facts)
+    return "proven", f"{release} is not listed; the patch was proven on exactly this code", form
 
 
 def _needed_before(patch: Patch, release: str | None, unless: bool) -> bool:

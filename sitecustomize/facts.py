@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .decision import Option, Patch, PatchError, Variant, module_of
+from .decision import Option, Patch, PatchError, Proof, Variant, module_of
 
 _ENTRIES = {
     "title",
@@ -27,6 +27,7 @@ _ENTRIES = {
     "auto",
     "per_module",
     "about",
+    "proof",
 }
 _ENTRIES |= {"diff", "added", "traced"}  # of source changes
 
@@ -58,6 +59,7 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         about=dict(facts.get("about", {})),
         version=facts.get("version"),
         group=_text(name, facts, "group") if "group" in facts else "",
+        proofs=tuple(_proof(name, entry) for entry in _tables(name, facts, "proof")),
     )
     if patch.group and not patch.group.isidentifier():
         raise PatchError(f"patch {name}: a group is a name of letters, digits and underscores, not {patch.group!r}")
@@ -89,6 +91,15 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
             if bool(variant.code) == (variant.verdict == "not-present"):
                 raise PatchError(f"{subject} has code, or the verdict not-present, and not both")
     return patch
+
+
+def _proof(name: str, entry: Mapping[str, Any]) -> Proof:
+    outcome, code = entry.get("outcome"), entry.get("code")
+    if outcome not in ("proven", "no-fault", "failed"):
+        raise PatchError(f"patch {name}: a proof's outcome is proven, no-fault or failed, not {outcome!r}")
+    if not isinstance(code, Mapping) or not code:
+        raise PatchError(f"patch {name}: a proof names the code that it was run on")
+    return Proof(dict(code), outcome, dict(entry.get("facts", {})), str(entry.get("detail", "")))
 
 
 def _companions(

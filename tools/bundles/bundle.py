@@ -16,15 +16,14 @@ from types import ModuleType
 import wrapt
 from vllm_livepatch import sitecustomize
 from vllm_livepatch.sitecustomize import cache, fingerprint
-from vllm_livepatch.tools import bundled, patch_lock
+from vllm_livepatch.tools import bundled
 from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
-from vllm_livepatch.tools.bundles import sbom, whole_texts
+from vllm_livepatch.tools.bundles import patch_files, sbom, whole_texts
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.bundles.placing import write_directory
 from vllm_livepatch.tools.errors import UserError
 
 PACKAGE = "_vllm_livepatch"
-_FACTS = ("patch.toml", patch_lock.NAME)  # what the catalogue holds
 _TARGETS, _FINDING, _GENERATION = "\nTARGETS = {}  #", '\nFINDING = ""  #', b'GENERATION = ""  #'
 
 
@@ -45,7 +44,7 @@ def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | Non
     if with_wrapt:
         package |= _wrapt(extensions or {})
     library = metadata.version("wrapt") if with_wrapt else None
-    digests = {name: _digest(item.folder) for name, item in entries.items()}
+    digests = {name: digest_of(item.folder) for name, item in entries.items()}
     bill = sbom.make(version(), library, digests, extensions or {})
     main = (_rooms(bundled) / "main.py").read_bytes()
     top = {"sitecustomize.py": _entry(entries), "__main__.py": main, sbom.SBOM: bill}
@@ -69,7 +68,7 @@ def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | Non
 
 def asks_for_wrapt(entries: Mapping[str, Entry]) -> bool:
     """Whether the code of a patch imports wrapt, by a statement or by the whole name of the bundle's copy."""
-    sources = (file for item in entries.values() for file in item.folder.rglob("*.py"))
+    sources = (file for item in entries.values() for file in patch_files.files(item.folder) if file.suffix == ".py")
     return any(_asks(file.read_text("utf-8", "surrogateescape")) for file in sources)
 
 
@@ -125,14 +124,14 @@ def _patches(entries: Mapping[str, Entry], with_wrapt: bool) -> dict[str, bytes]
     files: dict[str, bytes] = {"patches/__init__.py": b""}
     for item in entries.values():
         files[f"patches/{item.folder.name}/__init__.py"] = b""
-        for source in sorted(item.folder.rglob("*")):
-            if source.is_file() and "__pycache__" not in source.parts and source.name not in _FACTS:
+        for source in patch_files.files(item.folder):
+            if source.name not in patch_files.FACTS:
                 files[f"patches/{item.folder.name}/{source.relative_to(item.folder).as_posix()}"] = source.read_bytes()
     catalogue = {
         "version": version(),
         "wrapt": with_wrapt,
         "patches": {name: item.facts for name, item in sorted(entries.items())},
-        "digests": {name: _digest(item.folder) for name, item in sorted(entries.items())},
+        "digests": {name: digest_of(item.folder) for name, item in sorted(entries.items())},
         "texts": whole_texts.read(item.patch for item in entries.values()),
         "changes": {
             name: [change.to_json() for change in item.changes()]
@@ -193,9 +192,9 @@ def _digest_of(files: Mapping[str, bytes]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _digest(folder: Path) -> str:
-    """What a patch folder holds, its bytecode left out."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+def digest_of(folder: Path) -> str:
+    """What of a patch folder decides what the patch does."""
+    files = patch_files.files(folder)
     digests = (f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 

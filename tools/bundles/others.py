@@ -13,13 +13,12 @@ from typing import Any
 from vllm_livepatch.sitecustomize.decision import PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools.bundled.verifying import verified
+from vllm_livepatch.tools.bundles import patch_files
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.errors import UserError
 
 GROUP = "vllm_livepatch.patches"
 """The group of entry points by which a distribution names a package of its own that holds patch folders."""
-_FACTS = ("patch.toml", "patch.lock")
-"""Files of a patch's folder that a bundle has in another form."""
 
 
 def installed() -> list[Path]:
@@ -115,6 +114,6 @@ def _without(facts: Mapping[str, Any]) -> str:
 
 
 def _code(folder: Path) -> dict[str, bytes]:
-    files = (file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-    found = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
-    return {name: text for name, text in found.items() if name not in _FACTS and (text or name != "__init__.py")}
+    found = {file.relative_to(folder).as_posix(): file.read_bytes() for file in patch_files.files(folder)}
+    kept = {name: text for name, text in found.items() if name not in patch_files.FACTS}
+    return {name: text for name, text in kept.items() if text or name != "__init__.py"}

@@ -34,6 +34,7 @@ from vllm_livepatch.sitecustomize.decision import (
     public_release,
 )
 from vllm_livepatch.tools import comments, threads
+from vllm_livepatch.tools.bundles import patch_files
 from vllm_livepatch.tools.commands.rendering import COLOURS, DEFAULTS
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published, registry, releases_file, span
@@ -138,7 +139,7 @@ def code_of(folder: Path) -> str:
     """Tells apart the versions of a patch's code, options and targets; not those of what is written about them."""
     facts = tomllib.loads((folder / "patch.toml").read_text("utf-8"))
     parts = [repr([sorted(facts.get(key, [])) for key in ("targets", "calls")]), repr(facts.get("option"))]
-    for file in sorted(folder.glob("*.py")):
+    for file in (file for file in patch_files.files(folder) if file.suffix == ".py"):
         lines = comments.left_out(file.read_text("utf-8")).split("\n")
         parts.append("\n".join(line for line in lines if line))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

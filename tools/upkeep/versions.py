@@ -19,6 +19,7 @@ from typing import Any
 import tomli_w
 import typer
 from vllm_livepatch import patches as own_patches
+from vllm_livepatch.tools.bundles import patch_files
 from vllm_livepatch.tools.commands import ending
 from vllm_livepatch.tools.toml import tomllib
 
@@ -53,8 +54,8 @@ def version(folder: Path) -> int:
 
 
 def digest(folder: Path) -> str:
-    """Of all that is in the folder but bytecode, the version itself, and what patch.toml says to people (`about`)."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    """Of all that decides what the patch does, but the version itself, and what patch.toml says to people (`about`)."""
+    files = patch_files.files(folder)
     parts = (f"{file.relative_to(folder).as_posix()} {hashlib.sha256(_content(file)).hexdigest()}" for file in files)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -9,6 +9,7 @@ import atexit
 import gc
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -48,12 +49,61 @@ def until(true: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+class NotBuilt(Exception):
+    """What a case is made of does not fit the code that is installed: nothing is known of that code."""
+
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+_BUILDING = (AttributeError, ImportError, NameError, TypeError)
+_CALLED = re.compile(r"([\w.<>]+)\(\) (got|takes|missing)\b")
+
+
+def _is_ours(file: str) -> bool:
+    return os.path.dirname(os.path.abspath(file)) == HERE or os.path.basename(file) == "proof.py"
+
+
+def _is_of_ours(name: str) -> bool:
+    """Whether a class or function of this name is one of a driver's or a proof's."""
+    modules = [module for module in list(sys.modules.values()) if _is_ours(getattr(module, "__file__", None) or "")]
+    return any(getattr(vars(module).get(name), "__module__", None) == module.__name__ for module in modules)
+
+
+def does_not_fit(error: BaseException) -> bool:
+    """Whether it was raised because a driver or its doubles do not fit the code: by their own use of it, or by its of them."""
+    if isinstance(error, NotBuilt):
+        return True
+    if not isinstance(error, _BUILDING):
+        return False
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    if not frames or _is_ours(frames[-1].filename):
+        return True
+    if isinstance(error, AttributeError) and error.obj is not None:
+        kind = error.obj if isinstance(error.obj, type) else type(error.obj)
+        return _is_ours(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+    called = _CALLED.match(str(error))
+    return bool(called) and _is_of_ours(called[1].partition(".")[0])  # type: ignore[index]
+
+
+def trouble(error: BaseException) -> str:
+    """An error in a line: of what type, what it says, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = (str(error).splitlines() or [""])[0]
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{said}{where}" if isinstance(error, NotBuilt) else f"{type(error).__name__}: {said}{where}"
+
+
+def _checked(error: Exception) -> None:
+    if does_not_fit(error):
+        raise NotBuilt(trouble(error)) from error
+
+
 def attempted(case: Callable[[], Any]) -> Any:
-    """What a case came to; an error is an outcome too, so that one case's does not hide the others'."""
+    """What a case came to; an error is an outcome too, so that one case's does not hide the others'. Raises NotBuilt."""
     try:
         return case()
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        _checked(error)
         return "raises: " + traceback.format_exc().strip().splitlines()[-1]
 
 
@@ -63,7 +113,8 @@ def all_attempted(cases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
 
 
 def raised(error: Exception) -> str:
-    """An error as an outcome: what it is, and in which function it was raised."""
+    """An error as an outcome: what it is, and in which function it was raised. Raises NotBuilt."""
+    _checked(error)
     return f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
 
 

@@ -415,10 +415,15 @@ def play(case: Callable[[World], None], scheduler_name: str, model_config: Any) 
     return {"outcome": outcome, "connector_saw_all": world.scheduler.connector.notified == world.reported}
 
 
+def played() -> dict[str, dict[str, Any]]:
+    """All cases on all scheduler classes."""
+    return real.with_each_scheduler(lambda name, config: {case.__name__: play(case, name, config) for case in CASES})
+
+
 def main() -> None:
-    """Play all cases on all scheduler classes."""
+    """Play all cases, and print what they came to."""
     imported = time.perf_counter()
-    cases = real.with_each_scheduler(lambda name, config: {case.__name__: play(case, name, config) for case in CASES})
+    cases = played()
     result = {
         "counts_fetches": real.counts_fetches(),
         "cases": cases,

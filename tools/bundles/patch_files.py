@@ -1,0 +1,16 @@
+"""The files of a patch's folder that decide what it does: those that a bundle holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PROOF = "proof.py"
+"""What shows the patch's fault and its mend. It runs beside the code that it is about, and is in no bundle."""
+FACTS = ("patch.toml", "patch.lock")
+"""What a bundle has in another form: its catalogue."""
+
+
+def files(folder: Path) -> list[Path]:
+    """All but bytecode and the proof."""
+    found = (file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    return sorted(file for file in found if file != folder / PROOF)

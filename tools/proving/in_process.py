@@ -1,0 +1,74 @@
+"""Runs one patch's proof in this process, as it was started (with a bundle or without), and prints what came of it.
+
+    python in_process.py PROOF WORLDS STANDINS
+
+PROOF is a patch's proof.py, WORLDS the directory of what proofs are made of, STANDINS that of packages that no machine
+without a device has: they stand in where nothing of that name is installed. Standard library only: this runs beside
+an engine's code, in the engine's interpreter. Prints one JSON object: `cases`, by its sentence what went wrong in each
+(null: nothing), or `trouble`, why they could not be played; and the file of each package.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("vllm", "lmcache")
+
+
+def cases_of(proof: Path) -> Any:
+    """What the proof's `cases` gives."""
+    spec = importlib.util.spec_from_file_location("livepatch_proof", proof)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.cases()
+
+
+def finding(case: Any) -> str | None:
+    """What went wrong in a case: said already, or what calling it says or raises. Raises NotBuilt."""
+    import result
+
+    if not callable(case):
+        return None if case is None else str(case)
+    try:
+        found = case()
+        return None if found is None else str(found)
+    except Exception as error:
+        traceback.print_exc()
+        return str(result.raised(error))
+
+
+def main() -> None:
+    """Play the cases."""
+    proof, worlds, standins = Path(sys.argv[1]), *sys.argv[2:4]
+    sys.argv[1:] = []  # what a driver of the release tests takes for its arguments
+    sys.path[0] = worlds
+    sys.path.append(standins)
+    import result
+
+    result.begin_driver()
+    found: dict[str, Any]
+    try:
+        found = {"cases": {sentence: finding(case) for sentence, case in cases_of(proof).items()}}
+        if not found["cases"]:
+            found = {"trouble": "its proof has no case for this code"}
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        traceback.print_exc()
+        found = {"trouble": result.trouble(error)}
+    packages = {name: sys.modules[name].__file__ for name in PACKAGES if name in sys.modules}
+    result.print_result({**found, "packages": packages})
+    result.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""One playing of a patch's proof: a process of its own, with nothing of the caller's but the code that is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_livepatch.sitecustomize.decision import variable
+from vllm_livepatch.tools.bench.drivers import DRIVERS, STANDINS
+
+HERE = Path(__file__).resolve().parent
+IN_PROCESS = HERE / "in_process.py"
+SECONDS = 300.0
+"""Longest time for one playing."""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """Whose code is proven: an interpreter, and what is before its own packages."""
+
+    python: str
+    path: Sequence[str] = ()
+    seconds: float = SECONDS
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the cases came to: by its sentence what went wrong, None where nothing did. Or why they were not played."""
+
+    cases: Mapping[str, str | None] = field(default_factory=dict)
+    trouble: str | None = None
+    patch: Mapping[str, Any] | None = None  # of the process's report, where it had a bundle
+
+    @property
+    def wrong(self) -> dict[str, str]:
+        return {sentence: what for sentence, what in self.cases.items() if what is not None}
+
+
+def play(proof: Path, where: Interpreter, patch: str = "", bundle: Path | None = None) -> Played:
+    """Play the proof once: with a bundle that has this patch, or on the code as it is."""
+    with tempfile.TemporaryDirectory(prefix="livepatch-prove-") as temporary:
+        work = Path(temporary)
+        (work / "state").mkdir()
+        command = [where.python, "-B", str(IN_PROCESS), str(proof.resolve()), str(DRIVERS), str(STANDINS)]
+        environ = _environ(work, [*([str(bundle)] if bundle else []), *where.path], patch)
+        status, said = _ended(command, environ, work, where.seconds)
+        reports = [json.loads(file.read_text("utf-8")) for file in sorted((work / "state").glob("*.json"))]
+    found = _of_output(said)
+    if found is None:
+        return Played(trouble=_why(status, said, where.seconds))
+    described = [one for report in reports for one in report["patches"] if one["name"] == patch]
+    own = next((one for one in described if one["state"] != "armed"), described[0] if described else None)
+    return Played(found.get("cases", {}), found.get("trouble"), own)
+
+
+def _ended(command: Sequence[str], environ: Mapping[str, str], work: Path, seconds: float) -> tuple[int | None, Mapping[str, str]]:
+    """The status of a process (None: it was ended, being too slow), and what it wrote. All that it started has ended."""
+    files = {name: work / name for name in ("stdout", "stderr")}
+    with contextlib.ExitStack() as stack:
+        streams = {name: stack.enter_context(file.open("wb")) for name, file in files.items()}
+        process = subprocess.Popen(
+            command, env=environ, cwd=work, stdin=subprocess.DEVNULL, start_new_session=True, **streams
+        )
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, {name: file.read_text("utf-8", "replace") for name, file in files.items()}
+
+
+def _of_output(said: Mapping[str, str]) -> dict[str, Any] | None:
+    try:
+        found = json.loads(said["stdout"])
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _why(status: int | None, said: Mapping[str, str], seconds: float) -> str:
+    last = next((line.strip() for line in reversed(said["stderr"].splitlines()) if line.strip()), "it said nothing")
+    ended = f"it was not done after {seconds:g} s" if status is None else f"its process ended with {status}"
+    return f"{ended}: {last}"[:500]
+
+
+def _environ(work: Path, path: Sequence[str], patch: str) -> dict[str, str]:
+    """Nothing of the caller's that concerns vLLM, LMCache, Python or patches; a home and caches of its own."""
+    theirs = ("LIVEPATCH", "PYTHON", "VLLM_", "LMCACHE_", "XDG_")
+    switch = {variable(patch): "on"} if patch else {}
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(theirs)},
+        **switch,
+        "LIVEPATCH_STATE_DIR": str(work / "state"),
+        "LIVEPATCH_STATE_KEEP": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "HOME": str(work),
+        "TMPDIR": str(work),
+        "XDG_CACHE_HOME": str(work / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "LMCACHE_TRACK_USAGE": "false",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CACHE_ROOT": str(work / "cache"),
+        "VLLM_CONFIG_ROOT": str(work / "config"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",
+        "VLLM_TARGET_DEVICE": "cpu",
+    }

@@ -1,0 +1,163 @@
+"""What a patch's proof says of the code that is installed: played on that code as it is, and patched.
+
+Where the code has drifted, each set of facts that the patch knows is tried: exactly one must pass.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm_livepatch.sitecustomize.decision import UNKNOWN
+from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.tools.bundled.verdicts import Judged
+from vllm_livepatch.tools.bundles import bundle, placing
+from vllm_livepatch.tools.bundles.catalogue import Entry
+from vllm_livepatch.tools.bundles.patch_files import PROOF
+from vllm_livepatch.tools.proving import playing
+
+OutcomeName = Literal["proven", "no-fault", "failed", "not-run"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one patch: `detail` says why, a sentence; `cases` by sentence what went wrong, stock and patched."""
+
+    name: str
+    outcome: OutcomeName
+    reason: str
+    detail: str
+    verdict: str
+    version: int | None = None
+    digest: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    cases: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+
+    @property
+    def stands(self) -> bool:
+        """Whether who asks for the patch has what the patch is for."""
+        return self.outcome in ("proven", "no-fault") or (self.outcome == "not-run" and self.verdict == "needed")
+
+    def described(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "name"}
+
+
+def prove(entry: Entry, judged: Judged, where: playing.Interpreter) -> Outcome:
+    """Play a patch's proof on what `judged` is about."""
+    patch, decision = entry.patch, judged.decision
+    code = {name: digest for name, digest in judged.installed.code.items() if digest is not None}
+    outcome = Outcome(
+        patch.name,
+        "not-run",
+        "",
+        "",
+        decision.verdict,
+        patch.version,
+        bundle.digest_of(entry.folder),
+        code,
+    )
+
+    def not_run(reason: str, detail: str) -> Outcome:
+        return replace(outcome, reason=reason, detail=detail)
+
+    if decision.verdict == "not-present" or not any(target in code for target in patch.targets):
+        return not_run("gone" if decision.verdict == "drifted" else "not-present", decision.detail)
+    if UNKNOWN in code.values():
+        return not_run("unknown", decision.detail)
+    if patch.diff:
+        return not_run("diff", "a diff is not proven: it applies exactly, or not at all")
+    proof = entry.folder / PROOF
+    if not proof.is_file():
+        return not_run("no-proof", f"{entry.folder} has no {PROOF}")
+    stock = playing.play(proof, where)
+    if stock.trouble is not None:
+        return not_run("not-built", stock.trouble)
+    outcome = replace(outcome, cases=_beside(stock.cases, {}))
+    if not stock.wrong:
+        return replace(outcome, outcome="no-fault", reason="no-fault", detail="stock is right in all cases")
+    return _of_trials(outcome, stock, _trials(entry, judged, code, where))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The proof, played patched with one set of facts."""
+
+    facts: Mapping[str, Any]
+    played: playing.Played
+
+    @property
+    def acted(self) -> bool:
+        return self.played.patch is not None and self.played.patch["state"] == "applied"
+
+    @property
+    def passed(self) -> bool:
+        return self.acted and self.played.trouble is None and not self.played.wrong
+
+
+def _trials(entry: Entry, judged: Judged, code: Mapping[str, str], where: playing.Interpreter) -> Iterator[Trial]:
+    """The proof patched, with each set of facts that may be that of the code: of known code one."""
+    form = judged.decision.variant
+    known = judged.decision.verdict != "drifted" and form is not None
+    forms = [form] if known and form is not None else [one for one in entry.patch.variants if one.applies and one.code]
+    sets = {json.dumps(one.facts, sort_keys=True): one.facts for one in forms}
+    for facts in sets.values():
+        with tempfile.TemporaryDirectory(prefix="livepatch-bundle-") as temporary:
+            place = Path(temporary, "bundle")
+            tried = {**entry.facts, "proof": [{"code": dict(code), "outcome": "proven", "facts": dict(facts)}]}
+            made = replace(entry, facts=tried, patch=to_patch(entry.patch.name, tried))
+            placing.write_directory(bundle.contents({entry.patch.name: made}), place)
+            yield Trial(facts, playing.play(entry.folder / PROOF, where, entry.patch.name, place))
+
+
+def _of_trials(outcome: Outcome, stock: playing.Played, trials: Iterator[Trial]) -> Outcome:
+    tried = list(trials)
+    passed = [trial for trial in tried if trial.passed]
+    if len(passed) > 1:
+        detail = f"{len(passed)} sets of facts pass, and only one can be right: {[dict(one.facts) for one in passed]}"
+        return replace(outcome, reason="ambiguous", detail=detail)
+    if passed:
+        (one,) = passed
+        cases = _beside(stock.cases, one.played.cases)
+        detail = f"stock shows {_count(stock.wrong)}, patched is right in all {len(one.played.cases)} cases"
+        return replace(outcome, outcome="proven", reason="proven", detail=detail, facts=dict(one.facts), cases=cases)
+    wrong = next((trial for trial in tried if trial.acted and trial.played.wrong), None)
+    if wrong is not None:
+        sentence, what = next(iter(wrong.played.wrong.items()))
+        also = " (stock too)" if stock.cases.get(sentence) == what else ""
+        cases = _beside(stock.cases, wrong.played.cases)
+        return replace(outcome, outcome="failed", reason="failed", detail=f"{sentence}: {what}{also}", cases=cases)
+    return _not_applied(outcome, tried)
+
+
+def _not_applied(outcome: Outcome, tried: Sequence[Trial]) -> Outcome:
+    """What is said where the patch was not applied in any trial to its end, or the patched cases could not be played."""
+    for trial in tried:
+        if trial.played.trouble is not None:
+            return replace(outcome, reason="not-built", detail=f"patched: {trial.played.trouble}")
+        state = trial.played.patch
+        if state is None:
+            return replace(outcome, reason="not-imported", detail="its proof imports none of its targets")
+        if state["state"] == "failed":
+            detail = f"{state['reason']}: {state['detail']}"
+            return replace(outcome, outcome="failed", reason="failed", detail=detail)
+        return replace(outcome, reason=state["reason"] or state["state"], detail=state["detail"] or "")
+    return replace(outcome, reason="no-facts", detail="no form of its code that is known can be patched")
+
+
+def _count(wrong: Mapping[str, str]) -> str:
+    return "the fault" if len(wrong) == 1 else f"the fault in {len(wrong)} cases"
+
+
+def _beside(
+    stock: Mapping[str, str | None], patched: Mapping[str, str | None]
+) -> dict[str, dict[str, str | None]]:
+    found: dict[str, dict[str, str | None]] = {}
+    for mode, cases in (("stock", stock), ("patched", patched)):
+        for sentence, what in cases.items():
+            found.setdefault(sentence, {})[mode] = what
+    return found
