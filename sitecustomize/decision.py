@@ -239,7 +239,11 @@ def _proved(
     if proof.outcome == "failed":
         return "drifted", f"{release}: the patch's proof failed on exactly this code: {proof.detail}", None
     if proof.outcome == "no-fault":
-        return "fixed-upstream", f"{release} does not show the fault: the proof was run on exactly this code", otherwise[2]
+        return (
+            "fixed-upstream",
+            f"{release} does not show the fault: the proof was run on exactly this code",
+            otherwise[2],
+        )
     if otherwise[0] == "needed":
         return otherwise
     own = {name: proof.code[name] for name in patch.names_of(patch.package) if name in proof.code}

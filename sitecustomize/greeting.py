@@ -22,6 +22,7 @@ class Outcome(NamedTuple):
     name: str
     state: str
     missing: bool
+    proven: bool = False  # it is applied to code that it was proven on, and that no release is known to have
 
 
 class Greeting:
@@ -95,6 +96,8 @@ class Greeting:
         found = self._outcomes()
         applied = ",".join(one.name for one in found if one.state == "applied")
         failed = ",".join(one.name for one in found if one.missing)
+        proven = ",".join(one.name for one in found if one.state == "applied" and one.proven)
+        applied = f"{applied or '-'} proven={proven}" if proven else applied or "-"
         armed = sum(one.state == "armed" for one in found)
         skipped = sum(one.state == "skipped" and not one.missing for one in found)
-        return f"applied={applied or '-'} armed={armed} skipped={skipped} failed={failed or '-'} bundle={self._bundle}"
+        return f"applied={applied} armed={armed} skipped={skipped} failed={failed or '-'} bundle={self._bundle}"

@@ -124,7 +124,15 @@ class Reporter:
     def _outcomes(self) -> list[Outcome]:
         """What came of each patch so far."""
         with self._patches.lock:
-            return [Outcome(state.patch.versioned, state.state, state.missing) for state in self._patches.all]
+            return [
+                Outcome(
+                    state.patch.versioned,
+                    state.state,
+                    state.missing,
+                    state.decision is not None and state.decision.verdict == "proven",
+                )
+                for state in self._patches.all
+            ]
 
     def _trouble(self) -> str:
         return f"; {self._report.error}" if self._report.error else ""

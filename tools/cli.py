@@ -22,6 +22,8 @@ from vllm_livepatch.tools.commands import from_diff as diffing
 from vllm_livepatch.tools.commands import matrix as matrices
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab.options import lab
+from vllm_livepatch.tools.proving import command as proving
+from vllm_livepatch.tools.proving import playing, proofs
 from vllm_livepatch.tools.releases import published
 
 app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,6 +44,9 @@ PatchDirs = Annotated[
 ]
 Installed = Annotated[bool, typer.Option("--installed", help="Also the patches that installed distributions bring.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+Proofs = Annotated[
+    Path | None, typer.Option("--proofs", metavar="FILE", help="What `prove --out` found: code it was proven on.")
+]
 
 
 def _places(patch_dir: list[Path] | None, installed: bool) -> list[Path]:
@@ -78,6 +83,7 @@ def generate(
     arch: Annotated[
         list[str] | None, typer.Option("--arch", metavar="A", help="x86_64 or aarch64; repeatable. Default: all.")
     ] = None,
+    proofs_file: Proofs = None,
     guard: Annotated[
         Path | None, typer.Option("--guard", metavar="DIR", help="A plugin of vLLM that notices a missing bundle.")
     ] = None,
@@ -87,6 +93,8 @@ def generate(
         raise UserError("name a directory with --out or --guard, or a file with --zip")
     entries, left = others.merged(catalogue.load(_places(patch_dir, installed)), merge or ())
     entries = catalogue.choose(entries, patch or ())
+    if proofs_file is not None:
+        entries = proofs.with_proofs(entries, proofs_file)
     for sentence in left:
         print(f"vllm-livepatch: {sentence}", file=sys.stderr)
     for warning in displaced.warnings(entries.values()):
@@ -179,6 +187,7 @@ def check(
     patch_dir: PatchDirs = None,
     installed: Installed = False,
     only: Annotated[bool, typer.Option("--only", help="Only the patches of --patch-dir, or --installed.")] = False,
+    proofs_file: Proofs = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Each reason whole, and all code that was verified.")
     ] = False,
@@ -192,13 +201,60 @@ def check(
     if index_url is not None:
         os.environ["PIP_INDEX_URL"] = index_url
     question = checking.Question(
-        release or (), wheel or (), python, site_packages, diff, require or (), _places(patch_dir, installed), only
+        release or (),
+        wheel or (),
+        python,
+        site_packages,
+        diff,
+        require or (),
+        _places(patch_dir, installed),
+        only,
+        proofs_file,
     )
     with waiting.deadline(timeout), waiting.progress():
         answer = checking.find(question)
     checking.show(answer, as_json, verbose)
     if answer.code:
         raise typer.Exit(answer.code)
+
+
+@app.command()
+def prove(
+    patch: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATCH", help="Only these; all otherwise.", autocompletion=_names),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", metavar="PATH", help="The interpreter whose packages are looked at.")
+    ] = None,
+    site_packages: Annotated[
+        Path | None, typer.Option("--site-packages", metavar="DIR", help="Packages to put before those of --python.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Keep it for generate --proofs.")] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option("--require", metavar="NAME", help="Fail where nothing stands for this patch; repeatable."),
+    ] = None,
+    patch_dir: PatchDirs = None,
+    installed: Installed = False,
+    only: Annotated[bool, typer.Option("--only", help="Only the patches of --patch-dir, or --installed.")] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", min=0.001, help="Longest time for one playing of a proof.")
+    ] = playing.SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Run the patches' proofs on the installed code, as it is and patched. No GPU is needed.
+
+    It prints a line for each patch. proven: the fault shows, and the patch mends it. no-fault: the code is right as it
+    is. failed: the patched code is wrong. not-run: nothing was found out, and why. Exit 1: one failed, or nothing
+    stands for one that was named. Exit 2: neither vLLM nor LMCache is there.
+    """
+    question = proving.Question(
+        patch or (), python, site_packages, require or (), _places(patch_dir, installed), only, timeout, out
+    )
+    code = proving.run(question, as_json)
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -72,6 +72,9 @@ def merged(entries: Mapping[str, Entry], bundles: Sequence[Path]) -> tuple[dict[
                 left.append(f"{name}: version {versions[1]} instead of version {versions[0]} of {place}")
             elif here is not None and not _same(here, facts, folder):
                 raise UserError(f"{name} of {place} differs from that of {here.folder}: give one a higher version")
+            elif here is not None and facts.get("proof"):
+                proofs = [*here.facts.get("proof", []), *facts["proof"]]
+                found[name] = _entry(place, name, {**here.facts, "proof": proofs}, here.folder)
     return found, left
 
 
@@ -110,7 +113,7 @@ def _same(here: Entry, facts: Mapping[str, Any], folder: Path) -> bool:
 
 def _without(facts: Mapping[str, Any]) -> str:
     """What decides what a patch does, which what is said of it does not."""
-    return json.dumps({key: facts[key] for key in facts if key != "about"}, sort_keys=True)
+    return json.dumps({key: facts[key] for key in facts if key not in ("about", "proof")}, sort_keys=True)
 
 
 def _code(folder: Path) -> dict[str, bytes]:

@@ -20,6 +20,7 @@ from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import explanation
 from vllm_livepatch.tools.compatibility import check, pairs
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.proving import proofs
 from vllm_livepatch.tools.releases import published, registry
 from vllm_livepatch.tools.releases.sources import SourcesError
 
@@ -36,6 +37,7 @@ class Question:
     required: Sequence[str] = ()
     patch_dirs: Sequence[Path] = ()
     only: bool = False  # the patches of `patch_dirs`, without those that come with this project
+    proofs: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def find(question: Question) -> Answer:
     if question.only and not question.patch_dirs:
         raise UserError("--only is about the patches of --patch-dir and --installed: name one")
     entries = catalogue.load(question.patch_dirs, own=not question.only)
+    if question.proofs is not None:
+        entries = proofs.with_proofs(entries, question.proofs)
     required = [known(entries, name) for name in question.required]
     patches = [entry.patch for entry in entries.values()]
     packages_of_all = sorted({package for patch in patches for package in patch.packages})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.text import Text
-from vllm_livepatch.sitecustomize.decision import variable
+from vllm_livepatch.sitecustomize.decision import APPLIED, variable
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.commands.rendering import FAULT, coloured, table_of
 from vllm_livepatch.tools.compatibility.check import Checked
@@ -86,14 +86,14 @@ def _stops(answers: Sequence[Checked]) -> list[Stop]:
 def _short(answer: Checked, stops: Sequence[Stop]) -> str:
     """The fault of a patch that is applied, else why it is not; the numbers are those of the changes below."""
     decision = answer.decision
-    if decision.apply and decision.verdict in ("needed", "unverified"):
+    if decision.apply and decision.verdict in APPLIED:
         return str(answer.patch.about.get("fault", ""))
     numbers = [str(number) for number, stop in enumerate(stops, 1) if answer in stop.patches]
     changed = ""
     if numbers:
         changed = f"see {', '.join(numbers)}" if len(numbers) < 5 else f"see {', '.join(numbers[:3])} and others"
     off = OFF.get(answer.patch.auto, "off by default") if decision.reason == "optional" else ""
-    if changed or (off and decision.verdict in ("needed", "unverified")):
+    if changed or (off and decision.verdict in APPLIED):
         return "; ".join(filter(None, (off, changed)))
     last = decision.detail.rpartition("; ")[2]
     return last if len(last) <= FAULT else ""

@@ -19,6 +19,7 @@ from vllm_livepatch.tools.releases import span
 COLOURS = {
     "needed": "green",
     "applied": "green",
+    "proven": "green",
     "unverified": "yellow",
     "armed": "yellow",
     "drifted": "red",
@@ -49,6 +50,7 @@ MEANINGS = {
     "imported": "the module was imported before the patch could change it: this process runs without the patch",
     "late": "the bundle was armed late, or not at all: the detail says why. This process runs without the patch",
     "drifted": "the code differs from every verified version. `vllm-livepatch check` shows where",
+    "disproven": "the patch's proof was run on exactly this code, and failed there: what it does is not right here",
 }
 """What a reason asks of an operator. Said below a process' patches, where one of them has it."""
 

@@ -133,9 +133,14 @@ class InterpreterTree(installed.Tree):
         return f"Python {'.'.join(map(str, self.version))} is not served: nothing is patched there ({served} are)"
 
 
-def interpreter_tree(python: str, packages: Iterable[str]) -> InterpreterTree:
-    """The tree that an interpreter imports from. Raises UserError where it cannot be asked."""
+def interpreter_tree(python: str, packages: Iterable[str], path: Sequence[str] | None = None) -> InterpreterTree:
+    """The tree that an interpreter imports from, with this for its PYTHONPATH instead of the caller's.
+
+    Raises UserError where it cannot be asked.
+    """
     environ = {**os.environ, "LIVEPATCH": "off"}
+    if path is not None:
+        environ["PYTHONPATH"] = os.pathsep.join(path)
     try:
         path, found, version = json.loads(_asked([python, "-c", _PROBE, *packages], environ))
     except subprocess.CalledProcessError as error:

@@ -13,7 +13,10 @@ an engine's code, in the engine's interpreter. Prints one JSON object: `cases`, 
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -46,8 +49,20 @@ def finding(case: Any) -> str | None:
         return str(result.raised(error))
 
 
+def end_with_caller() -> None:
+    """End this process, and what it started, when who waits for it has ended: stdin ends then."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main() -> None:
     """Play the cases."""
+    end_with_caller()
     proof, worlds, standins = Path(sys.argv[1]), *sys.argv[2:4]
     sys.argv[1:] = []  # what a driver of the release tests takes for its arguments
     sys.path[0] = worlds

@@ -45,7 +45,10 @@ class Played:
 
 
 def play(proof: Path, where: Interpreter, patch: str = "", bundle: Path | None = None) -> Played:
-    """Play the proof once: with a bundle that has this patch, or on the code as it is."""
+    """Play the proof once: with a bundle that has this patch, or on the code as it is.
+
+    It ends with this process, however that ends.
+    """
     with tempfile.TemporaryDirectory(prefix="livepatch-prove-") as temporary:
         work = Path(temporary)
         (work / "state").mkdir()
@@ -61,14 +64,33 @@ def play(proof: Path, where: Interpreter, patch: str = "", bundle: Path | None =
     return Played(found.get("cases", {}), found.get("trouble"), own)
 
 
-def _ended(command: Sequence[str], environ: Mapping[str, str], work: Path, seconds: float) -> tuple[int | None, Mapping[str, str]]:
-    """The status of a process (None: it was ended, being too slow), and what it wrote. All that it started has ended."""
+_running: set[int] = set()
+"""Leaders of the process groups that are being waited for."""
+
+
+def end_all() -> None:
+    """End what is still played: nobody waits for it any more."""
+    for group in list(_running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _ended(
+    command: Sequence[str], environ: Mapping[str, str], work: Path, seconds: float
+) -> tuple[int | None, Mapping[str, str]]:
+    """The status of a process (None: it was too slow, and was ended), and what it wrote. What it started has ended."""
     files = {name: work / name for name in ("stdout", "stderr")}
-    with contextlib.ExitStack() as stack:
-        streams = {name: stack.enter_context(file.open("wb")) for name, file in files.items()}
+    with files["stdout"].open("wb") as stdout, files["stderr"].open("wb") as stderr:
         process = subprocess.Popen(
-            command, env=environ, cwd=work, stdin=subprocess.DEVNULL, start_new_session=True, **streams
+            command,
+            env=environ,
+            cwd=work,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
         )
+        _running.add(process.pid)
         status = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -77,6 +99,9 @@ def _ended(command: Sequence[str], environ: Mapping[str, str], work: Path, secon
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            _running.discard(process.pid)
+            assert process.stdin is not None
+            process.stdin.close()
     return status, {name: file.read_text("utf-8", "replace") for name, file in files.items()}
 
 
@@ -97,7 +122,7 @@ def _why(status: int | None, said: Mapping[str, str], seconds: float) -> str:
 def _environ(work: Path, path: Sequence[str], patch: str) -> dict[str, str]:
     """Nothing of the caller's that concerns vLLM, LMCache, Python or patches; a home and caches of its own."""
     theirs = ("LIVEPATCH", "PYTHON", "VLLM_", "LMCACHE_", "XDG_")
-    switch = {variable(patch): "on"} if patch else {}
+    switch = {variable(patch): "on"} if patch else {"LIVEPATCH": "off"}
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(theirs)},
         **switch,

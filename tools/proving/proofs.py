@@ -27,7 +27,8 @@ DECIDES = ("proven", "no-fault", "failed")
 def usable(file: Path) -> None:
     """Raises UserError where nothing can be written at a file's place: before minutes of work are lost for it."""
     if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        raise UserError(f"{file} cannot be written: {'it is a directory' if file.is_dir() else 'its directory is not there, or not yours'}")
+        why = "it is a directory" if file.is_dir() else "its directory is not there, or not yours"
+        raise UserError(f"{file} cannot be written: {why}")
 
 
 def write(file: Path, packages: Mapping[str, str | None], outcomes: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """What a patch's proof says of the code that is installed: played on that code as it is, and patched.
 
-Where the code has drifted, each set of facts that the patch knows is tried: exactly one must pass.
+Where the code has drifted, each set of facts that the patch knows is tried: exactly one must pass. Of several that do,
+the code's names that did not drift may single out one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_livepatch.sitecustomize.decision import UNKNOWN
+from vllm_livepatch.sitecustomize.decision import UNKNOWN, Patch, Variant
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools.bundled.verdicts import Judged
 from vllm_livepatch.tools.bundles import bundle, placing
@@ -89,6 +90,7 @@ class Trial:
 
     facts: Mapping[str, Any]
     played: playing.Played
+    fits: bool  # a release with these facts has the code, but for what no release has
 
     @property
     def acted(self) -> bool:
@@ -111,12 +113,22 @@ def _trials(entry: Entry, judged: Judged, code: Mapping[str, str], where: playin
             tried = {**entry.facts, "proof": [{"code": dict(code), "outcome": "proven", "facts": dict(facts)}]}
             made = replace(entry, facts=tried, patch=to_patch(entry.patch.name, tried))
             placing.write_directory(bundle.contents({entry.patch.name: made}), place)
-            yield Trial(facts, playing.play(entry.folder / PROOF, where, entry.patch.name, place))
+            fits = any(one.facts == facts and _fits(entry.patch, one, code) for one in forms)
+            yield Trial(facts, playing.play(entry.folder / PROOF, where, entry.patch.name, place), fits)
+
+
+def _fits(patch: Patch, form: Variant, code: Mapping[str, str]) -> bool:
+    """Whether a form has the code that is installed, of the names whose code some form has."""
+    names = patch.names_of(patch.package)
+    known = {name: {one.code.get(name) for one in patch.variants} for name in names}
+    return all(code.get(name) == form.code.get(name) for name in names if code.get(name) in known[name])
 
 
 def _of_trials(outcome: Outcome, stock: playing.Played, trials: Iterator[Trial]) -> Outcome:
     tried = list(trials)
     passed = [trial for trial in tried if trial.passed]
+    if len(passed) > 1:
+        passed = [trial for trial in passed if trial.fits] or passed
     if len(passed) > 1:
         detail = f"{len(passed)} sets of facts pass, and only one can be right: {[dict(one.facts) for one in passed]}"
         return replace(outcome, reason="ambiguous", detail=detail)
@@ -135,7 +147,7 @@ def _of_trials(outcome: Outcome, stock: playing.Played, trials: Iterator[Trial])
 
 
 def _not_applied(outcome: Outcome, tried: Sequence[Trial]) -> Outcome:
-    """What is said where the patch was not applied in any trial to its end, or the patched cases could not be played."""
+    """What is said where the patch was not applied in any trial, or the patched cases could not be played."""
     for trial in tried:
         if trial.played.trouble is not None:
             return replace(outcome, reason="not-built", detail=f"patched: {trial.played.trouble}")
@@ -153,9 +165,7 @@ def _count(wrong: Mapping[str, str]) -> str:
     return "the fault" if len(wrong) == 1 else f"the fault in {len(wrong)} cases"
 
 
-def _beside(
-    stock: Mapping[str, str | None], patched: Mapping[str, str | None]
-) -> dict[str, dict[str, str | None]]:
+def _beside(stock: Mapping[str, str | None], patched: Mapping[str, str | None]) -> dict[str, dict[str, str | None]]:
     found: dict[str, dict[str, str | None]] = {}
     for mode, cases in (("stock", stock), ("patched", patched)):
         for sentence, what in cases.items():
