@@ -102,7 +102,8 @@ def _where(question: Question, packages: Sequence[str]) -> tuple[playing.Interpr
         raise UserError(f"{directory} is for Python {version[1]}, and {python} is {running}")
     if tree.unserved:
         raise UserError(tree.unserved)
-    return playing.Interpreter(python, path, question.seconds), tree
+    places = {package: [*tree.places(package)] for package in packages}
+    return playing.Interpreter(python, path, question.seconds, places), tree
 
 
 def _played(

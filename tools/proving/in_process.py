@@ -1,11 +1,11 @@
 """Runs one patch's proof in this process, as it was started (with a bundle or without), and prints what came of it.
 
-    python in_process.py PROOF WORLDS STANDINS
+    python in_process.py PROOF WORLDS STANDINS PACKAGE...
 
 PROOF is a patch's proof.py, WORLDS the directory of what proofs are made of, STANDINS that of packages that no machine
 without a device has: they stand in where nothing of that name is installed. Standard library only: this runs beside
 an engine's code, in the engine's interpreter. Prints one JSON object: `cases`, by its sentence what went wrong in each
-(null: nothing), or `trouble`, why they could not be played; and the file of each package.
+(null: nothing), or `trouble`, why they could not be played; and `packages`, from which file each PACKAGE was imported.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -20,8 +20,6 @@ import threading
 import traceback
 from pathlib import Path
 from typing import Any
-
-PACKAGES = ("vllm", "lmcache")
 
 
 def cases_of(proof: Path) -> Any:
@@ -63,7 +61,7 @@ def end_with_caller() -> None:
 def main() -> None:
     """Play the cases."""
     end_with_caller()
-    proof, worlds, standins = Path(sys.argv[1]), *sys.argv[2:4]
+    proof, worlds, standins, *packages = sys.argv[1:]
     sys.argv[1:] = []  # what a driver of the release tests takes for its arguments
     sys.path[0] = worlds
     sys.path.append(standins)
@@ -72,7 +70,7 @@ def main() -> None:
     result.begin_driver()
     found: dict[str, Any]
     try:
-        found = {"cases": {sentence: finding(case) for sentence, case in cases_of(proof).items()}}
+        found = {"cases": {sentence: finding(case) for sentence, case in cases_of(Path(proof)).items()}}
         if not found["cases"]:
             found = {"trouble": "its proof has no case for this code"}
     except BaseException as error:
@@ -80,8 +78,8 @@ def main() -> None:
             raise
         traceback.print_exc()
         found = {"trouble": result.trouble(error)}
-    packages = {name: sys.modules[name].__file__ for name in PACKAGES if name in sys.modules}
-    result.print_result({**found, "packages": packages})
+    files = {name: sys.modules[name].__file__ for name in packages if name in sys.modules}
+    result.print_result({**found, "packages": files})
     result.leave()
 
 

@@ -29,6 +29,7 @@ class Interpreter:
     python: str
     path: Sequence[str] = ()
     seconds: float = SECONDS
+    places: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of each package, as it was looked at
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,24 @@ def play(proof: Path, where: Interpreter, patch: str = "", bundle: Path | None =
     with tempfile.TemporaryDirectory(prefix="livepatch-prove-") as temporary:
         work = Path(temporary)
         (work / "state").mkdir()
-        command = [where.python, "-B", str(IN_PROCESS), str(proof.resolve()), str(DRIVERS), str(STANDINS)]
+        command = [
+            where.python,
+            "-B",
+            str(IN_PROCESS),
+            str(proof.resolve()),
+            str(DRIVERS),
+            str(STANDINS),
+            *where.places,
+        ]
         environ = _environ(work, [*([str(bundle)] if bundle else []), *where.path], patch)
         status, said = _ended(command, environ, work, where.seconds)
         reports = [json.loads(file.read_text("utf-8")) for file in sorted((work / "state").glob("*.json"))]
     found = _of_output(said)
     if found is None:
         return Played(trouble=_why(status, said, where.seconds))
+    for package, file in found["packages"].items():
+        if file is None or not any(Path(file).is_relative_to(place) for place in where.places[package]):
+            return Played(trouble=f"{package} was imported from {file}, which is not the one that was looked at")
     described = [one for report in reports for one in report["patches"] if one["name"] == patch]
     own = next((one for one in described if one["state"] != "armed"), described[0] if described else None)
     return Played(found.get("cases", {}), found.get("trouble"), own)

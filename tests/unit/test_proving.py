@@ -1,0 +1,315 @@
+"""`prove`, and what becomes of code that a patch was proven on: with a package and patches made for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.support import DEADLINE, PYTHON, STEP, USE_STEP, Cli, Done, Sandbox, until
+
+NUMBERED = """\
+    def wrappers(livepatch):
+        def around(wrapped, instance, args, kwargs):
+            return [livepatch.facts.get("mark", "patched"), *wrapped(*args, **kwargs)]
+
+        return dict.fromkeys(TARGETS, around)
+    """
+PROOF = """\
+    from fakeengine.scheduler import Scheduler
+
+    def step():
+        found = Scheduler().step(7)
+        return None if found == ["patched", 7] else f"a step gives {found}"
+
+    def freed():
+        return None if Scheduler().free() == "freed" else "nothing is freed"
+
+    def cases():
+        return {"A step's result is marked.": step, "What is freed is freed.": freed()}
+    """
+CHANGED = """\
+    class Scheduler:
+        def step(self, number):
+            result = [number]
+            return result
+
+        def free(self):
+            return "freed"
+    """
+
+
+def proof(sandbox: Sandbox, text: str = PROOF, name: str = "around") -> None:
+    sandbox.write({"proof.py": text}, sandbox.patches / name)
+
+
+def prove(sandbox: Sandbox, cli: Cli, *arguments: str) -> Done:
+    words = ("--patch-dir", str(sandbox.patches), "--only", "--python", PYTHON, "--site-packages", str(sandbox.site))
+    return cli("prove", *words, *arguments)
+
+
+def outcome(sandbox: Sandbox, cli: Cli, *arguments: str) -> dict[str, Any]:
+    """What is said of the one patch."""
+    (found,) = json.loads(prove(sandbox, cli, "--json", *arguments).out)["patches"]
+    return dict(found)
+
+
+@pytest.fixture
+def drifted(sandbox: Sandbox) -> Sandbox:
+    """Code that differs from what the patch was made for, harmlessly."""
+    sandbox.patch()
+    proof(sandbox)
+    sandbox.write({"fakeengine/scheduler.py": CHANGED})
+    return sandbox
+
+
+def test_the_fault_shows_and_is_gone(drifted: Sandbox, cli: Cli) -> None:
+    done = prove(drifted, cli)
+    assert done.code == 0, done.err
+    assert " ".join(done.out.split()) == "around proven stock shows the fault, patched is right in all 2 cases"
+    cases = outcome(drifted, cli)["cases"]
+    assert cases == {
+        "A step's result is marked.": {"stock": "a step gives [7]", "patched": None},
+        "What is freed is freed.": {"stock": None, "patched": None},
+    }
+
+
+def test_proven_code_is_patched_and_no_other(drifted: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    """Under auto, with the verdict in the report and in the one line; another change drifts as ever."""
+    file, place = tmp_path / "proofs.json", tmp_path / "bundle"
+    assert prove(drifted, cli, "--out", str(file)).code == 0
+    dirs = ("--patch-dir", str(drifted.patches))
+    check = ("check", *dirs, "--only", "--site-packages", str(drifted.site))
+    assert cli(*check).code == 1
+    assert "proven" in cli(*check, "--proofs", str(file)).out
+    made = cli("generate", *dirs, "--patch", "around", "--proofs", str(file), "--out", str(place))
+    assert made.code == 0, made.err
+    again = cli("generate", *dirs, "--patch", "around", "--proofs", str(file), "--out", str(tmp_path / "again"))
+    assert made.out.splitlines()[1] == again.out.splitlines()[1]  # the digest
+    assert not list(place.rglob("proof.py"))
+
+    done = drifted.python(USE_STEP, path=[place, drifted.site])
+    assert done.out == "['patched', 7]\n"
+    assert "applied=around proven=around " in done.greeting
+    assert {key: drifted.reported()[key] for key in ("state", "verdict")} == {"state": "applied", "verdict": "proven"}
+
+    drifted.write({"fakeengine/scheduler.py": CHANGED.replace("result = [number]", "result = [number, 8]")})
+    done = drifted.python(USE_STEP, path=[place, drifted.site])
+    assert done.out == "[7, 8]\n"
+    assert "failed=around " in done.greeting
+
+
+def test_stock_is_right(sandbox: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    """Code that has no fault is fixed upstream, also where a listed release has it."""
+    sandbox.patch()
+    proof(sandbox, PROOF.replace('["patched", 7]', "[7]"))
+    assert outcome(sandbox, cli)["outcome"] == "no-fault"
+    file = tmp_path / "proofs.json"
+    assert prove(sandbox, cli, "around", "--out", str(file)).code == 0
+    check = ("check", "--patch-dir", str(sandbox.patches), "--only", "--site-packages", str(sandbox.site))
+    (judged,) = json.loads(cli(*check, "--proofs", str(file), "--json").out)["patches"]
+    assert (judged["verdict"], judged["reason"]) == ("fixed-upstream", "fixed-upstream")
+
+
+def test_patched_is_wrong(drifted: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    """It is refused from then on, also under force."""
+    proof(drifted, PROOF.replace('["patched", 7]', '["mended", 7]'))
+    file, place = tmp_path / "proofs.json", tmp_path / "bundle"
+    done = prove(drifted, cli, "--out", str(file))
+    assert done.code == 1
+    assert "failed    A step's result is marked.: a step gives ['patched', 7]" in done.out
+    dirs = ("--patch-dir", str(drifted.patches))
+    assert cli("generate", *dirs, "--patch", "around", "--proofs", str(file), "--out", str(place)).code == 0
+    done = drifted.python(USE_STEP, path=[place, drifted.site], LIVEPATCH_AROUND="force")
+    assert done.out == "[7]\n"
+    assert drifted.reported()["reason"] == "disproven"
+    assert "its proof failed on exactly this code" in drifted.reported()["detail"].replace("the patch's", "its")
+
+
+def test_facts_are_tried_and_one_must_pass(sandbox: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    code = sandbox.fingerprints(STEP)
+    other = dict.fromkeys(code, "0" * 16)
+    forms = [
+        {"releases": ["1.0"], "code": code, "facts": {"mark": "marked"}},
+        {"releases": ["0.9"], "code": other},
+    ]
+    sandbox.patch(code=NUMBERED, variant=forms)
+    sandbox.write({"fakeengine/scheduler.py": CHANGED})
+    proof(sandbox)
+    found = outcome(sandbox, cli)
+    assert (found["outcome"], found["facts"]) == ("proven", {})
+    proof(sandbox, PROOF.replace('found == ["patched", 7]', "len(found) == 2"))
+    found = outcome(sandbox, cli, "around")
+    assert (found["outcome"], found["reason"]) == ("not-run", "ambiguous")
+    assert prove(sandbox, cli, "--require", "around").code == 1
+
+
+def test_names_that_did_not_drift_single_out_the_facts(sandbox: Sandbox, cli: Cli) -> None:
+    """Both sets pass; the code of `free` is that of one."""
+    free = "fakeengine.scheduler:Scheduler.free"
+    code = sandbox.fingerprints(STEP, free)
+    forms = [
+        {"releases": ["1.0"], "code": code, "facts": {"mark": "marked"}},
+        {"releases": ["0.9"], "code": {**code, free: "0" * 16}},
+    ]
+    sandbox.patch(code=NUMBERED, variant=forms, calls=[free])
+    sandbox.write({"fakeengine/scheduler.py": CHANGED})
+    proof(sandbox, PROOF.replace('found == ["patched", 7]', "len(found) == 2"))
+    found = outcome(sandbox, cli)
+    assert (found["outcome"], found["facts"]) == ("proven", {"mark": "marked"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "trouble"),
+    [
+        ("from fakeengine.scheduler import Schedulers as Scheduler", "cannot import name 'Schedulers'"),
+        ("from elsewhere import Scheduler", "No module named 'elsewhere'"),
+        ("from fakeengine.scheduler import Scheduler; Scheduler().start", "has no attribute 'start'"),
+    ],
+)
+def test_a_proof_that_does_not_fit_finds_nothing(drifted: Sandbox, cli: Cli, changed: str, trouble: str) -> None:
+    proof(drifted, PROOF.replace("from fakeengine.scheduler import Scheduler", changed))
+    found = outcome(drifted, cli)
+    assert (found["outcome"], found["reason"]) == ("not-run", "not-built")
+    assert trouble in found["detail"]
+
+
+def test_a_case_that_uses_what_is_not_there_is_no_finding(drifted: Sandbox, cli: Cli) -> None:
+    proof(drifted, PROOF.replace("Scheduler().step(7)", "Scheduler().step(7, later=True)"))
+    found = outcome(drifted, cli)
+    assert (found["outcome"], found["reason"]) == ("not-run", "not-built")
+    assert "later" in found["detail"]
+
+
+def test_what_the_code_raises_is_a_finding(sandbox: Sandbox, cli: Cli) -> None:
+    sandbox.write({"fakeengine/scheduler.py": CHANGED.replace("[number]", "[number.real.missing]")})
+    sandbox.patch()
+    proof(sandbox)
+    found = outcome(sandbox, cli)
+    assert (found["outcome"], found["detail"]) == (
+        "failed",
+        "A step's result is marked.: AttributeError in step (stock too)",
+    )
+
+
+def test_no_proof(sandbox: Sandbox, cli: Cli) -> None:
+    """Nothing stands for drifted code; for code that is known to need the patch its fingerprints do."""
+    sandbox.patch()
+    done = prove(sandbox, cli, "around")
+    assert (done.code, done.out.split()[:3]) == (0, ["around", "not-run", "no-proof:"])
+    sandbox.write({"fakeengine/scheduler.py": CHANGED})
+    assert prove(sandbox, cli).code == 0
+    assert prove(sandbox, cli, "around").code == 1
+
+
+def test_nothing_is_written_beside_the_code(drifted: Sandbox, cli: Cli) -> None:
+    before = sorted(drifted.site.rglob("*"))
+    assert prove(drifted, cli).code == 0
+    assert sorted(drifted.site.rglob("*")) == before
+    assert not list(drifted.patches.rglob("__pycache__"))
+
+
+def test_a_bundle_of_the_caller_s_does_not_make_stock_right(
+    drifted: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drifted.patch("around")  # as the code is now: needed
+    drifted.generate()
+    monkeypatch.setenv("PYTHONPATH", f"{drifted.bundle}{os.pathsep}{drifted.site}")
+    assert outcome(drifted, cli)["cases"]["A step's result is marked."]["stock"] == "a step gives [7]"
+
+
+def test_one_that_hangs_is_ended(drifted: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    """With what it started."""
+    here = tmp_path / "pid"
+    hang = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+open({str(here)!r}, "w").write(str(child.pid))
+child.wait()
+"""
+    drifted.write({"proof.py": hang}, drifted.patches / "around")
+    found = outcome(drifted, cli, "--timeout", "5")
+    assert (found["outcome"], found["reason"]) == ("not-run", "not-built")
+    assert "it was not done after 5 s" in found["detail"]
+    until(lambda: _gone(int(here.read_text())))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_it_ends_with_its_caller(drifted: Sandbox, tmp_path: Path, how: signal.Signals) -> None:
+    here = tmp_path / "pid"
+    hang = f'import os, time\nopen({str(here)!r}, "w").write(str(os.getpid()))\ntime.sleep(1000)\n'
+    drifted.write({"proof.py": hang}, drifted.patches / "around")
+    words = ["--patch-dir", str(drifted.patches), "--only", "--python", PYTHON, "--site-packages", str(drifted.site)]
+    with subprocess.Popen([sys.executable, "-m", "vllm_livepatch", "prove", *words], stderr=subprocess.PIPE) as asked:
+        until(lambda: here.exists() and here.read_text())
+        asked.send_signal(how)
+        assert asked.wait(DEADLINE) == (130 if how == signal.SIGINT else -how)
+    until(lambda: _gone(int(here.read_text())))
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--python", PYTHON), "has no fakeengine: there is nothing to prove"),
+        (("--site-packages", "SITE"), "--site-packages is proven with an interpreter that fits it"),
+        (("--python", PYTHON, "--site-packages", "MISSING"), "is not a directory"),
+        (("arround",), "did you mean around?"),
+        (("--out", "MISSING/proofs.json", "--python", PYTHON), "cannot be written: its directory is not there"),
+    ],
+)
+def test_bad_input_is_one_line(drifted: Sandbox, cli: Cli, arguments: tuple[str, ...], sentence: str) -> None:
+    places = {"SITE": str(drifted.site), "MISSING": str(drifted.root / "missing")}
+    words = [
+        word.replace("MISSING", places["MISSING"]) if "MISSING" in word else places.get(word, word)
+        for word in arguments
+    ]
+    done = cli("prove", "--patch-dir", str(drifted.patches), "--only", *words)
+    assert (done.code, len(done.lines)) == (2, 1), done
+    assert sentence in done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[", "is not what prove --out writes"),
+        ("[" * 100_000, "is not what prove --out writes"),
+        ("[]", "is not what prove --out writes"),
+        ('{"format": 2, "patches": {}}', "has format 2: this version knows 1"),
+        ('{"format": 1, "patches": {"around": 1}}', "is not what prove --out writes"),
+        ('{"format": 1, "patches": {"around": {"outcome": "proven"}}}', "around has changed since it was proven"),
+    ],
+)
+def test_a_file_that_is_none_of_proofs(sandbox: Sandbox, cli: Cli, tmp_path: Path, content: str, sentence: str) -> None:
+    sandbox.patch()
+    file = tmp_path / "proofs.json"
+    file.write_text(content)
+    done = cli("generate", "--patch-dir", str(sandbox.patches), "--proofs", str(file), "--out", str(tmp_path / "out"))
+    assert (done.code, len(done.lines)) == (2, 1), done
+    assert sentence in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_patch_that_changed_since_is_not_taken_for_proven(drifted: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "proofs.json"
+    assert prove(drifted, cli, "--out", str(file)).code == 0
+    proof(drifted, PROOF + "\n    # more words change nothing of the patch\n")
+    dirs = ("--patch-dir", str(drifted.patches))
+    assert cli("generate", *dirs, "--proofs", str(file), "--out", str(tmp_path / "same")).code == 0
+    wrappers = drifted.patches / "around" / "wrappers.py"
+    wrappers.write_text(wrappers.read_text().replace('"patched"', '"changed"'))
+    done = cli("generate", *dirs, "--proofs", str(file), "--out", str(tmp_path / "other"))
+    assert (done.code, len(done.lines)) == (2, 1), done
+    assert "around has changed since it was proven: run prove again" in done.err
