@@ -20,3 +20,12 @@ docker run --gpus all --ipc=host -p 8000:8000 -v "$PWD/bundle:/livepatch:ro" \
 #   COPY --chmod=a+rX bundle /livepatch
 #   ENV PYTHONPATH=/livepatch${PYTHONPATH:+:$PYTHONPATH}
 #   RUN test -s /livepatch/__main__.py && python3 /livepatch doctor
+
+# A nightly or a vendor's build has code that no release is known to have (docs/prove.md). Where vllm-livepatch is
+# installed in an environment of its own, in an image called livepatch-tools, the build proves the patches first:
+#   FROM @IMAGE@
+#   COPY --from=livepatch-tools /opt/livepatch /opt/livepatch
+#   RUN /opt/livepatch/bin/vllm-livepatch prove --python "$(command -v python3)" --out /opt/proofs.json \
+#    && /opt/livepatch/bin/vllm-livepatch generate --out /livepatch --proofs /opt/proofs.json
+#   ENV PYTHONPATH=/livepatch${PYTHONPATH:+:$PYTHONPATH}
+#   RUN test -s /livepatch/__main__.py && python3 /livepatch doctor
