@@ -92,10 +92,22 @@ class Interpreter:
         driver plays the release's own code too, unwrapped, in the same process, and the test looks at what came of it.
         """
         given = {package: sources.site_packages(package, version) for package, version in releases.items()}
-        searched = [*([bundle] if bundle else []), *given.values(), *path]
+        words = [str(DRIVERS / f"{driver}.py"), *arguments]
+        result = self.start(words, [*([bundle] if bundle else []), *given.values(), *path], work, environ or {})
+        for package, place in given.items():
+            assert Path(result[package]).is_relative_to(place), f"another {package} than the release's was driven"
+        # A package that was not put on the path is the engine environment's: of the newest pinned release.
+        own = {name: registry.pins(name)[-1].version for name in ("lmcache",) if result.get(name) and name not in given}
+        executed.note(driver, {**releases, **own}, work / "state" if bundle else None, with_stock)
+        return result
+
+    def start(
+        self, words: Sequence[str], searched: Sequence[Path], work: Path, environ: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Run a program and its arguments in `work`, and return the JSON that it prints; fails where there is none."""
         job = {
-            "argv": [str(DRIVERS / f"{driver}.py"), *arguments],
-            "environ": _environ({**(environ or {}), "PYTHONPATH": _joined(searched)}, work),
+            "argv": words,
+            "environ": _environ({**environ, "PYTHONPATH": _joined(searched)}, work),
             "cwd": str(work),
             "path": [str(entry) for entry in searched],
             "stdout": str(work / "stdout"),
@@ -108,14 +120,9 @@ class Interpreter:
             os.killpg(child, signal.SIGKILL)
             self._answer(SECONDS)
         stderr = (work / "stderr").read_text(encoding="utf-8", errors="replace")
-        assert status == "0", f"{driver} on {dict(releases)} ended with {status or 'a time-out'}:\n{stderr[-4000:]}"
+        assert status == "0", f"{words} in {searched} ended with {status or 'a time-out'}:\n{stderr[-4000:]}"
         print(stderr)  # shown by pytest where a comparison fails
         result: dict[str, Any] = json.loads((work / "stdout").read_text(encoding="utf-8"))
-        for package, place in given.items():
-            assert Path(result[package]).is_relative_to(place), f"another {package} than the release's was driven"
-        # A package that was not put on the path is the engine environment's: of the newest pinned release.
-        own = {name: registry.pins(name)[-1].version for name in ("lmcache",) if result.get(name) and name not in given}
-        executed.note(driver, {**releases, **own}, work / "state" if bundle else None, with_stock)
         return result
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -111,7 +112,9 @@ def _played(
 ) -> Iterator[proving.Outcome]:
     """Each patch's outcome, in their order; as many are played at once as there are processors for."""
     outcomes = threads.each(
-        lambda pair: proving.prove(*pair, where), pairs, at_once=min(8, len(os.sched_getaffinity(0)))
+        lambda pair: proving.prove(*pair, functools.partial(playing.play, where=where)),
+        pairs,
+        at_once=min(8, len(os.sched_getaffinity(0))),
     )
     columns = (SpinnerColumn(), TextColumn("{task.completed} of {task.total} patches"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import stat
 import sys
 import threading
 import traceback
@@ -48,7 +49,9 @@ def finding(case: Any) -> str | None:
 
 
 def end_with_caller() -> None:
-    """End this process, and what it started, when who waits for it has ended: stdin ends then."""
+    """End this process, and what it started, when who waits for it has ended: the pipe that is its stdin ends then."""
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
 
     def wait() -> None:
         while os.read(0, 4096):

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,31 +45,36 @@ class Played:
         return {sentence: what for sentence, what in self.cases.items() if what is not None}
 
 
-def play(proof: Path, where: Interpreter, patch: str = "", bundle: Path | None = None) -> Played:
-    """Play the proof once: with a bundle that has this patch, or on the code as it is.
+Play = Callable[[Path, str, Path | None], Played]
+"""Plays a proof once: with a bundle that has the patch of this name, or, where there is none, on the code as it is."""
 
-    It ends with this process, however that ends.
-    """
+
+def play(proof: Path, patch: str, bundle: Path | None, where: Interpreter) -> Played:
+    """As `Play`, in a process that ends with this one, however that ends."""
     with tempfile.TemporaryDirectory(prefix="livepatch-prove-") as temporary:
         work = Path(temporary)
         (work / "state").mkdir()
-        command = [
-            where.python,
-            "-B",
-            str(IN_PROCESS),
-            str(proof.resolve()),
-            str(DRIVERS),
-            str(STANDINS),
-            *where.places,
-        ]
-        environ = _environ(work, [*([str(bundle)] if bundle else []), *where.path], patch)
+        environ = _environ(work, [*([str(bundle)] if bundle else []), *where.path], patch if bundle else "")
+        command = [where.python, "-B", *words(proof, where.places)]
         status, said = _ended(command, environ, work, where.seconds)
         reports = [json.loads(file.read_text("utf-8")) for file in sorted((work / "state").glob("*.json"))]
     found = _of_output(said)
     if found is None:
         return Played(trouble=_why(status, said, where.seconds))
+    return of(found, reports, patch, where.places)
+
+
+def words(proof: Path, packages: Iterable[str]) -> list[str]:
+    """The program that plays a proof, and its arguments."""
+    return [*map(str, (IN_PROCESS, proof.resolve(), DRIVERS, STANDINS)), *packages]
+
+
+def of(
+    found: Mapping[str, Any], reports: Iterable[Mapping[str, Any]], patch: str, places: Mapping[str, Sequence[str]]
+) -> Played:
+    """What the program printed, and what its process reported of the patch."""
     for package, file in found["packages"].items():
-        if file is None or not any(Path(file).is_relative_to(place) for place in where.places[package]):
+        if file is None or not any(Path(file).is_relative_to(place) for place in places[package]):
             return Played(trouble=f"{package} was imported from {file}, which is not the one that was looked at")
     described = [one for report in reports for one in report["patches"] if one["name"] == patch]
     own = next((one for one in described if one["state"] != "armed"), described[0] if described else None)

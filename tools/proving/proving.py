@@ -48,7 +48,7 @@ class Outcome:
         return {key: value for key, value in vars(self).items() if key != "name"}
 
 
-def prove(entry: Entry, judged: Judged, where: playing.Interpreter) -> Outcome:
+def prove(entry: Entry, judged: Judged, play: playing.Play) -> Outcome:
     """Play a patch's proof on what `judged` is about."""
     patch, decision = entry.patch, judged.decision
     code = {name: digest for name, digest in judged.installed.code.items() if digest is not None}
@@ -75,13 +75,13 @@ def prove(entry: Entry, judged: Judged, where: playing.Interpreter) -> Outcome:
     proof = entry.folder / PROOF
     if not proof.is_file():
         return not_run("no-proof", f"{entry.folder} has no {PROOF}")
-    stock = playing.play(proof, where)
+    stock = play(proof, patch.name, None)
     if stock.trouble is not None:
         return not_run("not-built", stock.trouble)
     outcome = replace(outcome, cases=_beside(stock.cases, {}))
     if not stock.wrong:
         return replace(outcome, outcome="no-fault", reason="no-fault", detail="stock is right in all cases")
-    return _of_trials(outcome, stock, _trials(entry, judged, code, where))
+    return _of_trials(outcome, stock, _trials(entry, judged, code, play))
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Trial:
         return self.acted and self.played.trouble is None and not self.played.wrong
 
 
-def _trials(entry: Entry, judged: Judged, code: Mapping[str, str], where: playing.Interpreter) -> Iterator[Trial]:
+def _trials(entry: Entry, judged: Judged, code: Mapping[str, str], play: playing.Play) -> Iterator[Trial]:
     """The proof patched, with each set of facts that may be that of the code: of known code one."""
     form = judged.decision.variant
     known = judged.decision.verdict != "drifted" and form is not None
@@ -114,7 +114,7 @@ def _trials(entry: Entry, judged: Judged, code: Mapping[str, str], where: playin
             made = replace(entry, facts=tried, patch=to_patch(entry.patch.name, tried))
             placing.write_directory(bundle.contents({entry.patch.name: made}), place)
             fits = any(one.facts == facts and _fits(entry.patch, one, code) for one in forms)
-            yield Trial(facts, playing.play(entry.folder / PROOF, where, entry.patch.name, place), fits)
+            yield Trial(facts, play(entry.folder / PROOF, entry.patch.name, place), fits)
 
 
 def _fits(patch: Patch, form: Variant, code: Mapping[str, str]) -> bool:
