@@ -299,7 +299,7 @@ def new(
     """A patch's folder to begin with: patch.toml, and wrappers that change nothing. `lock` is next."""
     tree = checking.tree_of(target, release, site_packages)
     folder = scaffold.new(name, target, out, tree)
-    command.say(f"{folder}: say in patch.toml what it is, in wrappers.py what it does; then")
+    command.say(f"{folder}: say in patch.toml what it is, in wrappers.py what it does, in proof.py what shows it; then")
     asked = f"--site-packages {site_packages}" if site_packages else f"--release {getattr(tree, 'version', 'VERSION')}"
     command.say(f"  vllm-livepatch lock {folder} {asked}")
     command.say(f"  vllm-livepatch ready {folder}")

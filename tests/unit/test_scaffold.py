@@ -9,7 +9,7 @@ from vllm_livepatch.tools.commands import rendering
 from vllm_livepatch.tools.toml import tomllib
 from vllm_livepatch.tools.upkeep import versions
 
-from tests.unit.support import STEP, USE_STEP, Cli, Sandbox
+from tests.unit.support import PYTHON, STEP, USE_STEP, Cli, Sandbox
 
 MODULE = "fakeengine.scheduler"
 
@@ -58,12 +58,19 @@ def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:
         f"patch.toml does not say: {key}" for key in ("title", "fault", "symptom", "why", "change", "origin")
     ]
     assert any(line.startswith("there is no patch.lock: ") for line in lacks)
+    assert {"wrappers.py still has a TODO", "proof.py still has a TODO"} <= {*lacks}
     assert cli("lock", str(folder), "--site-packages", str(sandbox.site)).code == 0
     (folder / "wrappers.py").write_text(text.replace("TODO", "Steps").replace("original(number,", "original(0,", 1))
     said = (folder / "patch.toml").read_text("utf-8").replace("TODO: ", "")
     (folder / "patch.toml").write_text(said, "utf-8")
+    looked = "from fakeengine.scheduler import Scheduler\n    return None if Scheduler().step(7) == [0] else 'it is 7'"
+    proof = (folder / "proof.py").read_text("utf-8").replace('return "TODO: nothing was looked at"', looked)
+    (folder / "proof.py").write_text(proof.replace("TODO: ", ""), "utf-8")
     done = cli("ready", str(out))
     assert (done.code, done.out) == (0, "my-fix: ready\n")
+    where = ("--python", PYTHON, "--site-packages", str(sandbox.site))
+    done = cli("prove", "--patch-dir", str(out), "--only", "my-fix", *where)
+    assert " ".join(done.out.split()) == "my-fix proven stock shows the fault, patched is right in its one case"
     sandbox.generate()
     assert sandbox.python(USE_STEP).out == "[0]\n"
     assert sandbox.reported("my-fix")["state"] == "applied"

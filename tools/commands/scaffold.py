@@ -15,6 +15,7 @@ from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.bundles import catalogue, leading
+from vllm_livepatch.tools.bundles.patch_files import PROOF
 from vllm_livepatch.tools.commands.rendering import FAULT
 from vllm_livepatch.tools.diffs.folder import folder_of
 from vllm_livepatch.tools.errors import UserError
@@ -45,6 +46,24 @@ _FUNCTION = """
     {prefix}def {name}({parameters}) -> Any:
         {answer}
 """
+
+
+_PROOF = '''"""{todo}: what is looked at, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+
+def look() -> str | None:
+    """What went wrong, or nothing: the fault on the code as it is, nothing where the patch is applied."""
+    return "{todo}: nothing was looked at"
+
+
+def cases() -> Mapping[str, Callable[[], str | None]]:
+    """By its sentence, what is looked at."""
+    return {{"{todo}: what is looked at, in a sentence.": look}}
+'''
 
 
 def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
@@ -88,6 +107,7 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
     files = {
         "patch.toml": _TOML.format(todo=TODO, most=FAULT, package=package, targets=listed),
         "wrappers.py": "\n".join(code),
+        PROOF: _PROOF.format(todo=TODO),
     }
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -162,6 +182,11 @@ def missing(folder: Path) -> list[str]:
     text = (folder / "wrappers.py").read_text("utf-8")
     if TODO in text:
         found.append(f"wrappers.py still has a {TODO}")
+    proof = folder / PROOF
+    if not proof.is_file():
+        found.append(f"there is no {PROOF}, which shows the fault, and that it is gone")
+    elif TODO in proof.read_text("utf-8"):
+        found.append(f"{PROOF} still has a {TODO}")
     counted = set(re.findall(r"livepatch\.count\(\s*[\"']([a-z_]+)[\"']", _code(folder)))
     for kind in sorted(counted - set(patch.about.get("counters", {}))):
         found.append(f"patch.toml does not say what the counter {kind} means, in [about.counters]")

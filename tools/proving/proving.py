@@ -135,7 +135,8 @@ def _of_trials(outcome: Outcome, stock: playing.Played, trials: Iterator[Trial])
     if passed:
         (one,) = passed
         cases = _beside(stock.cases, one.played.cases)
-        detail = f"stock shows {_count(stock.wrong)}, patched is right in all {len(one.played.cases)} cases"
+        right = "right in its one case" if len(cases) == 1 else f"right in all {len(cases)} cases"
+        detail = f"stock shows {_count(stock.wrong)}, patched is {right}"
         return replace(outcome, outcome="proven", reason="proven", detail=detail, facts=dict(one.facts), cases=cases)
     wrong = next((trial for trial in tried if trial.acted and trial.played.wrong), None)
     if wrong is not None:
