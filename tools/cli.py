@@ -17,11 +17,20 @@ from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, others, placing
 from vllm_livepatch.tools.bundles import guard as guards
-from vllm_livepatch.tools.commands import checking, diagnosing, ending, locking, monitor, rendering, scaffold, waiting
+from vllm_livepatch.tools.commands import (
+    checking,
+    diagnosing,
+    elsewhere,
+    ending,
+    locking,
+    monitor,
+    rendering,
+    scaffold,
+    waiting,
+)
 from vllm_livepatch.tools.commands import from_diff as diffing
 from vllm_livepatch.tools.commands import matrix as matrices
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab.options import lab
 from vllm_livepatch.tools.proving import command as proving
 from vllm_livepatch.tools.proving import playing, proofs
 from vllm_livepatch.tools.releases import published
@@ -458,7 +467,7 @@ def deploy(
     print(deploying.text(form, image, model, bundle_image, image_volume), end="")
 
 
-app.command("lab")(lab)
+elsewhere.add_lab(app)
 
 
 def _print_json(value: Any) -> None:

@@ -12,14 +12,8 @@ from typing import Any
 
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.proving.playing import DRIVERS
 from vllm_livepatch.tools.releases import sources
-
-HERE, TESTS = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "tests"
-# In a wheel they are beside this module, in a checkout where the tests have them.
-STANDINS, DRIVERS = (
-    packed if (packed := HERE / name).is_dir() else TESTS / below
-    for name, below in (("standins", "standins"), ("driver", "releases/driver"))
-)
 
 
 def run(

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools.bench.drivers import DRIVERS, STANDINS
 
-HERE = Path(__file__).resolve().parent
+HERE, TESTS = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "tests"
 IN_PROCESS = HERE / "in_process.py"
+# In a wheel they are beside this module, in a checkout where the tests have them.
+STANDINS, DRIVERS = (
+    packed if (packed := HERE / name).is_dir() else TESTS / below
+    for name, below in (("standins", "standins"), ("driver", "releases/driver"))
+)
 SECONDS = 300.0
 """Longest time for one playing."""
 
