@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ...sitecustomize import cache, report, reporting, settings
 from ..errors import UserError
+from . import edited
 from .verdicts import Catalogue, Judged, here
 from .verifying import Verified, verified
 
@@ -55,6 +56,7 @@ def examine(place: str, catalogue: Catalogue) -> Diagnosis:
         Check("wrapt", *_wrapt()),
         Check("cache", *_cache()),
         Check("state directory", *(cache.in_time(_state) or (WARNING, "its file system does not answer"))),
+        *(Check("edited files", *found) for found in _edited(catalogue)),
         *(Check("patches", *found) for found in _patches(packages, judged)),
     ]
     return Diagnosis(found.digest if found else None, checks, packages, judged)
@@ -242,6 +244,15 @@ def _state() -> Finding:
     if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
         return WARNING, f"no report can be left in {where}: {above} cannot be written to"
     return OK, where
+
+
+def _edited(catalogue: Catalogue) -> Iterator[Finding]:
+    """Installed files that a recipe edits: a patch refuses such code, and says no more than that it differs."""
+    looked = cache.in_time(edited.look, catalogue.patches)
+    if looked is None:
+        yield WARNING, "the file system of the packages does not answer: whether a recipe edits them is not known"
+    elif looked.text:
+        yield (WARNING if looked.edited else OK), looked.text
 
 
 def _patches(packages: dict[str, str | None], judged: list[Judged]) -> Iterator[Finding]:
