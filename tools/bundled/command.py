@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from ...sitecustomize.decision import Patch
 from ...sitecustomize.redaction import sentence
 from ..errors import UserError
-from . import doctor, status, summary, verdicts
+from . import doctor, grouping, status, summary, verdicts
 from .verifying import check_digest, verified
 
 
@@ -207,16 +207,14 @@ def _check(options: argparse.Namespace) -> int:
     else:
         releases = (f"{name} {release or 'of unknown release'}" for name, release in packages.items())
         say(f"checked: {', '.join(releases) or 'none of the packages that these patches are for'}")
-        rows = [
-            (
-                answer.patch.name,
-                answer.decision.verdict,
-                "yes" if answer.decision.apply else "no",
-                answer.decision.detail,
-            )
-            for answer in judged
-        ]
-        say("\n".join(summary.columns([("patch", "verdict", "applies", "why"), *rows])))
+        rows: list[tuple[str, ...]] = [("patch", "verdict", "applies", "why")]
+        for heading, some in grouping.titled(judged, lambda answer: answer.patch):
+            rows += [("", "", "", ""), (f"{heading}:", "", "", "")] if heading else []
+            for answer in some:
+                decision = answer.decision
+                applies = "yes" if decision.apply else "no"
+                rows.append((answer.patch.name, decision.verdict, applies, decision.detail))
+        say("\n".join(summary.columns(rows)))
     for message in unusable:
         print(f"vllm-livepatch: {message}", file=sys.stderr)
     if not packages:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 from vllm_livepatch.sitecustomize.decision import APPLIED, variable
+from vllm_livepatch.tools.bundled.grouping import titled
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.commands.rendering import FAULT, coloured, table_of
 from vllm_livepatch.tools.compatibility.check import Checked
@@ -39,10 +40,13 @@ def print_check(
     console.print(Text(f"checked: {found or 'none of the packages that these patches are for'}"))
     stops = _stops(answers)
     rows = Listing("patch", "verdict", "applies", "why" if verbose else "fault, or why not")
-    for answer in answers:
-        why = answer.decision.detail if verbose else _short(answer, stops)
-        applies = "yes" if answer.decision.apply else "no"
-        rows.add_row(answer.patch.name, coloured(answer.decision.verdict), applies, Text(why))
+    for heading, some in titled(answers, lambda answer: answer.patch):
+        if heading:
+            rows.add_heading(f"{heading}:")
+        for answer in some:
+            why = answer.decision.detail if verbose else _short(answer, stops)
+            applies = "yes" if answer.decision.apply else "no"
+            rows.add_row(answer.patch.name, coloured(answer.decision.verdict), applies, Text(why))
     console.print(rows)
     applied = sum(answer.decision.apply for answer in answers)
     off = any(answer.decision.reason == "optional" for answer in answers)

@@ -22,6 +22,11 @@ class Listing:
     def add_row(self, *cells: str | Text) -> None:
         self._rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
 
+    def add_heading(self, text: str) -> None:
+        """Of the rows that follow, below an empty line. It stands in the first column."""
+        rest = [Text()] * (len(self._columns) - 1)
+        self._rows += [[Text(), *rest], [Text(text, style="bold"), *rest]]
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = [[Text(name) for name in self._columns], *self._rows]
         widths = [max(row[place].cell_len for row in cells) for place in range(len(self._columns))]

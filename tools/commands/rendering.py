@@ -12,6 +12,7 @@ from rich.text import Text
 from vllm_livepatch.sitecustomize import settings
 from vllm_livepatch.sitecustomize.decision import Option, Patch, variable
 from vllm_livepatch.tools.bundled import summary as plain
+from vllm_livepatch.tools.bundled.grouping import titled
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.compatibility.drift import version_key
 from vllm_livepatch.tools.releases import span
@@ -94,15 +95,22 @@ def _companions(patch: Patch) -> dict[str, list[str]]:
     }
 
 
-def catalogue_table(patches: Iterable[Patch]) -> Table:
-    """A line a patch, on a terminal of 80 columns."""
+def catalogue_table(patches: Iterable[Patch]) -> Group:
+    """A line a patch, by group, on a terminal of 80 columns; below them, how a group is turned off."""
+    grouped = titled(patches, lambda patch: patch)
     table = table_of("patch", "without it", "needed on", "auto")
     table.collapse_padding = True
-    for patch in patches:
-        needed = f"{patch.package} {span(releases(patch, 'needed')).replace(' to ', '-')}"
-        auto = {"needed": "on", "traced": "off"}.get(patch.auto, patch.auto)
-        table.add_row(patch.name, str(patch.about.get("fault", patch.title)), needed, auto)
-    return table
+    for heading, some in grouped:
+        if heading:
+            table.add_row()
+            table.add_row(Text(f"{heading}:", style="bold"))
+        for patch in some:
+            needed = f"{patch.package} {span(releases(patch, 'needed')).replace(' to ', '-')}"
+            auto = {"needed": "on", "traced": "off"}.get(patch.auto, patch.auto)
+            table.add_row(patch.name, str(patch.about.get("fault", patch.title)), needed, auto)
+    switch = settings.of_group(next((patch.group for _, some in grouped for patch in some if patch.group), ""))
+    hint = Text(f"\n{switch}=off turns a group off; docs/status.md has all groups")
+    return Group(table, hint) if any(heading for heading, _ in grouped) else Group(table)
 
 
 def explained(option: Option) -> str:

@@ -12,10 +12,13 @@ from typing import Annotated
 
 import typer
 from vllm_livepatch.sitecustomize.decision import Patch, variable
+from vllm_livepatch.sitecustomize.settings import of_group
+from vllm_livepatch.tools.bundled.grouping import REST, TITLES, sections
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import ending, matrix, rendering
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import registry, span
+from vllm_livepatch.tools.upkeep import recipes
 
 FURTHER = {
     "chunked-lmcache-load": ("chunked-load.md",),
@@ -42,10 +45,8 @@ HEAD = """# Patches
 
 `vllm-livepatch show NAME` prints the same, with the code that is patched and each release's fingerprint; `check` says
 which of them your release needs. From a message in the log to its patch: [troubleshooting](../troubleshooting.md).
-Every patch on every release: [compatibility](../compatibility.md).
-
-| patch | what it does | of | needed on | by default |
-|---|---|---|---|---|
+Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of site-packages:
+[recipes](../recipes.md).
 """
 
 
@@ -182,7 +183,8 @@ def of_all(patches: list[Patch]) -> dict[str, str]:
         error = patch.about.get("own_error")
         if error:
             errors.append(f"| `{patch.name}` | {_cell(error['changed'])} | {_cell(error['done'])} |")
-    return {"never-wrong.md": "\n".join(gives_up), "own-errors.md": "\n".join(errors)}
+    replaced = recipes.table(patches, lambda patch: _spans(patch).get("needed", "none"), _link)
+    return {"never-wrong.md": "\n".join(gives_up), "own-errors.md": "\n".join(errors), "recipes.md": replaced}
 
 
 def with_rows(docs: Path) -> dict[Path, str]:
@@ -201,12 +203,19 @@ def placed(text: str, table: str) -> str:
 
 
 def index(patches: list[Patch]) -> str:
-    rows = [
-        f"| [`{patch.name}`]({patch.name}.md) | {_cell(patch.title)} | {matrix.NAMES[patch.package]} "
-        f"| {_spans(patch).get('needed', 'none')} | {rendering.DEFAULTS.get(patch.auto, 'on')} |"
-        for patch in patches
-    ]
-    return HEAD + "\n".join(rows) + "\n"
+    lines = [HEAD]
+    for group, some in sections(patches, lambda patch: patch):
+        heading = TITLES.get(group, group) or REST
+        lines += [f"## {_first(heading)}", ""]
+        lines += [f"`{of_group(group)}=off` turns all of these off.", ""] if group else []
+        lines += ["| patch | what it does | of | needed on | by default |", "|---|---|---|---|---|"]
+        lines += [
+            f"| [`{patch.name}`]({patch.name}.md) | {_cell(patch.title)} | {matrix.NAMES[patch.package]} "
+            f"| {_spans(patch).get('needed', 'none')} | {rendering.DEFAULTS.get(patch.auto, 'on')} |"
+            for patch in some
+        ]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def texts() -> dict[str, str]:
