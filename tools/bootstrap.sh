@@ -4,13 +4,13 @@
 #
 # prints the interpreter of an environment, under the user's cache directory, with this checkout installed (editable)
 # and the named extras of pyproject.toml. What was built before is used again until pyproject.toml changes.
-# Progress goes to stderr. Without a usable Python: one line, and the exit code 2.
+# Progress goes to stderr. Without a usable Python: one line, and the exit code 2. TOOLS_PYTHON names the one to be used.
 
 _checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 
 _usable_python() {
     local name
-    for name in python3.11 python3.12 python3.13 python3.10 python3; do
+    for name in ${TOOLS_PYTHON:-python3.11 python3.12 python3.13 python3.10 python3}; do
         if "$name" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null
         then
             command -v "$name"

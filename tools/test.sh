@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # Every check of the project, on a fresh machine with Python 3.11 and nothing else: style, types, unit tests, the release
 # tests against every pinned vLLM, and the engine itself. Environments and sources are kept in the user's cache.
+#
+#   tools/test.sh [fast] [PYTEST'S ARGUMENTS]...
+#
+# `fast` is style, types and the unit tests without those of tests/unit/slow.txt: before each commit.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/bootstrap.sh
@@ -10,6 +14,25 @@ python=$(ensure_tool_env lab,test)
 # A test that hangs is ended by --timeout, with the stack of each thread.
 again=(--reruns 1 -r fER)
 step() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
+
+if [ "${1-}" = fast ]; then
+    shift
+    log=$(mktemp)
+    tools/types.sh "$python" >"$log" 2>&1 &
+    typing=$!
+    trap 'kill "$typing" 2>/dev/null || true; rm -f "$log"' EXIT
+    step "style, and types in the background"
+    "$python" -m ruff check .
+    "$python" -m ruff format --check .
+    step "the unit tests that take the least"
+    mapfile -t slow < <(sed 's|^|--ignore=tests/unit/|' tests/unit/slow.txt)
+    "$python" -m pytest tests/unit -n 2 --dist loadfile -q --timeout 300 "${slow[@]}" "$@"
+    step "types"
+    wait "$typing" || { cat "$log"; exit 1; }
+    cat "$log"
+    step "done"
+    exit
+fi
 
 step "in the background: the engine's environment and the pinned sources"
 log=$(mktemp)

@@ -138,6 +138,18 @@ def test_another_interpreter_has_a_tool_environment_of_its_own(tmp_path: Path) -
     assert len(places) == 2
 
 
+def test_the_tools_interpreter_can_be_named(tmp_path: Path) -> None:
+    """As the workflow does, which has several on PATH. Another one is not taken in its place."""
+    (tmp_path / "mine").symlink_to(PYTHON)
+    asked = ["bash", "-c", f'source "{ROOT}/tools/bootstrap.sh"; _usable_python']
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    named = finish(asked, {**environ, "TOOLS_PYTHON": "mine"})
+    assert (named.code, named.out) == (0, f"{tmp_path}/mine\n")
+    assert finish(asked, environ).code == 0
+    missing = finish(asked, {**environ, "TOOLS_PYTHON": "none"})
+    assert (missing.code, missing.out) == (2, "")
+
+
 def test_unmet_requirements_are_those_that_matter_without_a_gpu(tmp_path: Path) -> None:
     def install(name: str, version: str, *requires: str) -> None:
         place = tmp_path / "lib" / "python3.11" / "site-packages" / f"{name}-{version}.dist-info"
