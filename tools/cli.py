@@ -20,10 +20,10 @@ from vllm_livepatch.tools.bundles import guard as guards
 from vllm_livepatch.tools.commands import (
     checking,
     diagnosing,
-    elsewhere,
     ending,
     locking,
     monitor,
+    proving,
     rendering,
     scaffold,
     waiting,
@@ -31,7 +31,6 @@ from vllm_livepatch.tools.commands import (
 from vllm_livepatch.tools.commands import from_diff as diffing
 from vllm_livepatch.tools.commands import matrix as matrices
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.proving import command as proving
 from vllm_livepatch.tools.proving import playing, proofs
 from vllm_livepatch.tools.releases import published
 
@@ -467,7 +466,19 @@ def deploy(
     print(deploying.text(form, image, model, bundle_image, image_volume), end="")
 
 
-elsewhere.add_lab(app)
+try:
+    from vllm_livepatch.tools.lab.options import lab
+except ImportError:
+
+    @app.command("lab", context_settings={"ignore_unknown_options": True})
+    def _no_lab(words: Annotated[list[str] | None, typer.Argument(metavar="TOPOLOGY", hidden=True)] = None) -> None:
+        """A real topology on this machine. It comes with vllm-livepatch-lab, which is not installed."""
+        raise UserError(
+            f"the lab is a distribution of its own: pip install vllm-livepatch-lab=={bundle.version()} "
+            "(in a checkout: pip install ./tools/lab)"
+        )
+else:
+    app.command("lab")(lab)
 
 
 def _print_json(value: Any) -> None:

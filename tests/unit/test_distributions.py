@@ -1,10 +1,9 @@
-"""The two distributions of this checkout, built as pip builds them: what each holds, and what the first does alone."""
+"""The two distributions of this checkout, built as pip builds them: what each holds."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -12,17 +11,8 @@ import pytest
 from vllm_livepatch.tools.bundles import bundle
 from vllm_livepatch.tools.toml import tomllib
 
-from tests.unit.support import PYTHON, Done, Sandbox, finish
-
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = {"vllm-livepatch": ROOT, "vllm-livepatch-lab": ROOT / "tools" / "lab"}
-PROOF = """\
-    import result
-    from fakeengine.scheduler import Scheduler
-
-    def cases():
-        return {"A step is marked.": result.outcome_of(lambda: None if len(Scheduler().step(7)) == 2 else "it is not")}
-    """
 
 
 @pytest.fixture(scope="module")
@@ -81,28 +71,3 @@ def test_they_say_the_same_of_what_they_need() -> None:
     assert lab["version"] == main["version"]
     assert lab["dependencies"] == [f"vllm-livepatch=={main['version']}", *main["optional-dependencies"]["lab"]]
     assert lab["requires-python"] == main["requires-python"]
-
-
-def test_the_first_alone(wheels: dict[str, zipfile.ZipFile], sandbox: Sandbox) -> None:
-    """It says where the lab is, and proves patches by what is in it."""
-    site = sandbox.root / "installed"
-    wheels["vllm-livepatch"].extractall(site)
-    # As a path of its own: an editable install in there is not found by it.
-    beside = [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
-
-    def command(*words: str) -> Done:
-        environ = sandbox.environ(path=[site, *beside], COLUMNS="200")
-        return finish([PYTHON, "-m", "vllm_livepatch", *words], environ, cwd=sandbox.root)
-
-    done = command("lab", "engine", "--load")
-    assert (done.code, len(done.lines)) == (2, 1), done.err
-    assert f"pip install vllm-livepatch-lab=={bundle.version()}" in done.err
-
-    sandbox.patch()
-    sandbox.write({"proof.py": PROOF}, sandbox.patches / "around")
-    where = ("--python", PYTHON, "--site-packages", str(sandbox.site))
-    done = command("prove", "--patch-dir", str(sandbox.patches), "--only", *where)
-    assert done.out.split()[:2] == ["around", "proven"], done
-
-    wheels["vllm-livepatch-lab"].extractall(site)
-    assert "TOPOLOGY" in command("lab", "--help").out

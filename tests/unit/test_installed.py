@@ -11,22 +11,23 @@ from pathlib import Path
 from vllm_livepatch.tools.bundles import bundle, catalogue
 
 from tests.unit import debian
-from tests.unit.support import PYTHON, finish
+from tests.unit.support import PYTHON, Sandbox, finish
 
 ROOT = Path(__file__).parents[2]
 UV = (sys.executable, "-m", "uv")
 DIGEST = "from vllm_livepatch.tools.bundles import bundle, catalogue; print(bundle.digest(bundle.contents(catalogue.load())))"
 """Of the bundle without compiled wrapt, which it would ask the registry for."""
-DRIVERS = """
-import os
-from vllm_livepatch.tools.bench import drivers
-print(drivers.__file__)
-print(*sorted(os.listdir(drivers.DRIVERS)), *sorted(os.listdir(drivers.STANDINS)))
-"""
+PROOF = """\
+    import result
+    from fakeengine.scheduler import Scheduler
+
+    def cases():
+        return {"A step is marked.": result.outcome_of(lambda: None if len(Scheduler().step(7)) == 2 else "it is not")}
+    """
 NO_INDEX = re.compile("error sending request|dns error|Failed to fetch|Network connectivity is disabled")
 
 
-def test_uv_tool_install(tmp_path: Path) -> None:
+def test_uv_tool_install(tmp_path: Path, sandbox: Sandbox) -> None:
     """The wheel, which is built of the sdist: in a home that has nothing it generates this checkout's bundle, to the byte."""
     subprocess.run([*UV, "build", "--quiet", "--out-dir", tmp_path, ROOT], check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
@@ -46,17 +47,12 @@ def test_uv_tool_install(tmp_path: Path) -> None:
     assert (done.code, done.out.strip()) == (0, bundle.digest(bundle.contents(catalogue.load()))), done.err
     done = finish([command, "deploy", "kubernetes"], clean)
     assert (done.code, done.err) == (0, "")
-    # Without the extras: the lab says how it is used, and what it needs; the benchmarks are there, and one runs.
-    done = finish([command, "lab", "--help"], clean)
-    assert (done.code, done.err) == (0, "")
-    assert "TOPOLOGY" in done.out
     done = finish([command, "lab", "pd-nixl", "--dry-run"], clean)
     assert (done.code, len(done.lines)) == (2, 1)
-    assert done.err.startswith("vllm-livepatch: the lab needs more packages (in the checkout: pip install '.[lab]')")
-    python = tmp_path / "tools/vllm-livepatch/bin/python"
-    where, names = finish([python, "-c", DRIVERS], clean, cwd=tmp_path).out.splitlines()
-    assert Path(where).is_relative_to(tmp_path)
-    assert {"real_scheduler.py", "reaper_steps.py", "mori", "aiter"} <= set(names.split())
-    done = finish([python, "-m", "vllm_livepatch.tools.bench.startup", "--rounds", "1"], clean, cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert "python -c pass" in done.out
+    assert f"pip install vllm-livepatch-lab=={bundle.version()}" in done.err
+    # What proofs are made of is in it.
+    sandbox.patch()
+    sandbox.write({"proof.py": PROOF}, sandbox.patches / "around")
+    where = ("--python", PYTHON, "--site-packages", sandbox.site)
+    done = finish([command, "prove", "--patch-dir", sandbox.patches, "--only", *where], clean)
+    assert done.out.split()[:2] == ["around", "proven"], done

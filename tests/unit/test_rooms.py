@@ -17,7 +17,7 @@ LEVELS = (
     ("compatibility",),
     ("diffs",),
     ("bundles",),
-    ("deploy",),
+    ("deploy", "proving"),
     ("commands",),
     ("lab",),
     ("cli",),

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.tools.bench import figures
-from vllm_livepatch.tools.bench.drivers import DRIVERS
 from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import environments
+from vllm_livepatch.tools.proving.playing import DRIVERS
 
 TRANSFER = Path(__file__).resolve().parents[2] / "patches" / "mp_block_transfer" / "transfer.py"
 OTHERS = ("memcpy", "rows", "loop", "upstream, tensors", "upstream, addresses")

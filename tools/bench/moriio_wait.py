@@ -14,12 +14,13 @@ from pathlib import Path
 from vllm_livepatch.tools.bench import drivers, figures
 from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.lab import environments
+from vllm_livepatch.tools.proving.playing import STANDINS
 
 
 def measured(release: str = "0.22.1", rounds: int = 40, transfers: int = 1000, python: Path | None = None) -> Figures:
     """A wait's median, stock and patched; and what polling takes of a core."""
     engine = python or environments.engine()
-    found = drivers.run("moriio_wait", release, [rounds, transfers], engine, drivers.STANDINS)
+    found = drivers.run("moriio_wait", release, [rounds, transfers], engine, STANDINS)
     rows = [
         [
             f"wait for {transfers:,} transfers: {kind}",

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_livepatch.tools.bench import figures
-from vllm_livepatch.tools.bench.drivers import DRIVERS
 from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.lab import environments
+from vllm_livepatch.tools.proving.playing import DRIVERS
 from vllm_livepatch.tools.releases import registry, sources
 
 GIB = 1 << 30
