@@ -65,6 +65,9 @@ step "release tests"
 step "the real schedulers in worlds drawn from a seed"
 "$python" -m pytest tests/simulation -n 2 -q --timeout 600 "${again[@]}" "$@"
 
+step "loads without a fault, stock and patched side by side"
+"$python" -m pytest tests/scale -n 2 -q --timeout 600 "${again[@]}" "$@"
+
 step "engines on Ray and under Slurm"
 wait "$fleets" || { cat "$log.fleets"; exit 1; }
 fleets=

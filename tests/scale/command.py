@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_livepatch.tools.measured import measured_on
 
-from tests.scale import judge, plans
+from tests.scale import fleets, judge, plans
 from tests.simulation import setups
 
 # Found as setups finds it.
@@ -65,10 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory, open(os.devnull, "w", encoding="utf-8") as nowhere:
         bundle = asked.bundle and asked.bundle.resolve()
         bundle = bundle or setups.made_bundle(Path(directory) / "bundle")
+        mixed = [fleet for fleet in fleets.FLEETS if asked.long and fleet.name in (asked.load or [fleet.name])]
+        others = fleets.older(Path(directory)) if mixed else {}
         with pair() as interpreters:
             for release in asked.release or RELEASES:
                 with contextlib.redirect_stdout(nowhere):  # what drivers say is for pytest
                     loads[release] = compare(interpreters, release, bundle, [each for each in groups if each.jobs])
+                    for fleet in mixed:
+                        loads[release] |= fleets.played(interpreters, release, bundle, others, fleet)
                 print(f"{release}: {found_in(loads[release]) or 'nothing found'}", file=sys.stderr)
     report = json.dumps(
         {

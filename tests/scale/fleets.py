@@ -1,22 +1,21 @@
-"""`python -m tests.scale.fleets`: NIXL push engines with the bundle beside engines with an older one, and with none.
+"""Mixed fleets: engines and servers with this bundle beside others with an older one, or with none.
 
-Each pair is played as a pair without any bundle is; it must hear and hold the same. The requests are push_mixed.py's. Of
-LMCache's server and worker and of Mooncake's engines there is no such pair yet.
+NIXL's push engines, Mooncake's engines, and LMCache's server and workers, each pair in two processes, and nothing fails.
+A pair is played as a pair without any bundle is; it must hear and hold the same. The requests are those of the driver.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_livepatch.tools.lab import revisions
+from vllm_livepatch.tools.lab import environments, revisions
 
-from tests.scale import command, plans
+from tests.scale import judge, plans
 from tests.simulation import setups
 
 # Found as setups finds it.
@@ -25,51 +24,78 @@ from prefill_decode_drive import nixl_site  # isort: skip
 
 OLDER = {"0.1.5": "53fbf18", "0.1.9": "c775e6c"}
 """Versions that a fleet may still have, and the revisions that they are made of."""
-ROLES = ("prefill", "decode")
-"""Which of the two has this checkout's bundle."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Play the pairs, and print what each came to where that is not what two stock engines come to; 1 where one did."""
-    parsed = argparse.ArgumentParser(prog="python -m tests.scale.fleets", description=__doc__)
-    parsed.add_argument(
-        "--release", action="append", help=f"may be given again (default: {', '.join(command.RELEASES)})"
-    )
-    asked = parsed.parse_args(arguments)
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as directory, setups.interpreters(1, setups.engine_python()) as (warm,):
-        bundle = setups.made_bundle(Path(directory) / "bundle")
-        others = {"none": "none"}
-        for version, revision in OLDER.items():
-            others[version] = str(Path(directory) / version)
-            revisions.command_line("generate", "--out", others[version], path=revisions.checkout(revision))
-        for release in asked.release or command.RELEASES:
-            stock = pair(warm, release, None, "prefill", "none")
-            for version, other in others.items():
-                for role in ROLES:
-                    name = f"{release}: {role} with this bundle, the other with {version}"
-                    cases = pair(warm, release, bundle, role, other)
-                    found[name] = {case: came for case, came in cases.items() if came != stock[case]}
-                    print(f"{name}: {found[name] or 'as on stock'}", file=sys.stderr, flush=True)
-    print(json.dumps(found))
-    return 1 if any(found.values()) else 0
+@dataclass(frozen=True)
+class Fleet:
+    """A load of two processes: a driver, and its two `roles`, of which the process with this bundle has one."""
+
+    name: str
+    driver: str
+    roles: tuple[str, str]
+    environ: Mapping[str, str]
+    needs: Callable[[Path], Sequence[Path]]
+    """What an interpreter lacks of it: folders for its path."""
+    arguments: tuple[str, ...] = ()
+    """The driver's, before the role."""
 
 
-def pair(warm: interpreter.Interpreter, release: str, bundle: Path | None, role: str, other: str) -> dict[str, Any]:
-    """What decode hears and holds of each request, where one engine has this bundle and the other has another."""
+FLEETS = (
+    Fleet("fleet, NIXL push", "push_mixed", ("prefill", "decode"), plans.PUSH, lambda python: [nixl_site(python)]),
+    Fleet(
+        "fleet, Mooncake",
+        "mooncake_mixed",
+        ("prefill", "decode"),
+        plans.MOONCAKE,
+        lambda python: [environments.mooncake(python)],
+        ("1.0",),
+    ),
+    Fleet("fleet, LMCache", "lmcache_mixed", ("worker", "server"), plans.DEFAULT, lambda _: []),
+)
+
+
+def older(directory: Path) -> dict[str, str]:
+    """What the other process of a pair may have: no bundle, or one of an older version, made in this directory."""
+    others = {"none": "none"}
+    for version, revision in OLDER.items():
+        others[version] = str(directory / version)
+        revisions.command_line("generate", "--out", others[version], path=revisions.checkout(revision))
+    return others
+
+
+def played(
+    warm: Sequence[interpreter.Interpreter], release: str, bundle: Path, others: Mapping[str, str], fleet: Fleet
+) -> dict[str, dict[str, Any]]:
+    """Each pair of a fleet, by its name: what of it is not as on stock (`found`), and what each case came to (`ends`)."""
+    stock = pair(warm[0], release, None, fleet, fleet.roles[0], "none")
+    result = {}
+    for version, other in others.items():
+        with ThreadPoolExecutor(2) as pool:
+            both = pool.map(pair, warm, [release] * 2, [bundle] * 2, [fleet] * 2, fleet.roles, [other] * 2)
+        for role, cases in zip(fleet.roles, both, strict=True):
+            result[f"{fleet.name}: {role} with this bundle, the other with {version}"] = {
+                "found": judge.differences(stock, cases),
+                "ends": cases,
+            }
+    return result
+
+
+def pair(
+    warm: interpreter.Interpreter, release: str, bundle: Path | None, fleet: Fleet, role: str, other: str
+) -> dict[str, Any]:
+    """What each request comes to, where one process has this bundle and the other has another; or how the driver fails."""
     with tempfile.TemporaryDirectory() as work:
-        result = warm.run(
-            "push_mixed",
-            {"vllm": release},
-            Path(work),
-            bundle=bundle,
-            environ=plans.PUSH,
-            path=[nixl_site(setups.engine_python())],
-            arguments=[role, other],
-        )
+        try:
+            result = warm.run(
+                fleet.driver,
+                {"vllm": release},
+                Path(work),
+                bundle=bundle,
+                environ=fleet.environ,
+                path=fleet.needs(setups.engine_python()),
+                arguments=[*fleet.arguments, role, other],
+            )
+        except AssertionError as error:
+            return {judge.FAILS: str(error)}
     cases: dict[str, Any] = result["cases"]
     return cases
-
-
-if __name__ == "__main__":
-    sys.exit(main())

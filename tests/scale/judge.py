@@ -16,6 +16,8 @@ SPREAD = 1.5
 """So many times what a container had in the first half of a load is the most that it may have in the second..."""
 SOME = 64
 """...and so many entries more: a container has what is under way, more at one moment than at another."""
+FAILS = "the driver fails"
+"""The case of a mixed fleet that could not be played."""
 
 
 def findings(stock: Mapping[str, Any], patched: Mapping[str, Any]) -> list[str]:
@@ -33,6 +35,16 @@ def findings(stock: Mapping[str, Any], patched: Mapping[str, Any]) -> list[str]:
     if isinstance(stock["ends"], str) or "never ends" in stock["ends"]:
         found.append(f"stock itself ends with {stock['ends']}: the load shows nothing of the bundle")
     return found
+
+
+def differences(stock: Mapping[str, Any], cases: Mapping[str, Any]) -> list[str]:
+    """Which cases of a mixed fleet do not come to what they come to on stock; and how a driver fails, also on stock."""
+    names = [*stock, *(name for name in cases if name not in stock)]
+    return [
+        f"{name}: {cases.get(name)}, on stock {stock.get(name)}"
+        for name in names
+        if cases.get(name) != stock.get(name) or name == FAILS
+    ]
 
 
 def _disproportionate(once: Mapping[str, int], twice: Mapping[str, int]) -> Iterator[str]:

@@ -17,6 +17,7 @@ DEFAULT = {"LIVEPATCH_MOONCAKE_FAILED_LOADS": "auto", "LIVEPATCH_NIXL_PUSH_FAILU
 IDS_KEPT = {**DEFAULT, "LIVEPATCH_STABLE_REQUEST_IDS": "on"}
 """Never on by itself, and asked for by many: requests are named by their clients then, and names come again."""
 PUSH = {**DEFAULT, "LIVEPATCH_NIXL_PUSH_FAILURES": "on"}
+MOONCAKE = {**DEFAULT, "LIVEPATCH_MOONCAKE_FAILED_LOADS": "on", "LIVEPATCH_MOONCAKE_LAYERWISE": "on"}
 
 
 @dataclass

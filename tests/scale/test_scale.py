@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm_livepatch.tools.lab import revisions
 
-from tests.scale import command, judge, plans
+from tests.scale import command, fleets, judge, plans
 from tests.simulation import setups
 
 VERSION_0_1_9 = "c775e6c"
@@ -21,6 +21,9 @@ FOUND = {
     "life, ids kept": "stock ends with",
 }
 """What is wrong with version 0.1.9 on its newest releases, by the load that shows it."""
+
+OF_THE_RELEASES = ("push_mixed",)
+"""Drivers of fleets that the release tests play."""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +47,19 @@ def test_finds_what_was_wrong(interpreters: list[Any], tmp_path: Path) -> None:
         assert any(words in finding for finding in loads[name]["found"]), (name, loads[name])
 
 
+@pytest.mark.parametrize(
+    "fleet", [each for each in fleets.FLEETS if each.driver not in OF_THE_RELEASES], ids=lambda each: each.driver
+)
+def test_beside_no_bundle(fleet: fleets.Fleet, interpreters: list[Any], tmp_path: Path) -> None:
+    """Each side of a pair has the bundle while the other has none. The long form has older bundles, too."""
+    bundle = setups.made_bundle(tmp_path / "bundle")
+    pairs = fleets.played(interpreters, command.RELEASES[-1], bundle, {"none": "none"}, fleet)
+    assert command.found_in(pairs) == []
+    assert len(pairs) == 2
+
+
 def test_judged() -> None:
-    """What is judged worse, disproportionate or growing, and what is not."""
+    """What is judged worse, disproportionate, growing, or not as on stock, and what is not."""
     stock = {"ends": {"length": 3}, "grown": {"threads": 1}}
     small, large = {"patch": 5000, "few": 10}, {"patch": 10_900, "few": 1000}
     flat = [{"held": 10}, {"held": 60}, {"held": 50}, {"held": 80}]
@@ -65,3 +79,11 @@ def test_judged() -> None:
     assert judge.findings(dead, dead) == [
         "stock itself ends with AssertionError in schedule: the load shows nothing of the bundle"
     ]
+    fleet = {"first": [8, True], "left": 0}
+    assert judge.differences(fleet, dict(fleet)) == []
+    assert judge.differences(fleet, {"first": [8, False]}) == [
+        "first: [8, False], on stock [8, True]",
+        "left: None, on stock 0",
+    ]
+    fails = {judge.FAILS: "it ended with 1"}
+    assert judge.differences(fails, fails) == ["the driver fails: it ended with 1, on stock it ended with 1"]

@@ -9,33 +9,27 @@ heard and has of each request, whoever of the two says what.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import select
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import halves
 import lease_guard
 import nixl_agents
 import push_failures
 import real_scheduler as real
-import result as result_module
 import vllm
 from push_failures import Side
 from result import leave, print_result, until
 
-SECONDS = 300.0
 HELD_SECONDS = 2.5
 """How long decode is looked at where nothing is to come: it has asked, and prefill looks once a second."""
 
 
-class Half:
+class Half(halves.Half):
     """One side, in its process, and what it is told to do. Prefill and decode step as engines do, all the time."""
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -48,9 +42,6 @@ class Half:
         _, *found = self.side.ended()
         if any(found):
             self.heard.append((found[0], found[1], found[2]))
-
-    def do(self, name: str, *arguments: Any) -> Any:
-        return getattr(self, name)(*arguments)
 
     def who(self) -> tuple[str, int]:
         return self.side.engine_id, self.side.port
@@ -84,55 +75,6 @@ class Half:
 
     def outcome(self, request_id: str, blocks: list[int], seconds: float) -> dict[str, Any]:
         return push_failures.outcome_of(self.side, self.heard, request_id, blocks, seconds)
-
-    def serve(self, asked: IO[str], answers: IO[str]) -> None:
-        """Do what the other process says, until it says no more."""
-        while True:
-            if not select.select([asked], [], [], 0.001)[0]:
-                self.step()
-                continue
-            line = asked.readline()
-            if not line:
-                return
-            answers.write(json.dumps(self.do(*json.loads(line))) + "\n")
-            answers.flush()
-
-
-class Other:
-    """The side in the other process."""
-
-    def __init__(self, bundle: str, directory: Path) -> None:
-        ours = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if not is_bundle(entry)]
-        path = [*([bundle] if bundle != "none" else []), *ours]
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "other", str(directory)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(Path(__file__).parent)])},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self.step: Callable[[], None] = lambda: None  # of this process's side, meanwhile
-
-    def do(self, *asked: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        latest = time.monotonic() + SECONDS
-        while not select.select([self.process.stdout], [], [], 0.001)[0]:
-            assert time.monotonic() < latest, f"the other process does not answer {asked}"
-            self.step()
-        answer = self.process.stdout.readline()
-        assert answer, f"the other process has ended at {asked}"
-        return json.loads(answer)
-
-    def end(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.communicate(timeout=60)
-
-
-def is_bundle(entry: str) -> bool:
-    return (Path(entry) / "sitecustomize.py").exists()
 
 
 def story(prefill: Any, decode: Any) -> dict[str, Any]:
@@ -170,12 +112,11 @@ def main() -> None:
     real.quiet()
     role, given = sys.argv[1:]
     if role == "other":
-        assert result_module._stdout is not None
-        Half(Path(given), "other").serve(sys.stdin, result_module._stdout)
+        Half(Path(given), "other").serve()
         leave()
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        other = Other(given, place)
+        other = halves.Other(__file__, ["other", directory], given)
         half = Half(place, "this")
         other.step = half.step
         result = story(half, other) if role == "prefill" else story(other, half)
