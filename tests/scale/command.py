@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument(
         "--requests", type=int, default=plans.LIFE, help="requests of a long life (default: %(default)s)"
     )
-    parsed.add_argument("--write", action="store_true", help=f"keep the report in {KEPT.name}")
+    parsed.add_argument("--write", action="store_true", help=f"keep each release's report in {KEPT.name}")
     return parsed
 
 
@@ -60,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interpreter.SECONDS = LONG_SECONDS if asked.long else SHORT_SECONDS
     if asked.long:
         groups = [plans.Group({**each.environ, "SCALE_LIMIT_SECONDS": str(LONG_SECONDS)}, each.jobs) for each in groups]
-    loads: dict[str, Any] = {}
-    begun = time.monotonic()
+    reports: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory, open(os.devnull, "w", encoding="utf-8") as nowhere:
         bundle = asked.bundle and asked.bundle.resolve()
         bundle = bundle or setups.made_bundle(Path(directory) / "bundle")
@@ -69,25 +68,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         others = fleets.older(Path(directory)) if mixed else {}
         with pair() as interpreters:
             for release in asked.release or RELEASES:
+                begun = time.monotonic()
                 with contextlib.redirect_stdout(nowhere):  # what drivers say is for pytest
-                    loads[release] = compare(interpreters, release, bundle, [each for each in groups if each.jobs])
+                    loads = compare(interpreters, release, bundle, [each for each in groups if each.jobs])
                     for fleet in mixed:
-                        loads[release] |= fleets.played(interpreters, release, bundle, others, fleet)
-                print(f"{release}: {found_in(loads[release]) or 'nothing found'}", file=sys.stderr)
-    report = json.dumps(
-        {
-            **measured_on(HERE.parents[1]),
-            "command": shlex.join(["python", "-m", "tests.scale", *(sys.argv[1:] if arguments is None else arguments)]),
-            "lmcache": LMCACHE,
-            "wall_seconds": round(time.monotonic() - begun),
-            "releases": loads,
-        }
-    )
-    print(report)
-    if asked.write:
-        KEPT.parent.mkdir(exist_ok=True)
-        KEPT.write_text(report + "\n", encoding="utf-8")
-    return 1 if any(found_in(each) for each in loads.values()) else 0
+                        loads |= fleets.played(interpreters, release, bundle, others, fleet)
+                print(f"{release}: {found_in(loads) or 'nothing found'}", file=sys.stderr)
+                reports[release] = {
+                    **measured_on(HERE.parents[1]),
+                    "command": shlex.join(["python", "-m", "tests.scale", *(arguments or sys.argv[1:])]),
+                    "lmcache": LMCACHE,
+                    "wall_seconds": round(time.monotonic() - begun),
+                    "loads": loads,
+                }
+                if asked.write:
+                    keep(release, reports[release])
+    print(json.dumps(reports))
+    return 1 if any(found_in(report["loads"]) for report in reports.values()) else 0
+
+
+def keep(release: str, report: Mapping[str, Any], place: Path = KEPT) -> None:
+    """Put one release's report in the place of its last one. A release takes hours, and another run may play the next."""
+    kept = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
+    place.write_text(json.dumps({**kept, release: report}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def test_beside_no_bundle(fleet: fleets.Fleet, interpreters: list[Any], tmp_path
     pairs = fleets.played(interpreters, command.RELEASES[-1], bundle, {"none": "none"}, fleet)
     assert command.found_in(pairs) == []
     assert len(pairs) == 2
+
+
+def test_kept(tmp_path: Path) -> None:
+    """A release's report replaces its last one, and no other's."""
+    place = tmp_path / "scale.json"
+    command.keep("0.33.0", {"loads": {"first": 1}}, place)
+    command.keep("0.29.0", {"loads": {}}, place)
+    command.keep("0.33.0", {"loads": {"second": 2}}, place)
+    assert json.loads(place.read_text(encoding="utf-8")) == {
+        "0.29.0": {"loads": {}},
+        "0.33.0": {"loads": {"second": 2}},
+    }
 
 
 def test_judged() -> None:
