@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{release}: {found_in(loads) or 'nothing found'}", file=sys.stderr)
                 reports[release] = {
                     **measured_on(HERE.parents[1]),
-                    "command": shlex.join(["python", "-m", "tests.scale", *(arguments or sys.argv[1:])]),
+                    "command": shlex.join(
+                        ["python", "-m", "tests.scale", *(sys.argv[1:] if arguments is None else arguments)]
+                    ),
                     "lmcache": LMCACHE,
                     "wall_seconds": round(time.monotonic() - begun),
                     "loads": loads,
@@ -90,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def keep(release: str, report: Mapping[str, Any], place: Path = KEPT) -> None:
     """Put one release's report in the place of its last one. A release takes hours, and another run may play the next."""
     kept = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
-    place.write_text(json.dumps({**kept, release: report}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    place.write_text(json.dumps({**kept, release: report}, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ A pair is played as a pair without any bundle is; it must hear and hold the same
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,26 +68,28 @@ def played(
     warm: Sequence[interpreter.Interpreter], release: str, bundle: Path, others: Mapping[str, str], fleet: Fleet
 ) -> dict[str, dict[str, Any]]:
     """Each pair of a fleet, by its name: what of it is not as on stock (`found`), and what each case came to (`ends`)."""
-    stock = pair(warm[0], release, None, fleet, fleet.roles[0], "none")
+    stock, _ = pair(warm[0], release, None, fleet, fleet.roles[0], "none")
     result = {}
     for version, other in others.items():
+        expected = 2 - (other == "none")
         with ThreadPoolExecutor(2) as pool:
             both = pool.map(pair, warm, [release] * 2, [bundle] * 2, [fleet] * 2, fleet.roles, [other] * 2)
-        for role, cases in zip(fleet.roles, both, strict=True):
-            result[f"{fleet.name}: {role} with this bundle, the other with {version}"] = {
-                "found": judge.differences(stock, cases),
-                "ends": cases,
-            }
+        for role, (cases, acting) in zip(fleet.roles, both, strict=True):
+            found = judge.differences(stock, cases)
+            if acting != expected:
+                found.append(f"{acting} of {expected} bundles have acted")
+            result[f"{fleet.name}: {role} with this bundle, the other with {version}"] = {"found": found, "ends": cases}
     return result
 
 
 def pair(
     warm: interpreter.Interpreter, release: str, bundle: Path | None, fleet: Fleet, role: str, other: str
-) -> dict[str, Any]:
-    """What each request comes to, where one process has this bundle and the other has another; or how the driver fails."""
+) -> tuple[dict[str, Any], int]:
+    """What each request comes to, where one process has this bundle and the other has another, or how the driver fails;
+    and how many bundles have acted."""
     with tempfile.TemporaryDirectory() as work:
         try:
-            result = warm.run(
+            cases: dict[str, Any] = warm.run(
                 fleet.driver,
                 {"vllm": release},
                 Path(work),
@@ -94,8 +97,13 @@ def pair(
                 environ=fleet.environ,
                 path=fleet.needs(setups.engine_python()),
                 arguments=[*fleet.arguments, role, other],
-            )
+            )["cases"]
         except AssertionError as error:
-            return {judge.FAILS: str(error)}
-    cases: dict[str, Any] = result["cases"]
-    return cases
+            cases = {judge.FAILS: str(error)}
+        return cases, acted(Path(work) / "state")
+
+
+def acted(state: Path) -> int:
+    """Of how many bundles a process has reported there that a patch is applied."""
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in state.glob("*.json")]
+    return len({r["bundle"] for r in reports if any(patch["state"] == "applied" for patch in r["patches"])})

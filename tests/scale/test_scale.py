@@ -71,6 +71,17 @@ def test_kept(tmp_path: Path) -> None:
     }
 
 
+def test_acted(tmp_path: Path) -> None:
+    """Bundles are counted, and not processes; a bundle that patched nothing is none."""
+    assert fleets.acted(tmp_path) == 0
+    for name, bundle, state in (("a", "new", "applied"), ("b", "new", "applied"), ("c", "old", "skipped")):
+        report = {"bundle": bundle, "patches": [{"state": "armed"}, {"state": state}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
+    assert fleets.acted(tmp_path) == 1
+    (tmp_path / "d.json").write_text(json.dumps({"bundle": "old", "patches": [{"state": "applied"}]}))
+    assert fleets.acted(tmp_path) == 2
+
+
 def test_judged() -> None:
     """What is judged worse, disproportionate, growing, or not as on stock, and what is not."""
     stock = {"ends": {"length": 3}, "grown": {"threads": 1}}
