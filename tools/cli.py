@@ -15,7 +15,7 @@ from vllm_livepatch.tools import deploy as deploying
 from vllm_livepatch.tools.bundled import command, verifying
 from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled.naming import known
-from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, others, placing
+from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, others, placing, replaced
 from vllm_livepatch.tools.bundles import guard as guards
 from vllm_livepatch.tools.commands import (
     checking,
@@ -113,14 +113,17 @@ def generate(
         if python or arch:
             print("vllm-livepatch: no patch asks for wrapt: --python and --arch change nothing", file=sys.stderr)
     files = bundle.contents(entries, extensions.gathered(forms, published.say) if forms else {})
+    before = {place: replaced.lying_at(place) for place in filter(None, (out, zip_file))}
     if out is not None:
         placing.write_directory(files, out)
     if zip_file is not None:
         placing.write_zip(files, zip_file)
-    for place in filter(None, (out, zip_file)):
+    for place, older in before.items():
         print(f"{place}: {len(files)} files, {len(entries)} patches ({', '.join(sorted(entries))})")
         print(f"  {bundle.digest(files)}")
         print(f'  export PYTHONPATH={shlex.quote(str(place.absolute()))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+        for line in replaced.sentences(older, files, replaced.state_directory()) if older else ():
+            print(f"  {line}")
     if guard is not None:
         guards.write(entries, guard)
         print(f"{guard}: vllm-livepatch-guard; where VLLM_PLUGINS is set, add livepatch to it")
@@ -358,6 +361,7 @@ def status(
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="All processes together, in one screen.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Each of many processes with all its patches.")] = False,
     require: Annotated[
         list[str] | None,
         typer.Option(
@@ -371,6 +375,14 @@ def status(
         typer.Option("--digest", metavar="sha256:HEX", help="Exit 1 unless all processes run this bundle."),
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove the reports of processes that have ended.")] = False,
+    forget: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--forget",
+            metavar="HOST",
+            help="Remove the reports of its processes that are silent; repeatable, '*' for any host.",
+        ),
+    ] = None,
     prometheus: Annotated[
         Path | None, typer.Option("--prometheus", metavar="FILE", help="Write metrics for node_exporter's textfiles.")
     ] = None,
@@ -379,19 +391,18 @@ def status(
     patch_dir: PatchDirs = None,
 ) -> None:
     """Every live patched process: releases, patches, state, reason, targets, counters."""
-    code = monitor.run(
-        statuses.state_directory(state_dir, bool(require or digest)),
+    asked = command.Asked(
         as_json=as_json,
-        watch=watch,
         summary=summary,
+        everything=everything,
         require=require or (),
         digest=digest,
         prune=prune,
-        prometheus=prometheus,
-        serve=serve,
-        address=address,
+        forget=forget or (),
         patches=[entry.patch for entry in catalogue.load(patch_dir or ()).values()] if require else (),
     )
+    directory = statuses.state_directory(state_dir, asked.decides)
+    code = monitor.run(directory, asked, watch, prometheus, serve, address)
     raise typer.Exit(code)
 
 

@@ -72,13 +72,14 @@ def everything(state: Path) -> tuple[status.Reports, list[str]]:
     status.prune(found)
     screen = io.StringIO()
     console = Console(file=screen, width=200)
-    console.print(rendering.status_view(found.live, state))
+    console.print(rendering.status_view(found, state))
     output = [
         summary.processes_text(found),
+        summary.overview(found),
         summary.summary_text(of_all),
         *status.unmet(found, [status.Required("around"), status.Required("b", 2)]),
     ]
-    output += [screen.getvalue(), generate_latest(metrics._registry(state)).decode()]
+    output += [screen.getvalue(), generate_latest(metrics.registry(lambda: found)).decode()]
     for value in (found.live, of_all):
         json.dumps(value, allow_nan=False)
     return found, output

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_livepatch.tools import commands
+from vllm_livepatch.tools.bundled import status
+from vllm_livepatch.tools.bundled.reading import STATES
 from vllm_livepatch.tools.commands import metrics
 
 from tests.unit import debian, fleet
@@ -44,9 +46,7 @@ def state(tmp_path: Path) -> Path:
 
 
 def page(state: Path) -> str:
-    registry = CollectorRegistry()
-    registry.register(metrics.Reports(state))
-    return generate_latest(registry).decode()
+    return generate_latest(metrics.registry(lambda: status.read(state))).decode()
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -61,20 +61,25 @@ def series(name: str, **labels: str) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 
 def test_what_is_there(state: Path) -> None:
-    one, two = {"host": "node1", "pid": "7"}, {"host": "node2", "pid": "8"}
+    one, two = ("node1", "7"), ("node2", "8")
     found = samples(page(state))
     heartbeats = {key: found.pop(key) for key in list(found) if key[0].startswith("livepatch_heartbeat")}
-    assert {key[1] for key in heartbeats} == {tuple(sorted(one.items())), tuple(sorted(two.items()))}
+    assert {key[1] for key in heartbeats} == {(("host", host), ("pid", pid)) for host, pid in (one, two)}
+    counts = {one: {"applied": 1, "armed": 1}, two: {"failed": 1, "skipped": 1}}
     assert found == {
-        series("livepatch_info", version="0.2.0", digest=fleet.DIGEST, **one): 1,
-        series("livepatch_info", version="0.1.1", digest="", **two): 1,
-        series("livepatch_patch", patch="around", state="applied", verdict="needed", **one): 1,
-        series("livepatch_patch", patch="other", state="armed", verdict="", **one): 1,
-        series("livepatch_patch", patch="around", state="failed", verdict="needed", **two): 1,
-        series("livepatch_patch", patch="other", state="skipped", verdict="fixed-upstream", **two): 1,
-        series("livepatch_patch_missing", patch="around", reason="raised", **two): 1,
-        series("livepatch_events_total", patch="around", kind="calls", **one): 3,
-        series("livepatch_events_total", patch="around", kind="late", **one): 1,
+        series("livepatch_processes"): 2,
+        series("livepatch_info", version="0.2.0", digest=fleet.DIGEST, host="node1", pid="7"): 1,
+        series("livepatch_info", version="0.1.1", digest="", host="node2", pid="8"): 1,
+        **{
+            series("livepatch_patches", state=state, host=host, pid=pid): counts[host, pid].get(state, 0)
+            for host, pid in counts
+            for state in STATES
+        },
+        series("livepatch_patch", patch="around", state="applied", verdict="needed", host="node1", pid="7"): 1,
+        series("livepatch_patch", patch="around", state="failed", verdict="needed", host="node2", pid="8"): 1,
+        series("livepatch_patch_missing", patch="around", reason="raised", host="node2", pid="8"): 1,
+        series("livepatch_events_total", patch="around", kind="calls", host="node1", pid="7"): 3,
+        series("livepatch_events_total", patch="around", kind="late", host="node1", pid="7"): 1,
     }
     assert "hush" not in page(state)
 
@@ -119,10 +124,28 @@ def test_one_pid_in_two_namespaces_of_a_host(tmp_path: Path) -> None:
 def test_who_fell_silent_is_left_out(tmp_path: Path) -> None:
     state = tmp_path / "state"
     fleet.leave(state, fleet.patch("around"), silent=181.0)
-    assert samples(page(state)) == {}
+    assert samples(page(state)) == {series("livepatch_processes"): 0}
     fleet.leave(state, fleet.patch("around"), silent=100.0)
     fleet.leave_own(state, fleet.patch("around"), silent=1000.0)  # seen to be alive
     assert len([name for name, _ in samples(page(state)) if name == "livepatch_info"]) == 2
+
+
+def test_of_a_patch_that_is_armed_or_not_wanted_there_is_its_number_alone(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    unwanted = ("off", "optional", "fixed-upstream", "not-present", "unneeded")
+    patches = [fleet.patch(reason, "skipped", reason, version=1, counters={"calls": 1}) for reason in unwanted]
+    missing = fleet.patch("missing", "skipped", "drifted", verdict="drifted", version=4)
+    fleet.leave(state, *patches, fleet.patch("armed", "armed", version=2), missing, pid=7)
+    found = {(name, *sorted(dict(labels).items())): value for (name, labels), value in samples(page(state)).items()}
+    who = ("host", "node1"), ("pid", "7")
+    named = {name: value for name, value in found.items() if any(label[0] == "patch" for label in name[1:])}
+    assert named == {
+        ("livepatch_patch", who[0], ("patch", "missing"), who[1], ("state", "skipped"), ("verdict", "drifted")): 1,
+        ("livepatch_patch_missing", who[0], ("patch", "missing"), who[1], ("reason", "drifted")): 1,
+        ("livepatch_patch_version", who[0], ("patch", "missing"), who[1]): 4,
+    }
+    assert found[("livepatch_patches", *who, ("state", "skipped"))] == 6
+    assert found[("livepatch_patches", *who, ("state", "armed"))] == 1
 
 
 def test_promtool_finds_nothing_to_mend(state: Path) -> None:
@@ -171,7 +194,7 @@ def test_what_is_served_is_read_anew_each_time(state: Path) -> None:
     with serving(state, "--address", "127.0.0.2", address="127.0.0.2") as url:
         assert samples(get(url)) == samples(page(state))
         shutil.rmtree(state)
-        assert samples(get(url)) == {}
+        assert samples(get(url)) == {series("livepatch_processes"): 0}
 
 
 def test_a_port_that_is_taken(state: Path, cli: Cli) -> None:
@@ -310,7 +333,11 @@ def test_a_real_prometheus_scrapes_alerts_and_answers_the_dashboard(state: Path,
         assert {alert["metric"]["kind"] for alert in first} == {"calls", "late"}
         rules = json.loads(get(f"{server}/api/v1/rules"))["data"]["groups"][0]["rules"]
         assert {rule["name"]: rule["health"] for rule in rules} == dict.fromkeys(
-            ("LivepatchPatchMissing", "LivepatchNewFault", "LivepatchVersionsMixed", "LivepatchNoProcess"), "ok"
+            (
+                *("LivepatchPatchMissing", "LivepatchNewFault", "LivepatchVersionsMixed", "LivepatchNoProcess"),
+                *("livepatch:serving_hosts", "LivepatchPodUnpatched", "LivepatchNothingReported"),
+            ),
+            "ok",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import variable
+from vllm_livepatch.tools.bundled.status import Reports
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import rendering
 
@@ -21,7 +22,9 @@ def printed(*patches: dict[str, Any], width: int = 200) -> str:
     process = {"pid": 1, "host": "here", "argv": argv, "started": "now", "packages": {}, "heartbeat": None}
     process |= {"version": "0.2.0", "digest": None}
     console = Console(file=io.StringIO(), width=width)
-    console.print(rendering.status_view([{**process, "patches": list(patches)}], Path("somewhere")))
+    console.print(
+        rendering.status_view(Reports([{**process, "patches": list(patches)}], [True], []), Path("somewhere"))
+    )
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 

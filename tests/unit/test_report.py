@@ -225,12 +225,12 @@ def test_what_is_no_report_is_passed_over_and_left_alone(patched: Sandbox, text:
     file = patched.state / "strange.json"
     file.write_text(text, "latin-1")
     (patched.state / "other.txt").write_text("somebody's")
-    assert status.read(patched.state) == ([], [], [], [])
+    assert status.read(patched.state) == ([], [], [], [], [])
     assert file.exists()
 
 
 def test_a_directory_that_does_not_exist_has_no_processes(tmp_path: Path) -> None:
-    assert status.read(tmp_path / "none") == ([], [], [], [])
+    assert status.read(tmp_path / "none") == ([], [], [], [], [])
 
 
 # A report that cannot be left is said once, in the one line, and changes nothing else.

@@ -17,7 +17,6 @@ from tests.unit import fleet
 from tests.unit.support import PYTHON, Cli, Done, Sandbox, finish, until
 
 Ask = Callable[..., Done]
-NAMES = [f"patch-number-{number}" for number in range(25)]
 
 
 @pytest.fixture
@@ -36,37 +35,6 @@ def ask(request: pytest.FixtureRequest, cli: Cli, state: Path) -> Ask:
     return lambda *options: finish(
         [PYTHON, patched.bundle, "status", "--state-dir", state, *options], patched.environ()
     )
-
-
-def test_two_hundred_processes_fit_one_screen(ask: Ask, state: Path) -> None:
-    for number in range(199):
-        fleet.leave(
-            state,
-            *(fleet.patch(name, counters={"calls": 2, "b": 1, "c": 1, "d": 1}) for name in NAMES),
-            host=f"node{number % 20}",
-        )
-    failed = [fleet.patch(name, "failed", "raised") for name in NAMES]
-    fleet.leave(state, *failed, host="node20", version="0.1.1", digest=None, packages={"vllm": "0.30.0"}, silent=1000.0)
-    done = ask("--summary")
-    assert (done.code, done.err) == (0, "")
-    lines = done.out.splitlines()
-    assert len(lines) <= 45
-    assert max(map(len, lines)) <= 200
-    assert lines[:4] == [
-        "200 processes on 21 hosts, 1 of them not heard of for three minutes",
-        "bundle 0.1.1: 1 process; vllm 0.30.0",
-        "bundle 0.2.0+sha256:ab77c0deab77: 199 processes; vllm 0.29.0",
-        "more than one bundle is in use",
-    ]
-    row = next(line for line in lines if line.split()[0] == NAMES[3])
-    assert row.split() == [NAMES[3], "199", "0", "0", "1", "calls", "398,", "b", "199,", "c", "199,", "..."]
-    assert f"{NAMES[0]} is failed in 1 process, such as pid " in done.out
-    assert lines[-1] == f"and {len(NAMES) - 8} more"
-    found = json.loads(ask("--summary", "--json").out)
-    assert (found["processes"], found["hosts"], found["unheard"]) == (200, 21, 1)
-    assert found["bundles"]["0.1.1"] == {"processes": 1, "packages": ["vllm 0.30.0"]}
-    assert found["patches"][NAMES[0]]["counters"]["calls"] == 398
-    assert found["troubles"][0]["processes"] == 1
 
 
 def test_nobody_is_there(ask: Ask) -> None:

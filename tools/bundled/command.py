@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
             one.add_argument("--state-dir", type=Path, metavar="DIR", help="where the reports are")
             one.add_argument("--watch", action="store_true", help="look again every second, until Ctrl-C")
             one.add_argument("--summary", action="store_true", help="all processes together, in one screen")
+            one.add_argument("--all", action="store_true", help="each of many processes with all its patches")
             one.add_argument(
                 "--require",
                 action="append",
@@ -88,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
             )
             one.add_argument("--digest", metavar="sha256:HEX", help="of the bundle that every process has to run")
             one.add_argument("--prune", action="store_true", help="remove the reports of processes that have ended")
+            one.add_argument(
+                "--forget",
+                action="append",
+                default=[],
+                metavar="HOST",
+                help="remove the reports of its processes that are silent; repeatable, '*' for any host",
+            )
     return parser
 
 
@@ -118,66 +127,95 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is asked of a state directory. `patches` are those that are known here."""
+
+    as_json: bool = False
+    summary: bool = False
+    everything: bool = False
+    require: Sequence[str] = ()
+    digest: str | None = None
+    prune: bool = False
+    forget: Sequence[str] = ()
+    patches: Sequence[Patch] = ()
+
+    @property
+    def decides(self) -> bool:
+        """Whether something is required, so that the exit code is an answer."""
+        return bool(self.require or self.digest)
+
+
 def _status(options: argparse.Namespace) -> int:
-    return show_status(
-        status.state_directory(options.state_dir, bool(options.require or options.digest)),
+    asked = Asked(
         as_json=options.json,
-        watch=options.watch,
-        as_summary=options.summary,
+        summary=options.summary,
+        everything=options.all,
         require=options.require,
         digest=options.digest,
         prune=options.prune,
+        forget=options.forget,
         patches=verdicts.catalogue().patches if options.require else (),
     )
+    directory = status.state_directory(options.state_dir, asked.decides)
+    if options.watch:
+        watch(directory, asked)
+    return show_status(directory, asked, lambda reports: say(_text(reports, asked)))
 
 
-def show_status(
-    directory: Path,
-    *,
-    as_json: bool,
-    watch: bool,
-    as_summary: bool,
-    require: Sequence[str],
-    digest: str | None,
-    prune: bool,
-    patches: Sequence[Patch],
-) -> int:
-    """Print what the state directory holds, in plain text or as JSON: the exit code. Raises UserError."""
-    check_digest(digest)
+def watch(directory: Path, asked: Asked) -> NoReturn:
+    """Print what the state directory holds, each second, to the process's end. JSON is a line each time."""
+    check_digest(asked.digest)
     while True:
-        reports = status.read(directory)
-        if as_json:
-            found: Any = summary.summary(reports) if as_summary else reports.live
-            text = json.dumps(found, indent=None if watch else 1)
-        elif as_summary:
-            text = summary.summary_text(summary.summary(reports))
-        else:
-            text = summary.processes_text(reports)
-        if not watch:
-            required = status.requirements(reports, require, patches)
-            say(text)
-            return settled(reports, required, digest, prune, patches)
-        print(text, flush=True)
+        print(_text(status.read(directory), asked, indent=None), flush=True)
         time.sleep(1)
 
 
-def settled(
-    reports: status.Reports,
-    required: Sequence[status.Required],
-    digest: str | None,
-    prune: bool,
-    patches: Sequence[Patch],
-) -> int:
-    """Prune and require, as asked: the exit code. `patches` are those that are known here."""
-    if prune:
+def show_status(directory: Path, asked: Asked, show: Callable[[status.Reports], None]) -> int:
+    """Print what is asked of the state directory: the exit code. `show` prints the processes. Raises UserError.
+
+    Where something is required, the answer is the first line, and of the processes only what each lacks is printed.
+    """
+    check_digest(asked.digest)
+    reports = status.read(directory)
+    required = status.requirements(reports, asked.require, asked.patches)
+    reports, forgotten = status.forget(reports, asked.forget)
+    if asked.decides and not asked.as_json:
+        say(status.answer(reports, required, asked.digest))
+    if asked.as_json or asked.summary:
+        say(_text(reports, asked))
+    elif not asked.decides:
+        show(reports)
+    complain(forgotten)
+    return settled(reports, required, asked)
+
+
+def _text(reports: status.Reports, asked: Asked, indent: int | None = 1) -> str:
+    if asked.as_json:
+        return json.dumps(summary.summary(reports) if asked.summary else reports.live, indent=indent)
+    if asked.summary:
+        return summary.summary_text(summary.summary(reports))
+    return summary.processes_text(reports, asked.everything)
+
+
+def settled(reports: status.Reports, required: Sequence[status.Required], asked: Asked) -> int:
+    """Prune and require, as asked, with what is to be said of it on stderr: the exit code."""
+    if asked.prune:
         gone = status.prune(reports)
-        print(
-            f"removed the reports of {len(gone)} ended processes: {', '.join(map(str, gone)) or '-'}", file=sys.stderr
-        )
-    lacking = status.unmet(reports, required, digest) if required or digest else []
-    for message in lacking or [*filter(None, [status.unread(reports)]), *status.idle(reports, required, patches)]:
-        print(f"vllm-livepatch: {message}", file=sys.stderr)
+        ended = f"removed the reports of {len(gone)} ended processes: {', '.join(map(str, gone)) or '-'}"
+        print(ended, file=sys.stderr)
+    lacking = status.unmet(reports, required, asked.digest) if asked.decides else []
+    if lacking:
+        complain(lacking if asked.everything else summary.first(lacking))
+    else:
+        complain([*filter(None, [status.unread(reports)]), *status.idle(reports, required, asked.patches)])
     return 1 if lacking else 0
+
+
+def complain(sentences: Iterable[str]) -> None:
+    """Say them on stderr, a line each."""
+    for sentence_ in sentences:
+        print(f"vllm-livepatch: {sentence_}", file=sys.stderr)
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import fnmatch
 import os
 import re
 import stat
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ...sitecustomize.decision import Patch, variable
 from ...sitecustomize.report_thread import HEARTBEAT_SECONDS
 from ..errors import UserError
 from .naming import known
-from .reading import on_one_line, process_of
+from .reading import content_of, on_one_line, process_of
 
 _LARGEST = 16 << 20  # bytes
 _NAMED = re.compile(r".+-\d+-[0-9a-f]{16}\.json")
@@ -35,6 +35,18 @@ class Reports(NamedTuple):
     seen: list[bool]  # of each of those, whether it was seen to be alive: not only by what it wrote
     ended: list[tuple[int, Path]]  # pids, and the reports that they left
     unreadable: Sequence[Path] = ()  # of another user, or of a form that is not known here
+    files: Sequence[Path] = ()  # the report of each process that counts as live
+
+    @property
+    def silent(self) -> list[dict[str, Any]]:
+        """The processes that nobody saw alive, and that have not written in their last three heartbeats."""
+        pairs = zip(self.live, self.seen, strict=True)
+        return [process for process, seen in pairs if not seen and not is_heard_of(process)]
+
+    @property
+    def witnesses(self) -> list[dict[str, Any]]:
+        """The processes that are known to be alive: all but the silent ones."""
+        return [process for process, seen in zip(self.live, self.seen, strict=True) if seen or is_heard_of(process)]
 
 
 def state_directory(given: Path | None, required: bool = False) -> Path:
@@ -60,21 +72,21 @@ def state_directory(given: Path | None, required: bool = False) -> Path:
 
 def read(directory: Path) -> Reports:
     """Every report. Nothing is removed."""
-    found: list[tuple[dict[str, Any], bool]] = []
+    found: list[tuple[dict[str, Any], bool, Path]] = []
     ended: list[tuple[int, Path]] = []
     unreadable: list[Path] = []
     here = os.uname().nodename, report.pid_namespace()
     for file in _files(directory):
         try:
             text, held = _read(file)
-            content = json.loads(text)
+            content = content_of(text)
         except PermissionError:
             unreadable.append(file)
             continue
         except (OSError, ValueError, RecursionError):
             continue  # not a report of ours, or gone
         try:
-            process = process_of(content)
+            process = process_of(text, content)
         except (ValueError, RecursionError):
             if _NAMED.fullmatch(file.name):  # of a later version: its process may lack what is asked for
                 unreadable.append(file)
@@ -84,9 +96,10 @@ def read(directory: Path) -> Reports:
         if seen is False:
             ended.append((process["pid"], file))
         else:
-            found.append((process, seen is True))
+            found.append((process, seen is True, file))
     found.sort(key=lambda one: (one[0]["started"], one[0]["pid"]))
-    return Reports([process for process, _ in found], [seen for _, seen in found], ended, unreadable)
+    files = [file for _, _, file in found]
+    return Reports([process for process, _, _ in found], [seen for _, seen, _ in found], ended, unreadable, files)
 
 
 def _is_alive(process: dict[str, Any], ticks: Any, held: bool | None, here: tuple[str, str | None]) -> bool | None:
@@ -125,14 +138,34 @@ def processes(directory: Path) -> list[dict[str, Any]]:
 
 def prune(reports: Reports) -> list[int]:
     """Remove the reports of processes that are known to have ended: the pids of those that are gone now."""
-    gone: list[int] = []
-    for pid, file in reports.ended:
-        try:
-            file.unlink()
-            gone.append(pid)
-        except OSError:
-            continue  # somebody else's, or a read-only place: left for its owner
-    return gone
+    return [pid for pid, file in reports.ended if _is_removed(file)]
+
+
+def forget(reports: Reports, hosts: Sequence[str]) -> tuple[Reports, list[str]]:
+    """Remove the reports of silent processes of these hosts; `*` and `?` stand for any characters.
+
+    Returns what is left, and a sentence for each name. A process that lives after all writes its report again.
+    """
+    silent = {id(process) for process in reports.silent}
+    left = list(zip(reports.live, reports.seen, reports.files, strict=True))
+    sentences = []
+    for name in hosts:
+        of_host = [one for one in left if fnmatch.fnmatchcase(one[0]["host"], name)]
+        gone = [one for one in of_host if id(one[0]) in silent and _is_removed(one[2])]
+        removed = {file for _, _, file in gone}
+        left = [one for one in left if one[2] not in removed]
+        stay = f"; {len(of_host) - len(gone)} other reports of it stay" if len(of_host) > len(gone) else ""
+        sentences.append(f"removed the reports of {len(gone)} silent processes of {on_one_line(name)}{stay}")
+    live, seen, files = [one[0] for one in left], [one[1] for one in left], [one[2] for one in left]
+    return reports._replace(live=live, seen=seen, files=files), sentences
+
+
+def _is_removed(file: Path) -> bool:
+    try:
+        file.unlink()
+    except OSError:
+        return False  # somebody else's, or a read-only place: left for its owner
+    return True
 
 
 def age(process: dict[str, Any]) -> float | None:
@@ -178,26 +211,45 @@ def unmet(reports: Reports, required: Sequence[Required], digest: str | None = N
     three heartbeats, is left out. A report of another user may be that of a process that lacks them.
     """
     found: list[str] = [message] if (message := unread(reports)) else []
-    witnesses = [
-        process for process, seen in zip(reports.live, reports.seen, strict=True) if seen or is_heard_of(process)
-    ]
-    if not witnesses:
+    if not reports.witnesses:
         return [*found, "no live patched process is there" if not reports.live else "no process was heard of lately"]
-    for process in witnesses:
-        who = f"pid {process['pid']} on {process['host']}"
-        if digest not in (None, process["digest"]):
-            found.append(f"{who} runs the bundle {process['digest'] or 'of an unknown digest'}, not {digest}")
-        for name, version in required:
-            patch = _patch(process, name)
-            if patch is None:
-                found.append(f"{who} has no patch called {name} in its bundle")
-            elif patch["state"] not in ("applied", "armed"):
-                why = ": ".join(filter(None, (patch["reason"], patch["detail"])))
-                found.append(f"{name} is {patch['state']} in {who} ({why})")
-            elif version is not None and (patch.get("version") or 0) < version:
-                has = patch.get("version") or "unknown"
-                found.append(f"{name} is of version {has} in {who}, and {version} is required")
-    return found
+    return [*found, *(why for process in reports.witnesses for why in _lacks(process, required, digest))]
+
+
+def _lacks(process: dict[str, Any], required: Sequence[Required], digest: str | None) -> Iterator[str]:
+    """What one process lacks, a sentence each."""
+    who = f"pid {process['pid']} on {process['host']}"
+    if digest not in (None, process["digest"]):
+        yield f"{who} runs the bundle {process['digest'] or 'of an unknown digest'}, not {digest}"
+    for name, version in required:
+        patch = _patch(process, name)
+        if patch is None:
+            yield f"{who} has no patch called {name} in its bundle"
+        elif patch["state"] not in ("applied", "armed"):
+            why = ": ".join(filter(None, (patch["reason"], patch["detail"])))
+            yield f"{name} is {patch['state']} in {who} ({why})"
+        elif version is not None and (patch.get("version") or 0) < version:
+            yield f"{name} is of version {patch.get('version') or 'unknown'} in {who}, and {version} is required"
+
+
+def answer(reports: Reports, required: Sequence[Required], digest: str | None = None) -> str:
+    """Whether every live process has what is required, as `unmet` decides it, in a line."""
+    asked = [name if version is None else f"{name}@{version}" for name, version in required]
+    what = ", ".join([*asked, *([f"the bundle {digest}"] if digest else [])])
+    found = len(reports.witnesses)
+    lacking = sum(any(_lacks(process, required, digest)) for process in reports.witnesses)
+    silent = f"; silent ones that do not count: {len(reports.silent)}" if reports.silent else ""
+    if lacking:
+        return f"no: {lacking} of {found} live processes lack {what}{silent}"
+    if others := unmet(reports, required, digest):
+        return f"no: {what} was asked for, and {others[0]}"
+    armed = sum(_is_armed(process, required) for process in reports.witnesses)
+    unused = f" (armed, that is not yet imported, in {armed} of them)" if armed else ""
+    return f"yes: all {found} live processes have {what}{unused}{silent}"
+
+
+def _is_armed(process: dict[str, Any], required: Sequence[Required]) -> bool:
+    return any((_patch(process, name) or {}).get("state") == "armed" for name, _ in required)
 
 
 def requirements(reports: Reports, required: Sequence[str], patches: Iterable[Patch]) -> list[Required]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .reading import STATES
-from .status import Reports, age, is_heard_of, is_missing
+from .status import Reports, age, is_missing
 
 _TROUBLES = 8
 _KINDS = 3
+_BUNDLES = 6
 _WIDTH = 200
+_SCREEN = (200, 45)
+"""Columns and lines where the output is no terminal."""
+FEW = 4
+"""So many processes are shown with all their patches; more of them have a line each, as many as a screen takes."""
 
 
 def bundle_of(process: dict[str, Any]) -> str:
@@ -59,8 +66,10 @@ def counted(counters: dict[str, int], kinds: int | None = None) -> str:
     return ", ".join(f"{kind} {number}" for kind, number in shown) + (", ..." if len(shown) < len(counters) else "")
 
 
-def processes_text(reports: Reports) -> str:
-    """Every live process and its patches."""
+def processes_text(reports: Reports, everything: bool = False) -> str:
+    """Every live process and its patches. Where there are many: a screen of processes, unless `everything` is asked."""
+    if is_a_crowd(reports, everything):
+        return overview(reports)
     lines: list[str] = []
     for process in reports.live:
         lines += [head(process), f"  {command_of(process)}"]
@@ -72,14 +81,48 @@ def processes_text(reports: Reports) -> str:
     return "\n".join(lines) or "no live patched process has a report"
 
 
+def is_a_crowd(reports: Reports, everything: bool) -> bool:
+    """Whether there are too many processes to show each with its patches, and `everything` was not asked for."""
+    return len(reports.live) > FEW and not everything
+
+
+def overview(reports: Reports) -> str:
+    """A line a process, as many as fit on the screen, those first in which something is amiss."""
+    width, height = shutil.get_terminal_size(_SCREEN)
+    usual = _usual_bundle(reports)
+    silent = {id(process) for process in reports.silent}
+    amiss = [(process, _amiss(process, usual, id(process) in silent)) for process in reports.live]
+    amiss.sort(key=lambda one: not one[1])
+    rows = []
+    for process, what in amiss[: max(height - 5, FEW)]:
+        states = Counter(patch["state"] for patch in process["patches"])
+        counts = (str(states[state]) for state in STATES)
+        rows.append((process["host"], str(process["pid"]), *counts, what or command_of(process)))
+    lines = [_how_many(reports), *columns([("host", "pid", *STATES, "what is amiss, or else the command"), *rows])]
+    if left := amiss[len(rows) :]:
+        more = f"{len(left)} more {'process' if len(left) == 1 else 'processes'}"
+        lines.append(f"and {more}, with something amiss in {sum(bool(what) for _, what in left) or 'none'} of them")
+    lines.append("--all shows each process with its patches, --summary all processes together")
+    return "\n".join(_cut(line, width) for line in lines)
+
+
+def _amiss(process: dict[str, Any], usual: str, silent: bool) -> str:
+    """What is amiss in a process among many, empty where nothing is. `usual` is the bundle of most of them."""
+    found = [heard(process).removeprefix(", ") or "silent"] if silent else []
+    found += [f"bundle {bundle_of(process)}"] if bundle_of(process) != usual else []
+    missing = (patch for patch in process["patches"] if is_missing(patch))
+    return "; ".join([*found, *(f"{patch['name']} {patch['state']} ({patch['reason']})" for patch in missing)])
+
+
 def summary(reports: Reports) -> dict[str, Any]:
     """All processes together."""
     bundles: dict[str, dict[str, Any]] = {}
     patches: dict[str, dict[str, Any]] = {}
     troubles: dict[tuple[str, str, str], dict[str, Any]] = {}
     for process in reports.live:
-        bundle = bundles.setdefault(bundle_of(process), {"processes": 0, "packages": []})
+        bundle = bundles.setdefault(bundle_of(process), {"processes": 0, "packages": [], "hosts": {}})
         bundle["processes"] += 1
+        bundle["hosts"][process["host"]] = None
         if packages_of(process) not in bundle["packages"]:
             bundle["packages"].append(packages_of(process))
         for patch in process["patches"]:
@@ -90,34 +133,50 @@ def summary(reports: Reports) -> dict[str, Any]:
                 first = {**{key: patch[key] for key in ("name", "state", "reason", "detail")}, "processes": 0}
                 first["example"] = {"pid": process["pid"], "host": process["host"]}
                 troubles.setdefault((patch["name"], patch["state"], patch["reason"]), first)["processes"] += 1
-    silent = sum(
-        not seen and not is_heard_of(process) for process, seen in zip(reports.live, reports.seen, strict=True)
-    )
     return {
         "processes": len(reports.live),
         "hosts": len({process["host"] for process in reports.live}),
-        "unheard": silent,
-        "bundles": bundles,
+        "unheard": len(reports.silent),
+        "unheard_hosts": sorted({process["host"] for process in reports.silent}),
+        "bundles": {name: {**found, "hosts": sorted(found["hosts"])} for name, found in sorted(bundles.items())},
         "patches": {name: {**found, "counters": dict(found["counters"])} for name, found in sorted(patches.items())},
         "troubles": list(troubles.values()),
     }
 
 
-def _many(number: int, noun: str) -> str:
-    return f"{number} {noun if number == 1 else {'process': 'processes'}.get(noun, f'{noun}s')}"
+def _usual_bundle(reports: Reports) -> str:
+    """The bundle that most processes run."""
+    return next((name for name, _ in Counter(map(bundle_of, reports.live)).most_common(1)), "")
+
+
+def _processes(number: int) -> str:
+    return f"{number} {'process' if number == 1 else 'processes'}"
+
+
+def _how_many(reports: Reports) -> str:
+    hosts = len({process["host"] for process in reports.live})
+    return _heading(len(reports.live), hosts, len(reports.silent))
+
+
+def _heading(processes: int, hosts: int, unheard: int) -> str:
+    silent = f", {unheard} of them not heard of for three minutes" if unheard else ""
+    return f"{_processes(processes)} on {hosts} {'host' if hosts == 1 else 'hosts'}{silent}"
 
 
 def summary_text(found: dict[str, Any]) -> str:
-    """At most a screen, however many processes there are."""
-    silent = f", {found['unheard']} of them not heard of for three minutes" if found["unheard"] else ""
-    lines = [f"{_many(found['processes'], 'process')} on {_many(found['hosts'], 'host')}{silent}"]
-    lines += [
-        f"bundle {name}: {_many(bundle['processes'], 'process')}; {'; '.join(bundle['packages'][:_KINDS])}"
-        + (f"; {len(bundle['packages']) - _KINDS} other sets of packages" if len(bundle["packages"]) > _KINDS else "")
-        for name, bundle in sorted(found["bundles"].items())
-    ]
-    if len(found["bundles"]) > 1:
-        lines.append("more than one bundle is in use")
+    """At most a screen, however many processes there are. Names the hosts that are silent, or on another bundle."""
+    lines = [_heading(found["processes"], found["hosts"], found["unheard"])]
+    if found["unheard"]:
+        lines.append(_named("not heard of:", found["unheard_hosts"]))
+    bundles = sorted(found["bundles"].items(), key=lambda one: -one[1]["processes"])
+    for place, (name, bundle) in enumerate(bundles[:_BUNDLES]):
+        more = len(bundle["packages"]) - _KINDS
+        others = f"; {more} other sets of packages" if more > 0 else ""
+        line = f"bundle {name}: {_processes(bundle['processes'])}; {'; '.join(bundle['packages'][:_KINDS])}{others}"
+        lines.append(_named(f"{line}; on", bundle["hosts"]) if place else line)
+    if len(bundles) > 1:
+        hidden = f", {len(bundles) - _BUNDLES} of them not shown" if len(bundles) > _BUNDLES else ""
+        lines.append(f"{len(bundles)} bundles are in use{hidden}: a process keeps its own until it is restarted")
     rows = [
         (name, *(str(patch[state]) for state in STATES), counted(patch["counters"], _KINDS) or "-")
         for name, patch in found["patches"].items()
@@ -126,11 +185,31 @@ def summary_text(found: dict[str, Any]) -> str:
     troubles = found["troubles"]
     for trouble in troubles[:_TROUBLES]:
         first = f"pid {trouble['example']['pid']} on {trouble['example']['host']}"
-        where = f"{_many(trouble['processes'], 'process')}, such as {first}"
-        line = f"{trouble['name']} is {trouble['state']} in {where}, {why(trouble)}"
-        lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...")
+        where = f"{_processes(trouble['processes'])}, such as {first}"
+        lines.append(_cut(f"{trouble['name']} is {trouble['state']} in {where}, {why(trouble)}", _WIDTH))
     lines += [f"and {len(troubles) - _TROUBLES} more" for _ in troubles[_TROUBLES : _TROUBLES + 1]]
     return "\n".join(lines)
+
+
+def first(sentences: Sequence[str]) -> list[str]:
+    """As many of them as fit on a screen, and how many more there are."""
+    room = max(shutil.get_terminal_size(_SCREEN).lines - 5, FEW)
+    if len(sentences) <= room:
+        return [*sentences]
+    return [*sentences[:room], f"and {len(sentences) - room} more, with --all"]
+
+
+def _named(what: str, hosts: Iterable[str]) -> str:
+    """A line with as many hosts as it takes, and how many more there are."""
+    left = list(hosts)
+    line = f"{what} {left.pop(0)}"
+    while left and len(line) + len(left[0]) < _WIDTH - len(", and 1000000 more (--json names all)"):
+        line += f", {left.pop(0)}"
+    return _cut(f"{line} and {len(left)} more (--json names all)" if left else line, _WIDTH)
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:

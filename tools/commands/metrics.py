@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,17 @@ from prometheus_client import CollectorRegistry, start_http_server, write_to_tex
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from vllm_livepatch.tools.bundled import status
+from vllm_livepatch.tools.bundled.reading import STATES
 from vllm_livepatch.tools.errors import UserError
 
 Process = dict[str, Any]
 
 
 class Reports(Collector):
-    """The metrics of a state directory, read anew at each scrape."""
+    """The metrics of what `read` gives, asked anew at each scrape."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, read: Callable[[], status.Reports]) -> None:
+        self._read = read
 
     def describe(self) -> list[Metric]:
         """Nothing is read when the collector is registered."""
@@ -34,8 +36,13 @@ class Reports(Collector):
         )
         states = GaugeMetricFamily(
             "livepatch_patch",
-            "A patch in a process: armed, applied, skipped or failed.",
+            "A patch in a process: applied, failed, or skipped although it is wanted.",
             labels=("patch", "state", "verdict", "host", "pid"),
+        )
+        numbers = GaugeMetricFamily(
+            "livepatch_patches",
+            "How many patches of a process are armed, applied, skipped or failed.",
+            labels=("state", "host", "pid"),
         )
         missing = GaugeMetricFamily(
             "livepatch_patch_missing",
@@ -57,20 +64,28 @@ class Reports(Collector):
             "When a process last wrote its report, every minute at least.",
             labels=("host", "pid"),
         )
-        for pid, process in named(status.read(self._directory)):
+        found = named(self._read())
+        for pid, process in found:
             who = (str(process["host"]), pid)
             info.add_metric((process["version"] or "", process["digest"] or "", *who), 1)
             if process["heartbeat"] is not None:
                 heartbeat.add_metric(who, process["heartbeat"])
+            counts = Counter(patch["state"] for patch in process["patches"])
+            for state in STATES:
+                numbers.add_metric((state, *who), counts[state])
             for patch in process["patches"]:
+                if status.is_missing(patch):
+                    missing.add_metric((patch["name"], patch["reason"] or "", *who), 1)
+                elif patch["state"] != "applied":
+                    continue  # nothing runs there, and nothing is amiss: a series of each was most of a page
                 states.add_metric((patch["name"], patch["state"], patch["verdict"] or "", *who), 1)
                 if patch.get("version") is not None:
                     versions.add_metric((patch["name"], *who), patch["version"])
-                if status.is_missing(patch):
-                    missing.add_metric((patch["name"], patch["reason"] or "", *who), 1)
                 for kind, number in patch["counters"].items():
                     events.add_metric((patch["name"], kind, *who), number)
-        yield from (info, states, versions, missing, events, heartbeat)
+        processes = GaugeMetricFamily("livepatch_processes", "How many live patched processes this page is about.")
+        processes.add_metric((), len(found))
+        yield from (processes, info, numbers, states, versions, missing, events, heartbeat)
 
 
 def named(reports: status.Reports) -> list[tuple[str, Process]]:
@@ -93,12 +108,12 @@ def named(reports: status.Reports) -> list[tuple[str, Process]]:
     ]
 
 
-def write(directory: Path, file: Path) -> None:
+def write(reports: status.Reports, file: Path) -> None:
     """The metrics as a file for node_exporter's textfile collector: replaced as a whole. Raises UserError."""
     if file.exists() and not file.is_file():
         raise UserError(f"{file} cannot be written: it is no file")  # a device, which would be replaced as well
     try:
-        write_to_textfile(str(file), _registry(directory))
+        write_to_textfile(str(file), registry(lambda: reports))
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror or error}") from error
 
@@ -106,7 +121,7 @@ def write(directory: Path, file: Path) -> None:
 def serve(directory: Path, port: int, address: str) -> None:
     """Answer scrapes until Ctrl-C. Raises UserError."""
     try:
-        server, thread = start_http_server(port, address, _registry(directory))
+        server, thread = start_http_server(port, address, registry(lambda: status.read(directory)))
     except (OSError, OverflowError) as error:
         raise UserError(f"nothing can be served on {address}, port {port}: {error}") from error
     host = f"[{address}]" if ":" in address else address
@@ -118,7 +133,8 @@ def serve(directory: Path, port: int, address: str) -> None:
         server.server_close()
 
 
-def _registry(directory: Path) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(Reports(directory))
-    return registry
+def registry(read: Callable[[], status.Reports]) -> CollectorRegistry:
+    """What answers a scrape, from the reports that `read` gives at that time."""
+    found = CollectorRegistry()
+    found.register(Reports(read))
+    return found

@@ -3,61 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from vllm_livepatch.sitecustomize.decision import Patch
-from vllm_livepatch.tools.bundled import command, status
+from vllm_livepatch.tools.bundled import command, status, summary
 from vllm_livepatch.tools.bundled.verifying import check_digest
 from vllm_livepatch.tools.commands import rendering
 from vllm_livepatch.tools.errors import UserError
 
 
 def run(
-    directory: Path,
-    *,
-    as_json: bool,
-    watch: bool,
-    summary: bool,
-    require: Sequence[str],
-    digest: str | None,
-    prune: bool,
-    prometheus: Path | None,
-    serve: int | None,
-    address: str,
-    patches: Sequence[Patch],
+    directory: Path, asked: command.Asked, watch: bool, prometheus: Path | None, serve: int | None, address: str
 ) -> int:
-    """The exit code. `patches` are those that are known here. Raises UserError."""
-    check_digest(digest)
-    reports = status.read(directory)
-    required = status.requirements(reports, require, patches)
+    """The exit code. Raises UserError."""
     if prometheus is not None or serve is not None:
-        if watch or as_json or summary:
+        if watch or asked.as_json or asked.summary:
             raise UserError("--prometheus and --serve go without --watch, --json and --summary")
-        from vllm_livepatch.tools.commands import metrics  # a tenth of a second
-
-        if prometheus is not None:
-            metrics.write(directory, prometheus)
-        if serve is not None:
-            metrics.serve(directory, serve, address)
-        return command.settled(status.read(directory), required, digest, prune, patches)
-    if as_json or summary:
-        return command.show_status(
-            directory,
-            as_json=as_json,
-            watch=watch,
-            as_summary=summary,
-            require=require,
-            digest=digest,
-            prune=prune,
-            patches=patches,
-        )
+        return _measured(directory, asked, prometheus, serve, address)
+    if watch and (asked.as_json or asked.summary):
+        command.watch(directory, asked)
     if watch:
+        check_digest(asked.digest)
         with Live(console=Console(), refresh_per_second=2) as live:
             while True:
-                live.update(rendering.status_view(status.processes(directory), directory))
+                live.update(rendering.status_view(status.read(directory), directory, asked.everything))
                 time.sleep(1)
-    Console().print(rendering.status_view(reports.live, directory))
-    return command.settled(reports, required, digest, prune, patches)
+
+    def show(reports: status.Reports) -> None:
+        if summary.is_a_crowd(reports, asked.everything):
+            command.say(summary.overview(reports))  # lines as wide as a pipe takes them
+            return
+        Console().print(rendering.status_view(reports, directory, asked.everything))
+
+    return command.show_status(directory, asked, show)
+
+
+def _measured(directory: Path, asked: command.Asked, prometheus: Path | None, serve: int | None, address: str) -> int:
+    from vllm_livepatch.tools.commands import metrics  # a tenth of a second
+
+    check_digest(asked.digest)
+    reports = status.read(directory)
+    required = status.requirements(reports, asked.require, asked.patches)
+    reports, forgotten = status.forget(reports, asked.forget)
+    if prometheus is not None:
+        metrics.write(reports, prometheus)
+    if serve is not None:
+        metrics.serve(directory, serve, address)
+        reports = status.read(directory)
+    command.complain(forgotten)
+    return command.settled(reports, required, asked)

@@ -13,6 +13,7 @@ from vllm_livepatch.sitecustomize import settings
 from vllm_livepatch.sitecustomize.decision import Option, Patch, variable
 from vllm_livepatch.tools.bundled import summary as plain
 from vllm_livepatch.tools.bundled.grouping import titled
+from vllm_livepatch.tools.bundled.status import Reports
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.compatibility.drift import version_key
 from vllm_livepatch.tools.releases import span
@@ -172,7 +173,11 @@ def print_page(console: Console, patch: Patch) -> None:
         console.print(Text(f"called   {call}"))
 
 
-def status_view(processes: list[dict[str, Any]], directory: Path) -> RenderableType:
+def status_view(reports: Reports, directory: Path, everything: bool = False) -> RenderableType:
+    """The processes with their patches; of many, unless `everything` is asked, as many as fit on the screen."""
+    processes = reports.live
+    if plain.is_a_crowd(reports, everything):
+        return Text(plain.overview(reports))
     if not processes:
         return Text(f"no live patched process has a report in {directory}")
     parts: list[RenderableType] = []

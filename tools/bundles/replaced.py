@@ -1,0 +1,107 @@
+"""What `generate` says of the bundle that lay there before: what is new, and which processes have to be restarted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_livepatch.sitecustomize import report
+from vllm_livepatch.tools.bundled import status, summary
+from vllm_livepatch.tools.bundled.verifying import MANIFEST
+from vllm_livepatch.tools.errors import UserError
+
+_UNPACKED = (RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)  # a zip file that was cut off, or changed
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, *_UNPACKED)
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A bundle's version and digest; of each patch its own version, and the digest of its folder."""
+
+    version: str
+    digest: str
+    versions: Mapping[str, int | None] = field(default_factory=dict)
+    folders: Mapping[str, str] = field(default_factory=dict)
+
+
+def lying_at(place: Path) -> Identity | None:
+    """The bundle at a place that is about to be written, None where there is none, or one that cannot be read."""
+    try:
+        if place.is_dir():
+            return identity(lambda name: (place / name).read_bytes())
+        with zipfile.ZipFile(place) as archive:
+            return identity(archive.read)
+    except _DAMAGED:
+        return None
+
+
+def identity(read: Callable[[str], bytes]) -> Identity:
+    """What a bundle says of itself; `read` gives the content of a file by its path in it. Raises one of `_DAMAGED`."""
+    manifest = read(MANIFEST)
+    listed = json.loads(manifest)
+    digest = "sha256:" + hashlib.sha256(manifest).hexdigest()
+    version = str(listed["vllm-livepatch"])
+    try:
+        found = json.loads(read(f"{listed['generation']}/_vllm_livepatch/catalogue.json"))
+        versions = {str(name): facts.get("version") for name, facts in found["patches"].items()}
+        return Identity(version, digest, versions, {name: str(one) for name, one in found["digests"].items()})
+    except _DAMAGED:  # of version 0.1.0, say
+        return Identity(version, digest)
+
+
+def sentences(before: Identity, files: Mapping[str, bytes], state: Path) -> list[str]:
+    """What the bundle of these files has replaced, and what has to be restarted for it to be in use.
+
+    `state` is where processes of this machine leave their reports.
+    """
+    now = identity(files.__getitem__)
+    if now.digest == before.digest:
+        return ["the same bundle lay there before: nothing is replaced"]
+    found = [f"replaced {before.version}, {before.digest}{_differences(before, now)}"]
+    running = _running(state, before.digest)
+    if running:
+        more = f" and {len(running) - _NAMED} more" if len(running) > _NAMED else ""
+        found.append(f"restart what runs the one before: {', '.join(running[:_NAMED])}{more}")
+    else:
+        found.append(f"restart the engines and LMCache servers that run the one before ({state} names none)")
+    found.append(f"until then each keeps it: `vllm-livepatch status --digest {now.digest}` exits with 1")
+    return found
+
+
+def _differences(before: Identity, now: Identity) -> str:
+    if not before.versions:
+        return ""
+    changed = [name for name in sorted(now.folders) if before.folders.get(name, now.folders[name]) != now.folders[name]]
+    parts = {
+        "changed": [f"{name} ({_version(before, name)} to {_version(now, name)})" for name in changed],
+        "new": sorted(now.versions.keys() - before.versions.keys()),
+        "gone": sorted(before.versions.keys() - now.versions.keys()),
+    }
+    said = [f"{word}: {', '.join(names)}" for word, names in parts.items() if names]
+    return f"; {'; '.join(said)}" if said else "; its patches are the same"
+
+
+def _version(bundle: Identity, name: str) -> str:
+    return str(bundle.versions.get(name) or "no version")
+
+
+def _running(state: Path, digest: str) -> list[str]:
+    """The live processes that run the bundle of this digest, as far as their reports lie in `state`."""
+    try:
+        reports = status.read(state)
+    except UserError:  # another user's
+        return []
+    found = [process for process in reports.witnesses if process["digest"] == digest]
+    return [f"pid {one['pid']} on {one['host']} ({summary.command_of(one)[:60]})" for one in found]
+
+
+def state_directory() -> Path:
+    """Where processes of this user leave their reports, unless they were told another place."""
+    return Path(report.directory(os.environ))
