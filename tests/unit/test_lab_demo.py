@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file
-from vllm_livepatch.tools.lab import command, demo, logs, model, topology
+from vllm_livepatch.tools.lab import command, demo, logs, model, stages, summary, topology
 
 LOG = [
     "(EngineCore pid=7) ERROR 11-21 05:16:24 [core.py:1512] Traceback (most recent call last):",
@@ -135,9 +138,13 @@ def test_what_is_shown_is_plain_and_complete_and_what_is_kept_is_the_result(
     rows = {line.split("  ")[1].strip(): line.split()[-2:] for line in text.splitlines() if line.startswith("  ")}
     assert rows["completed"] == ["9", "9"]
     assert rows["failed"] == ["5", "0"]
-    assert rows["done by patches"] == ["send_unknown:", "3"]
+    assert rows["done by patches"] == ["-", demo.PATCH]
+    assert re.search(rf"done by patches +- +{demo.PATCH} *\n +send_unknown: 3 *\n", text)
+    assert "tokens loaded" in text
+    assert "parts brought back" not in text  # nothing was, in either setup
     assert rows["KV usage at the end"] == ["engine", "0.0%"]
     assert rows["lines of errors in logs"] == ["7", "-"]
+    assert max(len(line) for line in text.splitlines() if line.startswith("  ") and "|" not in line) <= 80
     assert "dead after 0.4 s" in text
     assert "HTTP 500: 3" in text
     assert "  | AssertionError" in text
@@ -146,6 +153,75 @@ def test_what_is_shown_is_plain_and_complete_and_what_is_kept_is_the_result(
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
         assert str(tmp_path / picture) in text
     assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(result()))
+
+
+def shown(found: dict[str, Any], width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(summary.table(found))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_table_fits_a_terminal_of_80_columns_and_its_words_stay_whole() -> None:
+    found = result()
+    stock, patched = found["setups"]["stock"], found["setups"]["patched"]
+    stock["death"] = "engine was ended by SIGKILL (exit code 137)"
+    found["setups"]["stock"]["longest_wait"], patched["longest_wait"] = 13.2, 4.1
+    times = {"0.5": 0.123, "0.99": 1.23}
+    for setup in (stock, patched):
+        setup |= {"first_token": times, "between_tokens": times}
+    patched["status"][0]["patches"].append({"name": "offloading-failed-transfers", "counters": {"offloaded": 12345}})
+    lines = shown(found, 80)
+    assert max(map(len, lines)) <= 80
+    words = {word for line in lines for word in line.split()}
+    cells = {word for row in summary.rows(found) if set(row[1:]) != {"-"} for cell in row for word in cell.split()}
+    assert cells <= words
+    narrow = shown(found, 50)
+    assert max(map(len, narrow)) <= 50
+    assert "…" not in "".join(narrow)
+
+
+@pytest.mark.parametrize(
+    ("setup", "cell"),
+    [
+        ({"survived": True, "longest_wait": 13.2}, "13.2 s"),
+        (
+            {"survived": False, "longest_wait": 13.2, "death": "engine ended with exit code 0"},
+            "13.2 s, then engine was dead",
+        ),
+        ({"survived": False, "longest_wait": None, "death": "lmcache ended with exit code 1"}, None),
+    ],
+)
+def test_a_wait_beside_a_dead_part_says_so(setup: dict[str, Any], cell: str | None) -> None:
+    assert summary._longest(setup) == cell
+
+
+def test_building_and_starting_are_under_a_bar_in_a_terminal() -> None:
+    screen = io.StringIO()
+    with stages.Stages(3, Console(file=screen, force_terminal=True, width=100)) as shown:
+        shown.begin("making bundles")
+        shown.done("making bundles")
+        shown.begin("starting stock engine")
+        shown.begin("starting patched engine")
+        shown.done("what never began")
+        shown._bar.refresh()
+        assert "starting stock engine and 1 more" in screen.getvalue()
+        assert "1/3" in screen.getvalue()
+        shown.done("starting stock engine")
+        shown.done("starting stock engine")  # a part that was brought back, say
+        shown._bar.refresh()
+        assert "starting patched engine " in screen.getvalue()
+        assert "2/3" in screen.getvalue()
+        shown.end()
+        shown.done("starting patched engine")  # nothing is to be seen of it any more
+    assert "3/3" not in screen.getvalue()
+
+
+def test_there_is_no_bar_where_stdout_is_no_terminal() -> None:
+    screen = io.StringIO()
+    with stages.Stages(1, Console(file=screen)) as shown:
+        shown.begin("making bundles")
+        shown.done("making bundles")
+    assert screen.getvalue() == ""
 
 
 @pytest.mark.parametrize(

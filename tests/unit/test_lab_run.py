@@ -16,6 +16,7 @@ from vllm_livepatch.tools.lab import environments, faults, lab, topology
 from vllm_livepatch.tools.lab.faults import Fault
 from vllm_livepatch.tools.lab.loads import Storm
 from vllm_livepatch.tools.lab.setups import Setup
+from vllm_livepatch.tools.lab.stages import Stages
 from vllm_livepatch.tools.lab.storm import Visitors
 from vllm_livepatch.tools.lab.supervisor import Part, PartFailed
 from vllm_livepatch.tools.lab.topology import Deployment, Role, Topology
@@ -84,7 +85,22 @@ def run(tmp_path: Path, **options: Any) -> dict[str, Any]:
     return result
 
 
-def test_stock_dies_of_a_hang_up_and_patched_does_not(tmp_path: Path) -> None:
+def test_stock_dies_of_a_hang_up_and_patched_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    class Recorded(Stages):
+        def __init__(self, total: int) -> None:
+            steps.append(f"of {total}")
+            super().__init__(total)
+
+        def done(self, what: str) -> None:
+            steps.append(what)
+
+        def end(self) -> None:
+            steps.append("end")
+            super().end()
+
+    monkeypatch.setattr(lab, "Stages", Recorded)
     result = run(tmp_path, setups=("stock", "patched"), disconnects=True)
     stock, patched = result["setups"]["stock"], result["setups"]["patched"]
     assert not stock["survived"]
@@ -105,6 +121,9 @@ def test_stock_dies_of_a_hang_up_and_patched_does_not(tmp_path: Path) -> None:
     assert (0 <= nudges < patched["completed"], rest) == (True, 0)
     assert patched["kv_usage"]["engine"]
     assert (tmp_path / "patched" / "status.json").is_file()
+    assert steps[:3] == ["of 4", lab.BUNDLES, lab.ENVIRONMENTS]
+    assert sorted(steps[3:5]) == ["starting patched engine", "starting stock engine"]
+    assert steps[5:] == ["end", "end"]
 
 
 def test_setups_take_turns_and_a_part_that_was_brought_back_is_counted(

@@ -148,8 +148,7 @@ def conclude(result: dict[str, Any], place: Path) -> None:
         if not found["survived"]:
             print(f"{setup}: {found['death']}. From its log:")
             print("\n".join(f"  | {line}" for line in found["assertion"] or found["log_tail"]), end="\n\n")
-    # As wide as the table is where nothing is known of the reader's screen.
-    Console(width=None if sys.stdout.isatty() else 140).print(summary.table(result))
+    Console(width=None if sys.stdout.isatty() else 80).print(summary.table(result))
     for check in result.get("checks", ()):
         print(f"{'ok    ' if check['passed'] else 'FAILED'}  {check['check']}")
     print(f"\npictures: {place / 'completions.png'}, {place / 'blocks.png'}\nfigures:  {place / 'result.json'}")

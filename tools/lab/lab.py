@@ -28,11 +28,14 @@ from vllm_livepatch.tools.lab.given import Given
 from vllm_livepatch.tools.lab.options import LMCACHE, VLLM
 from vllm_livepatch.tools.lab.revisions import ROOT, checkout, command_line
 from vllm_livepatch.tools.lab.setups import LOADING, Setup, Work, falling_into, guarded
+from vllm_livepatch.tools.lab.stages import Stages
 from vllm_livepatch.tools.lab.storm import Turn, Visitors
 from vllm_livepatch.tools.lab.supervisor import Supervisor, together
 from vllm_livepatch.tools.lab.topology import Topology
 from vllm_livepatch.tools.measured import measured_on
 
+BUNDLES, ENVIRONMENTS = "making bundles", "building environments and a model"
+"""What comes before the parts are started, as a person reads it."""
 _TRANSPORTS = {"nixl": environments.nixl, "mooncake": environments.mooncake}
 """What is not in the engines' environment, by the word in a topology's name."""
 
@@ -85,8 +88,17 @@ async def run(options: Options) -> dict[str, Any]:
     Raises ``PartFailed`` when a part does not come up, ``InstallationError`` when an environment cannot be built,
     ``CalledProcessError`` when there is no bundle to be had, ``UserError`` where a revision is not there.
     """
+    parts = len(options.setups) * len(options.topology.roles)
+    with Stages(len((BUNDLES, ENVIRONMENTS)) + parts) as stages:
+        return await _run(options, stages)
+
+
+async def _run(options: Options, stages: Stages) -> dict[str, Any]:
     begun = time.monotonic()
+    stages.begin(BUNDLES)
     injected = {name: _injected(options, name) for name in options.setups}
+    stages.done(BUNDLES)
+    stages.begin(ENVIRONMENTS)
     if options.given:
         python = options.given.python
     else:
@@ -99,6 +111,7 @@ async def run(options: Options) -> dict[str, Any]:
     transports = [find for name, find in _TRANSPORTS.items() if name in options.topology.name and not options.given]
     needed = [str(await asyncio.to_thread(find, python)) for find in transports]
     tiny = model.make(options.out / "model", seed=options.seed)
+    stages.done(ENVIRONMENTS)
     rounded = _for_a_round(options)
     print(f"lab: logs are in {options.out}", file=sys.stderr)
     right: Sequence[Sequence[Turn]] = ()
@@ -110,13 +123,18 @@ async def run(options: Options) -> dict[str, Any]:
         supervisors = {}
         for name in options.setups:
             tell = functools.partial(_tell, begun, name)
-            supervisors[name] = await stack.enter_async_context(Supervisor(options.out / name, tell))
+            up = functools.partial(_up, stages, name)
+            supervisors[name] = await stack.enter_async_context(Supervisor(options.out / name, tell, up))
         deployed = {}
         for name in options.setups:
             variables = topology.with_path({**_common(options), **injected[name]}, needed)
             deployed[name] = topology.local(options.topology, python, tiny, variables, router, options.device)
         # Booting is importing, most of it on one core: several sides together take little longer than one.
+        for name in supervisors:
+            for part in deployed[name].parts:
+                stages.begin(_starting(name, part.name))
         await together(*(parts.start(deployed[name].parts) for name, parts in supervisors.items()))
+        stages.end()
         setups = []
         for name, parts in supervisors.items():
             tell = functools.partial(_tell, begun, name)
@@ -139,6 +157,15 @@ async def run(options: Options) -> dict[str, Any]:
         "setups": {name: found[name] for name in options.setups},
         "seconds": round(time.monotonic() - begun, 1),
     }
+
+
+def _starting(setup: str, part: str) -> str:
+    """What a stage is called."""
+    return f"starting {setup} {part}"
+
+
+def _up(stages: Stages, setup: str, part: str) -> None:
+    stages.done(_starting(setup, part))
 
 
 def described(options: Options) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from vllm_livepatch.tools.lab.report import colours
 
 Setup = dict[str, Any]
 _STYLES = ("-", "--", ":")
+_CALLED, _CELL = 22, 20
+"""Characters in a line of what a figure is called, at most, and of what it is, where its words allow that."""
 
 
 def title(result: dict[str, Any]) -> str:
@@ -23,14 +26,26 @@ def title(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row a figure, a column a setup."""
+    """A row a figure that there is, a column a setup; its words stay whole on a terminal of 80 columns."""
     built = Table(title=title(result), box=box.SIMPLE_HEAD, title_justify="left")
-    built.add_column("")
+    shown = [row for row in rows(result) if any(cell != "-" for cell in row[1:])]
+    built.add_column("", max_width=_CALLED)
     for name in result["setups"]:
-        built.add_column(name, justify="right")
-    for row in rows(result):
-        built.add_row(*row)
+        built.add_column(name, justify="right", overflow="fold")
+    called, *found = map(list, zip(*shown, strict=True))
+    columns = [called, *map(_wrapped, found)]
+    for cells in zip(*columns, strict=True):
+        built.add_row(*cells)
     return built
+
+
+def _wrapped(cells: Sequence[str]) -> list[str]:
+    """The cells of a setup, in lines as short as the longest word among them allows: names are searched for."""
+    width = max((len(word) for cell in cells for word in cell.split()), default=0)
+    return [
+        "\n".join(wrapped for line in cell.splitlines() for wrapped in textwrap.wrap(line, max(width, _CELL)))
+        for cell in cells
+    ]
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
@@ -50,7 +65,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
         ("right completions a second", lambda setup: f"{setup['goodput']:.2f}"),
         ("first token, median / 99 %", lambda setup: _seconds(setup["first_token"])),
         ("between tokens, median / 99 %", lambda setup: _seconds(setup["between_tokens"])),
-        ("longest wait for an answer", lambda setup: _longest(setup.get("longest_wait"))),
+        ("longest wait for an answer", _longest),
         ("tokens loaded from LMCache or another engine", lambda setup: setup.get("loaded_tokens")),
         ("parts brought back", lambda setup: _kinds(setup["restarts"])),
         ("after its return, something is loaded again in", lambda setup: _again(setup.get("loaded_again", []))),
@@ -105,8 +120,12 @@ def _seconds(values: dict[Any, float] | None) -> str | None:
     return f"{median:.3f} / {last:.3f} s"
 
 
-def _longest(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{seconds:.1f} s"
+def _longest(setup: Setup) -> str | None:
+    """The longest wait, and whether it ended because nobody was there to answer any more."""
+    seconds = setup.get("longest_wait")
+    if seconds is None:
+        return None
+    return f"{seconds:.1f} s" if setup["survived"] else f"{seconds:.1f} s, then {setup['death'].split()[0]} was dead"
 
 
 def _again(returns: list[list[Any]]) -> str | None:

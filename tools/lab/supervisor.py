@@ -93,12 +93,17 @@ class Supervisor:
     """Use as ``async with Supervisor(directory) as parts``, from the main thread.
 
     ``directory`` gets ``NAME.log`` and ``NAME.json`` (pid, command, environment) for every part, and is where they run.
-    ``say`` gets the progress, a line at a time.
+    ``say`` gets the progress, a line at a time; ``up`` the name of a part, each time that one has begun to serve.
     """
 
-    def __init__(self, directory: Path, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        say: Callable[[str], None] = lambda line: None,
+        up: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self.directory = directory
-        self._say = say
+        self._say, self._up = say, up
         self.restarts: Counter[str] = Counter()
         """How often each part was brought back."""
         self._running: list[_Running] = []
@@ -314,6 +319,7 @@ class Supervisor:
                 if healthy and not running.up.is_set():
                     running.up_after = now - running.started
                     self._say(f"{part.name} is up after {running.up_after:.0f} s")
+                    self._up(part.name)
                     running.up.set()
                 if healthy or (not running.up.is_set() and _stirring(running, now - before)):
                     running.last_sign = now
