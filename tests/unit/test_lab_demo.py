@@ -143,7 +143,7 @@ def test_what_is_shown_is_plain_and_complete_and_what_is_kept_is_the_result(
     assert "tokens loaded" in text
     assert "parts brought back" not in text  # nothing was, in either setup
     assert rows["KV usage at the end"] == ["engine", "0.0%"]
-    assert rows["lines of errors in logs"] == ["7", "-"]
+    assert rows["lines of errors in"] == ["7", "-"]
     assert max(len(line) for line in text.splitlines() if line.startswith("  ") and "|" not in line) <= 80
     assert "dead after 0.4 s" in text
     assert "HTTP 500: 3" in text

@@ -244,8 +244,8 @@ def answer(reports: Reports, required: Sequence[Required], digest: str | None = 
     if others := unmet(reports, required, digest):
         return f"no: {what} was asked for, and {others[0]}"
     armed = sum(_is_armed(process, required) for process in reports.witnesses)
-    unused = f" (armed, that is not yet imported, in {armed} of them)" if armed else ""
-    return f"yes: all {found} live processes have {what}{unused}{silent}"
+    unused = f" (armed in {armed} of them, which have not imported its target)" if armed else ""
+    return f"yes: {found} of {found} live processes have {what}{unused}{silent}"
 
 
 def _is_armed(process: dict[str, Any], required: Sequence[Required]) -> bool:

@@ -74,6 +74,8 @@ class Reports(Collector):
             for state in STATES:
                 numbers.add_metric((state, *who), counts[state])
             for patch in process["patches"]:
+                for kind, number in patch["counters"].items():
+                    events.add_metric((patch["name"], kind, *who), number)
                 if status.is_missing(patch):
                     missing.add_metric((patch["name"], patch["reason"] or "", *who), 1)
                 elif patch["state"] != "applied":
@@ -81,8 +83,6 @@ class Reports(Collector):
                 states.add_metric((patch["name"], patch["state"], patch["verdict"] or "", *who), 1)
                 if patch.get("version") is not None:
                     versions.add_metric((patch["name"], *who), patch["version"])
-                for kind, number in patch["counters"].items():
-                    events.add_metric((patch["name"], kind, *who), number)
         processes = GaugeMetricFamily("livepatch_processes", "How many live patched processes this page is about.")
         processes.add_metric((), len(found))
         yield from (processes, info, numbers, states, versions, missing, events, heartbeat)
