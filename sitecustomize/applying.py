@@ -66,7 +66,8 @@ class Applier:
     def look_at_relied_on(self) -> list[PatchState]:
         """Take back every patch whose code relies on what is another's now; those patches.
 
-        Under strict those too that the report's thread has found: it ends nothing, since it may look while one serves.
+        Of patches that end the process those too that the report's thread has found: it ends nothing, since it may
+        look while one serves.
         """
         lost = []
         for state in self._patches.all:
@@ -75,7 +76,7 @@ class Applier:
                 replaced = state.relied_on.replaced(self._patches.wrappers())
             if replaced is not None:
                 self.unapply(state, RELIED_ON, replaced)
-            if replaced is not None or (state.reason == RELIED_ON and self._patches.environment.mode == "strict"):
+            if replaced is not None or (state.reason == RELIED_ON and self._patches.environment.ends(state.patch)):
                 lost.append(state)
         return lost
 

@@ -94,6 +94,7 @@ class Patch:
     version: int | None = None  # raised with each change of its code or facts
     group: str = ""  # what one runs that it is about: LIVEPATCH_GROUP_NAME switches all patches of it
     proofs: tuple[Proof, ...] = ()  # `generate --proofs` puts them there
+    must: bool = False  # where it is wanted and not applied, the process ends as under strict
 
     @property
     def versioned(self) -> str:
@@ -158,6 +159,10 @@ class Environment:
     traced: bool = False  # a patch changes traced code here; found out only for patches whose `auto` asks
     keep: bool = False  # LIVEPATCH_STATE_KEEP: a process that ends leaves its report
     switches: Mapping[str, str] = field(default_factory=dict)  # patch name: the variable that its toggle is of
+
+    def ends(self, patch: Patch | None) -> bool:
+        """Whether the process ends, before it serves, where this patch is wanted and not applied."""
+        return self.mode == "strict" or (patch is not None and patch.must)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ from typing import Any
 
 from .decision import Option, Patch, PatchError, Proof, Variant, module_of
 
+FORMAT = 1
+"""The form of a patch folder's entries that this version reads. Another form has another number."""
 _ENTRIES = {
+    "format",
     "title",
     "version",
     "package",
@@ -26,6 +29,7 @@ _ENTRIES = {
     "aliases",
     "auto",
     "per_module",
+    "must",
     "about",
     "proof",
 }
@@ -37,6 +41,7 @@ _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]*")
 
 def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
     """Raises PatchError, naming the patch and the entry."""
+    known_format(name, facts)
     unknown = sorted(set(facts) - _ENTRIES)
     if unknown:
         raise PatchError(f"patch {name}: no entry is called {', '.join(unknown)}")
@@ -56,6 +61,7 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         added=_texts(name, facts, "added"),
         traced=bool(facts.get("traced", "diff" in facts)),
         per_module=bool(facts.get("per_module", False)),
+        must=facts.get("must", False),
         about=dict(facts.get("about", {})),
         version=facts.get("version"),
         group=_text(name, facts, "group") if "group" in facts else "",
@@ -65,6 +71,8 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         raise PatchError(f"patch {name}: a group is a name of letters, digits and underscores, not {patch.group!r}")
     if patch.version is not None and (type(patch.version) is not int or patch.version < 1):
         raise PatchError(f"patch {name}: version is a whole number from 1 on, not {patch.version!r}")
+    if type(patch.must) is not bool:
+        raise PatchError(f"patch {name}: must is true or false, not {patch.must!r}")
     if patch.auto not in ("needed", "rocm", "traced", "off"):
         raise PatchError(f"patch {name}: auto is needed, rocm, traced or off, not {patch.auto!r}")
     if not patch.targets:
@@ -100,6 +108,11 @@ def _proof(name: str, entry: Mapping[str, Any]) -> Proof:
     if not isinstance(code, Mapping) or not code:
         raise PatchError(f"patch {name}: a proof names the code that it was run on")
     return Proof(dict(code), outcome, dict(entry.get("facts", {})), str(entry.get("detail", "")))
+def known_format(name: str, facts: Mapping[str, Any]) -> None:
+    """Raises PatchError where the entries are of a form that this version cannot read. Without a number it is 1."""
+    given = facts.get("format", FORMAT)
+    if type(given) is not int or given != FORMAT:
+        raise PatchError(f"patch {name}: format is {given!r}, and this version of vllm-livepatch knows {FORMAT} alone")
 
 
 def _companions(

@@ -59,13 +59,17 @@ class Reporter:
 
     def _say_wrong(self, messages: Mapping[str, PatchState | None], importing: bool = True) -> None:
         """Each of these, with the patch that it is about."""
-        if importing and messages and self._patches.environment.mode == "strict":
-            self._end_process([*messages])
-            return  # it is ending already, and says this too
+        ends = self._patches.environment.ends
+        fatal = [
+            message for message, state in messages.items() if importing and ends(None if state is None else state.patch)
+        ]
         for message, state in messages.items():
-            # One that was refused may be applied after all before the process's line is due.
-            holds = None if state is None else functools.partial(getattr, state, "missing")
-            self._greeting.behind(message, holds)
+            if message not in fatal:
+                # One that was refused may be applied after all before the process's line is due.
+                holds = None if state is None else functools.partial(getattr, state, "missing")
+                self._greeting.behind(message, holds)
+        if fatal:  # if it is ending already, that says these too
+            self._end_process(fatal)
 
     def no_longer_applied(self, state: PatchState) -> None:
         """Printed, and no more: what serves already is not ended, not even under strict."""
@@ -119,7 +123,8 @@ class Reporter:
                 self.decide_rest()
             finally:  # whatever that comes to
                 self._greeting.say()
-                end_process(*self._ending)
+                strict = self._patches.environment.mode == "strict"
+                end_process(*self._ending, because="LIVEPATCH=strict" if strict else "must = true")
 
     def _outcomes(self) -> list[Outcome]:
         """What came of each patch so far."""
@@ -235,8 +240,8 @@ def _is_same(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def end_process(*why: str) -> None:
-    """LIVEPATCH=strict: end before anything is served. `os._exit`, since an import may run in any thread."""
+def end_process(*why: str, because: str = "LIVEPATCH=strict") -> None:
+    """End before anything is served. `os._exit`, since an import may run in any thread. `because`: what asks for it."""
     for one in why:
-        to_stderr(f"LIVEPATCH=strict: {one}")
+        to_stderr(f"{because}: {one}")
     os._exit(EXIT_STRICT)

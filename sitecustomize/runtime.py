@@ -236,7 +236,7 @@ class Runtime:
             if lost and step is not None:
                 state.settle("failed", "overwritten", f"{step.target} was replaced as it was imported, by {by}")
             seen = state.state == "failed" and state.reason == "overwritten"  # by the report's thread
-        if lost or (seen and self.patches.environment.mode == "strict"):
+        if lost or (seen and self.patches.environment.ends(state.patch)):
             self.reporter.not_applied(state)
 
     def _look_at_relied_on(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
+from vllm_livepatch.sitecustomize.facts import known_format
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.toml import tomllib
 
@@ -84,8 +85,12 @@ def _marked(read: Iterable[str], releases: Sequence[str]) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What patch.toml and patch.lock of a folder say together. Raises UserError, OSError, TOMLDecodeError."""
+    """What patch.toml and patch.lock of a folder say together.
+
+    Raises UserError, PatchError, OSError, TOMLDecodeError.
+    """
     said: dict[str, Any] = tomllib.loads((folder / "patch.toml").read_text("utf-8"))
+    known_format(folder.name.replace("_", "-"), said)  # before anything is read of it that may mean something else
     lock = folder / NAME
     if not lock.exists():  # all in one file, as before there was a lock, or not locked yet
         return said

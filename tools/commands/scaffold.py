@@ -26,7 +26,8 @@ TODO = "TODO"
 _TOLD = ("fault", "symptom", "why", "change", "origin", "threads")
 """What `about` says of a patch to those who look for it."""
 
-_TOML = """version = 1
+_TOML = """format = 1
+version = 1
 title = "{todo}: what is so with this patch, in one line"
 package = "{package}"
 targets = [

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tomli_w
+from vllm_livepatch.sitecustomize.facts import FORMAT
 from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.diffs.judging import Judged
 from vllm_livepatch.tools.diffs.reading import Diff
@@ -31,6 +32,7 @@ def write(diff: Diff, name: str, origin: str, judged: Sequence[Judged], out: Pat
     forms = patch_lock.grouped({(diff.package, item.release): item.code for item in known})
     have_it = [item.release for item in known if item.verdict != "needed"]
     facts = {
+        "format": FORMAT,
         "title": f"The diff {origin}",
         "package": diff.package,
         "diff": "change.diff",
