@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib.util
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import captures, executed_text, fingerprint, guard
+from . import captures, executed_text, fingerprint, guard, no_function
 from .captures import function_of
 from .installed import attribute
 
@@ -40,6 +41,7 @@ class Applied:
     """One wrapper in place. `owner` is the class or module whose attribute was replaced, `aliases` its other names.
 
     `code` is the patch's own function that `wrapper` calls, the same each time that the target's module is loaded.
+    Where there is `by`, that changes what stands there, and `wrapper` is what it has left there once it `has_run`.
     """
 
     target: str
@@ -49,6 +51,8 @@ class Applied:
     wrapper: Any
     aliases: list[captures.Alias] = field(default_factory=list)
     code: Any = None
+    by: no_function.AfterImport | None = None
+    has_run: bool = False
 
     def put(self, thing: Any) -> None:
         """Set what stands there, the original or the wrapper, under all names."""
@@ -58,7 +62,7 @@ class Applied:
 
 
 def planned(
-    wrappers: Mapping[str, Callable[..., Any]],
+    wrappers: Mapping[str, Any],
     stand_in: StandIn,
     known: Iterable[Applied],
     files: Mapping[str, str],
@@ -73,18 +77,27 @@ def planned(
     else's. `force` takes a target that somebody else replaced since its module was written.
     """
     ours = {id(step.wrapper) for step in known}
-    own = [target for target in wrappers if _is_own(target, ours, files, force)]
+    for target in wrappers:
+        beyond = no_function.out_of_reach(*_owner(target))
+        if beyond is not None:
+            raise ApplyError("unwrappable", f"{target} is {beyond}, {no_function.ONLY_A_DIFF}")
+    changes = {target: by for target, by in wrappers.items() if isinstance(by, no_function.AfterImport)}
+    own = [target for target in wrappers if target not in changes and _is_own(target, ours, files, force)]
     others = _aliases(own, ours)
     steps: list[Applied] = []
     for target, wrapper in wrappers.items():
         owner, attribute, original = _resolve(target)
+        if target in changes:
+            steps.append(Applied(target, owner, attribute, original, original, by=changes[target]))
+            continue
         try:
             made = stand_in(original, wrapper, target)
             steps.append(
                 Applied(target, owner, attribute, original, made, others.get(target, []), guard.code_of(wrapper))
             )
         except guard.Unwrappable as error:
-            raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for") from None
+            can = "" if isinstance(original, types.FunctionType) else f": {no_function.form_for(original)}"
+            raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for{can}") from None
     return steps
 
 
@@ -141,6 +154,36 @@ def put_in_place(steps: Iterable[Applied]) -> None:
         if isinstance(error, Exception) and not isinstance(error, ApplyError):
             raise ApplyError("raised", f"{type(error).__name__} while applying: {error}") from error
         raise
+
+
+def change(step: Applied) -> None:
+    """Run what changes the target, if one does, and read it back: the patch's own code, so without a lock.
+
+    Raises ApplyError, and whatever that raises.
+    """
+    module = imported(step.target.partition(":")[0])
+    if step.by is None or module is None:
+        return
+    try:
+        step.by.change(module)
+    finally:
+        step.wrapper, step.has_run = _lookup(step.target, step.owner), True
+    if not _holds(step):
+        raise ApplyError("readback", f"{step.target}, looked at again, is not as the patch's own code says that it is")
+
+
+def put_back(step: Applied) -> None:
+    """Undo what `change` has done to the target itself, where it still stands there."""
+    if in_place(step):
+        undo([step])
+
+
+def _holds(step: Applied) -> bool:
+    module = imported(step.target.partition(":")[0])
+    try:
+        return step.by is None or module is None or bool(step.by.holds(module))
+    except Exception:
+        return False
 
 
 def undo(steps: Iterable[Applied]) -> None:
@@ -231,6 +274,8 @@ def overtaken_by(step: Applied) -> str | None:
     if not is_loaded(step.target.partition(":")[0]):
         return None
     found = _lookup(step.target, step.owner)
+    if step.by is not None:
+        return None if not step.has_run or _holds(step) else f"{described(found)}, or changed"
     there = reaches(found, step.wrapper) or (step.code is not None and reaches(found, step.code))
     return None if there else described(found)
 
@@ -279,17 +324,30 @@ def _resolve(target: str, below: Any = None) -> tuple[Any, str, Any]:
 
     Raises ApplyError.
     """
+    try:
+        owner, attribute = _owner(target)
+        if isinstance(owner, type) and isinstance(below, type) and issubclass(owner, below):
+            owner = below
+        return owner, attribute, vars(owner)[attribute]
+    except (KeyError, TypeError):
+        raise _missing(target) from None
+
+
+def _owner(target: str) -> tuple[Any, str]:
+    """The class or module, and the attribute. Raises ApplyError."""
     module_name, _, qualname = target.partition(":")
     *path, attribute = qualname.split(".")
     try:
         owner: Any = imported(module_name)
         for part in path:
             owner = getattr(owner, part)
-        if isinstance(owner, type) and isinstance(below, type) and issubclass(owner, below):
-            owner = below
-        return owner, attribute, vars(owner)[attribute]
-    except (KeyError, AttributeError, TypeError):
-        raise ApplyError("missing", f"{target} is not there in the loaded module") from None
+        return owner, attribute
+    except AttributeError:
+        raise _missing(target) from None
+
+
+def _missing(target: str) -> ApplyError:
+    return ApplyError("missing", f"{target} is not there in the loaded module")
 
 
 def _lookup(target: str, below: Any = None) -> Any:
@@ -302,7 +360,8 @@ def _lookup(target: str, below: Any = None) -> Any:
 def _replacement(target: str, found: Any, files: Mapping[str, str]) -> str | None:
     """What stands where the module's own function should, None where it is that function.
 
-    A function of another file may still be the module's doing, by a decorator: then its source has one.
+    A function of another file may still be the module's doing, by a decorator: then its source has one. What is no
+    function, where the source defines none, is the module's own for all that can be known.
     """
     module_name, _, qualname = target.partition(":")
     module = imported(module_name)
@@ -315,7 +374,9 @@ def _replacement(target: str, found: Any, files: Mapping[str, str]) -> str | Non
         node = fingerprint.find(fingerprint.parsed(inspect.getsource(module)), qualname)
     except (OSError, TypeError, SyntaxError):
         node = None
-    if getattr(node, "decorator_list", None):
+    is_def = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    other = node is not None and not is_def and not isinstance(function, types.FunctionType)
+    if other or getattr(node, "decorator_list", None):
         return None
     return described(found)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from . import application, guard, patch_code
+from . import application, guard, no_function, patch_code
 from .context import PatchContext
 from .decision import Patch
 from .patch_state import PatchState, PatchStates
@@ -116,6 +116,8 @@ class Applier:
         forced = state.decision is not None and state.decision.reason == "forced"
 
         def stand_in(original: Any, wrapper: Callable[..., Any], target: str) -> Any:
+            if isinstance(wrapper, no_function.Proxy):
+                return no_function.in_place_of(original, wrapper, context, target)
             return guard.in_place_of(original, wrapper, context, target)
 
         try:
@@ -131,8 +133,16 @@ class Applier:
             if state.applied is not applied or not all(map(application.is_as_planned, planned)):
                 return False
             application.put_in_place(planned)
-            state.applied = own + planned
-            state.settle_applied(len(state.applied), len(state.targets), "targets")
+            state.applied = own + planned  # whoever comes now leaves these to this thread
+            changes = [step for step in planned if step.by is not None]
+            if not changes:
+                state.settle_applied(len(state.applied), len(state.targets), "targets")
+        for step in changes:
+            context.on_stand_aside(functools.partial(application.put_back, step))
+            application.change(step)
+        with self._patches.lock:
+            if changes and state.state != "failed":
+                state.settle_applied(len(state.applied), len(state.targets), "targets")
         return True
 
     def _raised(self, state: PatchState, detail: str) -> None:

@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
-from . import guard, redaction
+from . import guard, no_function, redaction
 from .seen_through import SeenThrough
 
 SAY_EVERY_SECONDS = 30.0
@@ -116,6 +117,20 @@ class PatchContext:
         itself is not guarded: nothing there may raise.
         """
         return guard.Shortcut(make, wrapper)
+
+    def wrapt(self, wrapper: guard.Wrapper) -> no_function.Proxy:
+        """In a wrapper's place, for a callable that is no function of Python: wrapt's proxy, which calls `wrapper`."""
+        return no_function.Proxy(wrapper)
+
+    def after_import(
+        self, change: Callable[[ModuleType], object], holds: Callable[[ModuleType], object]
+    ) -> no_function.AfterImport:
+        """In a wrapper's place, for a constant, a class or a registry: `change(module)` when the module has run.
+
+        `holds(module)` says whether it is changed, as its callers find it: asked then, and at each report. What stood
+        at the target is put back by itself, all else that `change` does by `on_stand_aside`.
+        """
+        return no_function.AfterImport(change, holds)
 
     def lasts(self, wrapper: object) -> bool:
         return any(wrapper is one for one in self._lasting)

@@ -166,14 +166,14 @@ def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, con
     elif kind is staticmethod or kind is classmethod:
         inner = original.__func__
         if isinstance(inner, types.FunctionType):
-            form = _method if kind is classmethod else _function
+            form = of_method if kind is classmethod else of_function
             return kind(_of_its_kind(inner, form(inner, wrapper, context, target)))
     elif kind is property:
         if isinstance(original.fget, types.FunctionType):
-            getter = _of_its_kind(original.fget, _method(original.fget, wrapper, context, target))
+            getter = _of_its_kind(original.fget, of_method(original.fget, wrapper, context, target))
             return property(getter, original.fset, original.fdel, original.__doc__)
     elif isinstance(original, types.FunctionType):  # or says that it is one, as wrapt's objects do
-        form = _function if ":" in target and "." not in target.partition(":")[2] else _method
+        form = of_function if ":" in target and "." not in target.partition(":")[2] else of_method
         return _of_its_kind(original, form(original, wrapper, context, target))
     raise Unwrappable(f"a {kind.__module__}.{kind.__qualname__}")
 
@@ -202,7 +202,7 @@ def around(
         return types.MethodType(in_place_of(method.__func__, wrapper, context, f":{where}"), method.__self__)
     of = getattr(function, "__self__", None) if of is None else of
     bound = () if of is None or type(of) is types.ModuleType else (of,)
-    made = _function(function, wrapper, context, where, bound)
+    made = of_function(function, wrapper, context, where, bound)
     functools.update_wrapper(made, function, updated=())
     if bound:
         vars(made)["__self__"] = of  # another patch's wrapper around this one is given the instance, too
@@ -220,7 +220,7 @@ def deliberate(error: BaseException) -> None:
 # answer that is an error refers to its frames, and these to `wrapped`, so it is forgotten at the end.
 
 
-def _method(original: Any, wrapper: Wrapper, context: PatchContext, target: str) -> Callable[..., Any]:
+def of_method(original: Any, wrapper: Wrapper, context: PatchContext, target: str) -> Callable[..., Any]:
     """For what is called with its instance, or its class, in front."""
     gate: Any = _Always if context.lasts(wrapper) else context
     wrapper = spread(wrapper)
@@ -272,7 +272,7 @@ def _looked_at(original: Any, look_at: Before | After, context: PatchContext, ta
     return before if isinstance(look_at, Before) else after
 
 
-def _function(
+def of_function(
     original: Any, wrapper: Wrapper, context: PatchContext, target: str, of: tuple[Any, ...] = ()
 ) -> Callable[..., Any]:
     """For what is called as it is. `of` has the instance that it is bound to, if it is to one."""

@@ -33,7 +33,7 @@ class ReliedOn:
 
     def replaced(self, known: Sequence[application.Applied]) -> str | None:
         """A sentence on the first name that is another's now, None where there is none. `known` are our wrappers."""
-        originals = {id(step.wrapper): step.original for step in known}
+        originals = {id(step.wrapper): step.original for step in known if step.by is None}
         for name in self._names:
             if application.is_loaded(module_of(name)):
                 cls, found = _stands(name)

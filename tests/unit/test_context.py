@@ -64,7 +64,7 @@ def test_a_wrapper_calls_what_the_release_would_have_called(name: str, expected:
         return wrapped(*args, **kwargs)
 
     engine = Engine()
-    method = guard._method(vars(Engine)[name], wrapper, made(), "engine:Engine.step")
+    method = guard.of_method(vars(Engine)[name], wrapper, made(), "engine:Engine.step")
     assert method(engine, 2) == expected
     assert seen == [(engine, (2,))]
 

@@ -170,6 +170,7 @@ def test_the_installed_one_is_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ("from ... import vendor\nwrapt = vendor.wrapt", True),
         ("import pkgutil\nf = pkgutil.resolve_name('_vllm_livepatch.vendor.wrapt:decorator')", True),
         ("import importlib\nlibrary = importlib.import_module('...vendor.wrapt', __package__)", True),
+        ("def wrappers(livepatch): return {'m:f': livepatch.wrapt(print)}", True),
         ('"""As wrapt does it."""\n# import wrapt\nwrapt = 1', False),
         ("import wrapt is what this does not parse as", True),
     ],

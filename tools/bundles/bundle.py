@@ -81,6 +81,7 @@ def _asks(source: str) -> bool:
     named = {alias.name for node in imports for alias in node.names}
     named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     named |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} & {"wrapt"}  # livepatch.wrapt
     return any({"wrapt", "vendor"} & set(re.split("[.:]", name)) for name in named)
 
 

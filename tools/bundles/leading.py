@@ -17,10 +17,11 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_livepatch.sitecustomize import fingerprint, guard, settings
+from vllm_livepatch.sitecustomize import fingerprint, guard, no_function, settings
 from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.sitecustomize.decision import Patch, Variant, module_of
 from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.tools.bundles import forms
 from vllm_livepatch.tools.errors import UserError
 
 
@@ -57,6 +58,10 @@ def misread(wrappers: Mapping[str, Any], tree: Tree) -> Iterator[str]:
     modules = {module: tree.source(module) for module in dict.fromkeys(map(module_of, wrappers))}
     for target, wrapper in wrappers.items():
         source = modules[module_of(target)]
+        unfit = "" if source is None else forms.refused(source, target.partition(":")[2], wrapper)
+        if unfit:
+            yield f"{target}: {unfit}"
+            continue
         node = None if source is None else fingerprint.find(fingerprint.parsed(source), target.partition(":")[2])
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             why = _differs(wrapper, node, "." in target.partition(":")[2])
@@ -65,7 +70,9 @@ def misread(wrappers: Mapping[str, Any], tree: Tree) -> Iterator[str]:
 
 
 def _differs(wrapper: Any, node: ast.FunctionDef | ast.AsyncFunctionDef, in_class: bool) -> str:
-    if isinstance(wrapper, guard.Shortcut):
+    if isinstance(wrapper, no_function.AfterImport):
+        return ""
+    if isinstance(wrapper, (guard.Shortcut, no_function.Proxy)):
         wrapper = wrapper.wrapper
     looks = isinstance(wrapper, (guard.Before, guard.After))
     function: Callable[..., Any] = wrapper.look if looks else wrapper

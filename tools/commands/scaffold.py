@@ -14,7 +14,7 @@ from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundles import catalogue, leading
+from vllm_livepatch.tools.bundles import catalogue, forms, leading
 from vllm_livepatch.tools.bundles.patch_files import PROOF
 from vllm_livepatch.tools.commands.rendering import FAULT
 from vllm_livepatch.tools.diffs.folder import folder_of
@@ -137,7 +137,8 @@ def _found(tree: Tree, target: str) -> ast.AST:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return node
     if node is not None:
-        raise UserError(f"{target} is no function: a wrapper stands for functions and methods")
+        why = forms.refused(source, qualname) or "docs/wrappers.md has the forms for callables, classes and values"
+        raise UserError(f"{target} is no function, and a wrapper stands for functions and methods; {why}")
     near = difflib.get_close_matches(qualname, _functions(parsed), 1)
     raise UserError(f"{module} has no {qualname}" + (f"; did you mean {near[0]}?" if near else ""))
 

@@ -1,0 +1,61 @@
+"""Which form of a wrapper can stand for a target, by the source: what a process would refuse as `unwrappable`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from vllm_livepatch.sitecustomize import fingerprint
+from vllm_livepatch.sitecustomize.no_function import ONLY_A_DIFF, AfterImport, Proxy
+
+_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
+_KEPT = frozenset({"lru_cache", "cache"})
+"""Decorators that make a callable of C of a function."""
+_VALUES = (ast.Constant, ast.Dict, ast.List, ast.Set, ast.Tuple, ast.JoinedStr)
+_FIELDS = re.compile(r"dataclass|\bconfig\b|\b(?:Struct|BaseModel|NamedTuple|define|frozen)\b")
+"""In the decorators or bases of a class that is made of its fields: vLLM's own `@config` makes a dataclass."""
+
+
+def refused(source: str, qualname: str, wrapper: Any = None) -> str:
+    """Why a process would refuse such a wrapper there, empty where it would not. Without a wrapper: any of them.
+
+    Empty, too, of what the source does not have.
+    """
+    tree = fingerprint.parsed(source)
+    node, owner = fingerprint.find(tree, qualname), fingerprint.find(tree, qualname.rpartition(".")[0])
+    beyond = _beyond(node, owner)
+    if beyond or wrapper is None or isinstance(wrapper, AfterImport):
+        return beyond
+    value = getattr(node, "value", None)
+    if isinstance(node, ast.ClassDef):
+        return "it is a class, which no wrapper can stand for: livepatch.after_import(change, holds) can change it"
+    if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, _VALUES):
+        return "it is a value, which no wrapper can stand for: livepatch.after_import(change, holds) can change it"
+    if isinstance(node, _DEFINED) and not isinstance(wrapper, Proxy):
+        names = {_last(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list}
+        if names & _KEPT:
+            return "its decorator makes a callable of C of it, for which livepatch.wrapt(wrapper) can stand"
+    return ""
+
+
+def _beyond(node: ast.AST | None, owner: ast.AST | None) -> str:
+    """Why no form reaches it, empty where one does."""
+    if isinstance(node, ast.Module) and isinstance(owner, ast.ClassDef):
+        return "it is what __init__ assigns to each object: wrap that"
+    if not isinstance(owner, ast.ClassDef) or not isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return ""
+    if any(re.search(r"(?:Enum|Flag)$", ast.unparse(base)) for base in owner.bases):
+        return f"it is a member of an enumeration, {ONLY_A_DIFF}"
+    made = " ".join(map(ast.unparse, (*owner.decorator_list, *owner.bases)))
+    if (
+        isinstance(node, ast.AnnAssign)
+        and not re.search("ClassVar|InitVar", ast.unparse(node.annotation))
+        and _FIELDS.search(made)
+    ):
+        return f"it is a field of a class that is made of its fields, {ONLY_A_DIFF}"
+    return ""
+
+
+def _last(node: ast.AST) -> str:
+    return ast.unparse(node).rpartition(".")[2]
