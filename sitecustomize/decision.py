@@ -6,9 +6,12 @@ Pure and the same at run time, in `check` and in `matrix`; needs no vLLM.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from .conditions import ROCM, When
 
 _RELEASE = re.compile(
     r"(?P<numbers>\d{1,9}(?:\.\d{1,9}){0,9})(?:(?P<stage>a|b|rc)(?P<count>\d{1,9}))?"
@@ -94,7 +97,13 @@ class Patch:
     version: int | None = None  # raised with each change of its code or facts
     group: str = ""  # what one runs that it is about: LIVEPATCH_GROUP_NAME switches all patches of it
     proofs: tuple[Proof, ...] = ()  # `generate --proofs` puts them there
+    when: When = field(default_factory=When)  # conditions, of which each must hold
     must: bool = False  # where it is wanted and not applied, the process ends as under strict
+
+    @property
+    def asks_for_rocm(self) -> bool:
+        """Whether it matters to it what torch is built for."""
+        return ROCM in (self.auto, self.when.platform)
 
     @property
     def versioned(self) -> str:
@@ -140,7 +149,7 @@ class Installed:
 
     release: str | None  # None: the package does not say, or is not there
     code: Mapping[str, str | None]  # None: no such module, or no such name in it
-    rocm: bool = False  # torch is built for ROCm; looked up only for patches whose `auto` asks
+    rocm: bool = False  # torch is built for ROCm; looked up only for patches that ask
     companions: Mapping[str, str | None] = field(default_factory=dict)  # releases of those that are installed
     replaced: Mapping[str, str | None] = field(default_factory=dict)  # what diffs changed of `code`, as it came
     unknown: Mapping[str, str] = field(default_factory=dict)  # modules of which `code` is UNKNOWN, a sentence each
@@ -157,6 +166,8 @@ class Environment:
     errors: tuple[str, ...] = ()  # values that are no values: one sentence each
     notes: tuple[str, ...] = ()  # names of ours that mean nothing, a sentence each; under strict they count as errors
     traced: bool = False  # a patch changes traced code here; found out only for patches whose `auto` asks
+    platform: str = sys.platform
+    variables: Mapping[str, str] = field(default_factory=dict)  # those that conditions name
     keep: bool = False  # LIVEPATCH_STATE_KEEP: a process that ends leaves its report
     switches: Mapping[str, str] = field(default_factory=dict)  # patch name: the variable that its toggle is of
 
@@ -214,6 +225,9 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     if environment.mode == "off" or toggle == "off":
         name = "LIVEPATCH" if environment.mode == "off" else environment.switches.get(patch.name, variable(patch.name))
         return Decision(verdict, False, False, "off", f"{name} is off; {detail}", variant)
+    unmet = patch.when.unmet(environment.variables, environment.platform, installed.rocm)
+    if unmet:
+        return Decision(verdict, False, False, "condition", f"{detail}; {unmet}", variant)
     wanted_by_itself = {"needed": True, "rocm": installed.rocm, "traced": environment.traced, "off": False}[patch.auto]
     if toggle == "auto" and not wanted_by_itself:
         where = {"rocm": " outside ROCm", "traced": " where no patch changes traced code"}.get(patch.auto, "")

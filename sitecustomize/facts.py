@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .conditions import When
 from .decision import Option, Patch, PatchError, Proof, Variant, module_of
 
 FORMAT = 1
@@ -30,6 +31,7 @@ _ENTRIES = {
     "auto",
     "per_module",
     "must",
+    "when",
     "about",
     "proof",
 }
@@ -62,6 +64,7 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         traced=bool(facts.get("traced", "diff" in facts)),
         per_module=bool(facts.get("per_module", False)),
         must=facts.get("must", False),
+        when=_when(name, facts.get("when", {})),
         about=dict(facts.get("about", {})),
         version=facts.get("version"),
         group=_text(name, facts, "group") if "group" in facts else "",
@@ -101,6 +104,20 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
     return patch
 
 
+def _when(name: str, entry: Any) -> When:
+    if not isinstance(entry, Mapping):
+        raise PatchError(f"patch {name}: when must be a table")
+    unknown = sorted(set(entry) - {"environ", "platform"})
+    if unknown:
+        raise PatchError(f"patch {name}: when has environ and platform, and no {', '.join(unknown)}")
+    environ, platform = entry.get("environ", {}), entry.get("platform")
+    if not isinstance(environ, Mapping) or not all(isinstance(value, str) for value in environ.values()):
+        raise PatchError(f"patch {name}: when.environ is a table of variables and the texts that they must have")
+    if platform is not None and (not isinstance(platform, str) or not platform):
+        raise PatchError(f"patch {name}: when.platform is a text, such as linux or rocm, not {platform!r}")
+    return When(dict(environ), platform or "")
+
+
 def _proof(name: str, entry: Mapping[str, Any]) -> Proof:
     outcome, code = entry.get("outcome"), entry.get("code")
     if outcome not in ("proven", "no-fault", "failed"):
@@ -108,6 +125,8 @@ def _proof(name: str, entry: Mapping[str, Any]) -> Proof:
     if not isinstance(code, Mapping) or not code:
         raise PatchError(f"patch {name}: a proof names the code that it was run on")
     return Proof(dict(code), outcome, dict(entry.get("facts", {})), str(entry.get("detail", "")))
+
+
 def known_format(name: str, facts: Mapping[str, Any]) -> None:
     """Raises PatchError where the entries are of a form that this version cannot read. Without a number it is 1."""
     given = facts.get("format", FORMAT)

@@ -207,7 +207,7 @@ def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names, tex
     # A directory of that name is not the package: one that has an `__init__` is.
     there = [package for package in patch.companions if tree.origin(f"{package}.__init__") is not None]
     companions = {package: release(package, tree) for package in there}
-    rocm = patch.auto == "rocm" and _is_rocm(tree)
+    rocm = patch.asks_for_rocm and _is_rocm(tree)
     modules = dict.fromkeys(module_of(name) for name, digest in code.items() if digest == UNKNOWN)
     unknown = {module: str(tree.unknown(module)) for module in modules}
     number = release(patch.package, tree)

@@ -59,7 +59,8 @@ def read(patches: Sequence[Patch], environ: Mapping[str, str]) -> Environment:
         known |= {variable(patch.name), *(variable(patch.name, option.name) for option in patch.options)}
     unknown = sorted(name for name in environ if name.startswith("LIVEPATCH_") and name not in known)
     notes = tuple(f"{name} is unknown, and nothing reads it{_did_you_mean(name, known)}" for name in unknown)
-    return Environment(mode, toggles, options, tuple(errors), notes, keep=keep, switches=switches)
+    variables = {name: environ.get(name, "") for patch in patches for name in patch.when.environ}
+    return Environment(mode, toggles, options, tuple(errors), notes, keep=keep, switches=switches, variables=variables)
 
 
 def _did_you_mean(name: str, known: Collection[str]) -> str:
