@@ -90,7 +90,7 @@ class Decider:
         made = None
         try:
             tree = self.modules
-            changed = tree if patch.diff else installed.Overlay(tree, self._sources.texts)
+            changed = tree if patch.diff else installed.Overlay(tree, self._sources.texts, self._sources.diffs())
             found = installed.look(patch, changed, self._fingerprints.of_names, self._texts)
             releases = {patch.package: found.release, **found.companions}
             traced = patch.auto == "traced" and bool(self.patch_set())

@@ -154,6 +154,7 @@ class Installed:
     replaced: Mapping[str, str | None] = field(default_factory=dict)  # what diffs changed of `code`, as it came
     unknown: Mapping[str, str] = field(default_factory=dict)  # modules of which `code` is UNKNOWN, a sentence each
     there: bool = True  # whether the package is installed at all
+    diffs: tuple[str, ...] = ()  # the patches whose diffs changed what is in `replaced`
 
 
 @dataclass(frozen=True)
@@ -204,11 +205,15 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     toggle = environment.toggles.get(patch.name, "auto")
     gone = verdict == "drifted" and is_gone(patch, installed)
     needs = verdict != "drifted" or _needed_before(patch, installed.release, not gone)
-    if verdict == "drifted" and installed.replaced and toggle not in ("on", "force"):
-        came, why, form = judge(patch, replace(installed, code={**installed.code, **installed.replaced}))
-        if came in ("fixed-upstream", "not-present"):  # it was not needed, whatever a diff made of the code since
+    if verdict == "drifted" and installed.replaced:
+        came, why, form = as_it_came(patch, installed)
+        asks = toggle in ("on", "force")
+        if came in ("fixed-upstream", "not-present") and not asks:  # whatever a diff made of the code since
             verdict, detail, variant = came, f"{why}; a diff changes {', '.join(installed.replaced)}", form
-        needs = needs or came in ("needed", "unverified")
+        elif came in ("needed", "unverified") and installed.diffs:
+            changes = f"the diff {' and '.join(installed.diffs)} changes {', '.join(installed.replaced)}"
+            detail = f"{why}, and {changes}, code of which this patch knows only the release's own form"
+        needs = needs or (came in ("needed", "unverified") and not asks)
     asked = verdict == "fixed-upstream" and toggle in ("on", "force") and variant is not None and variant.applies
     if asked or verdict in ("needed", "unverified"):  # it would be applied, and run the companions' code
         found, why = _with_companions(patch, installed, verdict, detail)
@@ -329,6 +334,11 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
         known = "is what the diff applies to exactly" if patch.diff else "has the fault"
         return "needed", f"{release} {known}", variant
     return "unverified", f"{release} is not listed, but its code is that of {variant.releases[-1]}", variant
+
+
+def as_it_came(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | None]:
+    """`judge` of the code as it is without any diff."""
+    return judge(patch, replace(installed, code={**installed.code, **installed.replaced}))
 
 
 def is_gone(patch: Patch, installed: Installed) -> bool:

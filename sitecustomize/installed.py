@@ -74,12 +74,16 @@ class Tree:
 
 
 class Overlay(Tree):
-    """A tree as it will be once source changes have been made: some modules have another text."""
+    """A tree as it will be once source changes have been made: some modules have another text.
 
-    def __init__(self, below: Tree, texts: Mapping[str, str]) -> None:
+    `diffs` names the patches that change each of them.
+    """
+
+    def __init__(self, below: Tree, texts: Mapping[str, str], diffs: Mapping[str, Sequence[str]] | None = None) -> None:
         super().__init__(below.path, below._locations)
         self.below = below
         self.texts = texts
+        self.diffs = diffs or {}
 
     def source(self, module: str) -> str | None:
         return self.texts[module] if module in self.texts else self.below.source(module)
@@ -200,10 +204,12 @@ def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names, tex
     """The release and the fingerprints that `decide` asks for. A text that a release has is not parsed."""
     code = _code(patch.names, tree, of_names, functools.partial(_of_text, patch, texts or {}))
     replaced: dict[str, str | None] = {}
+    diffs: dict[str, None] = {}
     if isinstance(tree, Overlay):
         changed = [name for name in patch.names if module_of(name) in tree.texts]
         came = _code(changed, tree.below, of_names)
         replaced = {name: digest for name, digest in came.items() if digest != code[name]}
+        diffs = dict.fromkeys(diff for name in replaced for diff in tree.diffs.get(module_of(name), ()))
     # A directory of that name is not the package: one that has an `__init__` is.
     there = [package for package in patch.companions if tree.origin(f"{package}.__init__") is not None]
     companions = {package: release(package, tree) for package in there}
@@ -212,7 +218,7 @@ def look(patch: Patch, tree: Tree, of_names: OfNames = fingerprint.of_names, tex
     unknown = {module: str(tree.unknown(module)) for module in modules}
     number = release(patch.package, tree)
     is_there = number is not None or tree.has(patch.package)
-    return Installed(number, code, rocm, companions, replaced, unknown, is_there)
+    return Installed(number, code, rocm, companions, replaced, unknown, is_there, tuple(diffs))
 
 
 def _of_text(patch: Patch, texts: Texts, module: str, source: str) -> Mapping[str, str] | None:

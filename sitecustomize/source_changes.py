@@ -117,6 +117,14 @@ class SourceChanges:
         module = self._modules.get(name)
         return module.spec(packages[name]) if module is not None and name in packages else None
 
+    def diffs(self) -> dict[str, list[str]]:
+        """The patches that change each module."""
+        found: dict[str, list[str]] = {}
+        for patch, changes in self._patches.items():
+            for change in changes:
+                found.setdefault(change.module, []).append(patch)
+        return found
+
     def files(self) -> dict[str, str]:
         """The file that each changed module's code names."""
         return {name: module.filename for name, module in self._modules.items()}

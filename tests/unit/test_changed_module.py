@@ -22,7 +22,7 @@ from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
 
 from tests.unit import interpreters
-from tests.unit.support import PYTHON, Done, Sandbox, finish
+from tests.unit.support import PYTHON, Cli, Done, Sandbox, finish
 
 SCHEDULER = "fakeengine.scheduler"
 ENGINE = {
@@ -379,6 +379,27 @@ def test_a_wrapper_is_decided_on_what_the_diff_makes(engine: Sandbox) -> None:
     assert engine.python(USE).out == CHANGED
     assert state(engine) == ("applied", None)
     assert state(engine, "around") == ("skipped", "drifted")
+    name = f"{SCHEDULER}:Scheduler.step"
+    why = f"fakeengine 1.0 has the fault, and the diff diffed changes {name}, code of which this patch knows only"
+    assert engine.reported("around")["detail"].startswith(why)
+
+
+def test_what_a_diff_keeps_from_being_applied_is_said_of_it(engine: Sandbox, cli: Cli) -> None:
+    """In the process's one line, in its own, and by `check`, which shows no empty difference of the release."""
+    engine.patch("around", [f"{SCHEDULER}:Scheduler.step"])
+    diff_patch(engine, STEP)
+    engine.generate()
+    done = engine.python(USE)
+    assert "applied=diffed armed=0 skipped=0 failed=around " in done.greeting
+    (line,) = done.others
+    assert line.startswith(
+        "vllm-livepatch: around is not applied (drifted): fakeengine 1.0 has the fault, and the diff "
+    )
+    place = ["--site-packages", str(engine.site), "--patch-dir", str(engine.patches), "--only"]
+    done = cli("check", *place)
+    assert done.code == 1
+    assert f"around: {line.partition(': ')[2].partition(': ')[2]}" in done.out.replace("\n", " ")
+    assert "its code cannot be shown" not in done.out
 
 
 @pytest.mark.parametrize(

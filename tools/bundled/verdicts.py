@@ -82,8 +82,9 @@ def judge(
     packages: dict[str, str | None] = {}
     answers: dict[str, Judged] = {}
     texts: dict[str, str] = {}
+    diffs: dict[str, list[str]] = {}
     for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
-        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts), of_names)
+        found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts, diffs), of_names)
         if found.release is not None or any(found.code.get(name) for name in patch.names_of(patch.package)):
             packages[patch.package] = found.release
         packages.update(found.companions)
@@ -91,6 +92,8 @@ def judge(
         if decision.apply and patch.diff and changes is not None:
             try:
                 texts.update(placed(changes[patch.name], installed.Overlay(tree, texts)))
+                for change in changes[patch.name]:
+                    diffs.setdefault(change.module, []).append(patch.name)
             except HunkError as error:
                 decision = no_place(error)
         if decision.apply and patch.traced:

@@ -17,7 +17,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.changes import Change
-from vllm_livepatch.sitecustomize.decision import Patch, module_of
+from vllm_livepatch.sitecustomize.decision import Patch, as_it_came, module_of
 from vllm_livepatch.tools import threads
 from vllm_livepatch.tools.bundled.verdicts import Judged, judge
 from vllm_livepatch.tools.compatibility import reads, taken
@@ -291,10 +291,15 @@ def explained(answers: Iterable[Checked], tree: installed.Tree, asked: Collectio
 
     return [
         dataclasses.replace(answer, drift=drift(answer.patch, answer.installed, tree, fetch))
-        if answer.decision.verdict == "drifted"
+        if answer.decision.verdict == "drifted" and not _by_a_diff(answer)
         else answer
         for answer in answers
     ]
+
+
+def _by_a_diff(answer: Checked) -> bool:
+    """Whether the code is one that the patch knows, but for a diff: of the release there is nothing to show."""
+    return bool(answer.installed.diffs) and as_it_came(answer.patch, answer.installed)[0] != "drifted"
 
 
 def with_holders(answers: Iterable[Checked], tree: installed.Tree) -> list[Checked]:
