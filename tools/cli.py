@@ -15,7 +15,7 @@ from vllm_livepatch.tools import deploy as deploying
 from vllm_livepatch.tools.bundled import command, verifying
 from vllm_livepatch.tools.bundled import status as statuses
 from vllm_livepatch.tools.bundled.naming import known
-from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, others, placing, replaced
+from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, others, placing, replaced, shared
 from vllm_livepatch.tools.bundles import guard as guards
 from vllm_livepatch.tools.commands import (
     checking,
@@ -105,7 +105,7 @@ def generate(
         entries = proofs.with_proofs(entries, proofs_file)
     for sentence in left:
         print(f"vllm-livepatch: {sentence}", file=sys.stderr)
-    for warning in displaced.warnings(entries.values()):
+    for warning in (*displaced.warnings(entries.values()), *shared.sentences(entries.values())):
         print(f"vllm-livepatch: warning: {warning}", file=sys.stderr)
     forms = extensions.chosen(python or (), arch or ())
     if not bundle.asks_for_wrapt(entries):

@@ -18,7 +18,7 @@ from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.decision import module_of
 from vllm_livepatch.tools.bundled import command, verdicts
 from vllm_livepatch.tools.bundled.naming import known
-from vllm_livepatch.tools.bundles import catalogue, forms, leading
+from vllm_livepatch.tools.bundles import catalogue, forms, leading, shared
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.commands import explanation
 from vllm_livepatch.tools.compatibility import check, pairs
@@ -52,6 +52,7 @@ class Answer:
     unserved: str | None = None  # the line for an interpreter in which nothing would be patched
     unusable: Sequence[str] = ()  # variables of this environment that mean nothing, a line each
     distributions: Mapping[str, str] = field(default_factory=dict)  # of a package, where it has another name
+    shared: Sequence[str] = ()  # of patches that would be applied: what two of them wrap, a sentence each
 
     @property
     def named(self) -> dict[str, str | None]:
@@ -122,7 +123,9 @@ def find(question: Question) -> Answer:
     described = pair.described(None if question.diff else lambda problem: "") if pair else None
     unusable = verdicts.unusable([entry.patch for entry in entries.values()], os.environ)
     unmet = _unmet(required, answers)
-    return Answer(packages, answers, described, unmet, unserved, unusable, check.distributions_of(packages, tree))
+    names = check.distributions_of(packages, tree)
+    together = tuple(shared.sentences(entries[one.patch.name] for one in answers if one.decision.apply))
+    return Answer(packages, answers, described, unmet, unserved, unusable, names, together)
 
 
 def _with_forms(
@@ -194,6 +197,8 @@ def show(answer: Answer, as_json: bool, verbose: bool = False) -> None:
         command.say(json.dumps({"packages": answer.packages, **names, **judged}, indent=1))
     else:
         explanation.print_check(Console(), answer.named, answer.patches, verbose)
+        for sentence in answer.shared:
+            print(sentence)
         if answer.pair:
             pairs.print_pair(Console(soft_wrap=True), answer.pair)
     for message in (*answer.unusable, *filter(None, [answer.unserved]), *answer.unmet):
