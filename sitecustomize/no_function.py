@@ -54,10 +54,20 @@ def _fields(owner: Any) -> Collection[str]:
     """The names of the fields that a class is made of: a dataclass, msgspec's, pydantic's, a named tuple."""
     if not isinstance(owner, type):
         return ()
-    if dataclasses.is_dataclass(owner):
+    if _known(owner, "__dataclass_fields__"):
         return [field.name for field in dataclasses.fields(owner)]
-    kind = "_fields" if issubclass(owner, tuple) else "__struct_fields__"
-    return getattr(owner, kind, None) or getattr(owner, "__pydantic_fields__", None) or ()
+    if issubclass(owner, tuple):
+        return _known(owner, "_fields")
+    return _known(owner, "__struct_fields__") or _known(owner, "__pydantic_fields__")
+
+
+def _known(owner: type, kind: str) -> Collection[str]:
+    """What a class has of this name, if that can be names of fields: a metaclass may answer anything, or raise."""
+    try:
+        found = getattr(owner, kind, ())
+    except Exception:
+        return ()
+    return found if type(found) in (tuple, dict) else ()
 
 
 ONLY_A_DIFF = "which only a diff can change (vllm-livepatch from-diff)"
@@ -81,6 +91,8 @@ def in_place_of(original: Any, proxy: Proxy, context: PatchContext, target: str)
 
 
 def _proxy(original: Any, proxy: Proxy, context: PatchContext, target: str, binds: bool) -> Any:
+    if context.lasts(proxy):
+        context.lasting(proxy.wrapper)
     call = (guard.of_method if binds else guard.of_function)(original, proxy.wrapper, context, target)
 
     def answer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

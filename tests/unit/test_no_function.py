@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm_livepatch.sitecustomize import guard, no_function
+from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.tools.bundles import bundle, forms
 
 from tests.unit.support import STEP, Cli, Done, Sandbox, finish
@@ -280,7 +284,42 @@ def wrappers(livepatch):
     assert engine.reports()[-1]["patches"][0]["counters"] == {"changes": 1}
 
 
+def test_a_wrapper_of_a_callable_lasts_if_it_is_to() -> None:
+    context = PatchContext("around", {}, {}, lambda: None)
+    around = context.lasting(context.wrapt(lambda original, number: ["patched", original(number)]))
+    made = no_function.in_place_of(math.isqrt, around, context, "engine:root")
+    context.withdraw()
+    assert made(9) == ["patched", 3]
+    with pytest.raises(guard.Unwrappable, match=r"a builtins\.dict"):
+        no_function.in_place_of({}, context.wrapt(print), context, "engine:table")
+
+
 # What nothing in a process can change
+
+
+class OddKind(type):
+    """As msgspec's, which has the names itself; or one that answers whatever it is asked, or raises."""
+
+    answer: Any = ("size",)
+
+    @property
+    def __struct_fields__(cls) -> Any:
+        if cls.answer is None:
+            raise RuntimeError
+        return cls.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_field"), [(("size",), True), (None, False), (object(), False), (["size"], False)]
+)
+def test_a_metaclass_may_know_the_fields_and_may_be_odd(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, is_field: bool
+) -> None:
+    monkeypatch.setattr(OddKind, "answer", answer)
+    odd = OddKind("Odd", (), {"size": 1, "other": 2})
+    assert (no_function.out_of_reach(odd, "size") is not None) is is_field
+    assert no_function.out_of_reach(odd, "other") is None
+    assert no_function.out_of_reach(None, "size") is None
 
 
 @pytest.mark.parametrize(
