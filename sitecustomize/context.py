@@ -21,7 +21,7 @@ STDERR_SECONDS = 1.0
 """How long a line waits for a stderr that takes nothing, such as a pipe that is full and that nobody reads."""
 
 _Error = TypeVar("_Error", bound=BaseException)
-_Wrapper = TypeVar("_Wrapper", bound="Callable[..., Any] | guard.Before | guard.After")
+_Wrapper = TypeVar("_Wrapper", bound="Callable[..., Any] | guard.Before | guard.After | no_function.Proxy")
 _Function = Callable[..., Any]
 
 

@@ -33,7 +33,6 @@ _ENTRIES = {
     "must",
     "when",
     "about",
-    "proof",
 }
 _ENTRIES |= {"diff", "added", "traced"}  # of source changes
 
@@ -44,7 +43,7 @@ _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]*")
 def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
     """Raises PatchError, naming the patch and the entry."""
     known_format(name, facts)
-    unknown = sorted(set(facts) - _ENTRIES)
+    unknown = sorted(set(facts) - _ENTRIES - {"proof"})  # which `generate --proofs` adds
     if unknown:
         raise PatchError(f"patch {name}: no entry is called {', '.join(unknown)}")
     common = _common(name, facts)

@@ -136,7 +136,9 @@ def test_of_a_patch_that_is_armed_or_not_wanted_there_is_its_number_alone(tmp_pa
     patches = [fleet.patch(reason, "skipped", reason, version=1) for reason in unwanted]
     missing = fleet.patch("missing", "skipped", "drifted", verdict="drifted", version=4)
     fleet.leave(state, *patches, fleet.patch("armed", "armed", version=2), missing, pid=7)
-    found = {(name, *sorted(dict(labels).items())): value for (name, labels), value in samples(page(state)).items()}
+    found: dict[tuple[Any, ...], float] = {
+        (name, *sorted(dict(labels).items())): value for (name, labels), value in samples(page(state)).items()
+    }
     who = ("host", "node1"), ("pid", "7")
     named = {name: value for name, value in found.items() if any(label[0] == "patch" for label in name[1:])}
     assert named == {
