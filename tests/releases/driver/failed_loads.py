@@ -239,11 +239,16 @@ def outcome(mode: str, model_config: Any, case: str) -> dict[str, Any]:
     return {"outcome": ", ".join(world.wrong) or "right", "ends": ends}
 
 
+def found() -> dict[str, Any]:
+    """What every case came to with both schedulers."""
+    return real.with_each_scheduler(lambda mode, config: {case: outcome(mode, config, case) for case in CASES})
+
+
 def main() -> None:
-    """Run every case with both schedulers."""
-    found = real.with_each_scheduler(lambda mode, config: {case: outcome(mode, config, case) for case in CASES})
+    """Run every case, and print what they came to."""
+    played = found()
     seconds = time.perf_counter() - STARTED
-    print_result({"seconds": seconds, **found}, vllm)
+    print_result({"seconds": seconds, **played}, vllm)
 
 
 if __name__ == "__main__":

@@ -84,15 +84,19 @@ def worlds(mixes: int) -> Iterator[tuple[str, list[Plan], dict[str, Any]]]:
         yield f"mix {seed}", mix(seed), PRIORITY if seed % 2 else {}
 
 
-def main() -> None:
-    """Play all worlds with both schedulers."""
-    mixes, limit = int(sys.argv[1]), int(sys.argv[2])
+def played(mixes: int, limit: int) -> dict[str, Any]:
+    """What all worlds came to with both schedulers."""
 
     def play_all(mode: str, model_config: Any) -> dict[str, Any]:
         made = worlds(mixes)
         return {name: play(World(mode, model_config, plans, options), limit) for name, plans, options in made}
 
-    print_result({"worlds": real.with_each_scheduler(play_all)}, vllm)
+    return real.with_each_scheduler(play_all)
+
+
+def main() -> None:
+    """Play all worlds, and print what they came to."""
+    print_result({"worlds": played(int(sys.argv[1]), int(sys.argv[2]))}, vllm)
 
 
 if __name__ == "__main__":
