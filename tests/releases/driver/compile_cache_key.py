@@ -21,18 +21,22 @@ def stock_of(function: Any) -> Any:
     return getattr(function, "__wrapped__", function)
 
 
-patched, stock = envs.compile_factors(), stock_of(envs.compile_factors)()
-# The function that makes the key of an ahead-of-time artifact; the configuration is not the question here.
-of_artifact = getattr(caching, "aot_compile_hash_factors", None) or caching.compilation_config_hash_factors
-artifact = of_artifact(SimpleNamespace(compute_hash=lambda: "configuration"))
-model = _LazyRegisteredModel("some.module", "SomeModel")
-result = {
-    "vllm": envs.__file__,
-    "added": {name: value for name, value in patched.items() if name not in stock},
-    "same": {name: value for name, value in patched.items() if name in stock} == stock,
-    "artifact has patched": hash_factors(patched) in artifact,
-    "artifact has stock": hash_factors(stock) in artifact,
-    "model file": model._get_cache_filename(),
-    "stock model file": stock_of(_LazyRegisteredModel._get_cache_filename)(model),
-}
-print_result(result)
+def found() -> dict[str, Any]:
+    """What the keys hold, beside what stock's do."""
+    patched, stock = envs.compile_factors(), stock_of(envs.compile_factors)()
+    # The function that makes the key of an ahead-of-time artifact; the configuration is not the question here.
+    of_artifact = getattr(caching, "aot_compile_hash_factors", None) or caching.compilation_config_hash_factors
+    artifact = of_artifact(SimpleNamespace(compute_hash=lambda: "configuration"))
+    model = _LazyRegisteredModel("some.module", "SomeModel")
+    return {
+        "added": {name: value for name, value in patched.items() if name not in stock},
+        "same": {name: value for name, value in patched.items() if name in stock} == stock,
+        "artifact has patched": hash_factors(patched) in artifact,
+        "artifact has stock": hash_factors(stock) in artifact,
+        "model file": model._get_cache_filename(),
+        "stock model file": stock_of(_LazyRegisteredModel._get_cache_filename)(model),
+    }
+
+
+if __name__ == "__main__":
+    print_result({"vllm": envs.__file__, **found()})

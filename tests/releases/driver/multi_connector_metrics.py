@@ -59,7 +59,8 @@ def shown() -> float:
     return sum(one.value for one in samples if one.name == "vllm:nixl_num_failed_transfers_total")
 
 
-def main() -> None:
+def found() -> dict[str, Any]:
+    """What the metrics and the log show of two children, and whether they raise."""
     real.quiet()
     with tempfile.TemporaryDirectory() as directory:
         config = sides.make_config(real.make_model_config(Path(directory)), "kv_both", "engine", {})
@@ -81,14 +82,18 @@ def main() -> None:
     log = KVConnectorLogging(config.kv_transfer_config)
     log.observe(stats(*CHILDREN))
     log.log(lambda *words: logged.extend(words))
-    result = {
+    return {
         "before": before,
         "after": shown(),
         "raised": raised,
         "logged": all(name in str(logged) for name in ("MooncakeConnector", "Nixl")),
         "tell": [name for name in CHILDREN if tells(name)],
     }
-    print_result(result, vllm)
+
+
+def main() -> None:
+    """Print what came of it."""
+    print_result(found(), vllm)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import gc
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import offloading_backend as backend
@@ -285,12 +285,16 @@ def outcome(mode: str, model_config: Any, case: str) -> dict[str, Any]:
     return {"outcome": ", ".join(world.wrong) or "right", "ends": ends}
 
 
+def found(wanted: Iterable[str]) -> dict[str, Any]:
+    """What these cases came to with both schedulers."""
+    return real.with_each_scheduler(lambda mode, config: {case: outcome(mode, config, case) for case in wanted})
+
+
 def main() -> None:
-    """Run every case with both schedulers."""
-    wanted = sys.argv[1:] or list(CASES)
-    found = real.with_each_scheduler(lambda mode, config: {case: outcome(mode, config, case) for case in wanted})
+    """Run the cases that are asked for, or all, and print what they came to."""
+    played = found(sys.argv[1:] or list(CASES))
     seconds = time.perf_counter() - STARTED
-    print_result({"seconds": seconds, **found}, vllm)
+    print_result({"seconds": seconds, **played}, vllm)
 
 
 if __name__ == "__main__":

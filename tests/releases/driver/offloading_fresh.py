@@ -17,7 +17,7 @@ begin_driver()
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import offloading_backend as backend
@@ -260,11 +260,15 @@ def outcome(mode: str, model_config: Any, case: str) -> str:
     return ", ".join(world.wrong) or "right"
 
 
+def found(wanted: Iterable[str]) -> dict[str, Any]:
+    """What these cases came to with both schedulers."""
+    return real.with_each_scheduler(lambda mode, config: {case: outcome(mode, config, case) for case in wanted})
+
+
 def main() -> None:
-    """Run every case with both schedulers."""
-    wanted = sys.argv[1:] or list(CASES)
-    found = real.with_each_scheduler(lambda mode, config: {case: outcome(mode, config, case) for case in wanted})
-    print_result({"seconds": time.perf_counter() - STARTED, **found}, vllm)
+    """Run the cases that are asked for, or all, and print what they came to."""
+    played = found(sys.argv[1:] or list(CASES))
+    print_result({"seconds": time.perf_counter() - STARTED, **played}, vllm)
 
 
 if __name__ == "__main__":
