@@ -23,7 +23,7 @@ import logging
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -183,18 +183,23 @@ def play_all(mode: str, model_config: Any, module: str, mixes: int) -> dict[str,
     return played
 
 
+def found(mixes: int, connectors: Iterable[str]) -> dict[str, Any]:
+    """What everything came to, by connector class and scheduler class."""
+    with tempfile.TemporaryDirectory() as directory:
+        model_config = real.make_model_config(Path(directory))
+        return {
+            f"{which} {mode}": play_all(mode, model_config, MODULES[which], mixes)
+            for which in connectors
+            for mode in real.SCHEDULERS
+        }
+
+
 def main() -> None:
     """Play everything with all connector classes asked for."""
     quiet()
     hide_later_adapter()
     imported = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory:
-        model_config = real.make_model_config(Path(directory))
-        worlds = {
-            f"{which} {mode}": play_all(mode, model_config, MODULES[which], int(sys.argv[1]))
-            for which in sys.argv[2:]
-            for mode in real.SCHEDULERS
-        }
+    worlds = found(int(sys.argv[1]), sys.argv[2:])
     result = {
         "worlds": worlds,
         "seconds": {"import": imported - STARTED, "worlds": time.perf_counter() - imported},

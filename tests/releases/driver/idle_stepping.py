@@ -412,16 +412,21 @@ def as_released(play: Callable[[], Any]) -> Any:
     return json.loads(found)
 
 
-def main() -> None:
-    """Play all as the release does it, and then as it is with the bundle, if there is one."""
+def found() -> dict[str, Any]:
+    """What all is as the release does it, and then as it is with the bundle, if there is one."""
     real.quiet()
     real.MAX_MODEL_LEN = 512
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        found = {"stock": as_released(lambda: played(model_config))}
+        ways = {"stock": as_released(lambda: played(model_config))}
         if BUNDLE:
-            found["patched"] = played(model_config)
-    print_result({"pid": os.getpid(), **found}, vllm)
+            ways["patched"] = played(model_config)
+    return ways
+
+
+def main() -> None:
+    """Play all, and print what it came to."""
+    print_result({"pid": os.getpid(), **found()}, vllm)
 
 
 if __name__ == "__main__":
