@@ -306,20 +306,29 @@ def real_ages(model_config: Any) -> dict[str, float]:
     return ages
 
 
-def main() -> None:
-    """Play every case on every scheduler class, and print the outcomes."""
-    real.quiet()
-    connector = sys.argv[1]
+def take_clock() -> None:
+    """From now on the patch's time is the cases'."""
     code = patch_module()
     if code is not None:
         code.time = SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now)
+
+
+def played(connector: str, model_config: Any) -> dict[str, dict[str, list[str]]]:
+    """What every case came to on every scheduler class."""
+    return {
+        scheduler: {case.__name__: play(case, scheduler, connector, model_config) for case in CASES}
+        for scheduler in real.SCHEDULERS
+    }
+
+
+def main() -> None:
+    """Play every case on every scheduler class, and print the outcomes."""
+    real.quiet()
+    take_clock()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        cases = {
-            scheduler: {case.__name__: play(case, scheduler, connector, model_config) for case in CASES}
-            for scheduler in real.SCHEDULERS
-        }
-        ages = real_ages(model_config) if code is not None else {}
+        cases = played(sys.argv[1], model_config)
+        ages = real_ages(model_config) if patch_module() is not None else {}
     print_result({"cases": cases, "ages": ages}, vllm)
 
 
