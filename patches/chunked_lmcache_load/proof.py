@@ -23,7 +23,7 @@ FAULTS = "clients hang up and loads fail, "
 
 
 def cases() -> dict[str, str | None]:
-    """Each set of requests, by connector class and scheduler: whether all finish, on KV that was loaded and is their own."""
+    """Each set of requests, by connector and scheduler: whether all finish, on KV that was loaded and is their own."""
     driver.quiet()
     driver.hide_later_adapter()
     return dict(_findings(driver.found(MIXES, _connectors())))

@@ -54,4 +54,6 @@ def _findings(found: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
                 raise NotBuilt(f"{scheduler}: no load fails where {SENTENCES[name]}")
             if outcome == "right" and ends and by_default == "fail":
                 outcome = f"{' and '.join(ends)} ended with an error"
+            if outcome == "right" and not ends and by_default != "fail" and "to end" in SENTENCES[name]:
+                outcome = "nobody ended with an error, which an operator had asked for"
             yield f"{scheduler}: {SENTENCES[name]}", None if outcome == "right" else outcome

@@ -44,7 +44,7 @@ BUSY = {
 
 
 def cases() -> dict[str, str | None]:
-    """How often the engine steps and its worker looks while nothing is to be done, and whether anybody waits for that."""
+    """How often the engine steps and its worker looks where nothing is to be done, and who has to wait for that."""
     found = driver.found()
     released = found["stock"]
     played = found.get("patched", released)

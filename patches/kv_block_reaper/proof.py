@@ -1,4 +1,4 @@
-"""What becomes of blocks that are kept for a transfer whose end nobody reports: MoRI-IO's and NIXL's, and any connector's.
+"""What becomes of blocks kept for a transfer whose end nobody reports: MoRI-IO's, NIXL's, and any connector's.
 
 Where the release's own connectors give such transfers up by themselves, its scheduler is not asked to.
 """
@@ -71,24 +71,24 @@ def _strands() -> bool:
 def _gives_up(model_config: Any) -> bool:
     """Whether MoRI-IO's connector has a time-out of its own; no time passes for the patch."""
     prefill = lost_sends.MoRIIOPrefill("Scheduler", model_config)
-    prefill.hold("dead")
+    prefill.hold()
     prefill.now += 100 * NO_TIMEOUT
     prefill.steps(4)
-    return not prefill.holds("dead")
+    return not prefill.holds()
 
 
 def _of_moriio(scheduler: str, model_config: Any) -> str | None:
     prefill = lost_sends.MoRIIOPrefill(scheduler, model_config)
-    prefill.hold("dead")
+    prefill.hold()
     prefill.now += 1
     driver.later(1)
     prefill.steps(3)
-    if not prefill.holds("dead"):
+    if not prefill.holds():
         return "its blocks come back at once"
     prefill.now += NO_TIMEOUT
     driver.later(NO_TIMEOUT)
     prefill.steps(4)
-    return "its blocks never come back" if prefill.holds("dead") else None
+    return "its blocks never come back" if prefill.holds() else None
 
 
 def _of_any(model_config: Any, loses: bool) -> Iterator[tuple[str, str | None]]:

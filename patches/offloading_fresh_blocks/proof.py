@@ -1,4 +1,4 @@
-"""The real OffloadingConnector and schedulers of both kinds: blocks given anew amid their copy, requests that end early.
+"""The real OffloadingConnector, schedulers of both kinds: blocks given anew amid a copy, requests that end early.
 
 Blocks on the device and on the host have contents, and the model samples a wrong token on any but a request's own.
 """

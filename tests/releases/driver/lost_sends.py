@@ -12,6 +12,7 @@ import inspect
 import os
 import queue
 import sys
+import threading
 import time
 from collections import defaultdict
 from types import SimpleNamespace
@@ -27,6 +28,9 @@ from worlds import Stepping
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 MORIIO = "MoRIIOConnector"
+_ADDRESS = "127.0.0.1,handshake:1,notify:1"
+DEAD = f"cmpl-___prefill_addr_host:{_ADDRESS}___decode_addr_host:{_ADDRESS}_{'0' * 32}"
+"""A request as the router names it, which some releases take the addresses of both engines from."""
 
 
 class MoRIIOPrefill(Stepping):
@@ -50,13 +54,13 @@ class MoRIIOPrefill(Stepping):
             output.kv_connector_output = real.transfers([], [])
             self.scheduler.update_from_output(answered, output)
 
-    def hold(self, name: str) -> None:
+    def hold(self) -> None:
         """A prompt is computed, and its blocks are kept for a decode engine, of which nothing is heard any more."""
-        request = real.make_request(name, tokens=1)
+        request = real.make_request(DEAD, tokens=1)
         request.kv_transfer_params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
-            "transfer_id": f"tx-{name}",
+            "transfer_id": "tx",
             "remote_engine_id": None,
             "remote_block_ids": None,
             "remote_host": "127.0.0.1",
@@ -69,11 +73,11 @@ class MoRIIOPrefill(Stepping):
         }
         self.scheduler.add_request(request)
         self.steps(4)
-        if not self.holds(name):
+        if not self.holds():
             raise NotBuilt("MoRI-IO's connector keeps no blocks for a decode engine here")
 
-    def holds(self, name: str) -> bool:
-        return name in self.scheduler.requests
+    def holds(self) -> bool:
+        return DEAD in self.scheduler.requests
 
 
 def has_moriio() -> bool:
@@ -128,14 +132,19 @@ class Leases:
             use_mla=False,
             enable_permute_local_kv=False,
             enable_heterogeneous_attn_post_process=False,
-            _cleanup_remote_engines=lambda: None,
+            _engine_by_address={},
             _failed_recv_reqs=queue.Queue(),
+            _failed_remote_engines=set(),
+            _handshake_futures={},
+            _handshake_lock=threading.RLock(),
             _has_mamba=False,
+            _invalid_remote_engines=set(),
             _lease_extension=20.0,
             _recv_failures=set(),
             _recving_metadata={},
             _recving_transfers={},
             _replicated_pcp_done_sending=set(),
+            _remote_agents={},
             _reqs_to_process=set(),
             _reqs_to_send={},
         )
