@@ -29,7 +29,7 @@ DEGRADED = ("degraded", "degraded_by_layer", "degraded_async")
 UNDISTURBED = ("undisturbed", "again", "partly")
 LOADED = ("async_undisturbed", "async_again", "async_partly")
 AGAIN = ("queued_again", "async_queued_again")
-FREED = "TypeError in batched_to_gpu"
+FREED = "RuntimeError in memory"
 """What LMCache's index names has no memory any more. LMCache's own copies raise as well, in the engine's step."""
 
 

@@ -20,7 +20,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,11 +85,18 @@ class Copies:
 
     def batched_from_gpu(self, objects: Any, starts: Any, ends: Any, *, slot_mapping: Any, **_: Any) -> None:
         for stored, start, end in zip(objects, starts, ends, strict=True):
-            stored.tensor[:, 0] = rows(self.kv)[:, slot_mapping[start:end]]
+            memory(stored)[:, 0] = rows(self.kv)[:, slot_mapping[start:end]]
 
     def batched_to_gpu(self, objects: Any, starts: Any, ends: Any, *, slot_mapping: Any, **_: Any) -> None:
         for stored, start, end in zip(objects, starts, ends, strict=True):
-            rows(self.kv)[:, slot_mapping[start:end]] = stored.tensor[:, 0]
+            rows(self.kv)[:, slot_mapping[start:end]] = memory(stored)[:, 0]
+
+
+def memory(stored: Any) -> torch.Tensor:
+    """A chunk's memory, which LMCache's own copies need too. Raises RuntimeError where it was given to others."""
+    if stored.tensor is None:
+        raise RuntimeError("a chunk has no memory")
+    return stored.tensor
 
 
 def rows(kv: torch.Tensor) -> torch.Tensor:
@@ -252,6 +259,7 @@ def stored(world: World) -> None:
 
 
 def undisturbed(world: World) -> None:
+    """A prompt is stored, and loaded."""
     stored(world)
     well(world)
 
@@ -395,6 +403,7 @@ def timed_out(world: World, gone: bool = False) -> None:
 
 
 def timed_out_and_gone(world: World) -> None:
+    """The same, and the client goes before the answer."""
     timed_out(world, gone=True)
 
 
@@ -471,8 +480,9 @@ def outcome(mode: str, model_config: Any, case: Case) -> str:
     return outcome_of(run)
 
 
-def main() -> None:
-    wanted = sys.argv[1:] or [*CASES, *DEGRADED]
+def played(wanted: Iterable[str] = ()) -> dict[str, dict[str, str]]:
+    """What each case came to with each scheduler; all cases, or those that are wanted."""
+    wanted = [*wanted] or [*CASES, *DEGRADED]
     # The paths of sockets hold at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="i", dir="/tmp") as place:
         os.environ["VLLM_RPC_BASE_PATH"] = place
@@ -485,7 +495,11 @@ def main() -> None:
                 name: outcome(mode, config, case) for name, case in DEGRADED.items() if name in wanted
             }
         )
-    print_result({mode: {**found[mode], **late[mode]} for mode in found}, vllm, lmcache)
+    return {mode: {**found[mode], **late[mode]} for mode in found}
+
+
+def main() -> None:
+    print_result(played(sys.argv[1:]), vllm, lmcache)
     leave()
 
 
