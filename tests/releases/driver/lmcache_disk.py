@@ -19,7 +19,8 @@ import itertools
 import resource
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,12 +271,15 @@ LOADS: dict[str, Callable[[World], Any]] = {
 }
 
 
-def more_than_the_pool() -> Any:
-    """A prompt of four chunks without `enable_async_loading`, memory for three, of which nobody will give any back."""
+def more_than_the_pool(seconds: float = 0.0) -> Any:
+    """A prompt of four chunks without `enable_async_loading`, memory for three, of which nobody will give any back.
+
+    Each try for memory takes so many seconds by the clock.
+    """
     world = World(memory=3)
     world.store(1, 2, 3, 4)
     asked = 0
-    allocate = world.allocator.allocate
+    allocate, clock = world.allocator.allocate, time.monotonic
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal asked
@@ -285,8 +289,10 @@ def more_than_the_pool() -> Any:
     world.allocator.allocate = counted
     came: list[Any] = []
     thread = threading.Thread(target=lambda: came.append(world.get(1, 2, 3, 4)), daemon=True)
+    time.monotonic = lambda: clock() + seconds * asked
     thread.start()
     until(lambda: came or asked > 24)
+    time.monotonic = clock
     world.allocator.allocate = allocate
     if not came:
         world.allocator.free = lambda memory: None
@@ -461,9 +467,13 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
+def played(wanted: Iterable[str] = ()) -> dict[str, Any]:
+    """What each case came to; all cases, or those that are wanted."""
+    return {name: attempted(CASES[name]) for name in [*wanted] or CASES}
+
+
 def main() -> None:
-    cases = sys.argv[1:] or list(CASES)
-    print_result({"cases": {name: attempted(CASES[name]) for name in cases}}, lmcache)
+    print_result({"cases": played(sys.argv[1:])}, lmcache)
     leave()
 
 
