@@ -8,7 +8,7 @@ Only the pin call is stood in for: what the release calls to register host memor
 
 from __future__ import annotations
 
-from result import print_result, take_stdout
+from result import print_result, raised, take_stdout
 
 take_stdout()
 
@@ -37,7 +37,7 @@ def first_module(*names: str) -> Any:
             return importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-    raise SystemExit(f"none of {names}")
+    raise ModuleNotFoundError(f"none of {names}")
 
 
 LAZY = first_module("lmcache.v1.memory_allocators.lazy_memory_allocator", "lmcache.v1.lazy_memory_allocator")
@@ -91,6 +91,12 @@ def stand_in(pins: Pins) -> None:
         getattr(LAZY, "torch_dev", torch.cuda).cudart = lambda: pins
 
 
+def said(failure: Exception) -> str:
+    """What an error of the release's, or of the patch's, says. Raises NotBuilt."""
+    raised(failure)
+    return f"{type(failure).__name__}: {failure}"
+
+
 class Pool:
     """A manager with its allocator, and the pins."""
 
@@ -113,8 +119,8 @@ class Pool:
         layout = MemoryLayoutDesc([torch.Size([mib, MIB])], [torch.uint8])
         try:
             error, objects = self.manager.allocate(layout, count)
-        except Exception as raised:
-            return f"{type(raised).__name__}: {raised}"
+        except Exception as failure:
+            return said(failure)
         return list(objects) if objects else error.name
 
     def state(self) -> dict[str, Any]:
@@ -205,8 +211,8 @@ def refused_at_start() -> str:
     """The initial size cannot be pinned."""
     try:
         pool = Pool(limit=32)
-    except Exception as raised:
-        return f"{type(raised).__name__}: {raised}"
+    except Exception as failure:
+        return said(failure)
     return f"a pool with {pool.pins.mib()} MiB pinned and a heap of {pool.state()['heap']} MiB"
 
 
