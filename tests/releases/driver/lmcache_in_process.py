@@ -403,12 +403,12 @@ def timed_out(world: World, gone: bool = False) -> None:
 
 
 def timed_out_and_gone(world: World) -> None:
-    """The same, and the client goes before the answer."""
+    """A lookup times out, and its client goes before the workers answer."""
     timed_out(world, gone=True)
 
 
 def timed_out_and_answered(world: World) -> None:
-    """The answer comes while the request still waits for blocks: it is asked for anew, and loads."""
+    """A lookup that timed out is answered while its request still waits for blocks: it is asked for anew, and loads."""
     stored(world)
     let_go = hold_answers(world, milliseconds=20)
     world.fill()

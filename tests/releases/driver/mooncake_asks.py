@@ -8,7 +8,7 @@ of their own. `mooncake_asks.py PATIENCE`: how many seconds to wait for what sto
 
 from __future__ import annotations
 
-from result import begin_driver, leave, print_result
+from result import attempted, begin_driver, leave, print_result
 
 begin_driver()
 
@@ -28,6 +28,8 @@ import ctypes
 import resource
 import signal
 import threading
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +45,7 @@ from ports import free_port
 
 gc.enable()
 
-PATIENCE = float(sys.argv[1])
+PATIENCE = float(sys.argv[1]) if sys.argv[1:] else 5.0
 OWN = 100.0
 """Contents: block b of prefill's holds OWN + b."""
 OTHERS = 300.0
@@ -561,7 +563,16 @@ LET_GO = (let_go_first, let_go_before, let_go_last, let_go_amid)
 LAST = (waiting, slots, stray)
 
 
-def main() -> None:
+def played(wanted: Iterable[str] = (), kind: type[Pair] = Pair) -> dict[str, Any]:
+    """What each case came to, between a pair of this kind; all cases, or those that are wanted."""
+    chosen = {*wanted}
+    result: dict[str, Any] = {}
+
+    def play(pair: Pair, *cases: Callable[..., Any], beside: Iterable[Any] = ()) -> None:
+        for case in cases:
+            if not chosen or case.__name__ in chosen:
+                result[case.__name__] = attempted(partial(case, pair, *beside))
+
     real.quiet()
     os.environ[ABORT] = "600"
     with tempfile.TemporaryDirectory() as directory:
@@ -571,15 +582,20 @@ def main() -> None:
         mortals = [Mortal(model_config, port, finishes) for finishes in (False, True)]
         prefill = Side(model_config, "kv_producer", "prefill", free_port(), heads=HEADS)
         decode = Side(model_config, "kv_consumer", "decode", free_port(), heads=HEADS)
-        pair = Pair(prefill, decode)
-        result: dict[str, Any] = {case.__name__: case(pair) for case in (*CASES, *LET_GO, *REGISTERING)}
-        result["killed"] = killed(pair, *mortals)
+        pair = kind(prefill, decode)
+        play(pair, *CASES, *LET_GO, *REGISTERING)
+        play(pair, killed, beside=mortals)
         # What stock never answers keeps its tasks for good.
         apart = Side(model_config, "kv_producer", "apart", free_port(), heads=HEADS, num_workers=1)
         if hasattr(decode.module.MooncakeXferMetadata, "remote_pp_size"):  # a prefill engine may have several stages
-            result["one_of_two"] = one_of_two(pair, apart)
-        result |= {case.__name__: case(Pair(apart, decode)) for case in LAST}
-    print_result({"pid": os.getpid(), "cases": result}, vllm)
+            play(pair, one_of_two, beside=[apart])
+        for case in LAST:
+            play(kind(apart, decode), case)
+    return result
+
+
+def main() -> None:
+    print_result({"pid": os.getpid(), "cases": played()}, vllm)
     leave()
 
 

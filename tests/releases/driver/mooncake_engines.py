@@ -10,7 +10,7 @@ seconds to wait for what never comes.
 
 from __future__ import annotations
 
-from result import begin_driver, leave, print_result
+from result import attempted, begin_driver, leave, print_result
 
 begin_driver()
 
@@ -27,6 +27,7 @@ calm.keep()
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mooncake_sides as sides
@@ -47,7 +48,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 gc.enable()
 
-PATIENCE = float(sys.argv[1])
+PATIENCE = float(sys.argv[1]) if sys.argv[1:] else 5.0
 SIZE = 32
 """Tokens of a block."""
 CHUNK = 2 * SIZE
@@ -362,17 +363,21 @@ def any_size_by_layer() -> None:
 
 def played(cases: Iterable[Callable[[Any], Any]], pair: Any, chosen: Sequence[str] = ()) -> dict[str, Any]:
     """What each case came to; of those that are chosen, where any is."""
-    return {case.__name__: case(pair) for case in cases if not chosen or case.__name__ in chosen}
+    return {case.__name__: attempted(partial(case, pair)) for case in cases if not chosen or case.__name__ in chosen}
 
 
-def drive(play: Callable[[Any], Any], *model: Any, word: str = "cases", **others: Any) -> None:
-    """Print what comes of `play`, which is given a model's configuration, and end this process."""
+def found(play: Callable[[Any], Any], *model: Any, **others: Any) -> Any:
+    """Return what comes of `play`, which is given a model's configuration."""
     real.quiet()
     os.environ[ABORT] = "600"
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory), *model, **others)
         sides.begin_distributed(model_config, Path(directory) / "rendezvous")
         init_none_hash(sha256)
-        result = play(model_config)
-    print_result({"pid": os.getpid(), word: result}, vllm)
+        return play(model_config)
+
+
+def drive(play: Callable[[Any], Any], *model: Any, word: str = "cases", **others: Any) -> None:
+    """Print what comes of `play`, which is given a model's configuration, and end this process."""
+    print_result({"pid": os.getpid(), word: found(play, *model, **others)}, vllm)
     leave()
