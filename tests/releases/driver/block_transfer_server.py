@@ -146,6 +146,12 @@ FORMS: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {
     "infer hnd": ((BLOCKS, 2, 2, BLOCK, 16), torch.float32, "HND"),
 }
 """Shape of a layer, dtype, and where the heads are."""
+CONFIG = types.SimpleNamespace(
+    l1_manager_config=types.SimpleNamespace(
+        gds_l1_config=None, memory_config=types.SimpleNamespace(shm_name="", use_lazy=True)
+    )
+)
+"""What of a storage's configuration LMCache 0.4.7 looks at."""
 
 
 class Server:
@@ -164,7 +170,7 @@ class Server:
             context = importlib.import_module("lmcache.v1.multiprocess.engine_context")
             context.StorageManager = lambda config: self.storage
             module = importlib.import_module("lmcache.v1.multiprocess.modules.gpu_transfer")
-            self.engine = module.GPUTransferModule(context.MPCacheEngineContext(None, CHUNK))
+            self.engine = module.GPUTransferModule(context.MPCacheEngineContext(CONFIG, CHUNK))
             self.closes.append(self.engine.close)
         else:
             module = importlib.import_module("lmcache.v1.multiprocess.server")
@@ -180,9 +186,17 @@ class Server:
             "world_size": 1,
             "layout_hints": {"kv_layout": self.layout},
             "engine_type": getattr(getattr(utils, "EngineType", None), "VLLM", None),
+            "engine_group_infos": [],
         }
         taken = inspect.signature(self.engine.register_kv_cache).parameters
         self.engine.register_kv_cache(**{name: value for name, value in given.items() if name in taken})
+        self.by_group = "engine_group_infos" in taken
+
+    def store(self, chunks: int, ids: list[int]) -> Any:
+        return self.engine.store(self.key(chunks), 1, [ids] if self.by_group else ids, b"")
+
+    def retrieve(self, chunks: int, ids: list[int], **more: Any) -> Any:
+        return self.engine.retrieve(self.key(chunks), 1, [ids] if self.by_group else ids, b"", **more)
 
     def key(self, chunks: int) -> Any:
         types_ = importlib.import_module("lmcache.v1.multiprocess.custom_types")
@@ -208,13 +222,13 @@ def there_and_back(form: str) -> dict[str, Any]:
     try:
         server.register()
         old, new = list(range(5, 17)), list(reversed(range(40, 52)))
-        _, stored = server.engine.store(server.key(6), 1, old, b"")
+        _, stored = server.store(6, old)
         before = server.blocks(old)
         rest = server.blocks([block for block in range(BLOCKS) if block not in new[1:]])
         skipped = (
             {"skip_first_n_tokens": BLOCK} if "skip_first_n_tokens" in inspect.getsource(type(server.engine)) else {}
         )
-        _, loaded = server.engine.retrieve(server.key(6), 1, new, b"", **skipped)
+        _, loaded = server.retrieve(6, new, **skipped)
         same = all(
             torch.equal(was.narrow(server.block_axis, 1, 11), now.narrow(server.block_axis, 1, 11))
             for was, now in zip(before, server.blocks(new), strict=True)
@@ -245,11 +259,11 @@ def wrong_block() -> dict[str, Any]:
     errors = []
     try:
         server.register()
-        server.engine.store(server.key(1), 1, [3, 4], b"")
+        server.store(1, [3, 4])
         before = server.blocks(list(range(BLOCKS)))
         for attempt in (
-            lambda: server.engine.store(server.key(2), 1, [1, 2, 3, BLOCKS], b""),
-            lambda: server.engine.retrieve(server.key(1), 1, [1, BLOCKS + 7], b""),
+            lambda: server.store(2, [1, 2, 3, BLOCKS]),
+            lambda: server.retrieve(1, [1, BLOCKS + 7]),
         ):
             try:
                 errors.append(f"answered {attempt()[1]}")

@@ -15,10 +15,10 @@ def free_port() -> int:
     """A port on which nobody listens, and which is reserved for this process.
 
     It is below those that Linux gives to connections: somebody's connection could have one of those by the time that a server
-    binds it, or binds it again after a restart.
+    binds it, or binds it again after a restart. It is above 17,000: Mooncake's engine takes its own from 15,000 to there.
     """
     while True:
-        port = _choice.randrange(10_000, 32_000)
+        port = _choice.randrange(17_000, 32_000)
         reservation = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with contextlib.suppress(OSError), socket.socket() as probe:
             reservation.bind(f"\0livepatch-port-{port}")
