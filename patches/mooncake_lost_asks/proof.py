@@ -19,6 +19,10 @@ FAILED, NOTHING, OWN, REFUSED = "failed", "nothing is told", "its own", "refused
 STUCK = "decode waits, and hears nothing of its prefill"
 
 
+DECODES: list[Any] = []
+"""The decode engines that were played."""
+
+
 class Answers:
     """In the place of decode's decoder of answers: of which requests prefill has said that they failed."""
 
@@ -40,6 +44,7 @@ class Pair(driver.Pair):
     def __init__(self, prefill: Any, decode: Any) -> None:
         super().__init__(prefill, decode)
         self._errors: dict[str, int] = {}
+        DECODES.append(decode)
         decode.worker._xfer_resp_decoder = self._answers = Answers(decode.worker._xfer_resp_decoder)
 
     def ask(self, name: str, blocks: list[int], of: Any = None) -> Any:
@@ -181,4 +186,6 @@ def cases() -> dict[str, str | None]:
     """Each case, by its sentence."""
     played = driver.played([judge.__name__ for judge in EVERY], Pair)
     found: dict[str, str | None] = findings(EVERY, played)
-    return found
+    told = sorted({name for decode in DECODES for name in decode.received if name.endswith("-over")})
+    sentence = "Decode lets go of transfers, and its scheduler is told of no load for that"
+    return {**found, sentence: f"the scheduler is told of {', '.join(told)}" if told else None}
