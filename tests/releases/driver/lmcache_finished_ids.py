@@ -14,7 +14,6 @@ begin_driver()
 import importlib
 import logging
 import weakref
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -25,6 +24,7 @@ native_double.stand_in()
 import lmcache
 from completion_lmcache import QueueFuture, unhealthy, working_adapter
 from completion_world import ID, reported
+from lmcache_operations import operation
 
 native_double.device_ops(lmcache)
 MODULE = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
@@ -72,8 +72,7 @@ class World:
     def store(self) -> None:
         event = Event()
         self.events.append(weakref.ref(event))
-        operation = SimpleNamespace(token_ids=[1], block_ids=[1], start=0, end=1)
-        self.adapter.submit_store_request(ID, operation, event)
+        self.adapter.submit_store_request(ID, operation(MODULE, [1], [1]), event)
 
     def reported(self, *ids: str) -> str:
         """What is reported in a step that tells of these requests' ends."""
@@ -220,10 +219,15 @@ CASES: dict[str, Any] = {
 }
 
 
-def main() -> None:
+def played() -> dict[str, Any]:
+    """What each case came to."""
     logging.disable(logging.CRITICAL)
+    return all_attempted(CASES)
+
+
+def main() -> None:
     vllm = importlib.import_module("vllm")
-    print_result({"cases": all_attempted(CASES)}, lmcache, vllm)
+    print_result({"cases": played()}, lmcache, vllm)
 
 
 if __name__ == "__main__":

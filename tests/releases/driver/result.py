@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NoReturn
 
 _stdout: IO[str] | None = None
@@ -79,6 +79,8 @@ def does_not_fit(error: BaseException) -> bool:
         return True
     if isinstance(error, AttributeError) and error.obj is not None:
         kind = error.obj if isinstance(error.obj, type) else type(error.obj)
+        if kind is SimpleNamespace:  # what stands in for their objects
+            return True
         return _is_ours(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
     called = _CALLED.match(str(error))
     return bool(called) and _is_of_ours(called[1].partition(".")[0])  # type: ignore[index]
