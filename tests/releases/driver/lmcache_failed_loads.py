@@ -26,6 +26,7 @@ native_double.stand_in()
 import lmcache
 from completion_lmcache import unhealthy, working_adapter
 from completion_world import V1, bare
+from lmcache_operations import operation
 
 native_double.device_ops(lmcache)
 MODULE = importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
@@ -75,7 +76,7 @@ class World:
         self.slots = dict.fromkeys(range(16), OLD)
         self.loads: dict[str, Load] = {}
         self.asked: dict[str, list[int]] = {}
-        blocks = {"_block_ids_per_group": lambda operation: [operation.block_ids]}
+        blocks = {"_block_ids_per_group": lambda operation: [getattr(operation, "flat_block_ids", operation.block_ids)]}
         self.adapter = working_adapter(MODULE, self._begin, **blocks)
         for name in ("error_block_ids", "_dropped_retrieves"):  # from 0.4.2 on, and from 0.5.0 on
             if name not in SOURCE:
@@ -92,13 +93,17 @@ class World:
         """As the connector asks for it, or with arguments by name."""
         self.asked.pop(name, None)
         self.asked[name] = list(blocks)
-        given = {"token_ids": [1], "start": 0, "end": 1, "skip_first_n_tokens": 0}
-        operation = SimpleNamespace(block_ids=list(blocks), flat_block_ids=list(blocks), **given)
+        asked = operation(MODULE, [1], blocks)
         event = SimpleNamespace(ipc_handle=lambda: b"")
         if named:
-            self.adapter.submit_retrieve_request(request_id=name, op=operation, event=event)
+            self.adapter.submit_retrieve_request(request_id=name, op=asked, event=event)
         else:
-            self.adapter.batched_submit_retrieve_requests([name], [operation], event)
+            self.adapter.batched_submit_retrieve_requests([name], [asked], event)
+
+    def failed(self) -> set[int]:
+        """The blocks that are told to have failed."""
+        told: set[int] = self.connector.get_block_ids_with_load_errors()
+        return told
 
     def reported(self, *ids: str) -> list[Any]:
         """What the engine is told in a step: the loads that have ended, the blocks that failed; and what is wrong.
@@ -107,7 +112,7 @@ class World:
         requests whose end the engine tells; those that are reported as sent stand behind a slash.
         """
         sent, ended = self.connector.get_finished(set(ids))
-        failed = self.connector.get_block_ids_with_load_errors()
+        failed = self.failed()
         wrong = [
             block
             for name in ended or ()
@@ -214,10 +219,15 @@ CASES: dict[str, Any] = {
 }
 
 
-def main() -> None:
+def played() -> dict[str, Any]:
+    """What each case came to."""
     logging.disable(logging.CRITICAL)
+    return all_attempted(CASES)
+
+
+def main() -> None:
     vllm = importlib.import_module("vllm")
-    print_result({"cases": all_attempted(CASES)}, lmcache, vllm)
+    print_result({"cases": played()}, lmcache, vllm)
 
 
 if __name__ == "__main__":
