@@ -29,8 +29,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from lmcache_operations import operation
 from ports import free_port
-from result import until
+from result import NotBuilt, trouble, until
 
 CHUNK, BLOCK, BLOCKS, LAYERS = 32, 16, 16, 2
 PATIENCE = 60.0
@@ -55,6 +56,26 @@ def compiled() -> None:
                 sys.modules.setdefault(f"lmcache.{name}", module)
 
 
+class Ended(str):
+    """In the place of an answer: why a server, as it is started and asked here, has ended."""
+
+
+def told_of(error: BaseException, pipe: Connection) -> None:
+    """Tell who asks a server why it ends."""
+    traceback.print_exc()
+    with contextlib.suppress(OSError):
+        pipe.send(Ended(trouble(error)))
+
+
+def answer_of(pipe: Connection, question: object) -> Any:
+    """A server's answer. Raises NotBuilt where it has ended by itself: nothing is known of it then."""
+    assert pipe.poll(PATIENCE), f"the server does not answer to {question}"
+    answer = pipe.recv()
+    if isinstance(answer, Ended):
+        raise NotBuilt(f"its server ended: {answer}")
+    return answer
+
+
 class Server:
     """A server in a child process, which also says how many workers it knows; `held`: it serves only once it starts.
 
@@ -74,8 +95,8 @@ class Server:
             try:
                 theirs.recv()
                 serve(self.port, theirs, f"lmcache-{self.port}" if shared else "")
-            except BaseException:
-                traceback.print_exc()
+            except BaseException as error:
+                told_of(error, theirs)
             os._exit(1)
         theirs.close()
         if not held:
@@ -89,8 +110,7 @@ class Server:
     def ask(self, question: str) -> Any:
         self.leaves_out = {"raise": True, "hold": True, "well": False}.get(question, self.leaves_out)
         self.pipe.send(question)
-        assert self.pipe.poll(PATIENCE), f"the server does not answer to {question}"
-        return self.pipe.recv()
+        return answer_of(self.pipe, question)
 
     def silence(self, seconds: float) -> int:
         """Let so many seconds pass for the server, in which this process is stopped; how many workers it then knows."""
@@ -363,8 +383,7 @@ class Worker(Caches):
             self.scheduler.shutdown()
 
     def operation(self, prompt: int, blocks: list[int]) -> Any:
-        tokens = [prompt] * len(blocks) * BLOCK
-        return self.module.LoadStoreOp(token_ids=tokens, block_ids=[blocks], start=0, end=len(tokens))
+        return operation(self.module, [prompt] * len(blocks) * BLOCK, blocks)
 
     def event(self) -> Any:
         """As the connector gets it; on CPU memory nothing is recorded."""

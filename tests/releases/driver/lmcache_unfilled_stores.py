@@ -324,19 +324,24 @@ CASES: tuple[Callable[[Server], Any], ...] = (
 )
 
 
-def main() -> None:
-    vllm = importlib.import_module("vllm")
+def played(*names: str) -> dict[str, Any]:
+    """What each of these cases came to."""
     importlib.import_module("lmcache.v1.multiprocess.server")
     importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
     # All servers first: a process that has used ZMQ cannot be forked.
-    cases = [case for case in CASES if case.__name__ in sys.argv]
+    cases = [case for case in CASES if case.__name__ in names]
     servers = [Server(held=True) for _ in cases]
     came: dict[str, Any] = {}
     for case, server in zip(cases, servers, strict=True):
         server.start()
         came[case.__name__] = attempted(partial(case, server))
         server.kill()
-    print_result({"cases": came}, lmcache, vllm)
+    return came
+
+
+def main() -> None:
+    vllm = importlib.import_module("vllm")
+    print_result({"cases": played(*sys.argv[1:])}, lmcache, vllm)
     leave()  # not by the adapters' shutdown: their servers are gone
 
 
