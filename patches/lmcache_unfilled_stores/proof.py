@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lmcache_unfilled_stores as driver
-from lmcache_server import MODULES
+from lmcache_server import MODULES, Answer
 
 KEPT = 2
 """Chunks of the prompt that others stored meanwhile, which is all that the cache may lack afterwards."""
@@ -18,6 +18,7 @@ KEPT = 2
 
 def cases() -> dict[str, str | None]:
     """Each case: what is given out that nobody filled, or others filled; what is not stored, or kept for ever."""
+    Answer.patience = 20.0  # the end of a store that began before a goodbye is never answered on stock
     judges = {**JUDGES, **(OF_SERVERS_THAT_FORGET if forgets() else OF_SERVERS_THAT_NEVER_FORGET)}
     played = driver.played(*judges)
     return {
@@ -106,7 +107,6 @@ JUDGES: dict[str, tuple[str, Judge]] = {
 """By the driver's case: what it is, and what is found of it."""
 OF_SERVERS_THAT_FORGET: dict[str, tuple[str, Judge]] = {
     "death": ("an engine is killed within a store", _of_death),
-    "copies_after_it_was_forgotten": ("a worker copies after it was forgotten", _of_a_late_copy),
 }
 OF_SERVERS_THAT_NEVER_FORGET: dict[str, tuple[str, Judge]] = {
     "another_of_its_number": ("two engines' workers have one number", _of_two_engines),

@@ -9,7 +9,7 @@ the first argument. The other arguments are the cases. Blocks have contents: tho
 
 from __future__ import annotations
 
-from result import attempted, begin_driver, leave, print_result, until
+from result import NotBuilt, attempted, begin_driver, leave, print_result, until
 
 begin_driver()
 
@@ -24,7 +24,6 @@ import os
 import pickle
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ from typing import Any, ClassVar
 import lmcache_server
 import native_doubles
 import torch
+from lmcache_operations import operation
 from ports import free_port
 
 lmcache_server.compiled()
@@ -226,8 +226,8 @@ class Server:
                 self.pipe.close()  # so that it ends when who asks it does
                 theirs.recv()
                 serve(self.port, theirs, words)
-            except BaseException:
-                traceback.print_exc()
+            except BaseException as error:
+                lmcache_server.told_of(error, theirs)
             os._exit(1)
         theirs.close()
 
@@ -236,8 +236,7 @@ class Server:
 
     def ask(self, *question: Any) -> Any:
         self.pipe.send(question)
-        assert self.pipe.poll(PATIENCE), f"the server does not answer to {question}"
-        return self.pipe.recv()
+        return lmcache_server.answer_of(self.pipe, question)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -453,11 +452,7 @@ class Worker(lmcache_server.Caches):
         return [kind(number, indices, BLOCK) for number, indices in enumerate(layers)]
 
     def operation(self, prompt: int, blocks: list[int]) -> Any:
-        tokens = [prompt] * len(blocks) * BLOCK
-        kind = self.module.LoadStoreOp
-        flat = not hasattr(kind, "flat_block_ids")  # to 0.4.6
-        ids = blocks if flat else [list(blocks) for _ in range(self.groups)]
-        return kind(token_ids=tokens, block_ids=ids, start=0, end=len(tokens))
+        return operation(self.module, [prompt] * len(blocks) * BLOCK, blocks, self.groups)
 
     def event(self) -> Any:
         """That of the step which computed, or will use, the blocks: as vLLM's connector records it."""
@@ -524,7 +519,8 @@ def fails(
     server.ask("short")
     server.ask("fail", place, nth)
     worker.store(prompt)
-    assert set(server.ask("armed")) <= {also}, "the fault was not reached"
+    if not set(server.ask("armed")) <= {also}:
+        raise NotBuilt(f"no store passes where it is to fail: {place}")
     result = [worker.loaded(prompt)]
     server.ask("expire")
     result.append(worker.loaded(prompt))
@@ -640,10 +636,10 @@ def words(*, copies: bool) -> list[str]:
     return ["--supported-transfer-mode", served, "--shm-name", ""]
 
 
-def main() -> None:
-    transfer, *asked = sys.argv[1:]
+def played(transfer: str, *asked: str) -> dict[str, Any]:
+    """What each of these cases came to; `transfer` is mp-block-transfer's file."""
     without_device(transfer)
-    lmcache = importlib.import_module("lmcache")
+    importlib.import_module("lmcache")
     importlib.import_module("lmcache.v1.multiprocess.server")
     importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
     # What keys are made with imports vLLM: once, and not in each server.
@@ -660,7 +656,12 @@ def main() -> None:
         worker = Worker(server, copies=of["copies"])
         came |= {name: attempted(functools.partial(cases[name], worker)) for name in cases if name in asked}
         server.kill()
-    print_result({"cases": came}, lmcache)
+    return came
+
+
+def main() -> None:
+    found = played(*sys.argv[1:])
+    print_result({"cases": found}, sys.modules["lmcache"])
     leave()
 
 

@@ -58,6 +58,9 @@ DIRECTORY = Path(tempfile.mkdtemp())
 WEIGHTS: dict[int, str] = {}
 """Of each adapter id of an engine, what a worker has read from its files."""
 
+PLAYED = ["lmcache"]
+"""Whose connector is played."""
+
 real.quiet()
 MODEL = real.make_model_config(DIRECTORY)
 
@@ -74,7 +77,7 @@ class Engine:
     """`adapters`: whether LoRA is enabled; `workers` of one tensor-parallel group."""
 
     def __init__(self, server: Any, *, adapters: bool = True, workers: int = 1, multi: bool = False) -> None:
-        module, name = connector_class(sys.argv[1])
+        module, name = connector_class(PLAYED[0])
         extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": getattr(server, "port", 0)}
         vllm_config = real.make_config(
             "Scheduler", MODEL, (module, name), adapters=4 if adapters else 0, extra=extra, workers=workers
@@ -475,17 +478,23 @@ def serves_without_a_gpu() -> bool:
     return False
 
 
-def main() -> None:
+def played(whose: str, *names: str) -> dict[str, Any]:
+    """What each of these cases, or all, came to with this connector."""
+    PLAYED[0] = whose
     importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
     server: Any = Server() if serves_without_a_gpu() else Messages()
     cases = {case.__name__: case for case in CASES}
     came = {}
-    for name in sys.argv[2:] or cases:
+    for name in names or cases:
         began = time.monotonic()
         came[name] = attempted(lambda name=name: cases[name](server))
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
     server.kill()
-    print_result({"cases": came}, lmcache, vllm)
+    return came
+
+
+def main() -> None:
+    print_result({"cases": played(*sys.argv[1:])}, lmcache, vllm)
     leave()
 
 

@@ -156,13 +156,16 @@ CASES = (
 )
 
 
-def main() -> None:
+def played(*names: str) -> dict[str, Any]:
+    """What each of these cases, or all, came to."""
+    identity.PLAYED[0] = "in-process"
     identity.Engine = Engine
     cases = {case.__name__: case for case in CASES}
-    came = {}
-    for name in sys.argv[2:] or cases:
-        came[name] = attempted(lambda name=name: cases[name](Shared()))
-    print_result({"cases": came}, identity.lmcache, identity.vllm)
+    return {name: attempted(lambda name=name: cases[name](Shared())) for name in names or cases}
+
+
+def main() -> None:
+    print_result({"cases": played(*sys.argv[2:])}, identity.lmcache, identity.vllm)
     leave()
 
 

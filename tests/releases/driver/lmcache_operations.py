@@ -19,13 +19,16 @@ def packed(tokens: Sequence[int]) -> Any:
     return importlib.import_module(CODEC).pack_token_ids(list(tokens))
 
 
-def operation(module: Any, tokens: Sequence[int], blocks: Sequence[int]) -> Any:
-    """A store or load of all these tokens, by `LoadStoreOp` of the module of LMCache's worker adapter."""
+def operation(module: Any, tokens: Sequence[int], blocks: Sequence[int], groups: int = 1) -> Any:
+    """A store or load of all these tokens, by `LoadStoreOp` of the module of LMCache's worker adapter.
+
+    Each of the engine's groups of layers has these blocks.
+    """
     kind = module.LoadStoreOp
     given = {
         "token_ids": list(tokens),
         "token_bytes": packed(tokens),
-        "block_ids": [list(blocks)] if hasattr(kind, "flat_block_ids") else list(blocks),
+        "block_ids": [list(blocks) for _ in range(groups)] if hasattr(kind, "flat_block_ids") else list(blocks),
         "start": 0,
         "end": len(tokens),
     }

@@ -263,6 +263,8 @@ class Answer(threading.Event):
     servers: ClassVar[dict[int, Server]] = {}
     port = 0
     """Which server is asked."""
+    patience: ClassVar[float] = PATIENCE
+    """Longest time for an answer of a server that nothing keeps from answering: some it never sends."""
     looked = passed = 0.0
     """When `clock` was last asked, and what it said."""
 
@@ -277,7 +279,7 @@ class Answer(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         left = PATIENCE if timeout is None else timeout
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self.patience
         while left > 0 and time.monotonic() < deadline:
             if super().wait(min(left, TICK)):
                 return True
