@@ -32,6 +32,8 @@ lmcache_server.compiled()
 import lmcache
 from lmcache_server import AFTER_A_PING, Answer, Server, Worker, silence, until
 
+MQ_TIMEOUT = [300.0]
+"""`mq_timeout`, in seconds, of all workers."""
 FIRST, SECOND, THIRD = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
 
 
@@ -83,7 +85,7 @@ class Asker(Worker):
     """A worker that remembers what its steps waited for."""
 
     def __init__(self, server: Server, waits: Waits, interval: float = 30.0, *, pings_by_itself: bool = False) -> None:
-        super().__init__(server.port, float(sys.argv[1]), interval, pings_by_itself=pings_by_itself)
+        super().__init__(server.port, MQ_TIMEOUT[0], interval, pings_by_itself=pings_by_itself)
         self.server, self.waits = server, waits
         self.health = self.adapter._health_event
         waits.taken()
@@ -229,7 +231,11 @@ def stopped_under_a_store(server: Server, waits: Waits) -> Any:
     worker = Asker(server, waits)
     worker.fill(8, FIRST)
     server.stop()
-    worker.store("late", 8, FIRST)  # the server takes another prompt for the one of a name that it knows
+    try:
+        worker.store("late", 8, FIRST)  # the server takes another prompt for the one of a name that it knows
+    except Exception:
+        os.kill(server.pid, signal.SIGCONT)
+        raise
     result = [*worker.finished("late"), waits.taken()]
     worker.fill(9, FIRST)
     os.kill(server.pid, signal.SIGCONT)
@@ -612,8 +618,9 @@ ONE_WORKER: tuple[Callable[[Asker], Any], ...] = (lost_and_forgotten, forgotten_
 """Of a server that knows no other: whether it knows this one is asked."""
 
 
-def main() -> None:
-    vllm = importlib.import_module("vllm")
+def played(mq_timeout: float, *names: str) -> dict[str, Any]:
+    """What each of these cases came to."""
+    MQ_TIMEOUT[0] = mq_timeout
     importlib.import_module("lmcache.v1.multiprocess.server")
     importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
     # All servers first: a process that has used ZMQ cannot be forked.
@@ -628,16 +635,22 @@ def main() -> None:
         cases[case.__name__] = partial(of_one_worker, case, forgetful, waits)
     cases["stopped_through_messages"] = lambda: (messages.start(), stopped(messages, waits))[1]
     cases["killed"] = lambda: killed(server, later, waits)
-    cases["killed_under_a_store"] = lambda: killed_under_a_store(later if "killed" in sys.argv else server, waits)
+    cases["killed_under_a_store"] = lambda: killed_under_a_store(later if "killed" in names else server, waits)
     cases["maps_nothing_of_a_dead_server"] = lambda: maps_nothing_of_a_dead_server(forgetful, last, waits)
     came: dict[str, Any] = {}
-    for name in sys.argv[2:]:
+    for name in names:
         began = time.monotonic()
         came[name] = attempted(cases[name])
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
     for one in (server, later, messages, forgetful, last):
         one.kill()
-    print_result({"cases": came}, lmcache, vllm)
+    return came
+
+
+def main() -> None:
+    vllm = importlib.import_module("vllm")
+    found = played(float(sys.argv[1]), *sys.argv[2:])
+    print_result({"cases": found}, lmcache, vllm)
     leave()  # not by the adapters' shutdown: their servers are gone
 
 
