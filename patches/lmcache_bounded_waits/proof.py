@@ -1,4 +1,4 @@
-"""A real LMCache server that is stopped, killed or raises under a real worker's step: what that waits for, and reports."""
+"""A real LMCache server that is stopped, killed or raises under a worker's step: what the step waits for and reports."""
 
 # mypy: disable-error-code="import-not-found"
 
@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-os.environ["LIVEPATCH_LMCACHE_BOUNDED_WAITS_SECONDS"] = "2"
-os.environ["LIVEPATCH_LMCACHE_BOUNDED_WAITS_PING_SECONDS"] = "0.5"
-
 import lmcache_bounded_waits as driver
 
+OPTIONS = {
+    "LIVEPATCH_LMCACHE_BOUNDED_WAITS_SECONDS": "2",
+    "LIVEPATCH_LMCACHE_BOUNDED_WAITS_PING_SECONDS": "0.5",
+}
 MQ_TIMEOUT = 2.0
 """How long LMCache lets each call to its server take, in seconds."""
 BOUND = 1.0
@@ -22,6 +23,7 @@ SECOND, THIRD = driver.SECOND, driver.THIRD
 
 def cases() -> dict[str, str | None]:
     """Each case: steps that wait for long or end with an error, what they report wrongly, and what does not work again."""
+    os.environ.update(OPTIONS)  # they are read at the first import of a target
     played = driver.played(MQ_TIMEOUT, *JUDGES)
     return {
         what: played[name] if isinstance(played[name], str) else judged(played[name])

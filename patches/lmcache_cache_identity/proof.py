@@ -1,4 +1,4 @@
-"""One prompt to several adapters, images and embeddings of engines that share an LMCache: whose KV each request gets."""
+"""One prompt to several adapters, images and embeddings of engines that share an LMCache: whose KV a request gets."""
 
 # mypy: disable-error-code="import-not-found"
 
@@ -59,7 +59,9 @@ def _server_connector() -> str | None:
     return next((whose for whose, name in (("lmcache", OWN), ("vllm", driver.MODULES["vllm"])) if _offers(name)), None)
 
 
-def _findings(where: str, judged: Mapping[str, tuple[str, tuple[int, ...]]], played: Mapping[str, Any]) -> dict[str, str | None]:
+def _findings(
+    where: str, judged: Mapping[str, tuple[str, tuple[int, ...]]], played: Mapping[str, Any]
+) -> dict[str, str | None]:
     found = {f"{where}: {what}": _finding(played[name], shared) for name, (what, shared) in judged.items()}
     if "salts" in played:
         found[f"{where}: the salts of two tenants"] = _of_salts(played["salts"])

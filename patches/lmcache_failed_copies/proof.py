@@ -1,4 +1,4 @@
-"""A real LMCache server whose stores fail: what others load of them, at once and later, and when they are made again."""
+"""A real LMCache server whose stores fail: what others load of them at once, later, and when they are made again."""
 
 # mypy: disable-error-code="import-not-found"
 
@@ -13,7 +13,9 @@ import lmcache_failed_copies as driver
 TRANSFER = Path(__file__).parents[1] / "mp_block_transfer" / "transfer.py"
 """What moves blocks where LMCache has no stand-in for a device."""
 TOKENS = len(driver.FIRST) * driver.BLOCK
-STRATEGIES = [driver.PLACE / "v1" / "multiprocess" / "modules" / f"{name}_transfer.py" for name in ("server", "non_gpu")]
+STRATEGIES = [
+    driver.PLACE / "v1" / "multiprocess" / "modules" / f"{name}_transfer.py" for name in ("server", "non_gpu")
+]
 """Where a server takes what its workers copied themselves."""
 
 
@@ -42,8 +44,7 @@ def _is_stored(what: str, found: list[Any]) -> str | None:
 
 
 def _of_failure(came: Any) -> str | None:
-    at_once, later, _, again = came
-    return _of_doubt(came) or _is_stored("when it is stored again", again)
+    return _of_doubt(came) or _is_stored("when it is stored again", came[-1])
 
 
 def _of_doubt(came: Any) -> str | None:
@@ -54,7 +55,11 @@ def _of_doubt(came: Any) -> str | None:
 
 def _of_shared(came: Any) -> str | None:
     at_once, later, again = came
-    lost = None if min(at_once[0], later[0]) >= driver.CHUNK else "the chunk that another request stored is no hit any more"
+    lost = (
+        None
+        if min(at_once[0], later[0]) >= driver.CHUNK
+        else "the chunk that another request stored is no hit any more"
+    )
     return _of_doubt(came) or lost or _is_stored("when it is stored again", again)
 
 
@@ -67,7 +72,9 @@ def _of_two_workers(came: Any) -> str | None:
 
 def _of_gone(came: Any) -> str | None:
     later, _, again = came
-    return _is_harmless("when LMCache's time for a store is over", later) or _is_stored("when it is stored again", again)
+    return _is_harmless("when LMCache's time for a store is over", later) or _is_stored(
+        "when it is stored again", again
+    )
 
 
 def _of_many(came: Any) -> str | None:

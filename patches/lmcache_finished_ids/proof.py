@@ -20,7 +20,7 @@ REPORTS = {
     "long_prompt": ("a request has thousands of stores under way", ["", "", "S", ""]),
     "server_gone": ("the server is gone while two stores are under way", ["", "S"]),
 }
-"""By the driver's case: what it is, and in which steps the request is to be reported as sent (S), which frees its blocks."""
+"""By the driver's case: what it is, and the steps in which the request is due to be reported as sent (S): that frees its blocks."""
 ASKED = 5
 """How often a store may be asked whether it has ended, each step, on average of a long prompt."""
 
@@ -53,7 +53,9 @@ def _of_reports(came: Any, due: list[str]) -> str | None:
         if expected:
             return f"the request is not reported as sent in step {step}, when its last store has ended"
         again = came[:step].count("S") >= due.count("S")
-        return f"the request is reported as sent {'again' if again else 'before its last store has ended'}, in step {step}"
+        return (
+            f"the request is reported as sent {'again' if again else 'before its last store has ended'}, in step {step}"
+        )
     return None
 
 
@@ -67,7 +69,9 @@ def _of_ids(came: Any) -> str | None:
 
 
 def _of_events(came: Any) -> str | None:
-    gone = [f"the {which} store's event is gone" for which, kept in zip(("first", "second"), came, strict=True) if not kept]
+    gone = [
+        f"the {which} store's event is gone" for which, kept in zip(("first", "second"), came, strict=True) if not kept
+    ]
     return ", ".join(gone) or None
 
 

@@ -1,4 +1,4 @@
-"""A real LMCache server that shares memory with its workers, and workers that go within a store: what others load then."""
+"""A real LMCache server that shares memory with workers, which go within a store: what others load then."""
 
 # mypy: disable-error-code="import-not-found"
 
@@ -47,7 +47,9 @@ def _is_stored(loads: Mapping[str, Any], tokens: int = 64) -> str | None:
     """Of loads of what was stored: all of it comes, as it was."""
     wrong = _is_harmless(loads)
     for what, found in loads.items():
-        wrong = wrong or (None if found == [tokens, True, True] else f"{what}: of {tokens} tokens {found[0]} are loaded")
+        wrong = wrong or (
+            None if found == [tokens, True, True] else f"{what}: of {tokens} tokens {found[0]} are loaded"
+        )
     return wrong
 
 
@@ -77,7 +79,9 @@ def _of_a_long_copy(came: Any) -> str | None:
 
 def _of_messages(came: Any) -> str | None:
     *loads, lacking = came
-    return _is_harmless(dict(zip(("by itself", "by another", "after its goodbye"), loads, strict=True))) or _of_room(lacking)
+    return _is_harmless(dict(zip(("by itself", "by another", "after its goodbye"), loads, strict=True))) or _of_room(
+        lacking
+    )
 
 
 def _of_two_engines(came: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""LMCache in the engine's process, both sides, and real schedulers: what is stored when a load within the step fails."""
+"""LMCache in the engine's process, and real schedulers: what is stored when a load within the step fails."""
 
 # mypy: disable-error-code="import-not-found"
 

@@ -1,4 +1,4 @@
-"""Copies between a buffer on a device and a chunk in host memory, on a stream that is behind: what chunk and buffer hold."""
+"""Copies between a device's buffer and a chunk in host memory, on a stream that is behind: what both hold."""
 
 # mypy: disable-error-code="import-not-found"
 
@@ -70,7 +70,11 @@ def _of_refusal(came: list[Any]) -> str | None:
 def _of_pieces(came: list[list[int]]) -> str | None:
     for offset, sizes in zip((0, 32, 63, 64), came, strict=True):
         ends = accumulate(sizes, initial=offset)
-        beyond = [size for end, size in zip(ends, sizes, strict=False) if end // driver.PIECE != (end + size - 1) // driver.PIECE]
+        beyond = [
+            size
+            for end, size in zip(ends, sizes, strict=False)
+            if end // driver.PIECE != (end + size - 1) // driver.PIECE
+        ]
         if beyond:
             return f"of a chunk that begins at {offset}, a copy goes beyond a pinned piece: copies of {sizes} bytes"
     return None
@@ -82,4 +86,6 @@ def _of_errors(came: list[str]) -> str | None:
 
 def _of_compiled(came: list[int]) -> str | None:
     asked, size = came
-    return None if (asked, size) == (1, driver.SIZE) else f"it is asked {asked} times, with {size} bytes of {driver.SIZE}"
+    return (
+        None if (asked, size) == (1, driver.SIZE) else f"it is asked {asked} times, with {size} bytes of {driver.SIZE}"
+    )

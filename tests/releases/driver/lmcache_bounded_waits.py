@@ -30,6 +30,7 @@ import lmcache_server
 lmcache_server.compiled()
 
 import lmcache
+from lmcache_operations import packed
 from lmcache_server import AFTER_A_PING, Answer, Server, Worker, silence, until
 
 MQ_TIMEOUT = [300.0]
@@ -304,7 +305,7 @@ def session(server: Server, waits: Waits) -> Any:
     worker = Asker(server, waits)
     server.stop()
     waits.taken()
-    worker.scheduler.maybe_submit_lookup_request("a", [5] * 65)
+    worker.scheduler.maybe_submit_lookup_request("a", packed([5] * 65))
     worker.scheduler.end_session("a")
     os.kill(server.pid, signal.SIGCONT)
     return waits.taken()

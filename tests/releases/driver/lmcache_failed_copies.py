@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import lmcache_server
 import native_doubles
 import torch
-from lmcache_operations import operation
+from lmcache_operations import operation, packed
 from ports import free_port
 
 lmcache_server.compiled()
@@ -492,7 +492,7 @@ class Worker(lmcache_server.Caches):
         """How many tokens of a prompt are a hit; and where there are some, what their load came to."""
         name = self.request()
         found: list[int] = []
-        self.scheduler.maybe_submit_lookup_request(name, [prompt] * (len(blocks) * BLOCK + 1))
+        self.scheduler.maybe_submit_lookup_request(name, packed([prompt] * (len(blocks) * BLOCK + 1)))
 
         def answered() -> bool:
             found.extend([one for one in [self.scheduler.check_lookup_result(name)] if one is not None])

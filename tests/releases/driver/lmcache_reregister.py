@@ -313,17 +313,22 @@ def with_a_worker(name: str, server: Server) -> Any:
     return came
 
 
-def main() -> None:
-    vllm = importlib.import_module("vllm")
+def played(*names: str) -> dict[str, Any]:
+    """What each of these cases, or all, came to."""
     importlib.import_module("lmcache.v1.multiprocess.server")
     server = Server()  # before anything else: a process that has used ZMQ cannot be forked
     came: dict[str, Any] = {}
-    for name in sys.argv[1:] or CASES:
+    for name in names or CASES:
         began = time.monotonic()
         came[name] = attempted(partial(with_a_worker, name, server))
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
     server.kill()
-    print_result({"cases": came}, lmcache, vllm)
+    return came
+
+
+def main() -> None:
+    vllm = importlib.import_module("vllm")
+    print_result({"cases": played(*sys.argv[1:])}, lmcache, vllm)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from lmcache_operations import operation
+from lmcache_operations import operation, packed
 from ports import free_port
 from result import NotBuilt, trouble, until
 
@@ -405,7 +405,7 @@ class Worker(Caches):
 
     def hit(self, name: str, prompt: int, tokens: int) -> int:
         """How many tokens of a prompt the server has; they stay locked for a load by this name."""
-        self.scheduler.maybe_submit_lookup_request(name, [prompt] * tokens)
+        self.scheduler.maybe_submit_lookup_request(name, packed([prompt] * tokens))
         found: list[int] = []
 
         def answered() -> bool:
