@@ -1,4 +1,4 @@
-"""A real LMCache server that is stopped, killed or raises under a worker's step: what the step waits for and reports."""
+"""A real LMCache server that is stopped, killed or raises under a worker's step: what it waits for, and reports."""
 
 # mypy: disable-error-code="import-not-found"
 
@@ -22,7 +22,7 @@ SECOND, THIRD = driver.SECOND, driver.THIRD
 
 
 def cases() -> dict[str, str | None]:
-    """Each case: steps that wait for long or end with an error, what they report wrongly, and what does not work again."""
+    """Each case: steps that wait for long, end with an error or report wrongly, and what does not work again."""
     os.environ.update(OPTIONS)  # they are read at the first import of a target
     played = driver.played(MQ_TIMEOUT, *JUDGES)
     return {

@@ -20,7 +20,7 @@ REPORTS = {
     "long_prompt": ("a request has thousands of stores under way", ["", "", "S", ""]),
     "server_gone": ("the server is gone while two stores are under way", ["", "S"]),
 }
-"""By the driver's case: what it is, and the steps in which the request is due to be reported as sent (S): that frees its blocks."""
+"""By the driver's case: what it is, and the steps in which the request is to be reported as sent (S)."""
 ASKED = 5
 """How often a store may be asked whether it has ended, each step, on average of a long prompt."""
 
