@@ -38,7 +38,7 @@ WITHIN: dict[str, tuple[str, tuple[int, ...]]] = {
 
 def cases() -> dict[str, str | None]:
     """Each case: who is given KV of another adapter, image or embedding, and who nothing of its own."""
-    found = {}
+    found: dict[str, str | None] = {}
     whose = _server_connector()
     if whose is not None:
         judged = {**SEVERAL, **BY_SERVER}

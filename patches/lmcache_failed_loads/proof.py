@@ -19,8 +19,8 @@ STEPS = {
     "refused": ("the server is gone when a load begins, and back later", [("ac/s", [1, 2, 5, 6]), NOTHING, ("b", [])]),
     "lazily": ("a load fails where stores wait in the scheduler", [("a", [1, 2]), NOTHING]),
 }
-"""By the driver's case: what it is, and for each step the loads that end (behind a slash, requests that are sent) and the
-blocks that were not loaded."""
+"""By the driver's case: what it is, and for each step the loads that end (behind a slash, requests that are sent) and
+the blocks that were not loaded."""
 
 
 def cases() -> dict[str, str | None]:
