@@ -103,7 +103,6 @@ JUDGES: dict[str, tuple[str, Callable[[Any], str | None]]] = {
     "raises": ("the server answers pings, and no store", _of_errors),
     "stopped_under_a_store": ("the server makes room for a store when it goes on", _of_a_late_store),
     "lookup": ("the server is stopped under a lookup", _of_lookup),
-    "used_after_a_lookup": ("the server goes on after a lookup that it did not answer", _of_use),
     "session": ("a request ends while its lookup is not answered", _of_wait),
     "killed": ("the server is killed under a load, and another takes its place", _of_kill),
     "killed_under_a_store": ("the server is killed under a store", _of_a_kill_under_a_store),

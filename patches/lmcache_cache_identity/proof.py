@@ -16,16 +16,14 @@ IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 
 SEVERAL: dict[str, tuple[str, tuple[int, ...]]] = {
     "adapters": ("two adapters and the base model, whose ids differ between engines", (3, 4, 5)),
-    "tensor_parallel": ("an adapter and the base model, on two workers", (2, 3)),
     "two_pods": ("adapters of one name, with other files and with the same", (2,)),
     "new_weights": ("an adapter is loaded again with other files", ()),
-    "behind_old_weights": ("what is computed behind the prefix cache's KV of old weights", ()),
-    "unknown": ("adapters whose files are not those that were loaded", ()),
-    "changed_files": ("an adapter's files are written over", ()),
 }
 """By the driver's case: what it is, and which of its requests are to get what another engine has stored."""
 BY_SERVER: dict[str, tuple[str, tuple[int, ...]]] = {
+    "tensor_parallel": ("an adapter and the base model, on two workers", (2, 3)),
     "within_multi": ("an adapter and the base model, within a MultiConnector", ()),
+    "unknown": ("adapters whose files are not those that were loaded", ()),
     "images": ("three images behind one text, two of which end alike", (3,)),
     "embeddings": ("two prompts of embeddings, which begin alike", (2,)),
 }
