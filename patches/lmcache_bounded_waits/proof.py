@@ -50,8 +50,8 @@ def _of_step(came: list[Any], sent: list[str], loaded: list[str], failed: list[i
 
 def _of_use(came: Any) -> str | None:
     """Of a store, lookup and load when the server is well again."""
-    hit, reported, right = came
-    if reported == [["again"], []] and not right:
+    hit, (ended, failed), right = came
+    if hit and ended and not failed and not right:
         return "when the server is well again, others' KV is loaded"
     return None if (hit, right) == (64, True) else f"when the server is well again, {hit} of 64 tokens are a hit"
 

@@ -63,7 +63,7 @@ def _of_a_failed_registration(came: Any) -> str | None:
 
 
 def _of_a_load_under_way(came: Any) -> str | None:
-    before, after = came
+    before, after = map(list, came)
     if before != [[], []]:
         return "the load is reported before the server has said that it ended"
     return None if after == [["e"], []] else "the load is not reported as it ended"
