@@ -188,7 +188,7 @@ def serve(port: int, pipe: Connection, shm_name: str) -> None:
     def remembered() -> int:
         """Objects of the patches' classes, and what is in their containers."""
         gc.collect()
-        ours = [one for one in gc.get_objects() if type(one).__module__.startswith("_vllm_livepatch.patches.")]
+        ours = [one for one in gc.get_objects() if str(type(one).__module__).startswith("_vllm_livepatch.patches.")]
         kept = [kept for one in ours for kept in getattr(one, "__dict__", {}).values() if hasattr(kept, "__len__")]
         return len(ours) + sum(map(len, kept))
 
