@@ -247,6 +247,7 @@ def ping_once(beat: Any) -> None:
 
     def execute() -> None:
         beat._last_summary = beat._execute()
+        beat._stop_event.wait()  # it lives until it is stopped: that of one that has ended does nothing, in some releases
 
     beat._running = True  # it can be stopped
     beat._thread = threading.Thread(target=execute, daemon=True)
