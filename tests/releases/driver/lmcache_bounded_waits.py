@@ -240,9 +240,12 @@ def stopped_under_a_store(server: Server, waits: Waits) -> Any:
     result = [*worker.finished("late"), waits.taken()]
     worker.fill(9, FIRST)
     os.kill(server.pid, signal.SIGCONT)
-    until(lambda: worker.is_healthy() and all(late.over for late in vars(worker.adapter).get("_livepatch_late", ())))
-    worker.adapter.shutdown()
     reader = Asker(server, waits)
+    filled: list[int] = []
+    until(lambda: worker.is_healthy() and all(late.over for late in vars(worker.adapter).get("_livepatch_late", ())))
+    # That it is over is said before it is filled, by another thread it may be.
+    until(lambda: filled.append(reader.hit(f"waits for it {len(filled)}", 8, 65)) or filled[-1] > 0)
+    worker.adapter.shutdown()
     hit = reader.hit("reads it", 8, 65)
     reader.load("reads it", 8, SECOND)
     return [result, hit, reader.finished()[1:], reader.holds(8, SECOND)]
