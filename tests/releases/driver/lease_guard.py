@@ -15,13 +15,14 @@ from result import begin_driver, leave, print_result, until
 begin_driver()
 
 import contextlib
+import functools
 import gc
 import inspect
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -361,22 +362,33 @@ def look_at_the_release(model_config: Any) -> None:
     BY_REQUEST = hasattr(BASE, "get_transfer_results")
 
 
+def played(model_config: Any, directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """The cases by their names, to be called in this order: the last of them need engines of their own."""
+    nixl_agents.begin_distributed(model_config, directory / "rendezvous")
+    look_at_the_release(model_config)
+    prefill = Side(model_config)
+    prefill.listen()
+    decode = Side(model_config)
+    story = Story(prefill, decode)
+    without = Side(model_config, guarded=False)
+
+    def prefill_without() -> dict[str, Any]:
+        prefill.deaf()
+        without.listen()
+        return {"in_time": in_time(Story(without, decode)), "late": late(Story(without, decode))}
+
+    return {
+        **{case.__name__: functools.partial(case, story) for case in CASES},
+        "decode_without": lambda: in_time(Story(prefill, without)),
+        "prefill_without": prefill_without,
+    }
+
+
 def main() -> None:
     real.quiet()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        nixl_agents.begin_distributed(model_config, Path(directory) / "rendezvous")
-        look_at_the_release(model_config)
-        prefill = Side(model_config)
-        prefill.listen()
-        decode = Side(model_config)
-        story = Story(prefill, decode)
-        result: dict[str, Any] = {case.__name__: case(story) for case in CASES}
-        without = Side(model_config, guarded=False)
-        result["decode_without"] = in_time(Story(prefill, without))
-        prefill.deaf()
-        without.listen()
-        result["prefill_without"] = {"in_time": in_time(Story(without, decode)), "late": late(Story(without, decode))}
+        result = {name: case() for name, case in played(model_config, Path(directory)).items()}
     print_result({"pid": os.getpid(), "cases": result}, vllm)
     leave()
 

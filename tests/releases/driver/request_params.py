@@ -228,15 +228,25 @@ def read(decode: lease_guard.Side, engine_id: str, request_id: str, blocks: Any)
     return "waits"
 
 
+def schedulers(model_config: Any) -> dict[str, Any]:
+    """What comes of each kind of request, by connector and role."""
+    return {name: play(model_config, *one) for name, one in connectors().items()}
+
+
+def workers(model_config: Any, directory: Path) -> dict[str, Any]:
+    """What real NIXL workers make of blocks that do not fit."""
+    nixl_agents.begin_distributed(model_config, directory / "rendezvous")
+    lease_guard.look_at_the_release(model_config)
+    return worker_cases(model_config)
+
+
 def main() -> None:
     real.quiet()
     gc.enable()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        result: dict[str, Any] = {name: play(model_config, *one) for name, one in connectors().items()}
-        nixl_agents.begin_distributed(model_config, Path(directory) / "rendezvous")
-        lease_guard.look_at_the_release(model_config)
-        result["worker"] = worker_cases(model_config)
+        result = schedulers(model_config)
+        result["worker"] = workers(model_config, Path(directory))
     print_result({"cases": result}, vllm)
     leave()
 

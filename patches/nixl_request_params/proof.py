@@ -1,0 +1,91 @@
+"""Real schedulers with NIXL's and Mooncake's connectors, and real NIXL workers: whose parameters do not fit is computed.
+
+NIXL is needed; Mooncake's connector is looked at where its transfer engine is installed.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import functools
+import gc
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lease_guard
+import real_scheduler as real
+import request_params as driver
+
+WELL = {"contents": ["its own"], "failed": False, "invalid": None}
+LOADS = ("waits", "computed")
+
+
+def cases() -> dict[str, Callable[[], str | None] | str | None]:
+    """Each kind of request on each connector's scheduler, and blocks that do not fit on workers."""
+    real.quiet()
+    gc.enable()
+    directory = Path(tempfile.mkdtemp())
+    model_config = real.make_model_config(directory)
+    found: dict[str, Callable[[], str | None] | str | None] = {}
+    for name, played in driver.schedulers(model_config).items():
+        found |= {f"{name}: {sentence}": wrong for sentence, wrong in of_scheduler(played).items()}
+    played_by_workers = functools.cache(lambda: driver.workers(model_config, directory))
+    return found | of_workers(played_by_workers)
+
+
+def of_scheduler(played: dict[str, Any]) -> dict[str, str | None]:
+    """What is wrong with what came of each kind of request."""
+    odd = played["not_computed"]
+    found = {
+        "requests with incomplete or odd parameters are computed here, and hold no block afterwards": (
+            f"{len(odd)} are not: {'; '.join(odd[:3])}" if odd else None
+        ),
+        "a request without parameters is computed": unless(played["none"], "computed"),
+        "a request with another connector's parameters is computed": unless(played["another's"], "computed"),
+        "a request that another engine is to load is computed": unless(played["prefill"], "computed"),
+    }
+    if "whole" in played:
+        found["a request with all of its parameters waits for its KV"] = unless(played["whole"], "waits")
+        found["a request that loads, and that another engine is to load, ends no engine"] = unless(
+            played["both"], *LOADS
+        )
+    if "read_back" in played:
+        found["a request whose KV may be read back is computed"] = unless(played["read_back"], "computed")
+        held = played["clients_that_left"]
+        found["clients that leave before their KV could be asked for leave no block held"] = (
+            None if held == 0 else f"{held} blocks are held" if isinstance(held, int) else str(held)
+        )
+    return found
+
+
+def unless(outcome: str, *right: str) -> str | None:
+    return None if outcome in right else outcome
+
+
+def of_workers(played: Callable[[], dict[str, Any]]) -> dict[str, Callable[[], str | None]]:
+    """The same of what workers are told to read, once their schedulers have been played."""
+    odd = {
+        "too_few": "a load of fewer blocks than the request has is a failed load of all its blocks",
+        "none": "a load of no block at all is a failed load of all the request's blocks",
+    }
+    found: dict[str, Callable[[], str | None]] = {
+        "a worker reads what fits": lambda: unless_well(played()["well"]),
+        **{sentence: functools.partial(not_failed, played, case) for case, sentence in odd.items()},
+        "a worker reads what fits after what did not": lambda: unless_well(played()["after"]),
+    }
+    return found
+
+
+def unless_well(read: Any) -> str | None:
+    return None if read == WELL else f"the load ended otherwise than well: {read}"
+
+
+def not_failed(played: Callable[[], dict[str, Any]], case: str) -> str | None:
+    read = played()[case]
+    if isinstance(read, str):
+        return read
+    if not read["failed"]:
+        return "it is reported as a load that went well"
+    return None if read["blocks"] == [5, 6] else f"its blocks are 5 and 6, and reported are {read['blocks']}"
