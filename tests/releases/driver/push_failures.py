@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -453,24 +454,34 @@ def prefill_to_kill(pipe: Any) -> None:
 CASES = (pushed, prepare_fails, post_fails, write_fails, late, aborted, same_id, never, without, hybrid)
 
 
-def main() -> None:
+def played(model_config: Any, directory: Path, seconds: float) -> dict[str, Callable[[], dict[str, Any]]]:
+    """The cases by their names, to be called in this order; decode waits `seconds` for what it is to hear."""
     global SECONDS
-    SECONDS = float(sys.argv[1])
+    SECONDS = seconds
+    nixl_agents.begin_distributed(model_config, directory / "rendezvous")
+    prefill, decode = Side(model_config), Side(model_config)
+
+    def settled(case: Callable[[Story], dict[str, Any]], make: Callable[[], Side]) -> dict[str, Any]:
+        result = case(Story(prefill, make()))
+        prefill.expire_all()
+        return result
+
+    side = functools.partial(Side, model_config)
+    return {
+        **{case.__name__: functools.partial(settled, case, lambda: decode) for case in CASES},
+        **{case.__name__: functools.partial(settled, case, side) for case in (handshake_fails, handshake_late)},
+        "ended": lambda: ended(Story(side(), side())),
+    }
+
+
+def main() -> None:
     real.quiet()
     if CHILD == 0:
         prefill_to_kill(THEIRS)
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        nixl_agents.begin_distributed(model_config, Path(directory) / "rendezvous")
-        prefill, decode = Side(model_config), Side(model_config)
-        result: dict[str, Any] = {}
-        for case in CASES:
-            result[case.__name__] = case(Story(prefill, decode))
-            prefill.expire_all()
-        for case in (handshake_fails, handshake_late):
-            result[case.__name__] = case(Story(prefill, Side(model_config)))
-            prefill.expire_all()
-        result["ended"] = ended(Story(Side(model_config), Side(model_config)))
+        cases = played(model_config, Path(directory), float(sys.argv[1]))
+        result = {name: case() for name, case in cases.items()}
         if CHILD is not None:
             OURS.send(directory)
             result["killed"] = killed(Side(model_config), OURS, CHILD)
