@@ -12,12 +12,13 @@ from result import begin_driver, leave, print_result
 
 begin_driver()
 
+import functools
 import gc
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import vllm
@@ -28,7 +29,8 @@ from moriio_worker import HOST, LAYERS, Running, until
 gc.freeze()
 gc.enable()
 
-PATIENCE = float(sys.argv[1])
+patience = 0.0
+"""How many seconds a wait may take that a fault should have ended: `played` is told."""
 HEALTHY = 10.0
 """Longest time for what no fault is in the way of; it takes a few milliseconds."""
 TRANSFER, DEFER = 0.2, 0.4
@@ -79,7 +81,7 @@ class World(Running):
             self.engine.finish(pair.at_prefill)
         return True
 
-    def freed(self, pair: Pair, seconds: float = PATIENCE) -> bool:
+    def freed(self, pair: Pair, seconds: float | None = None) -> bool:
         """Whether the prompt's blocks in the prefill engine come back."""
         name = pair.at_prefill.request_id
 
@@ -87,7 +89,7 @@ class World(Running):
             pair.prefill.report()
             return pair.prefill.freed[name] > 0
 
-        return until(reported, seconds)
+        return until(reported, patience if seconds is None else seconds)
 
     def notified(self, pair: Pair, seconds: float) -> bool:
         """Whether the decode engine is told that it has the prompt's KV."""
@@ -109,7 +111,7 @@ class World(Running):
         self.expect(not self.notified(pair, 0.05), "peer told of KV that it has not")
 
     def next_is_written(
-        self, peer: Engine | None = None, seconds: float = PATIENCE, after_handshake: bool = False
+        self, peer: Engine | None = None, seconds: float | None = None, after_handshake: bool = False
     ) -> None:
         """Expect a healthy prompt to be written as ever; `met`: the step takes as long as the handshake with its peer."""
         orders.let(orders.AT_ONCE)
@@ -123,7 +125,7 @@ class World(Running):
             )
 
         if self.writes(pair, before_save=handshake):
-            self.expect_written(pair, "next not served", seconds)
+            self.expect_written(pair, "next not served", patience if seconds is None else seconds)
 
     def reads(self, pair: Pair, seconds: float) -> bool:
         """A prompt that its prefill engine computed, and a step of the decode engine that needs it; whether that ended."""
@@ -162,7 +164,7 @@ def healthy(world: World) -> None:
 
 def nothing_to_save(world: World) -> None:
     """A step that saves nothing, as in the middle of a chunked prefill."""
-    world.runs(lambda: world.engine.step(), PATIENCE)
+    world.runs(lambda: world.engine.step(), patience)
     world.next_is_written(seconds=HEALTHY)
 
 
@@ -177,7 +179,7 @@ def silent_peer(world: World) -> None:
     ended = time.monotonic()
     world.next_is_written()
     # The scheduler gives a request up by itself, if at all, after DEFER.
-    world.expect(world.freed(pair, max(0.05, ended + PATIENCE - time.monotonic())), "never freed")
+    world.expect(world.freed(pair, max(0.05, ended + patience - time.monotonic())), "never freed")
 
 
 def refused_handshake(world: World) -> None:
@@ -273,10 +275,10 @@ def read_refused(world: World) -> None:
 
 def read_from_silent_peer(world: World) -> None:
     """A decode engine reads from a peer that never answers the handshake, then from one that does."""
-    if not world.reads(Pair(world.peer("no"), world.engine, [1], [2]), PATIENCE):
+    if not world.reads(Pair(world.peer("no"), world.engine, [1], [2]), patience):
         return
     pair = Pair(world.peer(), world.engine, [3, 4], [5, 6])
-    world.reads(pair, PATIENCE)
+    world.reads(pair, patience)
     world.expect(pair.arrived(), "next not served")
 
 
@@ -306,13 +308,20 @@ def drive(case: Callable[[World], None], reads: bool) -> str:
     return "; ".join(world.wrong) or "survives"
 
 
-def main() -> None:
+def played(seconds: float, names: Collection[str] = ()) -> dict[str, Callable[[], str]]:
+    """The cases by their names, or these of them: each says what it came to."""
+    global patience
+    patience = seconds
     logging.getLogger("vllm").propagate = False
     set_up()
+    return {name: functools.partial(drive, *CASES[name]) for name in names or CASES}
+
+
+def main() -> None:
     outcomes = {}
-    for name in sys.argv[2:] or CASES:
+    for name, case in played(float(sys.argv[1]), sys.argv[2:]).items():
         begin = time.monotonic()
-        outcomes[name] = drive(*CASES[name])
+        outcomes[name] = case()
         print(f"{name}: {outcomes[name]} ({time.monotonic() - begin:.2f} s)", file=sys.stderr)
     print_result({"cases": outcomes}, vllm)
     leave()

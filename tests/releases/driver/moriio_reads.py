@@ -9,10 +9,11 @@ its tokens say, else WRONG. Prints as JSON what came of each case's requests.
 
 from __future__ import annotations
 
-from result import begin_driver, leave, print_result
+from result import NotBuilt, begin_driver, does_not_fit, leave, print_result, raised, trouble
 
 begin_driver()
 
+import functools
 import gc
 import inspect
 import itertools
@@ -46,7 +47,8 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 gc.freeze()
 gc.enable()
 
-SECONDS = float(sys.argv[1])
+seconds_of_silence = 0.0
+"""How long a step may take whose peer is silent: `played` is told."""
 LONG = 60.0
 """For what nothing is in the way of, on a machine that is busy otherwise."""
 BLOCKS, BLOCK_SIZE = 8, 4  # the worker's caches; block 0 is the pool's null block
@@ -185,6 +187,7 @@ class World:
             while len(self.queue) > self.ahead:
                 self.finish_step()
         except Exception as error:
+            raised(error)  # which raises where it is this driver that does not fit
             raise Died(f"{type(error).__name__}: {error}") from error
 
     def finish_step(self) -> None:
@@ -330,6 +333,7 @@ def earlier_layer_late(world: World) -> str:
 
 
 def fails(world: World) -> str:
+    """One layer's read fails."""
     orders.let(lambda number: orders.FAILED if number == 0 else orders.AT_ONCE)
     return one(world)
 
@@ -355,10 +359,12 @@ def refused(world: World) -> str:
 
 
 def silent(world: World) -> str:
+    """The peer never answers the handshake."""
     return one(world, "no")
 
 
 def garbage(world: World) -> str:
+    """The peer answers the handshake with something else."""
     return one(world, "garbage")
 
 
@@ -511,6 +517,7 @@ OWN_ERROR = {"own_error": (own_error, {})}
 def drive(case: Callable[[World], str], world: World) -> str:
     """What came of a case, in a thread of its own: a stock worker may never come back."""
     seen: list[str] = []
+    misfits: list[BaseException] = []
 
     def run() -> None:
         try:
@@ -519,21 +526,46 @@ def drive(case: Callable[[World], str], world: World) -> str:
             print(f"  {error}", file=sys.stderr)
             seen.append("engine dies")
         except BaseException as error:
+            misfits.extend([error] if does_not_fit(error) else [])
             seen.append(f"{type(error).__name__}: {error}")
             raise
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(SECONDS if case is silent else LONG)
+    thread.join(seconds_of_silence if case is silent else LONG)
     answer = seen[0] if seen else "never returns"
+    for error in misfits:
+        raise NotBuilt(trouble(error)) from error
     world.close()
     thread.join(LONG)  # what spun is released: it is not to meet the next case
     return answer
 
 
-def main() -> None:
+Cases = dict[str, tuple[Callable[[World], str], dict[str, Any]]]
+
+
+def played(
+    model: Any, scheduler: str, policy: str, seconds: float, cases: Cases = CASES
+) -> dict[str, Callable[[], str]]:
+    """The cases by their names, each on an engine of its own with this scheduler and policy: what it came to."""
+    global seconds_of_silence
+    seconds_of_silence = seconds
+    make = functools.partial(World, scheduler, policy, model)
+    return {name: functools.partial(_play, case, make, options) for name, (case, options) in cases.items()}
+
+
+def _play(case: Callable[[World], str], make: Callable[..., World], options: dict[str, Any]) -> str:
+    return drive(case, make(**options))
+
+
+def begin() -> None:
+    """Tell the release's modules of this machine."""
     engine.quiet()
     set_up()
+
+
+def main() -> None:
+    begin()
     outcomes: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as directory:
         model = engine.make_model_config(Path(directory))
@@ -542,8 +574,8 @@ def main() -> None:
             cases, ways = OWN_ERROR, ways[:1]
         for scheduler, policy in ways:
             found = outcomes.setdefault(f"{scheduler}, {policy}", {})
-            for name, (case, options) in cases.items():
-                found[name] = drive(case, World(scheduler, policy, model, **options))
+            for name, case in played(model, scheduler, policy, float(sys.argv[1]), cases).items():
+                found[name] = case()
                 print(f"{scheduler}, {policy}, {name}: {found[name]}", file=sys.stderr)
     print_result({"host": HOST, "cases": outcomes}, vllm)
     leave()

@@ -13,6 +13,7 @@ from result import begin_driver, leave, print_result
 begin_driver()
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import vllm
@@ -32,7 +33,10 @@ from ports import free_port
 gc.freeze()  # nor is any of it later: a collection that looked at it all would be a pause of a second
 gc.enable()
 
-PATIENCE = float(sys.argv[1])
+patience = 0.0
+"""How many seconds a wait may take that a fault should have ended: `played` is told."""
+SHORT = 0.2
+"""The same where a case has gone wrong already."""
 HEALTHY = 10.0
 """Longest time for what no fault is in the way of; it takes a few milliseconds."""
 
@@ -48,6 +52,11 @@ class World(Running):
         self.others = set(threading.enumerate())
         self.worker = Worker(**options)
         self.worker.register()
+
+    @property
+    def patience(self) -> float:
+        """How long to wait for what a fault would keep from coming."""
+        return min(patience, SHORT) if self.wrong else patience
 
     def peer(self, answers: str = "yes", value: float = 0.0) -> Peer:
         self.peers.append(Peer(answers, value))
@@ -80,7 +89,7 @@ class World(Running):
 
     def expect_given_up(self, request: Sent) -> None:
         """Expect the request to be done, without its peer being told that it has the KV."""
-        self.expect(self.ends(request, PATIENCE), "request never done")
+        self.expect(self.ends(request, self.patience), "request never done")
         self.expect(request.key not in request.peer.notified, "peer told of KV that it has not")
 
     def send(self, *requests: Sent, seconds: float = HEALTHY, asked: Callable[[], None] | None = None) -> bool:
@@ -88,8 +97,9 @@ class World(Running):
         metadata = step(*requests, asked=asked)
         return self.runs(lambda: save(self.worker, metadata), seconds)
 
-    def next_is_served(self, peer: Peer | None = None, seconds: float = PATIENCE) -> None:
+    def next_is_served(self, peer: Peer | None = None, seconds: float | None = None) -> None:
         """Expect a healthy request to be served as ever."""
+        seconds = self.patience if seconds is None else seconds
         orders.let(orders.AT_ONCE)
         request = Sent(peer or self.peer(), [6, 7], [1, 0])
         request.allocate(self.worker)
@@ -161,12 +171,12 @@ def two_to_a_new_peer(world: World) -> None:
         request.allocate(world.worker)
     world.send(*requests, asked=peer.answer)
     for request in requests:
-        world.expect_sent(request, "KV lost", PATIENCE)
+        world.expect_sent(request, "KV lost", world.patience)
 
 
 def nothing_to_save(world: World) -> None:
     """A step that saves nothing, as in the middle of a chunked prefill."""
-    world.send(seconds=PATIENCE)
+    world.send(seconds=world.patience)
     world.next_is_served(seconds=HEALTHY)
 
 
@@ -175,7 +185,7 @@ def silent_peer(world: World) -> None:
     request = Sent(world.peer("no"), [0], [1])
     begin, busy = time.monotonic(), time.process_time()
     with long_waits() as waits:
-        returned = world.send(request, seconds=PATIENCE)
+        returned = world.send(request, seconds=world.patience)
     world.expect(not returned or time.process_time() - busy < (time.monotonic() - begin) / 2, "spins")
     # The model waits meanwhile.
     world.expect(len(waits) <= 1, f"waits {len(waits)} times for {len(LAYERS)} layers")
@@ -229,7 +239,7 @@ def ends_late(world: World, layers: int = len(LAYERS)) -> None:
         for cache in world.worker.caches.values():  # the blocks are another request's
             cache[:, request.blocks] = -1
     orders.release()
-    world.expect(world.ends(request, PATIENCE), "request never done")
+    world.expect(world.ends(request, world.patience), "request never done")
     world.expect(request.arrived(world.worker, LAYERS[:layers]), "KV of another request sent")
 
 
@@ -257,7 +267,7 @@ def transfer_of_another_fails(world: World) -> None:
         request.allocate(world.worker)
     world.send(failing, healthy)
     world.expect_given_up(failing)
-    world.expect_sent(healthy, "healthy request charged", PATIENCE)
+    world.expect_sent(healthy, "healthy request charged", world.patience)
 
 
 def write_raises(world: World) -> None:
@@ -290,8 +300,8 @@ def same_id_later(world: World) -> None:
     orders.let(orders.AT_ONCE)
     again = Sent(peer, [2], [3], failing.request_id)
     again.allocate(world.worker)
-    world.send(again, seconds=PATIENCE)
-    world.expect_sent(again, "next not served", PATIENCE)
+    world.send(again, seconds=world.patience)
+    world.expect_sent(again, "next not served", world.patience)
 
 
 def completed_by_waiting(world: World) -> None:
@@ -300,7 +310,7 @@ def completed_by_waiting(world: World) -> None:
     request = Sent(world.peer(), [0, 1], [3, 4])
     request.allocate(world.worker)
     world.send(request)
-    world.expect_sent(request, "not sent", PATIENCE)
+    world.expect_sent(request, "not sent", world.patience)
 
 
 def read(world: World) -> None:
@@ -317,10 +327,10 @@ def read_from_silent_peer(world: World) -> None:
     """A decode worker reads from a peer that never answers the handshake, then from one that does."""
     silent = Sent(world.peer("no"), [0], [1])
     lost = step(silent, write=False)
-    world.runs(lambda: world.worker.real.start_load_kv(lost), PATIENCE)
+    world.runs(lambda: world.worker.real.start_load_kv(lost), world.patience)
     answering = Sent(world.peer(value=3.0), [2, 3], [3, 4])
     found = step(answering, write=False)
-    world.runs(lambda: world.worker.real.start_load_kv(found), PATIENCE)
+    world.runs(lambda: world.worker.real.start_load_kv(found), world.patience)
     world.expect(answering.arrived(world.worker), "next not served")
 
 
@@ -407,28 +417,39 @@ def port_is_taken() -> str:
             ended.set()
 
         threading.Thread(target=register, daemon=True).start()
-        if not ended.wait(PATIENCE):
+        if not ended.wait(patience):
             return "never returns"
         worker.close()
     return f"raises {type(raised[0]).__name__}" if raised else "serves without listening"
 
 
-def main() -> None:
+def played(seconds: float, names: Collection[str] = ()) -> dict[str, Callable[[], str]]:
+    """The cases that the release can have by their names, or these of OWN_ERRORS: each says what it came to."""
+    global patience
+    patience = seconds
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
     set_up()
     threading.excepthook = lambda hook: None  # stock's writer threads die of what the outcome says
+    cases = {name: OWN_ERRORS[name] for name in names} or CASES
+    made: dict[str, Callable[[], str]] = {
+        name: functools.partial(drive, case, options)
+        for name, (case, options) in cases.items()
+        if "backend" not in options or knows_xgmi()
+    }
+    return made if names else {**made, "port_is_taken": port_is_taken}
+
+
+def knows_xgmi() -> bool:
+    return hasattr(connector.MoRIIOConfig, "backend")
+
+
+def main() -> None:
     outcomes = {}
-    knows_xgmi = hasattr(connector.MoRIIOConfig, "backend")
-    cases = {name: OWN_ERRORS[name] for name in sys.argv[2:]} or CASES
-    for name, (case, options) in cases.items():
-        if "backend" in options and not knows_xgmi:
-            continue
+    for name, case in played(float(sys.argv[1]), sys.argv[2:]).items():
         begin = time.monotonic()
-        outcomes[name] = drive(case, options)
+        outcomes[name] = case()
         print(f"{name}: {outcomes[name]} ({time.monotonic() - begin:.2f} s)", file=sys.stderr)
-    if cases is CASES:
-        outcomes["port_is_taken"] = port_is_taken()
-    print_result({"cases": outcomes, "knows_xgmi": knows_xgmi}, vllm)
+    print_result({"cases": outcomes, "knows_xgmi": knows_xgmi()}, vllm)
     leave()
 
 

@@ -22,7 +22,7 @@ import msgpack
 import torch
 import zmq
 from ports import free_port
-from result import Expecting
+from result import Expecting, NotBuilt, does_not_fit, trouble
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio import moriio_common as common
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio import moriio_connector as connector
@@ -99,6 +99,8 @@ class Running(Expecting):
             return False
         for error in raised:
             print(f"raised: {error!r}", file=sys.stderr)
+            if does_not_fit(error):
+                raise NotBuilt(trouble(error)) from error
             self.expect(False, f"raises {type(error).__name__}")
         return not raised
 
