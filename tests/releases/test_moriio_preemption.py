@@ -42,7 +42,6 @@ def drive(warm: interpreter.Interpreter, release: str, work: Path, bundle: Path 
         work,
         bundle=bundle,
         environ={"LIVEPATCH_MORIIO_PREEMPTION": "on"},
-        arguments=["1"],
         path=[interpreter.STANDINS],
     )["cases"]
     return cases

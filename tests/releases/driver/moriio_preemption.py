@@ -1,8 +1,7 @@
 # mypy: disable-error-code="import-not-found"
 """Drive MoRI-IO's decode and prefill engines of one release through preemptions, and requests that no router sent.
 
-Run with the release's sources and the stand-in for mori, and the bundle or not, on the path; the first argument is read by
-moriio_reads. Both engines' schedulers, connectors and workers are the release's own; the model is the double of
+Run with the release's sources and the stand-in for mori, and the bundle or not, on the path; arguments are names of cases. Both engines' schedulers, connectors and workers are the release's own; the model is the double of
 moriio_reads, which samples WRONG where a slot before its own does not hold what the request's tokens say. Prints as JSON
 what the clients of each case got, by scheduler and mode.
 """
@@ -13,6 +12,7 @@ from result import begin_driver, leave, print_result, raised
 
 begin_driver()
 
+import functools
 import gc
 import importlib.util
 import itertools
@@ -376,17 +376,34 @@ def attempt(case: Callable[[], Any]) -> Any:
         return raised(error)
 
 
-def main() -> None:
+def played(
+    model: Any, scheduler: str, mode: str, names: Iterable[str] = CASES
+) -> dict[str, Callable[[], Any]]:
+    """The cases by their names, each with engines of its own of this scheduler and mode: what came of it."""
+    make = functools.partial(Two, scheduler, model, mode == "write")
+    return {name: functools.partial(attempt, functools.partial(_play, CASES[name], make)) for name in names}
+
+
+def _play(case: Callable[[Two], Any], make: Callable[[], Two]) -> Any:
+    return case(make())
+
+
+def begin() -> None:
+    """Tell the release's modules of this machine."""
     engine.quiet()
     moriio_engines.set_up()
     gc.enable()
+
+
+def main() -> None:
+    begin()
     outcomes: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as directory:
         model = engine.make_model_config(Path(directory))
         for scheduler, mode in itertools.product(engine.SCHEDULERS, ("read", "write")):
             found = outcomes.setdefault(f"{scheduler}, {mode}", {})
-            for name in sys.argv[2:] or CASES:
-                found[name] = attempt(lambda: CASES[name](Two(scheduler, model, mode == "write")))  # noqa: B023
+            for name, case in played(model, scheduler, mode, sys.argv[1:] or CASES).items():
+                found[name] = case()
                 print(f"{scheduler}, {mode}, {name}: {found[name]}", file=sys.stderr)
     print_result({"cases": outcomes}, vllm)
     leave()
