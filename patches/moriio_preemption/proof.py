@@ -1,7 +1,7 @@
 """Real MoRI-IO engines, schedulers included: what clients of a decode engine get after preemptions and odd parameters.
 
-`mori` is the device's library: where it is not installed, a stand-in has its place, which moves the bytes. The model is a
-double, which says whether every slot that it reads holds what the request's tokens say.
+`mori` is the device's library: where it is not installed, a stand-in has its place, which moves the bytes. The model is
+a double, which says whether every slot that it reads holds what the request's tokens say.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -18,10 +18,10 @@ import moriio_preemption as driver
 
 RIGHT: tuple[Any, ...] = ("right", "right, right")
 KEPT_TO_BE_READ = {"alone": "right; blocks are kept"}
-"""What a prefill engine may do that is read from: some releases need no more to keep a prompt's KV for another engine."""
+"""What a prefill engine may do that is read from: some releases need no more to keep a prompt's KV for its reader."""
 SENTENCES = {
     "odd": "requests with odd parameters, or an id that no router made, get what their prompts say",
-    "at_prefill": "a prefill engine computes prompts whose parameters are odd, or another's, and keeps none of their blocks",
+    "at_prefill": "a prefill engine computes prompts whose parameters are odd, or another's, and keeps no block",
 }
 
 

@@ -1,4 +1,4 @@
-"""A real MoRI-IO worker, and real engines that read: what never ends, and what fails, is not waited for without a limit.
+"""A real MoRI-IO worker, and real engines that read: no wait for what never ends, or fails, is without a limit.
 
 `mori` is the device's library: where it is not installed, a stand-in has its place, which moves the bytes and ends each
 transfer as the case orders. Where the connector bounds its waits itself, these bounds alone are looked at.
@@ -26,8 +26,17 @@ import real_scheduler as real  # noqa: E402
 
 SECONDS = 4.0
 """How long a wait may take that is bounded by OPTIONS."""
-BOUNDED = ("healthy", "late_peer", "nothing_to_save", "transfer_never_ends", "transfer_fails", "transfer_of_another_fails")
-BOUNDED = (*BOUNDED, "write_raises", "never_allocated", "same_id_later")
+BOUNDED = {
+    "healthy",
+    "late_peer",
+    "nothing_to_save",
+    "transfer_never_ends",
+    "transfer_fails",
+    "transfer_of_another_fails",
+    "write_raises",
+    "never_allocated",
+    "same_id_later",
+}
 BOUNDED_OF_ENGINES = ("healthy", "nothing_to_save", "refused_handshake", "transfer_fails", "never_allocated")
 """Cases that a connector has which bounds its waits itself; what else it leaves open is not what the patch is for."""
 

@@ -43,10 +43,10 @@ def cases() -> dict[str, Callable[[], str | None]]:
         "a request that comes with the id of an earlier one is pushed": case("same_id", well),
         "blocks that decode gave to another request are not written any more": case("never", not_written_over),
         "a decode worker without the patch is pushed to": case("without", lambda one: well(one["well"])),
-        "a failed write of a model with several kinds of layers is a failed load": case("hybrid", ends),
+        "a failed write of a model with several kinds of layers is a failed load": case("hybrid", ends_by_request),
         "a load from a prefill engine that cannot shake hands is a failed one": case("handshake_fails", ends),
         "a handshake that outlasts the lease brings no other request's KV": case("handshake_late", ends),
-        "when prefill ends, what it has not begun to write is a failed load, and what it has begun holds its blocks": case(
+        "when prefill ends, a write that was not begun is a failed load, and one that was begun holds its blocks": case(
             "ended", lambda one: ends(one["waits"]) or held(one["begun"])
         ),
     }
@@ -66,6 +66,12 @@ def ends(load: dict[str, Any]) -> str | None:
         named = load["invalid"] or driver.lease_guard.BY_REQUEST
         return None if named else "not all blocks of the failed load are reported"
     return well(load)
+
+
+def ends_by_request(load: dict[str, Any]) -> str | None:
+    if driver.lease_guard.BY_REQUEST and load["heard"] == "failed" and load["invalid"]:
+        return "the failed load is named by its blocks too, whose numbers are of one kind of layer only"
+    return ends(load)
 
 
 def held(load: dict[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""Real NIXL agents of the installed connectors' workers, on CPU memory: the mode that each one's UCX backend says it has.
+"""Real NIXL agents of connectors' workers, on CPU memory: the error handling mode that each one's UCX backend has.
 
 NIXL is needed. What ROCm has in its place (rixl, nixl_rocm) is stood in for by NIXL's own files.
 """
@@ -30,7 +30,9 @@ def cases() -> dict[str, str | None]:
 
     def unless(mode: str | None, wanted: str) -> str | None:
         """What an agent does instead; without a mode of its own it has NIXL's."""
-        does = f"its mode is {mode}" if mode else f"it has no mode of its own, and NIXL's own is {found['nixl_default']}"
+        does = (
+            f"its mode is {mode}" if mode else f"it has no mode of its own, and NIXL's own is {found['nixl_default']}"
+        )
         return None if (mode or found["nixl_default"]) == wanted else does
 
     return {

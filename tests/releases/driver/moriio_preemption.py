@@ -376,9 +376,7 @@ def attempt(case: Callable[[], Any]) -> Any:
         return raised(error)
 
 
-def played(
-    model: Any, scheduler: str, mode: str, names: Iterable[str] = CASES
-) -> dict[str, Callable[[], Any]]:
+def played(model: Any, scheduler: str, mode: str, names: Iterable[str] = CASES) -> dict[str, Callable[[], Any]]:
     """The cases by their names, each with engines of its own of this scheduler and mode: what came of it."""
     make = functools.partial(Two, scheduler, model, mode == "write")
     return {name: functools.partial(attempt, functools.partial(_play, CASES[name], make)) for name in names}

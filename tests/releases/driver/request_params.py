@@ -228,11 +228,6 @@ def read(decode: lease_guard.Side, engine_id: str, request_id: str, blocks: Any)
     return "waits"
 
 
-def schedulers(model_config: Any) -> dict[str, Any]:
-    """What comes of each kind of request, by connector and role."""
-    return {name: play(model_config, *one) for name, one in connectors().items()}
-
-
 def workers(model_config: Any, directory: Path) -> dict[str, Any]:
     """What real NIXL workers make of blocks that do not fit."""
     nixl_agents.begin_distributed(model_config, directory / "rendezvous")
@@ -245,7 +240,7 @@ def main() -> None:
     gc.enable()
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))
-        result = schedulers(model_config)
+        result: dict[str, Any] = {name: play(model_config, *one) for name, one in connectors().items()}
         result["worker"] = workers(model_config, Path(directory))
     print_result({"cases": result}, vllm)
     leave()
