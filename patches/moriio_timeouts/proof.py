@@ -9,6 +9,7 @@ transfer as the case orders. Where the connector bounds its waits itself, these 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import tempfile
@@ -23,6 +24,7 @@ for name, given in OPTIONS.items():  # they are read when the connector is impor
 import moriio_reads as reads  # noqa: E402
 import moriio_timeouts as worker  # noqa: E402
 import real_scheduler as real  # noqa: E402
+from mori import orders  # noqa: E402
 
 SECONDS = 4.0
 """How long a wait may take that is bounded by OPTIONS."""
@@ -90,12 +92,34 @@ def of_reads() -> dict[str, Case]:
     """The cases of an engine that reads: what its clients got."""
     reads.begin()
     model = real.make_model_config(Path(tempfile.mkdtemp()))
-    ways = zip(real.SCHEDULERS, ("fail", "recompute"), strict=True)
-    return {
+    ways = list(zip(real.SCHEDULERS, ("fail", "recompute"), strict=True))
+    found = {
+        f"{scheduler} that reads, {policy}: {sentence(addressed_by_id)}": right(
+            "", functools.partial(play, scheduler, policy, model)
+        )
+        for scheduler, policy in ways
+    }
+    return found | {
         f"{scheduler} that reads, {policy}: {sentence(reads.CASES[name][0])}": right(name, case)
         for scheduler, policy in ways
         for name, case in reads.played(model, scheduler, policy, SECONDS).items()
     }
+
+
+def play(scheduler: str, policy: str, model: Any) -> str:
+    return str(reads.drive(addressed_by_id, reads.World(scheduler, policy, model)))
+
+
+def addressed_by_id(world: Any) -> str:
+    """A peer whose address is in the request's id alone is read from, where the connector takes it from there."""
+    peer = world.peer()
+    name = world.add(peer, reads.prompt(11), [1, 2, 3])
+    for field in ("host", "port", "handshake_port", "notify_port"):
+        del world.scheduler.requests[name].kv_transfer_params[f"remote_{field}"]
+    world.run([name])
+    if hasattr(worker.connector, "get_peer_zmq_from_request_id") and not orders.begun():
+        return "the prompt was computed here"
+    return str(reads.ended(world, [world.outcome(name)]))
 
 
 def right(name: str, case: Callable[[], str]) -> Case:
