@@ -24,7 +24,6 @@ for name, given in OPTIONS.items():  # they are read when the connector is impor
 import moriio_reads as reads  # noqa: E402
 import moriio_timeouts as worker  # noqa: E402
 import real_scheduler as real  # noqa: E402
-from mori import orders  # noqa: E402
 
 SECONDS = 4.0
 """How long a wait may take that is bounded by OPTIONS."""
@@ -112,12 +111,20 @@ def play(scheduler: str, policy: str, model: Any) -> str:
 
 def addressed_by_id(world: Any) -> str:
     """A peer whose address is in the request's id alone is read from, where the connector takes it from there."""
-    peer = world.peer()
-    name = world.add(peer, reads.prompt(11), [1, 2, 3])
+    tokens = reads.prompt(11)
+    name = world.add(world.peer(), tokens, [1, 2, 3])
     for field in ("host", "port", "handshake_port", "notify_port"):
         del world.scheduler.requests[name].kv_transfer_params[f"remote_{field}"]
+    numbers: list[int] = []
+    compute = world.compute
+
+    def noted(request: str, blocks: list[int], start: int, number: int) -> Any:
+        numbers.append(number)
+        return compute(request, blocks, start, number)
+
+    world.compute = noted
     world.run([name])
-    if hasattr(worker.connector, "get_peer_zmq_from_request_id") and not orders.begun():
+    if hasattr(worker.connector, "get_peer_zmq_from_request_id") and numbers[:1] == [len(tokens)]:
         return "the prompt was computed here"
     return str(reads.ended(world, [world.outcome(name)]))
 

@@ -99,13 +99,12 @@ class World(Running):
 
     def next_is_served(self, peer: Peer | None = None, seconds: float | None = None) -> None:
         """Expect a healthy request to be served as ever."""
-        seconds = self.patience if seconds is None else seconds
         orders.let(orders.AT_ONCE)
         request = Sent(peer or self.peer(), [6, 7], [1, 0])
         request.allocate(self.worker)
         # A wait that is still on holds the next request up as well.
-        self.send(request, seconds=seconds)
-        self.expect_sent(request, "next not served", seconds)
+        self.send(request, seconds=patience if seconds is None else seconds)
+        self.expect_sent(request, "next not served", self.patience if seconds is None else seconds)
 
     def finish(self) -> None:
         """Look for requests that were reported more than once, and for what nobody will ask for again."""
