@@ -41,10 +41,10 @@ def cases() -> dict[str, Callable[[], str | None]]:
     for scheduler in driver.engine.SCHEDULERS:
         make = functools.partial(driver.Two, scheduler, model, False)
         found[f"{scheduler}, read: KV is kept for a reader of whom nothing is known, where the connector does so"] = (
-            as_by_itself(scheduler, lambda make=make: kept_for_anybody(make()))
+            as_by_itself(scheduler, make, kept_for_anybody)
         )
         found[f"{scheduler}, read: KV of a transfer without an id is read, where the connector does so"] = as_by_itself(
-            scheduler, lambda make=make: read_without_id(make())
+            scheduler, make, read_without_id
         )
     return found
 
@@ -87,8 +87,11 @@ def read_without_id(two: Any) -> bool:
     return bool(orders.begun())
 
 
-def as_by_itself(scheduler: str, does: Callable[[], bool]) -> Callable[[], str | None]:
+def as_by_itself(scheduler: str, make: Callable[[], Any], of_two: Callable[[Any], bool]) -> Callable[[], str | None]:
     """What is wrong unless an engine does what it does where no request is looked at before the scheduler has it."""
+
+    def does() -> bool:
+        return of_two(make())
 
     def wrong() -> str | None:
         kind = driver.engine.SCHEDULERS[scheduler]
