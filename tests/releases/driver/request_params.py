@@ -15,6 +15,7 @@ begin_driver()
 import copy
 import gc
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,8 @@ def read(decode: lease_guard.Side, engine_id: str, request_id: str, blocks: Any)
         decode.worker._recving_metadata.pop(request_id, None)
         decode.worker._recving_transfers.pop(request_id, None)
         return raised(error)
-    for _ in range(20):
+    latest = time.monotonic() + lease_guard.SECONDS
+    while time.monotonic() < latest:
         _, received, failed, invalid = decode.ended()
         if request_id in received | failed:
             return {"failed": bool(failed or invalid), "blocks": sorted(invalid)}
