@@ -1,6 +1,6 @@
 """Real expert parallelism over MoRI with FP8 on a CPU: what AITER computes on, and how right the result is.
 
-`mori` and `aiter` are the device's libraries: where they are not installed, stand-ins have their places, which quantise
+`mori` and `aiter` are the device's libraries: stand-ins have their places, which quantise
 for real and keep a record of it. Their kernels are not shown.
 """
 
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import mori_ep_fp8 as driver
-from result import NotBuilt
+import result
+
+result.stand_in()
+
+import mori_ep_fp8 as driver  # noqa: E402
 
 SCHEMES = {
     "none": "unquantised weights",
@@ -28,11 +31,11 @@ ONE_ROUNDING = 1
 def cases() -> dict[str, str | None]:
     """Each scheme of weights over MoRI, and what is to stay as it is elsewhere."""
     if not driver.BACKENDS:
-        raise NotBuilt("this code has no expert parallelism over MoRI")
+        raise result.NotBuilt("this code has no expert parallelism over MoRI")
     played = driver.driven()
     for name, run in played["spoilt"].items():
         if run["outcome"] == "runs" and run["away"] <= ONE_ROUNDING:
-            raise NotBuilt(f"it is not seen that values were quantised twice, {name.replace('_', ' ')}")
+            raise result.NotBuilt(f"it is not seen that values were quantised twice, {name.replace('_', ' ')}")
     found = {f"experts with {SCHEMES[name]} run": wrong(run) for name, run in played["schemes"].items()}
     for name, run in played["other_backends"].items():
         found[f"experts with {SCHEMES['block']} run over {name}"] = wrong(run)

@@ -1,6 +1,6 @@
 """Real MoRI-IO engines, schedulers included: what clients of a decode engine get after preemptions and odd parameters.
 
-`mori` is the device's library: where it is not installed, a stand-in has its place, which moves the bytes. The model is
+`mori` is the device's library: a stand-in has its place, which moves the bytes. The model is
 a double, which says whether every slot that it reads holds what the request's tokens say.
 """
 
@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import moriio_preemption as driver
-from mori import orders
+import result
+
+result.stand_in()
+
+import moriio_preemption as driver  # noqa: E402
+from mori import orders  # noqa: E402
 
 RIGHT: tuple[Any, ...] = ("right", "right, right")
 KEPT_TO_BE_READ = {"alone": "right; blocks are kept"}

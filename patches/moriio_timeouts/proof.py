@@ -1,6 +1,6 @@
 """A real MoRI-IO worker, and real engines that read: no wait for what never ends, or fails, is without a limit.
 
-`mori` is the device's library: where it is not installed, a stand-in has its place, which moves the bytes and ends each
+`mori` is the device's library: a stand-in has its place, which moves the bytes and ends each
 transfer as the case orders. Where the connector bounds its waits itself, these bounds alone are looked at.
 """
 
@@ -20,6 +20,10 @@ from typing import Any
 OPTIONS = {"HANDSHAKE": "1.0", "TRANSFER": "0.8", "DEFER": "0.8"}
 for name, given in OPTIONS.items():  # they are read when the connector is imported
     os.environ[f"LIVEPATCH_MORIIO_TIMEOUTS_{name}_SECONDS"] = given
+
+import result  # noqa: E402
+
+result.stand_in()
 
 import moriio_reads as reads  # noqa: E402
 import moriio_timeouts as worker  # noqa: E402

@@ -1,10 +1,9 @@
 """Runs one patch's proof in this process, as it was started (with a bundle or without), and prints what came of it.
 
-    python in_process.py PROOF WORLDS STANDINS PACKAGE...
+    python in_process.py PROOF WORLDS PACKAGE...
 
-PROOF is a patch's proof.py, WORLDS the directory of what proofs are made of, STANDINS that of packages that no machine
-without a device has: they stand in where nothing of that name is installed. Standard library only: this runs beside
-an engine's code, in the engine's interpreter. Prints one JSON object: `cases`, by its sentence what went wrong in each
+PROOF is a patch's proof.py, WORLDS the directory of what proofs are made of. Standard library only: this runs
+beside an engine's code, in the engine's interpreter. Prints one JSON object: `cases`, by its sentence what went wrong in each
 (null: nothing), or `trouble`, why they could not be played; and `packages`, from which file each PACKAGE was imported.
 """
 
@@ -64,10 +63,9 @@ def end_with_caller() -> None:
 def main() -> None:
     """Play the cases."""
     end_with_caller()
-    proof, worlds, standins, *packages = sys.argv[1:]
+    proof, worlds, *packages = sys.argv[1:]
     sys.argv[1:] = []  # what a driver of the release tests takes for its arguments
     sys.path[0] = worlds
-    sys.path.append(standins)
     import result
 
     result.begin_driver()

@@ -70,7 +70,7 @@ def play(proof: Path, patch: str, bundle: Path | None, where: Interpreter) -> Pl
 
 def words(proof: Path, packages: Iterable[str]) -> list[str]:
     """The program that plays a proof, and its arguments."""
-    return [*map(str, (IN_PROCESS, proof.resolve(), DRIVERS, STANDINS)), *packages]
+    return [*map(str, (IN_PROCESS, proof.resolve(), DRIVERS)), *packages]
 
 
 def of(

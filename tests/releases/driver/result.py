@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NoReturn
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 _stdout: IO[str] | None = None
 """Where the result goes, once a driver has taken it."""
 
@@ -30,6 +31,12 @@ def take_stdout() -> None:
     if _stdout is None:
         _stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
+
+
+def stand_in() -> None:
+    """Have the stand-ins for a device's libraries imported, also where such a library is installed: here is no device."""
+    beside, above = (os.path.normpath(os.path.join(HERE, *up, "standins")) for up in ([".."], ["..", ".."]))
+    sys.path.insert(1, beside if os.path.isdir(beside) else above)
 
 
 def begin_driver() -> None:
@@ -53,7 +60,6 @@ class NotBuilt(Exception):
     """What a case is made of does not fit the code that is installed: nothing is known of that code."""
 
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 _BUILDING = (AttributeError, ImportError, NameError, TypeError)
 _CALLED = re.compile(r"([\w.<>]+)\(\) (got|takes|missing)\b")
 
