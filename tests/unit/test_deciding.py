@@ -34,7 +34,7 @@ class World:
         options: Any = {one.name: {} for one in patches}
         environment = Environment("auto", {}, options)
         everything = SimpleNamespace(all=self.states, packages={}, environment=environment, lock=threading.RLock())
-        sources: Any = SimpleNamespace(texts={}, put=mocker.Mock(), made=mocker.Mock())
+        sources: Any = SimpleNamespace(texts={}, diffs=dict, put=mocker.Mock(), made=mocker.Mock())
         self.sources = sources
         self.look = mocker.patch.object(installed, "look", return_value=FOUND)
         mocker.patch.object(installed, "Process")

@@ -144,7 +144,10 @@ def test_few_processes_are_shown_with_their_patches(ask: Ask, state: Path) -> No
     assert "around" not in ask().out
 
 
-def test_the_answer_comes_first_and_of_the_rest_only_what_fails(ask: Ask, state: Path) -> None:
+def test_the_answer_comes_first_and_of_the_rest_only_what_fails(
+    ask: Ask, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINES", "45")
     for number in range(100):
         fleet.leave(state, fleet.patch("around", version=3), fleet.patch("other"), host=f"node{number}")
     fleet.leave(state, fleet.patch("around", "armed", version=3), host="node7", digest=OTHER, silent=1000.0)

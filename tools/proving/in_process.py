@@ -2,9 +2,9 @@
 
     python in_process.py PROOF WORLDS PACKAGE...
 
-PROOF is a patch's proof.py, WORLDS the directory of what proofs are made of. Standard library only: this runs
-beside an engine's code, in the engine's interpreter. Prints one JSON object: `cases`, by its sentence what went wrong in each
-(null: nothing), or `trouble`, why they could not be played; and `packages`, from which file each PACKAGE was imported.
+PROOF is a patch's proof.py, WORLDS the directory of what proofs are made of. Standard library only: this runs beside
+an engine's code, in the engine's interpreter. Prints one JSON object: `cases`, by its sentence what went wrong in each
+(null: nothing), or `trouble`, why they could not be played; and `packages`, from which file each PACKAGE came.
 """
 
 # mypy: disable-error-code="import-not-found"
