@@ -334,7 +334,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def watch(beat: Any, health: threading.Event, pings: Pings) -> None:
         """Let a heartbeat's pause end when its server is found to be lost, by whomever, and last `soon` while it is."""
 
-        def pause(original: Call, _: Any, timeout: float, *rest: Any, **named: Any) -> Any:
+        def pause(original: Call, _: Any, timeout: float | None = None, *rest: Any, **named: Any) -> Any:
+            if timeout is None:  # not a heartbeat's pause: whoever waits for its end
+                return original()
             deadline = time.monotonic() + timeout
             while (left := deadline - time.monotonic()) > 0:
                 if original(min(left, soon)):  # it is to end
