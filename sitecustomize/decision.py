@@ -115,9 +115,15 @@ class Patch:
         return (self.package, *self.companions)
 
     def proof_of(self, installed: Installed) -> Proof | None:
-        """What its proof came to on exactly the code that is installed; None where it was not run on that."""
+        """What its proof came to on exactly the code that is installed; None where it was not run on that.
+
+        Of several that differ, as merged bundles may bring, one that failed counts.
+        """
         code = {name: digest for name, digest in installed.code.items() if digest is not None}
-        return next((proof for proof in self.proofs if proof.code == code), None)
+        found = [proof for proof in self.proofs if proof.code == code]
+        if not found or moved_companion(self, installed) is not None:
+            return None
+        return next((proof for proof in found if proof.outcome == "failed"), found[0])
 
     def forms(self, package: str) -> tuple[Variant, ...]:
         """The verified forms of the code that it touches and calls of one of its packages."""
@@ -365,6 +371,18 @@ def judge_companion(patch: Patch, package: str, installed: Installed) -> tuple[V
     if listed:
         return "needed", f"{release} has code that the patch was verified with", variant
     return "unverified", f"{release} is not listed, but its code is that of {variant.releases[-1]}", variant
+
+
+def moved_companion(patch: Patch, installed: Installed) -> str | None:
+    """A sentence on a companion that has none of the names, and may have their code under others; None without one.
+
+    No fingerprint speaks of such a companion: to them it is as if it were not installed.
+    """
+    for package in patch.companions:
+        verdict, detail, _ = judge_companion(patch, package, installed)
+        if verdict == "drifted" and all(installed.code.get(name) is None for name in patch.names_of(package)):
+            return detail
+    return None
 
 
 def _with_companions(patch: Patch, installed: Installed, verdict: Verdict, detail: str) -> tuple[Verdict, str]:

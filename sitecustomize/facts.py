@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .conditions import When
-from .decision import Option, Patch, PatchError, Proof, Variant, module_of
+from .decision import UNKNOWN, Option, Patch, PatchError, Proof, Variant, module_of
 
 FORMAT = 1
 """The form of a patch folder's entries that this version reads. Another form has another number."""
@@ -79,6 +79,11 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         raise PatchError(f"patch {name}: auto is needed, rocm, traced or off, not {patch.auto!r}")
     if not patch.targets:
         raise PatchError(f"patch {name}: targets is empty")
+    for proof in patch.proofs:
+        if not set(patch.targets) & set(proof.code) or not set(proof.code) <= set(patch.names):
+            raise PatchError(
+                f"patch {name}: a proof's code is that of a target, and of no other names than the patch's"
+            )
     own = frozenset(patch.names_of(patch.package))
     for variant in patch.variants:
         subject = f"patch {name}: the variant of {', '.join(variant.releases)}"
@@ -123,7 +128,12 @@ def _proof(name: str, entry: Mapping[str, Any]) -> Proof:
         raise PatchError(f"patch {name}: a proof's outcome is proven, no-fault or failed, not {outcome!r}")
     if not isinstance(code, Mapping) or not code:
         raise PatchError(f"patch {name}: a proof names the code that it was run on")
-    return Proof(dict(code), outcome, dict(entry.get("facts", {})), str(entry.get("detail", "")))
+    if not all(isinstance(digest, str) and digest not in ("", UNKNOWN) for digest in code.values()):
+        raise PatchError(f"patch {name}: a proof has a fingerprint of each name that it was run on")
+    facts, detail = entry.get("facts", {}), entry.get("detail", "")
+    if not isinstance(facts, Mapping) or not isinstance(detail, str):
+        raise PatchError(f"patch {name}: a proof's facts are a table, and its detail is a text")
+    return Proof(dict(code), outcome, dict(facts), detail)
 
 
 def known_format(name: str, facts: Mapping[str, Any]) -> None:

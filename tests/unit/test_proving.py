@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.support import DEADLINE, PYTHON, STEP, USE_STEP, Cli, Done, Sandbox, until
+from tests.unit.support import DEADLINE, PYTHON, STEP, USE_STEP, WORK, Cli, Done, Sandbox, until
 
 NUMBERED = """\
     def wrappers(livepatch):
@@ -240,16 +241,21 @@ child.wait()
     until(lambda: _gone(int(here.read_text())))
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_it_ends_with_its_caller(drifted: Sandbox, tmp_path: Path, how: signal.Signals) -> None:
-    here = tmp_path / "pid"
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_it_ends_with_its_caller(
+    drifted: Sandbox, tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, temporary = tmp_path / "pid", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     hang = f'import os, time\nopen({str(here)!r}, "w").write(str(os.getpid()))\ntime.sleep(1000)\n'
     drifted.write({"proof.py": hang}, drifted.patches / "around")
     words = ["--patch-dir", str(drifted.patches), "--only", "--python", PYTHON, "--site-packages", str(drifted.site)]
     with subprocess.Popen([sys.executable, "-m", "vllm_livepatch", "prove", *words], stderr=subprocess.PIPE) as asked:
         until(lambda: here.exists() and here.read_text())
         asked.send_signal(how)
-        assert asked.wait(DEADLINE) == (130 if how == signal.SIGINT else -how)
+        assert asked.wait(DEADLINE) == (-how if how == signal.SIGKILL else 128 + how)
+        assert how == signal.SIGKILL or not list(temporary.iterdir())
     until(lambda: _gone(int(here.read_text())))
 
 
@@ -313,3 +319,198 @@ def test_a_patch_that_changed_since_is_not_taken_for_proven(drifted: Sandbox, cl
     done = cli("generate", *dirs, "--proofs", str(file), "--out", str(tmp_path / "other"))
     assert (done.code, len(done.lines)) == (2, 1), done
     assert "around has changed since it was proven: run prove again" in done.err
+
+
+@pytest.mark.parametrize(
+    ("cases", "detail"),
+    [
+        ('{"A": step} if stock else {"B": right}', "patched: a case of stock's was not played: A"),
+        ('{"A": step, 1: right}', "its proof has a case whose name is no text"),
+    ],
+)
+def test_cases_that_cannot_be_compared_prove_nothing(drifted: Sandbox, cli: Cli, cases: str, detail: str) -> None:
+    """The one that shows the fault is not played once the code is patched; two that JSON takes for one."""
+    head = PROOF.partition("    def cases")[0]
+    rest = f"    right = lambda: None\n    stock = Scheduler().step(7) == [7]\n\n    def cases():\n        return {cases}\n"
+    proof(drifted, head + rest)
+    found = outcome(drifted, cli)
+    assert (found["outcome"], found["reason"], found["detail"]) == ("not-run", "not-built", detail)
+
+
+def test_a_text_of_the_engine_s_is_one_line_without_secrets(drifted: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    """On the screen and in each process's line: neither lines of its own nor what a terminal obeys."""
+    proof(drifted, PROOF.replace("a step gives {found}", "two\\nlines \\x1b[2J \\ud800 api_key=sesame {found}"))
+    file, place = tmp_path / "proofs.json", tmp_path / "bundle"
+    proof_text = (drifted.patches / "around" / "proof.py").read_text()
+    (drifted.patches / "around" / "proof.py").write_text(proof_text.replace('["patched", 7]', "[]"))
+    done = prove(drifted, cli, "--out", str(file))
+    assert (done.code, len(done.out.splitlines()), done.err) == (1, 1, "")
+    assert "two lines ?[2J ? api_key=***" in done.out
+    assert "sesame" not in file.read_text()
+    made = cli("generate", "--patch-dir", str(drifted.patches), "--proofs", str(file), "--out", str(place))
+    assert made.code == 0, made.err
+    drifted.python(USE_STEP, path=[place, drifted.site])
+    assert drifted.reported()["reason"] == "disproven"
+    assert drifted.reported()["detail"].isprintable()
+
+
+def test_what_it_leaves_is_no_obstacle(drifted: Sandbox, cli: Cli) -> None:
+    """A proof that removes its directory, and one whose child process writes no report: other patches are played."""
+    for act in ('__import__("shutil").rmtree(here)', 'open(f"{here}/state/x.json", "w").write("{")'):
+        proof(drifted, PROOF + f'\n    here = __import__("os").environ["HOME"]\n    {act}\n')
+        done = prove(drifted, cli)
+        assert (done.code, done.err, len(done.out.splitlines())) == (0, "", 1)
+
+
+def test_what_starts_with_the_interpreter_may_print(drifted: Sandbox, cli: Cli) -> None:
+    drifted.write({"sitecustomize.py": 'print("hello")\n'})
+    assert outcome(drifted, cli)["outcome"] == "proven"
+
+
+def test_an_interpreter_is_named_from_where_the_caller_is(
+    drifted: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (drifted.root / "python").symlink_to(PYTHON)
+    monkeypatch.chdir(drifted.root)
+    assert prove(drifted, cli, "--python", "./python").out.split()[:2] == ["around", "proven"]
+
+
+def test_packages_are_those_that_the_engine_has(
+    drifted: Sandbox, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the caller's home or in a zip file; not what lies where the caller happens to be."""
+    words = ("prove", "--patch-dir", str(drifted.patches), "--only", "--python", PYTHON)
+    monkeypatch.setenv("PYTHONPATH", shutil.make_archive(str(tmp_path / "engine"), "zip", drifted.site))
+    assert cli(*words).out.split()[:2] == ["around", "proven"]
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.chdir(drifted.site)
+    done = cli(*words)
+    assert (done.code, "there is nothing to prove" in done.err) == (2, True)
+    base = tmp_path / "base"
+    version = subprocess.run(
+        [PYTHON, "-c", "import site, sys; print(site.getusersitepackages())"],
+        env={"PYTHONUSERBASE": str(base)},
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    shutil.copytree(drifted.site, version)
+    monkeypatch.setenv("PYTHONUSERBASE", str(base))
+    assert cli(*words).out.split()[:2] == ["around", "proven"]
+
+
+def test_a_device_is_not_replaced_and_a_link_stays_one(drifted: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "proofs.json"
+    os.mkfifo(pipe)
+    done = prove(drifted, cli, "--out", str(pipe))
+    assert (done.code, done.out, "it is no regular file" in done.err) == (2, "", True)
+    assert pipe.is_fifo()
+    link.symlink_to(file)
+    assert prove(drifted, cli, "--out", str(link)).code == 0
+    assert link.is_symlink()
+    assert json.loads(file.read_text())["format"] == 1
+
+
+def test_a_companion_that_has_none_of_the_names_is_not_one_that_is_absent(
+    sandbox: Sandbox, cli: Cli, tmp_path: Path
+) -> None:
+    """Proven without it, the patch is not applied beside one whose code lies elsewhere; prove says so, too."""
+    name = "fakecache.helper:assist"
+    companion = {
+        "fakecache/__init__.py": "",
+        "fakecache/_version.py": '__version__ = "3.0"\n',
+        "fakecache/helper.py": "def other():\n    return 1\n",
+    }
+    known = [{"package": "fakecache", "releases": ["2.0"], "code": {name: "0" * 16}}]
+    variant = [{"releases": ["1.0"], "code": sandbox.fingerprints(STEP)}]
+    sandbox.patch(calls=[name], companion=known, variant=variant)
+    sandbox.write({"fakeengine/scheduler.py": CHANGED})
+    proof(sandbox)
+    file, place = tmp_path / "proofs.json", tmp_path / "bundle"
+    assert prove(sandbox, cli, "--out", str(file)).out.split()[:2] == ["around", "proven"]
+    made = cli("generate", "--patch-dir", str(sandbox.patches), "--proofs", str(file), "--out", str(place))
+    assert made.code == 0, made.err
+    assert sandbox.python(USE_STEP, path=[place, sandbox.site]).out == "['patched', 7]\n"
+    sandbox.write(companion)
+    assert sandbox.python(USE_STEP, path=[place, sandbox.site]).out == "[7]\n"
+    found = outcome(sandbox, cli)
+    assert (found["outcome"], found["reason"]) == ("not-run", "gone")
+    assert "fakecache 3.0 has no fakecache.helper:assist" in found["detail"]
+
+
+def test_a_target_that_the_proof_does_not_import(sandbox: Sandbox, cli: Cli) -> None:
+    """All or nothing: not applied. Where each module is patched by itself, it is said that nothing was seen of it."""
+    sandbox.patch(targets=[STEP, WORK])
+    sandbox.write({"fakeengine/scheduler.py": CHANGED})
+    proof(sandbox)
+    found = outcome(sandbox, cli)
+    assert (found["outcome"], found["reason"]) == ("not-run", "not-imported")
+    sandbox.patch(
+        targets=[STEP, WORK], per_module=True, variant=[{"releases": ["1.0"], "code": {STEP: "0" * 16, WORK: "0" * 16}}]
+    )
+    found = outcome(sandbox, cli)
+    assert found["outcome"] == "proven"
+    assert found["detail"].endswith("; of 1 of 2 targets imported so far")
+
+
+@pytest.mark.parametrize("order", [("good", "bad"), ("bad", "good")])
+def test_of_merged_proofs_one_that_failed_counts(
+    drifted: Sandbox, cli: Cli, tmp_path: Path, order: tuple[str, str]
+) -> None:
+    """And proofs that a bundle has stay beside those of a file, which are of other code."""
+    file, dirs = tmp_path / "proofs.json", ("--patch-dir", str(drifted.patches), "--patch", "around")
+    assert prove(drifted, cli, "--out", str(file)).code == 0
+    content = json.loads(file.read_text())
+    for name, outcome_ in (("good", "proven"), ("bad", "failed")):
+        content["patches"]["around"]["outcome"] = outcome_
+        file.write_text(json.dumps(content))
+        assert cli("generate", *dirs, "--proofs", str(file), "--out", str(tmp_path / name)).code == 0
+    merged = [word for name in order for word in ("--bundle", str(tmp_path / name))]
+    assert cli("generate", *dirs, *merged, "--out", str(tmp_path / "both")).code == 0
+    assert drifted.python(USE_STEP, path=[tmp_path / "both", drifted.site]).out == "[7]\n"
+    content["patches"]["around"]["code"] = {STEP: "0" * 16}
+    file.write_text(json.dumps(content))
+    more = ("--bundle", str(tmp_path / "good"), "--proofs", str(file), "--out", str(tmp_path / "more"))
+    assert cli("generate", *dirs, *more).code == 0
+    assert drifted.python(USE_STEP, path=[tmp_path / "more", drifted.site]).out == "['patched', 7]\n"
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ({"code": {}}, "a proof names the code that it was run on"),
+        ({"code": {STEP: 5}}, "a proof has a fingerprint of each name that it was run on"),
+        ({"code": {STEP: "unknown"}}, "a proof has a fingerprint of each name that it was run on"),
+        ({"code": {WORK: "0" * 16}}, "a proof's code is that of a target, and of no other names than the patch's"),
+        ({"facts": [["mark", "x"]]}, "a proof's facts are a table, and its detail is a text"),
+        ({"facts": None}, "a proof's facts are a table, and its detail is a text"),
+        ({"detail": ["x"]}, "a proof's facts are a table, and its detail is a text"),
+    ],
+)
+def test_an_entry_that_prove_does_not_write(
+    drifted: Sandbox, cli: Cli, tmp_path: Path, entry: dict[str, Any], sentence: str
+) -> None:
+    file = tmp_path / "proofs.json"
+    assert prove(drifted, cli, "--out", str(file)).code == 0
+    content = json.loads(file.read_text())
+    content["patches"]["around"].update(entry)
+    file.write_text(json.dumps(content))
+    dirs = ("--patch-dir", str(drifted.patches), "--patch", "around")
+    done = cli("generate", *dirs, "--proofs", str(file), "--out", str(tmp_path / "out"))
+    assert (done.code, len(done.lines)) == (2, 1), done
+    assert sentence in done.err
+
+
+@pytest.mark.parametrize("settings", [{"PYTHONIOENCODING": "ascii"}, {}])
+def test_a_terminal_without_the_letters_and_none_at_all(
+    drifted: Sandbox, tmp_path: Path, settings: dict[str, str]
+) -> None:
+    """A traceback would lose what was found."""
+    proof(drifted, PROOF.replace("a step gives", "ein Schritt \u00fcber").replace('["patched", 7]', "[]"))
+    file = tmp_path / "proofs.json"
+    words = ["--patch-dir", str(drifted.patches), "--only", "--python", PYTHON, "--site-packages", str(drifted.site)]
+    program = [sys.executable, "-m", "vllm_livepatch", "prove", *words, "--out", str(file)]
+    closed = [] if settings else ["bash", "-c", '"$@" 2>&-', "bash"]
+    ended = subprocess.run([*closed, *program], env={**os.environ, **settings}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert "ein Schritt" in ended.stdout
+    assert json.loads(file.read_text())["patches"]["around"]["outcome"] == "failed"

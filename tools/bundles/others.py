@@ -73,7 +73,8 @@ def merged(entries: Mapping[str, Entry], bundles: Sequence[Path]) -> tuple[dict[
             elif here is not None and not _same(here, facts, folder):
                 raise UserError(f"{name} of {place} differs from that of {here.folder}: give one a higher version")
             elif here is not None and facts.get("proof"):
-                proofs = [*here.facts.get("proof", []), *facts["proof"]]
+                proofs = here.facts.get("proof", [])
+                proofs = [*proofs, *(proof for proof in facts["proof"] if proof not in proofs)]
                 found[name] = _entry(place, name, {**here.facts, "proof": proofs}, here.folder)
     return found, left
 

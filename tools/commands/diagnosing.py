@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import zipfile
 from pathlib import Path
 
 from vllm_livepatch.tools.bundled.verifying import MANIFEST
@@ -33,4 +34,10 @@ def on_path() -> Path | None:
 
 def is_bundle(place: Path) -> bool:
     """A directory that `generate` wrote, or a zip file of one."""
-    return (place / MANIFEST).is_file() or (place.is_file() and place.suffix == ".zip")
+    if not place.is_file():
+        return (place / MANIFEST).is_file()
+    try:
+        with zipfile.ZipFile(place) as archive:
+            return MANIFEST in archive.namelist()
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ def end_with(
 
     ``bare`` is what it does without arguments, ``prog_name`` what its help calls it.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter is no reason for a traceback
+        sys.stdout.reconfigure(errors="backslashreplace")
     # Rich would exit with 1 where its output is piped into head; typer has consoles of its own.
     Console.on_broken_pipe = lambda self: bundled.drop_output()  # type: ignore[method-assign]
     try:

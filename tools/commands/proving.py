@@ -6,8 +6,11 @@ import functools
 import json
 import os
 import re
+import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,10 +73,11 @@ def run(question: Question, as_json: bool) -> int:
         raise UserError(f"{where.python} has no {' and no '.join(wanted)}: there is nothing to prove")
     found: list[proving.Outcome] = []
     try:
-        for outcome in _played([(chosen[one.patch.name], one) for one in judged], where):
-            found.append(outcome)
-            if not as_json:
-                _show(outcome)
+        with _ending():
+            for outcome in _played([(chosen[one.patch.name], one) for one in judged], where):
+                found.append(outcome)
+                if not as_json:
+                    _show(outcome)
     finally:
         playing.end_all()
     answer = Answer(packages, found, [*names, *required])
@@ -86,9 +90,28 @@ def run(question: Question, as_json: bool) -> int:
     return answer.code
 
 
+@contextmanager
+def _ending() -> Iterator[None]:
+    """Within, a signal that ends this process does so as Ctrl-C does: temporary files are removed first."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    ends = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for one in ends:
+        signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one in ends:
+            signal.signal(one, signal.SIG_DFL)
+
+
 def _where(question: Question, packages: Sequence[str]) -> tuple[playing.Interpreter, installed.Tree]:
     """The interpreter to play in, and what it imports from: no bundle that the caller's PYTHONPATH names."""
     python, directory = question.python or sys.executable, question.site_packages
+    if os.sep in python:  # processes are started elsewhere
+        python = os.path.abspath(python)
     given = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     path = [entry for entry in given if not is_bundle(Path(entry))]
     if directory is not None:
@@ -96,7 +119,8 @@ def _where(question: Question, packages: Sequence[str]) -> tuple[playing.Interpr
             raise UserError("--site-packages is proven with an interpreter that fits it: name one with --python")
         check.directory_tree(directory, packages)
         path.insert(0, str(directory.absolute()))
-    tree = check.interpreter_tree(python, packages, path)
+    with tempfile.TemporaryDirectory(prefix="livepatch-prove-") as empty:  # as proofs: not where the caller is
+        tree = check.interpreter_tree(python, packages, path, Path(empty))
     version = re.search(r"/python(\d+\.\d+)/", f"{(directory or Path()).absolute()}/")
     running = ".".join(map(str, tree.version))
     if version and version[1] != running:
@@ -117,7 +141,9 @@ def _played(
         at_once=min(8, len(os.sched_getaffinity(0))),
     )
     columns = (SpinnerColumn(), TextColumn("{task.completed} of {task.total} patches"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not (sys.stderr and sys.stderr.isatty())
+    ) as progress:
         task = progress.add_task("", total=len(pairs))
         for outcome in outcomes:
             yield outcome

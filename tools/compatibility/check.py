@@ -133,8 +133,10 @@ class InterpreterTree(installed.Tree):
         return f"Python {'.'.join(map(str, self.version))} is not served: nothing is patched there ({served} are)"
 
 
-def interpreter_tree(python: str, packages: Iterable[str], path: Sequence[str] | None = None) -> InterpreterTree:
-    """The tree that an interpreter imports from, with this for its PYTHONPATH instead of the caller's.
+def interpreter_tree(
+    python: str, packages: Iterable[str], path: Sequence[str] | None = None, place: Path | None = None
+) -> InterpreterTree:
+    """The tree that an interpreter imports from, with this for its PYTHONPATH, and started at this place, if given.
 
     Raises UserError where it cannot be asked.
     """
@@ -142,7 +144,8 @@ def interpreter_tree(python: str, packages: Iterable[str], path: Sequence[str] |
     if path is not None:
         environ["PYTHONPATH"] = os.pathsep.join(path)
     try:
-        path, found, version = json.loads(_asked([python, "-c", _PROBE, *packages], environ))
+        said = _asked([python, "-c", _PROBE, *packages], environ, place).splitlines()
+        path, found, version = json.loads(said[-1] if said else "")  # what starts with it may print as well
     except subprocess.CalledProcessError as error:
         message = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{python} cannot say what is installed: {message}") from error
@@ -152,10 +155,12 @@ def interpreter_tree(python: str, packages: Iterable[str], path: Sequence[str] |
     return InterpreterTree([part for part in path if part], places, version)
 
 
-def _asked(command: Sequence[str], environ: Mapping[str, str]) -> str:
+def _asked(command: Sequence[str], environ: Mapping[str, str], place: Path | None = None) -> str:
     """What a command prints. If it is not waited for to its end, what it has started ends with it."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env=environ, cwd=place, start_new_session=True
+    ) as process:
         try:
             out, err = process.communicate(timeout=60)
         except BaseException:

@@ -74,6 +74,8 @@ def main() -> None:
         found = {"cases": {sentence: finding(case) for sentence, case in cases_of(Path(proof)).items()}}
         if not found["cases"]:
             found = {"trouble": "its proof has no case for this code"}
+        elif not all(isinstance(sentence, str) for sentence in found["cases"]):
+            found = {"trouble": "its proof has a case whose name is no text"}
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise

@@ -55,17 +55,20 @@ Play = Callable[[Path, str, Path | None], Played]
 
 def play(proof: Path, patch: str, bundle: Path | None, where: Interpreter) -> Played:
     """As `Play`, in a process that ends with this one, however that ends."""
-    with tempfile.TemporaryDirectory(prefix="livepatch-prove-") as temporary:
+    # A process that has left the group may still write there.
+    with tempfile.TemporaryDirectory(prefix="livepatch-prove-", ignore_cleanup_errors=True) as temporary:
         work = Path(temporary)
         (work / "state").mkdir()
         environ = _environ(work, [*([str(bundle)] if bundle else []), *where.path], patch if bundle else "")
         command = [where.python, "-B", *words(proof, where.places)]
         status, said = _ended(command, environ, work, where.seconds)
-        reports = [json.loads(file.read_text("utf-8")) for file in sorted((work / "state").glob("*.json"))]
-    found = _of_output(said)
-    if found is None:
+        reports = [
+            report for file in sorted((work / "state").glob("*.json")) if (report := _object(_read(file))) is not None
+        ]
+    results = [found for line in said["stdout"].splitlines() if (found := _object(line)) and "packages" in found]
+    if len(results) != 1:  # what starts with the interpreter may print as well, and a forked child once more
         return Played(trouble=_why(status, said, where.seconds))
-    return of(found, reports, patch, where.places)
+    return of(results[0], reports, patch, where.places)
 
 
 def words(proof: Path, packages: Iterable[str]) -> list[str]:
@@ -80,8 +83,10 @@ def of(
     for package, file in found["packages"].items():
         if file is None or not any(Path(file).is_relative_to(place) for place in places[package]):
             return Played(trouble=f"{package} was imported from {file}, which is not the one that was looked at")
-    described = [one for report in reports for one in report["patches"] if one["name"] == patch]
-    own = next((one for one in described if one["state"] != "armed"), described[0] if described else None)
+    described = [one for report in reports for one in report.get("patches", ()) if one["name"] == patch]
+    # Of several processes', the one where it was not applied, or not for long.
+    worst = ("failed", "skipped", "applied", "armed")
+    own = min(described, key=lambda one: worst.index(one["state"]), default=None)
     return Played(found.get("cases", {}), found.get("trouble"), own)
 
 
@@ -123,13 +128,22 @@ def _ended(
             _running.discard(process.pid)
             assert process.stdin is not None
             process.stdin.close()
-    return status, {name: file.read_text("utf-8", "replace") for name, file in files.items()}
+    return status, {name: _read(file) for name, file in files.items()}
 
 
-def _of_output(said: Mapping[str, str]) -> dict[str, Any] | None:
+def _read(file: Path) -> str:
+    """What a process wrote there; nothing where it has removed it."""
     try:
-        found = json.loads(said["stdout"])
-    except ValueError:
+        return file.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """A JSON object; None of any other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -152,6 +166,9 @@ def _environ(work: Path, path: Sequence[str], patch: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
+        # Packages may lie below the caller's home, which is not this process's.
+        "PYTHONUSERBASE": os.environ.get("PYTHONUSERBASE") or os.path.expanduser("~/.local"),
+        **{name: os.environ[name] for name in ("PYTHONNOUSERSITE",) if name in os.environ},
         "HOME": str(work),
         "TMPDIR": str(work),
         "XDG_CACHE_HOME": str(work / "cache"),

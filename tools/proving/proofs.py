@@ -6,6 +6,7 @@ the same bundle.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -26,20 +27,26 @@ DECIDES = ("proven", "no-fault", "failed")
 
 def usable(file: Path) -> None:
     """Raises UserError where nothing can be written at a file's place: before minutes of work are lost for it."""
-    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        why = "it is a directory" if file.is_dir() else "its directory is not there, or not yours"
+    why = ""
+    if file.exists() and not file.is_file():  # a device, a pipe: a file would be put in its place
+        why = "it is a directory" if file.is_dir() else "it is no regular file"
+    elif not (place := file.resolve().parent).is_dir() or not os.access(place, os.W_OK):
+        why = "its directory is not there, or not yours"
+    if why:
         raise UserError(f"{file} cannot be written: {why}")
 
 
 def write(file: Path, packages: Mapping[str, str | None], outcomes: Mapping[str, Mapping[str, Any]]) -> None:
     """Keep what came of each patch. Raises UserError where nothing can be written there."""
     content = {"format": FORMAT, "vllm-livepatch": bundle.version(), "packages": packages, "patches": outcomes}
-    new = file.with_name(f".{file.name}.new-{os.getpid()}")
+    place = file.resolve()  # a link stays one
+    new = place.with_name(f".{place.name[:200]}.new-{os.getpid()}")
     try:
         new.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", "utf-8")
-        new.replace(file)
+        new.replace(place)
     except OSError as error:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
         raise UserError(f"{file} cannot be written: {error.strerror}") from error
 
 
@@ -53,7 +60,8 @@ def with_proofs(entries: Mapping[str, Entry], file: Path) -> dict[str, Entry]:
         if outcome.get("digest") != bundle.digest_of(entry.folder):
             raise UserError(f"{file}: {name} has changed since it was proven: run prove again")
         kept = {key: outcome.get(key, default) for key, default in _KEPT.items()}
-        facts = {**entry.facts, "proof": [kept]}
+        others = [proof for proof in entry.facts.get("proof", []) if proof.get("code") != kept["code"]]  # a bundle's
+        facts = {**entry.facts, "proof": [*others, kept]}
         try:
             found[name] = replace(entry, facts=facts, patch=to_patch(name, facts))
         except (PatchError, TypeError, ValueError) as error:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_livepatch.sitecustomize.decision import UNKNOWN, Patch, Variant
+from vllm_livepatch.sitecustomize import redaction
+from vllm_livepatch.sitecustomize.decision import UNKNOWN, Patch, Variant, moved_companion
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools.bundled.verdicts import Judged
 from vllm_livepatch.tools.bundles import bundle, placing
@@ -21,6 +22,8 @@ from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.bundles.patch_files import PROOF
 from vllm_livepatch.tools.proving import playing
 
+LONGEST = 500
+"""Of a sentence, in letters."""
 OutcomeName = Literal["proven", "no-fault", "failed", "not-run"]
 
 
@@ -49,7 +52,18 @@ class Outcome:
 
 
 def prove(entry: Entry, judged: Judged, play: playing.Play) -> Outcome:
-    """Play a patch's proof on what `judged` is about."""
+    """Play a patch's proof on what `judged` is about. What is said of it is a line, for people, without secrets."""
+    outcome = _prove(entry, judged, play)
+    return replace(outcome, detail=_line(outcome.detail))
+
+
+def _line(text: str) -> str:
+    """A text of the engine's or a proof's as a screen, a log and a report may have it."""
+    said = redaction.sentence(" ".join(text[:20_000].split()))[:LONGEST]
+    return "".join(letter if letter.isprintable() else "?" for letter in said)
+
+
+def _prove(entry: Entry, judged: Judged, play: playing.Play) -> Outcome:
     patch, decision = entry.patch, judged.decision
     code = {name: digest for name, digest in judged.installed.code.items() if digest is not None}
     outcome = Outcome(
@@ -70,6 +84,9 @@ def prove(entry: Entry, judged: Judged, play: playing.Play) -> Outcome:
         return not_run("gone" if decision.verdict == "drifted" else "not-present", decision.detail)
     if UNKNOWN in code.values():
         return not_run("unknown", decision.detail)
+    moved = moved_companion(patch, judged.installed)
+    if moved is not None:
+        return not_run("gone", moved)
     if patch.diff:
         return not_run("diff", "a diff is not proven: it applies exactly, or not at all")
     proof = entry.folder / PROOF
@@ -81,7 +98,7 @@ def prove(entry: Entry, judged: Judged, play: playing.Play) -> Outcome:
     outcome = replace(outcome, cases=_beside(stock.cases, {}))
     if not stock.wrong:
         return replace(outcome, outcome="no-fault", reason="no-fault", detail="stock is right in all cases")
-    return _of_trials(outcome, stock, _trials(entry, judged, code, play))
+    return _of_trials(outcome, stock, _trials(entry, judged, code, stock, play))
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,9 @@ class Trial:
         return self.acted and self.played.trouble is None and not self.played.wrong
 
 
-def _trials(entry: Entry, judged: Judged, code: Mapping[str, str], play: playing.Play) -> Iterator[Trial]:
+def _trials(
+    entry: Entry, judged: Judged, code: Mapping[str, str], stock: playing.Played, play: playing.Play
+) -> Iterator[Trial]:
     """The proof patched, with each set of facts that may be that of the code: of known code one."""
     form = judged.decision.variant
     known = judged.decision.verdict != "drifted" and form is not None
@@ -114,7 +133,15 @@ def _trials(entry: Entry, judged: Judged, code: Mapping[str, str], play: playing
             made = replace(entry, facts=tried, patch=to_patch(entry.patch.name, tried))
             placing.write_directory(bundle.contents({entry.patch.name: made}), place)
             fits = any(one.facts == facts and _fits(entry.patch, one, code) for one in forms)
-            yield Trial(facts, play(entry.folder / PROOF, entry.patch.name, place), fits)
+            yield Trial(facts, _beside_stock(stock, play(entry.folder / PROOF, entry.patch.name, place)), fits)
+
+
+def _beside_stock(stock: playing.Played, played: playing.Played) -> playing.Played:
+    """The same; with a trouble where a case of stock's was not played, which may be the one that the fault shows in."""
+    left_out = [sentence for sentence in stock.cases if sentence not in played.cases]
+    if played.trouble is not None or played.wrong or not left_out:
+        return played
+    return replace(played, trouble=f"a case of stock's was not played: {left_out[0]}")
 
 
 def _fits(patch: Patch, form: Variant, code: Mapping[str, str]) -> bool:
@@ -136,7 +163,7 @@ def _of_trials(outcome: Outcome, stock: playing.Played, trials: Iterator[Trial])
         (one,) = passed
         cases = _beside(stock.cases, one.played.cases)
         right = "right in its one case" if len(cases) == 1 else f"right in all {len(cases)} cases"
-        detail = f"stock shows {_count(stock.wrong)}, patched is {right}"
+        detail = f"stock shows {_count(stock.wrong)}, patched is {right}{_part(one.played.patch)}"
         return replace(outcome, outcome="proven", reason="proven", detail=detail, facts=dict(one.facts), cases=cases)
     wrong = next((trial for trial in tried if trial.acted and trial.played.wrong), None)
     if wrong is not None:
@@ -155,11 +182,18 @@ def _not_applied(outcome: Outcome, tried: Sequence[Trial]) -> Outcome:
         state = trial.played.patch
         if state is None:
             return replace(outcome, reason="not-imported", detail="its proof imports none of its targets")
+        if state["state"] == "armed":
+            return replace(outcome, reason="not-imported", detail="its proof does not import all of its targets")
         if state["state"] == "failed":
             detail = f"{state['reason']}: {state['detail']}"
             return replace(outcome, outcome="failed", reason="failed", detail=detail)
         return replace(outcome, reason=state["reason"] or state["state"], detail=state["detail"] or "")
     return replace(outcome, reason="no-facts", detail="no form of its code that is known can be patched")
+
+
+def _part(state: Mapping[str, Any] | None) -> str:
+    """What is added where the proof has not imported all targets: nothing was seen of the others."""
+    return f"; of {state['detail']}" if state is not None and state["reason"] == "partly" else ""
 
 
 def _count(wrong: Mapping[str, str]) -> str:
@@ -170,5 +204,5 @@ def _beside(stock: Mapping[str, str | None], patched: Mapping[str, str | None]) 
     found: dict[str, dict[str, str | None]] = {}
     for mode, cases in (("stock", stock), ("patched", patched)):
         for sentence, what in cases.items():
-            found.setdefault(sentence, {})[mode] = what
+            found.setdefault(sentence, {})[mode] = None if what is None else redaction.sentence(what[:20_000])
     return found
