@@ -12,6 +12,7 @@ an engine's code, in the engine's interpreter. Prints one JSON object: `cases`, 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import signal
 import stat
@@ -41,6 +42,8 @@ def finding(case: Any) -> str | None:
         return None if case is None else str(case)
     try:
         found = case()
+        if inspect.isawaitable(found):
+            raise result.NotBuilt("a case gives something to be awaited, and is not awaited")
         return None if found is None else str(found)
     except Exception as error:
         traceback.print_exc()

@@ -30,16 +30,21 @@ def usable(file: Path) -> None:
     why = ""
     if file.exists() and not file.is_file():  # a device, a pipe: a file would be put in its place
         why = "it is a directory" if file.is_dir() else "it is no regular file"
-    elif not (place := file.resolve().parent).is_dir() or not os.access(place, os.W_OK):
+    elif not (place := _place(file).parent).is_dir() or not os.access(place, os.W_OK):
         why = "its directory is not there, or not yours"
     if why:
         raise UserError(f"{file} cannot be written: {why}")
 
 
+def _place(file: Path) -> Path:
+    """Where a file is, or is to be: a link stays one."""
+    return Path(os.path.realpath(file))
+
+
 def write(file: Path, packages: Mapping[str, str | None], outcomes: Mapping[str, Mapping[str, Any]]) -> None:
     """Keep what came of each patch. Raises UserError where nothing can be written there."""
     content = {"format": FORMAT, "vllm-livepatch": bundle.version(), "packages": packages, "patches": outcomes}
-    place = file.resolve()  # a link stays one
+    place = _place(file)
     new = place.with_name(f".{place.name[:200]}.new-{os.getpid()}")
     try:
         new.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", "utf-8")
