@@ -61,7 +61,11 @@ def test_check_is_by_group_here_and_in_a_bundle(sandbox: Sandbox, cli: Cli) -> N
     expected = {"scheduler": ["d-four"], "NIXL": ["b-one"], "mine": ["a-two"], "in no group": ["c-three"]}
     assert blocks(ask(sandbox, "check").out) == expected
     own = ("--patch-dir", str(sandbox.patches), "--only", "--site-packages", str(sandbox.site))
-    assert blocks(cli("check", *own).out.partition("\n4 of 4 apply")[0]) == expected
+    assert blocks(cli("check", "--verbose", *own).out.partition("\n4 of 4 apply")[0]) == expected
+    rows = cli("check", *own).out.partition("\n4 of 4 apply")[0].splitlines()
+    assert [row.partition(" ")[0] for row in rows][-4:] == [
+        name for names in expected.values() for name in names
+    ]  # in their order, without headings
     names = [one["name"] for one in json.loads(cli("check", "--json", *own).out)["patches"]]
     assert names == ["a-two", "b-one", "c-three", "d-four"]
 

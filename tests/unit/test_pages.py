@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools.bundled.status import Reports
-from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.bundles import catalogue, patch_files
 from vllm_livepatch.tools.commands import rendering
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
@@ -42,7 +42,7 @@ def entry(reason: str | None = None, **counters: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", list(catalogue.load()))
 def test_each_counter_of_a_patch_is_explained(name: str) -> None:
-    code = "\n".join(file.read_text() for file in (PATCHES / name.replace("-", "_")).glob("*.py"))
+    code = "\n".join(file.read_text() for file in patch_files.files(PATCHES / name.replace("-", "_")))
     explained = catalogue.load()[name].patch.about["counters"]
     assert set(re.findall(r"\bcount\(\s*\"(\w+)\"", code)) <= explained.keys()
     literals = set(re.findall(r"\"(\w+)\"", code))

@@ -41,7 +41,7 @@ def print_check(
     stops = _stops(answers)
     rows = Listing("patch", "verdict", "applies", "why" if verbose else "fault, or why not")
     for heading, some in titled(answers, lambda answer: answer.patch):
-        if heading:
+        if heading and verbose:  # with what drifted, all has to fit a screen: there the order alone says it
             rows.add_heading(f"{heading}:")
         for answer in some:
             why = answer.decision.detail if verbose else _short(answer, stops)

@@ -14,7 +14,7 @@ from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundles import catalogue, forms, leading
+from vllm_livepatch.tools.bundles import catalogue, forms, leading, patch_files
 from vllm_livepatch.tools.bundles.patch_files import PROOF
 from vllm_livepatch.tools.commands.rendering import FAULT
 from vllm_livepatch.tools.diffs.folder import folder_of
@@ -201,7 +201,7 @@ def missing(folder: Path) -> list[str]:
 
 
 def _code(folder: Path) -> str:
-    return "\n".join(file.read_text("utf-8") for file in sorted(folder.glob("*.py")))
+    return "\n".join(file.read_text("utf-8") for file in patch_files.files(folder) if file.suffix == ".py")
 
 
 def _out_of_date(patch: Patch) -> Iterator[str]:
