@@ -199,6 +199,18 @@ def test_what_the_code_raises_is_a_finding(sandbox: Sandbox, cli: Cli) -> None:
     )
 
 
+def test_changed_code_that_the_proof_does_not_import_is_not_proven(sandbox: Sandbox, cli: Cli) -> None:
+    """Nothing was seen of it: neither of a target nor of what the patch calls."""
+    sandbox.patch(targets=[STEP, WORK], per_module=True)
+    proof(sandbox)
+    sandbox.write({"fakeengine/scheduler.py": CHANGED})
+    assert outcome(sandbox, cli)["outcome"] == "proven"  # `work` is as a release has it
+    sandbox.write({"fakeengine/worker.py": "def work(item):\n    return [item, 8]\n"})
+    found = outcome(sandbox, cli)
+    assert (found["outcome"], found["reason"]) == ("not-run", "not-built")
+    assert f"no release has this code of {WORK}, and the proof does not import it" in found["detail"]
+
+
 def test_no_proof(sandbox: Sandbox, cli: Cli) -> None:
     """Nothing stands for drifted code; for code that is known to need the patch its fingerprints do."""
     sandbox.patch()
@@ -446,9 +458,8 @@ def test_a_target_that_the_proof_does_not_import(sandbox: Sandbox, cli: Cli) -> 
     proof(sandbox)
     found = outcome(sandbox, cli)
     assert (found["outcome"], found["reason"]) == ("not-run", "not-imported")
-    sandbox.patch(
-        targets=[STEP, WORK], per_module=True, variant=[{"releases": ["1.0"], "code": {STEP: "0" * 16, WORK: "0" * 16}}]
-    )
+    known = {STEP: "0" * 16, **sandbox.fingerprints(WORK)}
+    sandbox.patch(targets=[STEP, WORK], per_module=True, variant=[{"releases": ["1.0"], "code": known}])
     found = outcome(sandbox, cli)
     assert found["outcome"] == "proven"
     assert found["detail"].endswith("; of 1 of 2 targets imported so far")

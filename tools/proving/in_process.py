@@ -4,7 +4,8 @@
 
 PROOF is a patch's proof.py, WORLDS the directory of what proofs are made of. Standard library only: this runs beside
 an engine's code, in the engine's interpreter. Prints one JSON object: `cases`, by its sentence what went wrong in each
-(null: nothing), or `trouble`, why they could not be played; and `packages`, from which file each PACKAGE came.
+(null: nothing), or `trouble`, why they could not be played; and `packages`, from which file each PACKAGE came,
+and `modules`, which modules of them it imported.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -85,7 +86,8 @@ def main() -> None:
         traceback.print_exc()
         found = {"trouble": result.trouble(error)}
     files = {name: sys.modules[name].__file__ for name in packages if name in sys.modules}
-    result.print_result({**found, "packages": files})
+    modules = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
+    result.print_result({**found, "packages": files, "modules": modules})
     result.leave()
 
 

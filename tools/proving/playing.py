@@ -43,6 +43,7 @@ class Played:
     cases: Mapping[str, str | None] = field(default_factory=dict)
     trouble: str | None = None
     patch: Mapping[str, Any] | None = None  # of the process's report, where it had a bundle
+    modules: frozenset[str] = frozenset()  # of the packages, that its process imported
 
     @property
     def wrong(self) -> dict[str, str]:
@@ -89,7 +90,7 @@ def of(
     # Of several processes', the one where it was not applied, or not for long.
     worst = ("failed", "skipped", "applied", "armed")
     own = min(described, key=lambda one: worst.index(one["state"]), default=None)
-    return Played(found.get("cases", {}), found.get("trouble"), own)
+    return Played(found.get("cases", {}), found.get("trouble"), own, frozenset(found.get("modules", ())))
 
 
 _running: set[int] = set()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_livepatch.sitecustomize import redaction
-from vllm_livepatch.sitecustomize.decision import UNKNOWN, Patch, Variant, moved_companion
+from vllm_livepatch.sitecustomize.decision import UNKNOWN, Patch, Variant, module_of, moved_companion
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools.bundled.verdicts import Judged
 from vllm_livepatch.tools.bundles import bundle, placing
@@ -133,7 +133,8 @@ def _trials(
             made = replace(entry, facts=tried, patch=to_patch(entry.patch.name, tried))
             placing.write_directory(bundle.contents({entry.patch.name: made}), place)
             fits = any(one.facts == facts and _fits(entry.patch, one, code) for one in forms)
-            yield Trial(facts, _beside_stock(stock, play(entry.folder / PROOF, entry.patch.name, place)), fits)
+            played = _beside_stock(stock, play(entry.folder / PROOF, entry.patch.name, place))
+            yield Trial(facts, _with_all_seen(entry.patch, code, played), fits)
 
 
 def _beside_stock(stock: playing.Played, played: playing.Played) -> playing.Played:
@@ -142,6 +143,16 @@ def _beside_stock(stock: playing.Played, played: playing.Played) -> playing.Play
     if played.trouble is not None or played.wrong or not left_out:
         return played
     return replace(played, trouble=f"a case of stock's was not played: {left_out[0]}")
+
+
+def _with_all_seen(patch: Patch, code: Mapping[str, str], played: playing.Played) -> playing.Played:
+    """The same; with a trouble where code that no release has is in a module that the proof did not import."""
+    forms = [form for package in patch.packages for form in patch.forms(package)]
+    strange = [name for name, digest in code.items() if all(form.code.get(name) != digest for form in forms)]
+    unseen = [name for name in strange if module_of(name) not in played.modules]
+    if played.trouble is not None or played.wrong or not unseen:
+        return played
+    return replace(played, trouble=f"no release has this code of {unseen[0]}, and the proof does not import it")
 
 
 def _fits(patch: Patch, form: Variant, code: Mapping[str, str]) -> bool:
