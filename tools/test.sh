@@ -14,6 +14,13 @@ python=$(ensure_tool_env lab,test)
 # A test that hangs is ended by --timeout, with the stack of each thread.
 again=(--reruns 1 -r fER)
 step() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
+# Arguments go to each step: where they choose no test of one, that is no failure.
+chosen=$*
+tests() {
+    local status=0
+    "$python" -m pytest "$@" || status=$?
+    [ "$status" = 0 ] || { [ "$status" = 5 ] && [ -n "$chosen" ]; }
+}
 
 if [ "${1-}" = fast ]; then
     shift
@@ -48,7 +55,7 @@ step "style and types"
 tools/types.sh "$python"
 
 step "unit tests"
-"$python" -m pytest tests/unit -n 3 -q --timeout 300 "${again[@]}" "$@"
+tests tests/unit -n 3 -q --timeout 300 "${again[@]}" "$@"
 
 step "the engine's environment and the pinned sources"
 wait "$preparing" || { cat "$log"; exit 1; }
@@ -56,17 +63,17 @@ tail -n 3 "$log"
 
 # Most of it is waiting: for a cluster, for three engines that start, for a job that ends.
 step "in the background: engines on Ray and under Slurm"
-"$python" -m pytest tests/fleets -q --durations 6 --timeout 900 "${again[@]}" "$@" >"$log.fleets" 2>&1 &
+tests tests/fleets -q --durations 6 --timeout 900 "${again[@]}" "$@" >"$log.fleets" 2>&1 &
 fleets=$!
 
 step "release tests"
-"$python" -m pytest tests/releases -n 4 -q --timeout 600 "${again[@]}" "$@"
+tests tests/releases -n 4 -q --timeout 600 "${again[@]}" "$@"
 
 step "the real schedulers in worlds drawn from a seed"
-"$python" -m pytest tests/simulation -n 2 -q --timeout 600 "${again[@]}" "$@"
+tests tests/simulation -n 2 -q --timeout 600 "${again[@]}" "$@"
 
 step "loads without a fault, stock and patched side by side"
-"$python" -m pytest tests/scale -n 2 -q --timeout 600 "${again[@]}" "$@"
+tests tests/scale -n 2 -q --timeout 600 "${again[@]}" "$@"
 
 step "engines on Ray and under Slurm"
 wait "$fleets" || { cat "$log.fleets"; exit 1; }
@@ -78,7 +85,7 @@ nice -n 10 "$python" -m tests.unit.upgrades >"$log.upgrades" 2>&1 &
 upgrading=$!
 
 step "the engine, alone and in pairs"
-"$python" -m pytest tests/e2e -n 2 --dist loadfile -q --durations 6 --timeout 900 "${again[@]}" "$@"
+tests tests/e2e -n 2 --dist loadfile -q --durations 6 --timeout 900 "${again[@]}" "$@"
 
 step "1,000 starts of Python during 100 upgrades of their bundle"
 wait "$upgrading" || { cat "$log.upgrades"; exit 1; }
