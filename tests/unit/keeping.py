@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_livepatch.tools.bundles import patch_files
+
 CONTAINERS = frozenset(
     [
         "bytearray",
@@ -35,7 +37,7 @@ MARK = re.compile(r"_livepatch_\w+")
 def kept(folder: Path) -> set[str]:
     """`Class.attribute`, names of modules and of `wrappers`, and attributes `_livepatch_...` of the release's objects."""
     found: set[str] = set()
-    for file in sorted(folder.glob("*.py")):
+    for file in patch_files.code(folder):
         tree = ast.parse(file.read_text("utf-8"))
         found.update(_marks(tree))
         found.update(_in_body(tree.body))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize.decision import Patch
-from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.bundles import catalogue, patch_files
 from vllm_livepatch.tools.commands import matrix
 
 PATCHES = Path(__file__).parents[2] / "patches"
@@ -66,7 +66,7 @@ def opened(folder: Path) -> frozenset[str]:
     """The calls of a patch's code that open a port."""
     calls = [
         node.func
-        for file in folder.glob("*.py")
+        for file in patch_files.code(folder)
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.Call)
     ]

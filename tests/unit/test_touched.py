@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.sitecustomize.guard import Wrapped
-from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.bundles import catalogue, patch_files
 
 ENTRIES = {name: entry for name, entry in catalogue.load().items() if not entry.patch.diff}
 TYPES: tuple[type, ...] = (
@@ -228,7 +228,7 @@ ALLOWED = {
 
 
 def modules(name: str) -> Iterator[ast.Module]:
-    for file in sorted(ENTRIES[name].folder.glob("*.py")):
+    for file in patch_files.code(ENTRIES[name].folder):
         yield ast.parse(file.read_text("utf-8"))
 
 

@@ -68,7 +68,7 @@ def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | Non
 
 def asks_for_wrapt(entries: Mapping[str, Entry]) -> bool:
     """Whether the code of a patch imports wrapt, by a statement or by the whole name of the bundle's copy."""
-    sources = (file for item in entries.values() for file in patch_files.files(item.folder) if file.suffix == ".py")
+    sources = (file for item in entries.values() for file in patch_files.code(item.folder))
     return any(_asks(file.read_text("utf-8", "surrogateescape")) for file in sources)
 
 

@@ -10,6 +10,11 @@ FACTS = ("patch.toml", "patch.lock")
 """What a bundle has in another form: its catalogue."""
 
 
+def code(folder: Path) -> list[Path]:
+    """Those of the patch's own code."""
+    return [file for file in files(folder) if file.suffix == ".py"]
+
+
 def files(folder: Path) -> list[Path]:
     """All but bytecode and the proof."""
     found = (file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)

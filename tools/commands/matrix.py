@@ -139,7 +139,7 @@ def code_of(folder: Path) -> str:
     """Tells apart the versions of a patch's code, options and targets; not those of what is written about them."""
     facts = tomllib.loads((folder / "patch.toml").read_text("utf-8"))
     parts = [repr([sorted(facts.get(key, [])) for key in ("targets", "calls")]), repr(facts.get("option"))]
-    for file in (file for file in patch_files.files(folder) if file.suffix == ".py"):
+    for file in patch_files.code(folder):
         lines = comments.left_out(file.read_text("utf-8")).split("\n")
         parts.append("\n".join(line for line in lines if line))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

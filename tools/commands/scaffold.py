@@ -201,7 +201,7 @@ def missing(folder: Path) -> list[str]:
 
 
 def _code(folder: Path) -> str:
-    return "\n".join(file.read_text("utf-8") for file in patch_files.files(folder) if file.suffix == ".py")
+    return "\n".join(file.read_text("utf-8") for file in patch_files.code(folder))
 
 
 def _out_of_date(patch: Patch) -> Iterator[str]:
