@@ -12,7 +12,7 @@ import pytest
 from vllm_livepatch.tools.bundles import extensions
 
 from tests.unit import debian
-from tests.unit.support import Cli, Sandbox
+from tests.unit.support import PYTHON, Ask, Cli, Sandbox, finish
 
 # The same examples in every run, and none kept on disk: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=150)
@@ -48,6 +48,17 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(extensions, "gathered", lambda wanted, tell: extensions.at_hand(wanted))  # asks no registry
     return Cli(monkeypatch, capfd)
+
+
+@pytest.fixture(params=["the tool", "the bundle"])
+def ask(request: pytest.FixtureRequest, cli: Cli, state: Path) -> Ask:
+    """`status` with these options, in either way to ask. `state` is the test's own."""
+    if request.param == "the tool":
+        return lambda *options: cli("status", "--state-dir", str(state), *options)
+    patched: Sandbox = request.getfixturevalue("patched")
+    return lambda *options: finish(
+        [PYTHON, patched.bundle, "status", "--state-dir", state, *options], patched.environ()
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -126,6 +126,10 @@ def package_of(bundle: Path) -> Path:
     return found
 
 
+Ask = Callable[..., Done]
+"""Asks a command in one of its ways."""
+
+
 class Sandbox:
     """One place with a fake engine (`site`), patches, a bundle, a home and a state directory."""
 

@@ -242,7 +242,7 @@ def test_one_that_hangs_is_ended(drifted: Sandbox, cli: Cli, tmp_path: Path) -> 
     here = tmp_path / "pid"
     hang = f"""
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 open({str(here)!r}, "w").write(str(child.pid))
 child.wait()
 """
@@ -260,7 +260,7 @@ def test_it_ends_with_its_caller(
     here, temporary = tmp_path / "pid", tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    hang = f'import os, time\nopen({str(here)!r}, "w").write(str(os.getpid()))\ntime.sleep(1000)\n'
+    hang = f'import os, signal\nopen({str(here)!r}, "w").write(str(os.getpid()))\nsignal.pause()\n'
     drifted.write({"proof.py": hang}, drifted.patches / "around")
     words = ["--patch-dir", str(drifted.patches), "--only", "--python", PYTHON, "--site-packages", str(drifted.site)]
     with subprocess.Popen([sys.executable, "-m", "vllm_livepatch", "prove", *words], stderr=subprocess.PIPE) as asked:

@@ -7,16 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit import fleet
-from tests.unit.support import PYTHON, Cli, Done, Sandbox, finish, until
-
-Ask = Callable[..., Done]
+from tests.unit.support import PYTHON, Ask, Cli, Sandbox, until
 
 
 @pytest.fixture
@@ -24,17 +21,6 @@ def state(tmp_path: Path) -> Path:
     place = tmp_path / "state"
     place.mkdir()
     return place
-
-
-@pytest.fixture(params=["the tool", "the bundle"])
-def ask(request: pytest.FixtureRequest, cli: Cli, state: Path) -> Ask:
-    """`status` with these options, in either way to ask."""
-    if request.param == "the tool":
-        return lambda *options: cli("status", "--state-dir", str(state), *options)
-    patched: Sandbox = request.getfixturevalue("patched")
-    return lambda *options: finish(
-        [PYTHON, patched.bundle, "status", "--state-dir", state, *options], patched.environ()
-    )
 
 
 def test_nobody_is_there(ask: Ask) -> None:

@@ -15,9 +15,8 @@ from vllm_livepatch.tools.bundled import command, reading, status, summary
 from vllm_livepatch.tools.commands import monitor
 
 from tests.unit import fleet
-from tests.unit.support import PYTHON, Cli, Done, Sandbox, finish
+from tests.unit.support import Ask, Cli, Done
 
-Ask = Callable[..., Done]
 NAMES = [f"patch-number-{number}" for number in range(25)]
 OTHER = "sha256:" + "0" * 64
 LATER = "0.2.0+sha256:000000000000"
@@ -26,17 +25,6 @@ LATER = "0.2.0+sha256:000000000000"
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
     return tmp_path / "state"
-
-
-@pytest.fixture(params=["the tool", "the bundle"])
-def ask(request: pytest.FixtureRequest, cli: Cli, state: Path) -> Ask:
-    """`status` with these options, in either way to ask."""
-    if request.param == "the tool":
-        return lambda *options: cli("status", "--state-dir", str(state), *options)
-    patched: Sandbox = request.getfixturevalue("patched")
-    return lambda *options: finish(
-        [PYTHON, patched.bundle, "status", "--state-dir", state, *options], patched.environ()
-    )
 
 
 def screen(done: Done, lines: int = 45, width: int = 200) -> list[str]:

@@ -67,9 +67,8 @@ def play(proof: Path, patch: str, bundle: Path | None, where: Interpreter) -> Pl
             report for file in sorted((work / "state").glob("*.json")) if (report := _object(_read(file))) is not None
         ]
     results = [found for line in said["stdout"].splitlines() if (found := _object(line)) and "packages" in found]
-    if (
-        status is None or len(results) != 1
-    ):  # what starts with the interpreter may print as well, and a forked child once more
+    # What starts with the interpreter may print as well, and a forked child the result once more.
+    if status is None or len(results) != 1:
         return Played(trouble=_why(status, said, where.seconds))
     return of(results[0], reports, patch, where.places)
 
