@@ -312,7 +312,8 @@ class hurry:
         self._module.make_zmq_socket = self._own
 
 
-CASES = (failed, failed_behind_a_hit, given_away, overdue, gone)
+CASES = (overdue, failed, failed_behind_a_hit, given_away, gone)
+"""The one whose time is a second comes first: nothing else is held then, that would take it over the share."""
 
 
 def main() -> None:
