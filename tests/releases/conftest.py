@@ -80,18 +80,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A whole run that passed fails where a cell of the matrix is called executed, and was not.
 
-    With `--keep-record` a run of some files, all tests of each, adds to the record, which the next whole run holds.
+    With `--keep-record` a run of some files, all tests of each, adds to the record, which the next whole run holds. By
+    hand, so do chosen proofs.
     """
     config = session.config
     if hasattr(config, "workerinput"):
         return
     place = Path(os.environ.pop(executed.VARIABLE))
-    record = executed.read(place)
-    shutil.rmtree(place)
     chosen = config.option.keyword or config.option.markexpr or any("::" in word for word in config.args)
     by_hand = executed.by_hand()
+    record = executed.read(place, only_proofs=bool(chosen))
+    shutil.rmtree(place)
     whole = not chosen and any(Path(word).resolve() == Path(__file__).parent for word in config.args)
-    keep = config.option.keep_record and not chosen
+    keep = config.option.keep_record and (by_hand or not chosen)
     if exitstatus != 0 or config.option.collectonly or not (keep or (whole and not by_hand)):
         return
     entries = catalogue.load()

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 HEAD = "# The releases on which the release tests executed each patch: pytest tests/releases --keep-record\n\n"
 HEAD_BY_HAND = (
     "# What CI leaves out and was run by hand, with which code of the patch:\n"
-    "# LIVEPATCH_TEST_RELEASES=all pytest tests/releases/test_NAME.py --keep-record\n\n"
+    "# LIVEPATCH_TEST_RELEASES=all pytest tests/releases/test_proofs.py -k PATCH --keep-record\n\n"
 )
 
 Modes = dict[tuple[str, str], set[str]]
@@ -85,15 +85,30 @@ def note(driver: str, releases: Mapping[str, str], state: Path | None, with_stoc
     line |= {"releases": dict(releases), "applied": sorted(applied)}
     if with_stock:
         line["with_stock"] = True
-    with Path(place, f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as record:
+    _leave(Path(place), line)
+
+
+def _leave(place: Path, line: Mapping[str, Any]) -> None:
+    with (place / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as record:
         record.write(json.dumps(line) + "\n")
+
+
+def note_proof(patch: str, releases: Mapping[str, str], *, proven: bool) -> None:
+    """Leave a line of a proof that came to what it should: it plays the release's own code, and the patch where needed."""
+    place = os.environ.get(VARIABLE)
+    if place is None:
+        return
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    line = {"file": test, "driver": "proof", "releases": dict(releases), "proof": patch}
+    line |= {"applied": [patch] if proven else [], "with_stock": True}
+    _leave(Path(place), line)
 
 
 def gathered(lines: Iterable[Mapping[str, Any]], about: Mapping[str, Iterable[str]]) -> Record:
     """The record of lines; `about` has the patches whose fault each file of tests shows."""
     record: Record = defaultdict(lambda: defaultdict(lambda: defaultdict(set)))
     for line in lines:
-        for patch in about.get(line["file"], ()):
+        for patch in [line["proof"]] if "proof" in line else about.get(line["file"], ()):
             modes = {"patched" if patch in line["applied"] else "stock", *(["stock"] if line.get("with_stock") else [])}
             for release in line["releases"].items():
                 record[patch][Path(line["file"]).name][release] |= modes
@@ -110,10 +125,12 @@ def shown_by(file: Path) -> list[str]:
     return found
 
 
-def read(place: Path) -> Record:
-    """What the workers of a test run left."""
+def read(place: Path, *, only_proofs: bool = False) -> Record:
+    """What the workers of a test run left. Each proof is whole by itself, in a run of some tests too."""
     texts = [file.read_text(encoding="utf-8") for file in sorted(place.glob("*.jsonl"))]
     lines = [json.loads(line) for text in texts for line in text.splitlines()]
+    if only_proofs:
+        lines = [line for line in lines if "proof" in line]
     return gathered(lines, {file: shown_by(ROOT / file) for file in {line["file"] for line in lines}})
 
 

@@ -67,6 +67,7 @@ def test_proof(
     (judged,) = verdicts.judge([entry.patch], installed.Tree([*path, *map(str, beside)]))[1]
     found = proving.prove(entry, judged, play)
     assert found.outcome == outcome, (found.detail, found.cases)
+    executed.note_proof(name, releases, proven=outcome == "proven")
 
 
 def test_every_patch_has_a_proof() -> None:

@@ -168,3 +168,17 @@ def test_a_line_is_left_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert first == ran("1.0", "one-patch") | where
     assert second == ran("1.0") | where
     assert "executed" not in sys.modules, "the release tests' module of that name is theirs"
+
+
+def test_a_proof_counts_for_its_patch_also_where_tests_were_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(executed.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "tests/releases/test_proofs.py::test_proof[1.0] (call)")
+    executed.note("one", {"vllm": "0.9"}, None)
+    executed.note_proof("one-patch", {"vllm": "1.0"}, proven=True)
+    executed.note_proof("one-patch", {"vllm": "2.0"}, proven=False)
+    record = executed.read(tmp_path, only_proofs=True)
+    assert record == {
+        "one-patch": {"test_proofs.py": {("vllm", "1.0"): {"stock", "patched"}, ("vllm", "2.0"): {"stock"}}}
+    }
