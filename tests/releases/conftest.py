@@ -93,7 +93,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     shutil.rmtree(place)
     whole = not chosen and any(Path(word).resolve() == Path(__file__).parent for word in config.args)
     keep = config.option.keep_record and (by_hand or not chosen)
-    if exitstatus != 0 or config.option.collectonly or not (keep or (whole and not by_hand)):
+    passed = exitstatus == 0 or (by_hand and chosen)  # a chosen proof that did not pass has left nothing
+    if not passed or config.option.collectonly or not (keep or (whole and not by_hand)):
         return
     entries = catalogue.load()
     ran = executed.fully(matrix.make(entry.patch for entry in entries.values()), record)

@@ -12,6 +12,7 @@ from pathlib import Path
 import executed
 import interpreter
 import pytest
+from chunked_load_drive import lmcache_of
 from packaging.version import Version
 from prefill_decode_drive import nixl_site
 from vllm_livepatch.sitecustomize import installed
@@ -22,7 +23,7 @@ from vllm_livepatch.tools.bundles.patch_files import PROOF
 from vllm_livepatch.tools.proving import playing, proving
 from vllm_livepatch.tools.releases import registry, sources
 
-NEWEST = {package: registry.pins(package)[-1].version for package in ("vllm", "lmcache")}
+NEWEST_VLLM = registry.pins("vllm")[-1].version
 WITHOUT: set[str] = set()
 """Patches that have no proof yet."""
 
@@ -50,7 +51,8 @@ def test_proof(
     tmp_path: Path,
 ) -> None:
     entry = catalogue.load()[name]
-    releases = {**NEWEST, entry.patch.package: release}
+    beside_it = {"lmcache": lmcache_of(release)} if entry.patch.package == "vllm" else {"vllm": NEWEST_VLLM}
+    releases = {entry.patch.package: release, **beside_it}
     path = [str(sources.site_packages(package, version)) for package, version in releases.items()]
     places = dict.fromkeys(releases, path)
     beside = [nixl_site(engine_python), *mooncake]
