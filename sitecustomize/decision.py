@@ -5,18 +5,14 @@ Pure and the same at run time, in `check` and in `matrix`; needs no vLLM.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .conditions import ROCM, When
+from .release_order import age_of, public_release
 
-_RELEASE = re.compile(
-    r"(?P<numbers>\d{1,9}(?:\.\d{1,9}){0,9})(?:(?P<stage>a|b|rc)(?P<count>\d{1,9}))?"
-    r"(?:\.post(?P<post>\d{1,9}))?(?:\.dev(?P<dev>\d{1,9}))?"
-)
 Verdict = Literal["needed", "unverified", "proven", "fixed-upstream", "not-present", "drifted"]
 APPLIED: tuple[Verdict, ...] = ("needed", "unverified", "proven")
 """The verdicts on code that a patch is applied to."""
@@ -200,11 +196,6 @@ def module_of(path: str) -> str:
     return path.partition(":")[0]
 
 
-def public_release(release: str) -> str:
-    """A release without its local part: 0.21.0+rocm700 is the code of 0.21.0, if the fingerprint says so too."""
-    return release.partition("+")[0].lower()
-
-
 def decide(patch: Patch, installed: Installed, environment: Environment) -> Decision:
     """The one decision. The code's fingerprint comes first, the release number second."""
     verdict, detail, variant = judge(patch, installed)
@@ -287,31 +278,12 @@ def _needed_before(patch: Patch, release: str | None, unless: bool) -> bool:
     True where the release says nothing of its age, and `unless` where none so old is listed: code that is there speaks
     for the fault.
     """
-    at = _age(release)
+    at = age_of(release)
     if at is None:
         return True
-    listed = [(_age(name), form.verdict) for form in patch.variants for name in form.releases]
+    listed = [(age_of(name), form.verdict) for form in patch.variants for name in form.releases]
     before = [(age, verdict) for age, verdict in listed if age is not None and age <= at]
     return max(before, key=lambda one: one[0])[1] == "needed" if before else unless
-
-
-def _age(release: str | None) -> tuple[Any, ...] | None:
-    """What orders releases as PEP 440 does, None for what is not one: 0.34.0.dev5 is after 0.33.0 and before 0.34.0."""
-    found = _RELEASE.fullmatch(public_release(release or ""))
-    if found is None:
-        return None
-    numbers = [int(number) for number in found["numbers"].split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    stage = ("a", "b", "rc").index(found["stage"]) if found["stage"] else 3
-    if found["dev"] and not found["stage"] and not found["post"]:
-        stage = -1
-    return (
-        numbers,
-        (stage, int(found["count"] or 0)),
-        int(found["post"] or -1),
-        float(found["dev"] or "inf"),
-    )
 
 
 def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | None]:

@@ -99,7 +99,7 @@ def note_proof(patch: str, releases: Mapping[str, str], *, proven: bool) -> None
     if place is None:
         return
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-    line = {"file": test, "driver": "proof", "releases": dict(releases), "proof": patch}
+    line: dict[str, Any] = {"file": test, "driver": "proof", "releases": dict(releases), "proof": patch}
     line |= {"applied": [patch] if proven else [], "with_stock": True}
     _leave(Path(place), line)
 

@@ -12,12 +12,11 @@ from vllm_livepatch.sitecustomize.decision import (
     Installed,
     Patch,
     Variant,
-    _age,
     decide,
     judge,
-    public_release,
     variable,
 )
+from vllm_livepatch.sitecustomize.release_order import age_of, public_release
 
 TARGET, OTHER, CALL = "engine.a:A.f", "engine.b:g", "engine.c:h"
 OLD = {TARGET: "f-old", OTHER: "g", CALL: "h"}
@@ -150,12 +149,12 @@ def test_code_that_nobody_knows_is_as_the_newest_listed_release_before_it(releas
 def test_releases_are_in_the_order_of_their_ages() -> None:
     ages = ["0.9", "0.10.dev1", "0.10a1.dev3", "0.10a1", "0.10a2", "0.10b1", "0.10rc1.dev9", "0.10rc1", "0.10rc10"]
     ages += ["0.10", "0.10.post1.dev2", "0.10.post1", "0.10.1.dev4", "0.10.1", "0.11rc1", "1"]
-    found = [_age(release) for release in ages]
+    found = [age_of(release) for release in ages]
     assert None not in found
     assert found == sorted(found, key=lambda age: age or ())
     assert len({str(age) for age in found}) == len(found)
-    assert _age("0.10.0+rocm") == _age("0.10")
-    assert [_age(release) for release in ("", "v1", "1!2", "1.0-2", "latest", None)] == [None] * 6
+    assert age_of("0.10.0+rocm") == age_of("0.10")
+    assert [age_of(release) for release in ("", "v1", "1!2", "1.0-2", "latest", None)] == [None] * 6
 
 
 def test_a_nightly_whose_last_release_has_none_of_the_code() -> None:

@@ -31,8 +31,8 @@ from vllm_livepatch.sitecustomize.decision import (
     judge,
     judge_companion,
     module_of,
-    public_release,
 )
+from vllm_livepatch.sitecustomize.release_order import public_release
 from vllm_livepatch.tools import comments, threads
 from vllm_livepatch.tools.bundles import patch_files
 from vllm_livepatch.tools.commands.rendering import COLOURS, DEFAULTS

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 import requests
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from vllm_livepatch.sitecustomize import cache
-from vllm_livepatch.sitecustomize.decision import public_release
 from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.sitecustomize.release_order import public_release
 from vllm_livepatch.tools.releases import archives, registry, sources
 from vllm_livepatch.tools.releases.registry import RegistryError, Wheel
 from vllm_livepatch.tools.releases.sources import RangesRefusedError, SourcesError

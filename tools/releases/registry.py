@@ -24,7 +24,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import InvalidVersion, Version
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
-from vllm_livepatch.sitecustomize.decision import public_release
+from vllm_livepatch.sitecustomize.release_order import public_release
 from vllm_livepatch.tools.toml import tomllib
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ COLUMNS = ("known", "unverified", "proven", "no fault", "refused", "not run", "g
 
 @dataclass(frozen=True)
 class Cell:
-    """One patch on one tree: what is made of it, and what a process does. `known` is today's verdict, if there is one."""
+    """One patch on one tree, and what is made of it there. `known` is today's verdict, where there is one."""
 
     patch: str
     tree: str
@@ -88,7 +88,7 @@ def cells(
     """Each patch that has a form, on one tree. `listed`: today's facts say what is right there."""
     package = tree.partition(" ")[0]
     place = installed.Tree([*path, *beside])
-    places = {one: path for one in UNTIL}
+    places = dict.fromkeys(UNTIL, path)
     where = playing.Interpreter(str(environments.engine()), [*path, *beside], SECONDS, places)
     chosen = [entry for entry in entries.values() if entry.patch.package == package and not entry.patch.diff]
     past = {entry.patch.name: until(entry, UNTIL[package]) if listed else entry for entry in chosen}
@@ -131,7 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_livepatch.tools.upkeep.unlisted", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--tree", action="append", default=[], metavar="NAME=DIR", help="with DIR/vllm, of another build")
+    parser.add_argument("--tree", action="append", default=[], metavar="NAME=DIR", help="another build's DIR/vllm")
     parser.add_argument("--only", action="append", help="a tree's name, as 'vllm 0.30.0'; may be given again")
     parser.add_argument("--patch", action="append", help="a patch's name; may be given again")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
