@@ -21,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/patch-toml.md"
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["upkeep.mutation", "run", "nope"], "mutation: no module of tools/upkeep/mutation.toml is nope"),
+        (["upkeep.mutants", "nope"], "mutants: no module of patches, sitecustomize, tools is nope"),
         (["upkeep.newrelease"], "newrelease: Missing argument 'PKG==VERSION'."),
         (["upkeep.newrelease", "vllm"], "newrelease: 'vllm' is not vllm==VERSION or lmcache==VERSION"),
         (["upkeep.versions", "more"], "versions: Got unexpected extra argument(s) (more)"),
@@ -34,7 +34,7 @@ def test_bad_input_is_one_line(words: list[str], line: str) -> None:
     assert said.replace(" arguments (", " argument(s) (") == line
 
 
-@pytest.mark.parametrize("module", ["bench", "upkeep.mutation", "upkeep.newrelease", "upkeep.versions"])
+@pytest.mark.parametrize("module", ["bench", "upkeep.mutants", "upkeep.newrelease", "upkeep.versions"])
 def test_help_does_nothing_else(module: str) -> None:
     done = finish([sys.executable, "-m", TOOLS + module, "--help"], os.environ)
     assert (done.code, done.err) == (0, "")
