@@ -63,9 +63,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     module: Annotated[str, typer.Argument(help="as sitecustomize/settings.py")],
-    test: Annotated[
-        list[str] | None, typer.Argument(help="pytest's words (default: tests called after it)")
-    ] = None,
+    test: Annotated[list[str] | None, typer.Argument(help="pytest's words (default: tests called after it)")] = None,
     sample: Annotated[int | None, typer.Option(min=1, help="so many mutants, drawn by --seed (default: all)")] = None,
     seed: Annotated[int, typer.Option()] = 1,
 ) -> None:
