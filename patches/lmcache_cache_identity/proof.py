@@ -49,7 +49,14 @@ def cases() -> dict[str, str | None]:
 
 
 def _offers(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    """Whether there is such a module, and this vLLM has what it imports."""
+    if importlib.util.find_spec(name) is None:
+        return False
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
 
 
 def _server_connector() -> str | None:

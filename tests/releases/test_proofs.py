@@ -12,7 +12,6 @@ from pathlib import Path
 import executed
 import interpreter
 import pytest
-from chunked_load_drive import lmcache_of
 from packaging.version import Version
 from prefill_decode_drive import nixl_site
 from vllm_livepatch.sitecustomize import installed
@@ -23,7 +22,9 @@ from vllm_livepatch.tools.bundles.patch_files import PROOF
 from vllm_livepatch.tools.proving import playing, proving
 from vllm_livepatch.tools.releases import registry, sources
 
-NEWEST_VLLM = registry.pins("vllm")[-1].version
+NEWEST = {package: registry.pins(package)[-1].version for package in ("vllm", "lmcache")}
+OLDER = ("0.21.0", "0.4.6")
+"""To this vLLM, its built-in connector takes no LMCache newer than this one."""
 WITHOUT: set[str] = set()
 """Patches that have no proof yet."""
 
@@ -51,8 +52,9 @@ def test_proof(
     tmp_path: Path,
 ) -> None:
     entry = catalogue.load()[name]
-    beside_it = {"lmcache": lmcache_of(release)} if entry.patch.package == "vllm" else {"vllm": NEWEST_VLLM}
-    releases = {entry.patch.package: release, **beside_it}
+    releases = {**NEWEST, entry.patch.package: release}
+    if entry.patch.package == "vllm" and Version(release) <= Version(OLDER[0]):
+        releases["lmcache"] = OLDER[1]
     path = [str(sources.site_packages(package, version)) for package, version in releases.items()]
     places = dict.fromkeys(releases, path)
     beside = [nixl_site(engine_python), *mooncake]

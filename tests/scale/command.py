@@ -34,7 +34,7 @@ LONG_SECONDS = 6 * 3600
 """Longest time for one driver, which plays several loads."""
 MOST = 4
 """So many findings of one load are reported."""
-KEPT = HERE.parents[1] / "docs" / "scale.json"
+KEPT = HERE.parents[1] / "tests" / "results" / "scale.json"
 
 
 def parser() -> argparse.ArgumentParser:

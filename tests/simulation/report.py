@@ -1,4 +1,4 @@
-"""The table of docs/simulation.md, made of the figures in docs/simulation.json.
+"""The table of docs/simulation.md, made of the figures in tests/results/simulation.json.
 
 python -m tests.simulation --seeds 5000 --json --setup stock >stock.json
 python -m tests.simulation --seeds 5000 --json --setup patched --bundle DIR >patched.json
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+ROOT = Path(__file__).parents[2]
 BEGIN = "## What the worlds came to"
 """The page's last heading; all after it is written here."""
 
@@ -40,14 +40,14 @@ def _made(run: Mapping[str, Any]) -> str:
     return f"{run['setup']}: {run['date']}, revision {run['revision']}, {machine}"
 
 
-def write(files: Sequence[str], directory: Path = DOCS) -> None:
+def write(files: Sequence[str], root: Path = ROOT) -> None:
     """Keep the figures, and put their table where the page says that it stands."""
     runs = []
     for name in files:
         kept = json.loads(Path(name).read_text(encoding="utf-8"))
         runs += kept if isinstance(kept, list) else [kept]  # what the page has already, too
-    (directory / "simulation.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
-    page = directory / "simulation.md"
+    (root / "tests/results/simulation.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
+    page = root / "docs/simulation.md"
     text, begin, _ = page.read_text(encoding="utf-8").partition(BEGIN)
     page.write_text(f"{text}{begin or BEGIN}\n\n{table(runs)}\n", encoding="utf-8")
 

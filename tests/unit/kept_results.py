@@ -1,4 +1,4 @@
-"""The results that are kept under docs, as tests read them."""
+"""The results that are kept in tests/results, as tests read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kept = dict[str, Any]
 
 @functools.cache
 def kept(name: str) -> Any:
-    return json.loads((ROOT / f"docs/{name}.json").read_text("utf-8"))
+    return json.loads((ROOT / f"tests/results/{name}.json").read_text("utf-8"))
 
 
 def setups(name: str) -> list[Kept]:

@@ -116,7 +116,7 @@ def holds_seen_later() -> None:
 def idle_stepping() -> Iterator[str]:
     holds_seen_later()
     yield "a hold that ends after 100 ms is seen 12 ms later at most, one that lasts longer 50 ms."
-    if not (ROOT / "docs/figures/idle_stepping.json").is_file():
+    if not (ROOT / "tests/results/figures/idle_stepping.json").is_file():
         yield "No table of it is kept yet."
 
 

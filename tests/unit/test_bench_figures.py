@@ -92,6 +92,7 @@ def test_a_run_prints_what_changed_keeps_it_and_fills_the_pages(
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
     (tmp_path / figures.PLACE).mkdir(parents=True)
     page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
     page.write_text("# Page\n<!-- figures: one 2 -->\nold\n<!-- /figures -->\nrest\n", "utf-8")
     (tmp_path / "README.md").write_text("<!-- figures: one; one 1 -->\n<!-- /figures -->\n", "utf-8")
     rows = [["a", "1 s"], ["b", "2 s"]]

@@ -17,13 +17,14 @@ from vllm_livepatch.tools.cli import app
 from vllm_livepatch.tools.errors import UserError
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "tests/results"
 SHORT = {f"figures/{name}" for name in bench.BENCHMARKS}
 OF_ITS_OWN = ("gpu-servers",)
 """Servers need releases of LMCache: docs/lab-gpu.md."""
 
 
 def test_every_kept_result_has_a_command() -> None:
-    files = (file.relative_to(ROOT / "docs").with_suffix("").as_posix() for file in (ROOT / "docs").rglob("*.json"))
+    files = (file.relative_to(RESULTS).with_suffix("").as_posix() for file in RESULTS.rglob("*.json"))
     names = {name for name in files if not name.startswith(OF_ITS_OWN)}
     known = long.kept(ROOT, Path("work"))
     assert names == SHORT | known.keys(), "one that nobody can measure again, or a command for none"
@@ -67,9 +68,9 @@ def test_a_run_of_the_lab_is_kept_under_its_name_and_its_page_filled(tmp_path: P
     out = run[run.index("--out") + 1]
     assert keep[3:] == (
         *("--keep", f"{out}/result.json", "--name", "late-0.32.0"),
-        *("--place", str(ROOT / "docs/lab-lease")),
+        *("--place", str(RESULTS / "lab-lease")),
     )
-    assert fill[3:] == ("--place", str(ROOT / "docs/lab-lease"), "--write", str(ROOT / "docs/lab-lease.md"))
+    assert fill[3:] == ("--place", str(RESULTS / "lab-lease"), "--write", str(ROOT / "docs/lab-lease.md"))
     assert not one.on_gpu
 
 
@@ -150,7 +151,7 @@ def test_a_command_that_fails_is_one_line_and_exit_code_1(
 ) -> None:
     mocker.patch.object(long, "kept", return_value={"one": made(tmp_path, [("raise SystemExit(7)", None)])})
     mocker.patch.object(bench, "CHECKOUT", tmp_path)
-    (tmp_path / "docs/figures").mkdir(parents=True)
+    (tmp_path / "tests/results/figures").mkdir(parents=True)
     mocker.patch.object(sys, "argv", ["bench", "--long"])
     with pytest.raises(SystemExit) as end:
         bench.main()

@@ -128,7 +128,7 @@ def test_what_the_readme_says_applies_by_default_does() -> None:
     assert sorted(listed) == sorted(applies)
 
 
-@pytest.mark.parametrize("kept", sorted((ROOT / "docs").rglob("*.json")), ids=named)
+@pytest.mark.parametrize("kept", sorted((ROOT / "tests/results").rglob("*.json")), ids=named)
 def test_a_kept_figure_names_no_path_of_a_machine(kept: Path) -> None:
     assert not re.search(r"(?<![\w.-])/(tmp|root|home|work|Users)/", kept.read_text("utf-8"))
 

@@ -1,4 +1,4 @@
-"""The table of LMCache servers without compiled operations in docs/lab-gpu.md is made of docs/gpu-servers.json."""
+"""The table of LMCache servers without compiled operations in docs/lab-gpu.md is made of tests/results/gpu-servers.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 COLUMNS = (
     ("--l1-use-lazy", "there and back", ("MLA", "K/V", "K/V, heads first")),
     ("--l1-use-lazy", "behind a step", ("behind a step",)),
@@ -44,8 +44,8 @@ def table(kept: Mapping[str, Any]) -> Iterator[str]:
 
 
 def test_the_page_has_what_was_kept() -> None:
-    kept = json.loads((DOCS / "gpu-servers.json").read_text("utf-8"))
-    page = (DOCS / "lab-gpu.md").read_text("utf-8")
+    kept = json.loads((ROOT / "tests/results/gpu-servers.json").read_text("utf-8"))
+    page = (ROOT / "docs/lab-gpu.md").read_text("utf-8")
     begin, end = "<!-- servers -->\n", "<!-- /servers -->"
     made = "\n".join(table(kept)) + "\n"
     assert page.partition(begin)[2].partition(end)[0] == made, made

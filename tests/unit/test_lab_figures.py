@@ -30,7 +30,7 @@ DOCUMENTS = (
     "lab-mooncake",
     "lab-prefill-decode",
 )
-KEPT = sorted(file for name in DOCUMENTS for file in (ROOT / "docs" / name).glob("*.json"))
+KEPT = sorted(file for name in DOCUMENTS for file in (ROOT / "tests/results" / name).glob("*.json"))
 
 
 def test_the_documents_tables_are_made_of_what_is_kept() -> None:
@@ -38,7 +38,7 @@ def test_the_documents_tables_are_made_of_what_is_kept() -> None:
     assert KEPT
     for name in DOCUMENTS:
         document = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
-        assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "docs" / name)
+        assert matrix.block(document, figures.NAME) == figures.markdown(ROOT / "tests/results" / name)
 
 
 def test_what_is_noted_of_a_run_stands_under_its_command(tmp_path: Path) -> None:
@@ -52,15 +52,15 @@ def test_what_is_noted_of_a_run_stands_under_its_command(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["layerwise", "layerwise-before"])
 def test_the_table_of_what_leaves_early_is_made_of_what_is_kept(name: str) -> None:
-    """`bench.layerwise --kept docs/NAME.json --write docs/layerwise.md --table NAME` puts it there."""
-    kept = json.loads((ROOT / f"docs/{name}.json").read_text("utf-8"))
+    """`bench.layerwise --kept tests/results/NAME.json --write docs/layerwise.md --table NAME` puts it there."""
+    kept = json.loads((ROOT / f"tests/results/{name}.json").read_text("utf-8"))
     assert {"command", "date", "revision", "machine"} <= kept.keys()
     page = (ROOT / "docs/layerwise.md").read_text("utf-8")
     assert matrix.block(page, name).strip() == layerwise.markdown(kept).strip()
 
 
 def test_the_ratios_in_the_text_about_what_leaves_early_are_those_of_what_is_kept() -> None:
-    rows = json.loads((ROOT / "docs/layerwise.json").read_text("utf-8"))["rows"]
+    rows = json.loads((ROOT / "tests/results/layerwise.json").read_text("utf-8"))["rows"]
     kept = {"0.70", "1.02"}  # what was aimed at
     for row in rows:
         stock = row["median"]["stock"]
@@ -76,15 +76,15 @@ def test_the_ratios_in_the_text_about_what_leaves_early_are_those_of_what_is_kep
 
 
 def test_how_long_an_earlier_version_takes_is_what_is_kept() -> None:
-    kept = json.loads((ROOT / "docs/layerwise-before.json").read_text("utf-8"))
+    kept = json.loads((ROOT / "tests/results/layerwise-before.json").read_text("utf-8"))
     ratios = [row["median"]["layer"] / row["median"]["before"] for row in kept["rows"]]
     text = (ROOT / "docs/layerwise.md").read_text("utf-8")
     assert f"takes {min(ratios):.2f} to {max(ratios):.2f} of the earlier one's time" in text
 
 
 def test_the_table_of_worlds_is_made_of_what_is_kept() -> None:
-    """`python -m tests.simulation.report docs/simulation.json` puts it there."""
-    kept = json.loads((ROOT / "docs/simulation.json").read_text("utf-8"))
+    """`python -m tests.simulation.report tests/results/simulation.json` puts it there."""
+    kept = json.loads((ROOT / "tests/results/simulation.json").read_text("utf-8"))
     shown = (ROOT / "docs/simulation.md").read_text("utf-8").partition(report.BEGIN)[2]
     assert shown.strip() == report.table(kept)
     for run in kept:
@@ -203,4 +203,4 @@ def test_a_kept_result_says_when_and_of_which_revision_it_is(file: Path) -> None
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", kept["date"])
     assert re.fullmatch(r"[0-9a-f]{7,}", kept["revision"])
     assert kept["machine"]
-    assert figures.made(kept) in file.parent.with_suffix(".md").read_text(encoding="utf-8")
+    assert figures.made(kept) in (ROOT / "docs" / f"{file.parent.name}.md").read_text(encoding="utf-8")

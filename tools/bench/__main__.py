@@ -75,7 +75,7 @@ def bench(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="NAME...", help=f"Default: all of {', '.join(BENCHMARKS)}.")
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Keep them in docs/figures, and fill the pages.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Keep them in tests/results, and fill the pages.")] = False,
     takes_long: Annotated[
         bool, typer.Option("--long", help="What takes minutes to hours: results below docs.")
     ] = False,

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from vllm_livepatch.tools.measured import measured_on
 
-PLACE = Path("docs/figures")
+PLACE = Path("tests/results/figures")
 PAGES = ("README.md", "docs/*.md")
 _BLOCK = re.compile(r"(<!-- figures: ([^>]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 

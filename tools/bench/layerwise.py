@@ -1,7 +1,7 @@
 """Time to first token of prefill/decode over Mooncake, with mooncake-layerwise and without, by prompt and by link.
 
     python -m vllm_livepatch.tools.bench.layerwise [--links MB...] [--tokens N...] [--at-once N...] [--out FILE]
-    python -m vllm_livepatch.tools.bench.layerwise --kept docs/layerwise.json --write docs/layerwise.md
+    python -m vllm_livepatch.tools.bench.layerwise --kept tests/results/layerwise.json --write docs/layerwise.md
 
 Real engines (vLLM on CPU, random weights) behind upstream's proxy, which asks both at once: the lab's topology
 pd-mooncake-both. Each setup has its own pair of engines; they take turns with the same prompts, and their answers are

@@ -37,19 +37,19 @@ class Long:
 
 
 def kept(checkout: Path, work: Path, python: Path | None = None) -> dict[str, Long]:
-    """Every result that is kept in `docs` and takes long, by its name. What is in between goes to `work`.
+    """Every result that is kept in `tests/results` and takes long, by its name. What is in between goes to `work`.
 
     `python` runs what was measured on a GPU.
     """
-    docs = checkout / "docs"
+    docs, results = checkout / "docs", checkout / "tests/results"
     gpu = str(python or _PYTHON)
-    found = {"figures/idle_stepping": _by_itself(docs / "figures/idle_stepping.json", docs / "idle-stepping.md")}
+    found = {"figures/idle_stepping": _by_itself(results / "figures/idle_stepping.json", docs / "idle-stepping.md")}
     for name in ("layerwise", "layerwise-before"):
-        found[name] = _layerwise(docs, name)
-    found["simulation"] = _simulation(docs, work)
+        found[name] = _layerwise(docs, results, name)
+    found["simulation"] = _simulation(docs, results, work)
     found["gpu"] = _gpu(checkout, work, gpu)
-    for file in sorted(docs.glob("lab*/*.json")):
-        found[f"{file.parent.name}/{file.stem}"] = _lab(file, work, gpu)
+    for file in sorted(results.glob("lab*/*.json")):
+        found[f"{file.parent.name}/{file.stem}"] = _lab(file, docs, work, gpu)
     return found
 
 
@@ -103,19 +103,19 @@ def _by_itself(file: Path, page: Path) -> Long:
     return Long(page, (_module(module, *words),))
 
 
-def _layerwise(docs: Path, name: str) -> Long:
-    _, *words = shlex.split(json.loads((docs / f"{name}.json").read_text(encoding="utf-8"))["command"])
+def _layerwise(docs: Path, results: Path, name: str) -> Long:
+    _, *words = shlex.split(json.loads((results / f"{name}.json").read_text(encoding="utf-8"))["command"])
     module, page = f"{_OURS}bench.layerwise", docs / "layerwise.md"
-    shown = _module(module, "--kept", str(docs / f"{name}.json"), "--write", str(page), "--table", name)
+    shown = _module(module, "--kept", str(results / f"{name}.json"), "--write", str(page), "--table", name)
     return Long(page, (_module(module, *words), shown))
 
 
-def _simulation(docs: Path, work: Path) -> Long:
+def _simulation(docs: Path, results: Path, work: Path) -> Long:
     commands: list[tuple[tuple[str, ...], Path | None]] = [
         _module(f"{_OURS}cli", "generate", "--out", str(work / "bundle"))
     ]
     made = []
-    for run in json.loads((docs / "simulation.json").read_text(encoding="utf-8")):
+    for run in json.loads((results / "simulation.json").read_text(encoding="utf-8")):
         first, seeds = run["seeds"]
         bundle = () if run["setup"] == "stock" else ("--bundle", str(work / "bundle"))
         options = ("--first", str(first), "--seeds", str(seeds), "--json", "--setup", run["setup"], *bundle)
@@ -128,14 +128,14 @@ def _simulation(docs: Path, work: Path) -> Long:
 def _gpu(checkout: Path, work: Path, python: str) -> Long:
     """The page has these in its prose, which a test holds to them."""
     bundle = _module(f"{_OURS}cli", "generate", "--out", str(work / "bundle"))
-    script, file = checkout / "tests/gpu/run.py", checkout / "docs/gpu.json"
+    script, file = checkout / "tests/gpu/run.py", checkout / "tests/results/gpu.json"
     words = ("--python", python, "--bundle", str(work / "bundle"), "--write", str(file))
     return Long(checkout / "docs/lab-gpu.md", (bundle, ((sys.executable, str(script), *words), None)), on_gpu=True)
 
 
-def _lab(file: Path, work: Path, python: str) -> Long:
+def _lab(file: Path, docs: Path, work: Path, python: str) -> Long:
     """A run of the lab, its small result in the place of the last one, and the page of them all."""
-    place, page = file.parent, file.parent.with_suffix(".md")
+    place, page = file.parent, docs / f"{file.parent.name}.md"
     out = work / place.name / file.stem
     _, *words = shlex.split(lab_figures.command(json.loads(file.read_text(encoding="utf-8"))))
     on_gpu = _PYTHON in words

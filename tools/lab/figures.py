@@ -1,6 +1,6 @@
-"""The documentation's figures, from the results that are kept in docs/lab.
+"""The documentation's figures, from the results that are kept in tests/results/lab.
 
-python -m vllm_livepatch.tools.lab.figures --keep RESULT.json --name NAME   # a run's result, small, into docs/lab
+python -m vllm_livepatch.tools.lab.figures --keep RESULT.json --name NAME   # a run's result, small, into tests/results/lab
 python -m vllm_livepatch.tools.lab.figures --write docs/lab.md              # all that are kept, as tables
 python -m vllm_livepatch.tools.lab.figures --name NAME --picture FILE.png   # what one of them completed over time
 """
@@ -21,37 +21,29 @@ from vllm_livepatch.tools.releases import releases_file
 with ending.needing("lab", "figures"):
     from vllm_livepatch.tools.lab import loads, report, summary, topology
 
-PLACE = Path("docs/lab")
+PLACE = Path("tests/results/lab")
 NAME = "lab"
-_POINTS = 120
-# The end of a log is full of one machine's paths; a message of upstream's may be.
-_CURVES = ("kv_usage", "requests", "cores")
-_NOT_KEPT = {"log_tail", "error_examples"}
+# The end of a log is full of one machine's paths; a message of upstream's may be. No table has the curves.
+_NOT_KEPT = {"log_tail", "error_examples", "kv_usage", "requests", "cores"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def kept(result: dict[str, Any]) -> dict[str, Any]:
-    """A result without what is of one machine, and with no more than 120 points of each curve.
+    """What the tables and the picture take of a result.
 
     Raises KeyError where it does not say when, with which revision and where it was made.
     """
     made(result)
     setups = {}
     for name, setup in result["setups"].items():
-        curves = {
-            kind: {engine: thinned(series) for engine, series in setup[kind].items()}
-            for kind in _CURVES
-            if kind in setup
-        }
-        setups[name] = {key: value for key, value in setup.items() if key not in _NOT_KEPT} | curves
+        counted = [
+            {"name": patch, "counters": counters} for patch, counters in summary.counters(setup["status"]).items()
+        ]
+        own = {key: value for key, value in setup.items() if key not in _NOT_KEPT}
+        completed = {"completed": setup["per_second"]["completed"]} if "per_second" in setup else {}
+        setups[name] = own | {"status": [{"patches": counted}], "per_second": completed}
     return {**result, "setups": setups}
-
-
-def thinned(series: list[Any]) -> list[Any]:
-    """Every so many points, and the last."""
-    step = max(1, -(-len(series) // _POINTS))
-    return series[::step] + ([series[-1]] if (len(series) - 1) % step else [])
 
 
 def command(result: dict[str, Any]) -> str:

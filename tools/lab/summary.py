@@ -159,13 +159,18 @@ def _cores(value: float | None) -> str:
     return "?" if value is None else f"{value:.2f}"
 
 
-def _counters(status: list[dict[str, Any]]) -> str | None:
-    """Counters that are not 0, added up over the processes."""
-    total: dict[str, int] = {}
+def counters(status: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """By patch its counters that are not 0, added up over the processes."""
+    total: dict[str, dict[str, int]] = {}
     for process in status:
         for patch in process["patches"]:
             for counter, count in patch["counters"].items():
                 if count:
-                    key = f"{patch['name']} {counter}"
-                    total[key] = total.get(key, 0) + count
-    return "\n".join(f"{name}: {count}" for name, count in total.items()) or None
+                    of_patch = total.setdefault(patch["name"], {})
+                    of_patch[counter] = of_patch.get(counter, 0) + count
+    return total
+
+
+def _counters(status: list[dict[str, Any]]) -> str | None:
+    found = counters(status)
+    return "\n".join(f"{name} {key}: {count}" for name, own in found.items() for key, count in own.items()) or None

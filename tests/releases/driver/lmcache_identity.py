@@ -43,6 +43,7 @@ import vllm
 from lmcache_messages import Copies, Messages
 from lmcache_server import Server, until
 from vllm import SamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.engine.core import EngineCore
@@ -114,7 +115,9 @@ class Engine:
         factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
         role = importlib.import_module(f"{V1}.base").KVConnectorRole.WORKER
         vllm_config.parallel_config.rank = rank
-        worker = factory.create_connector(config=vllm_config, role=role, kv_cache_config=self.scheduler.kv_cache_config)
+        groups = self.scheduler.kv_cache_config
+        with set_current_vllm_config(vllm_config):
+            worker = factory.create_connector(config=vllm_config, role=role, kv_cache_config=groups)
         vllm_config.parallel_config.rank = 0
         cache = torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8)
         for one in getattr(worker, "_connectors", [worker]):
@@ -124,7 +127,8 @@ class Engine:
                 one.worker_adapter.instance_id == os.getpid()
             ):  # to LMCache 0.4.7: several workers are several processes
                 one.worker_adapter.instance_id = next(NUMBERS)
-        worker.register_kv_caches({"layer0": cache})
+        with set_current_vllm_config(vllm_config):
+            worker.register_kv_caches({"layer0": cache})
         return worker, cache
 
     def enter(self) -> None:
