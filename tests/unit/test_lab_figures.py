@@ -112,13 +112,6 @@ def test_what_is_kept_is_small_and_of_no_machine(file: Path) -> None:
     assert re.findall(r'[" =(]/[a-z]+/[^"]*', text) == []
 
 
-def test_a_curve_is_thinned_to_its_ends() -> None:
-    curve = figures.thinned([[number, 0.5] for number in range(1201)])
-    assert (curve[0], curve[-1], len(curve)) == ([0, 0.5], [1200, 0.5], 111)
-    assert figures.thinned([[0, 1]]) == [[0, 1]]
-    assert figures.thinned([]) == []
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,6 +1,6 @@
 """The documentation's figures, from the results that are kept in tests/results/lab.
 
-python -m vllm_livepatch.tools.lab.figures --keep RESULT.json --name NAME   # a run's result, small, into tests/results/lab
+python -m vllm_livepatch.tools.lab.figures --keep RESULT.json --name NAME   # a run's result, small
 python -m vllm_livepatch.tools.lab.figures --write docs/lab.md              # all that are kept, as tables
 python -m vllm_livepatch.tools.lab.figures --name NAME --picture FILE.png   # what one of them completed over time
 """
