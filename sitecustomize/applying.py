@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from . import application, guard, no_function, patch_code
+from . import guard, no_function, patch_code, wrapping
 from .context import PatchContext
 from .decision import Patch
+from .outcomes import Reporter
 from .patch_state import PatchState, PatchStates
 from .relied_on import RELIED_ON, ReliedOn
-from .reporting import Reporter
 from .source_changes import SourceChanges
 
 _Found = TypeVar("_Found")
@@ -39,17 +39,17 @@ class Applier:
             context = self._context(state)
             made = state.wrappers = state.wrappers or self._made(state.patch, context)
             if set(made) != set(state.patch.targets):
-                raise application.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
+                raise wrapping.ApplyError("mismatch", "its code wraps other targets than its patch.toml names")
             if state.relied_on is None:
                 state.relied_on = ReliedOn(state.patch.calls, self._sources.files)
             forced = state.decision is not None and state.decision.reason == "forced"
             replaced = None if forced else state.relied_on.replaced(self._patches.wrappers())
             if replaced is not None:
-                raise application.ApplyError(RELIED_ON, replaced)
+                raise wrapping.ApplyError(RELIED_ON, replaced)
             wanted = {target: made[target] for target in targets}
             while not patiently(lambda: self._put_around(state, context, wanted)):
                 pass  # another thread was faster: on what it left
-        except application.ApplyError as error:
+        except wrapping.ApplyError as error:
             self.unapply(state, error.reason, error.detail)
         except (Exception, SystemExit) as error:  # a patch may end itself, not the process
             self.unapply(state, "raised", f"{type(error).__name__} while applying: {error}")
@@ -58,7 +58,7 @@ class Applier:
         """All or nothing, also where the targets came one by one, or one of them once more."""
         with self._patches.lock:
             steps, state.applied = state.applied, []
-            application.undo(step for step in steps if application.in_place(step))
+            wrapping.undo(step for step in steps if wrapping.in_place(step))
             state.settle("failed", reason, detail)
         if steps and state.context is not None:  # who took our wrapper by name still calls it
             state.context.withdraw()
@@ -110,7 +110,7 @@ class Applier:
         before = [other.applied for other in self._patches.all]
         known = [step for steps in before for step in steps]
         # All but a reloaded module's; another patch, or somebody else, may have wrapped them since.
-        own = [step for step in applied if application.overtaken_by(step) is None]
+        own = [step for step in applied if wrapping.overtaken_by(step) is None]
         there = {step.target for step in own}
         wrappers = {target: wrapper for target, wrapper in made.items() if target not in there}
         forced = state.decision is not None and state.decision.reason == "forced"
@@ -121,8 +121,8 @@ class Applier:
             return guard.in_place_of(original, wrapper, context, target)
 
         try:
-            planned = application.planned(wrappers, stand_in, known, self._sources.files(), forced)
-        except application.ApplyError:
+            planned = wrapping.planned(wrappers, stand_in, known, self._sources.files(), forced)
+        except wrapping.ApplyError:
             with self._patches.lock:  # somebody else's may be what another thread of ours has put there
                 if any(other.applied is not steps for other, steps in zip(self._patches.all, before, strict=True)):
                     return False
@@ -130,16 +130,16 @@ class Applier:
         with self._patches.lock:
             if context.aside:  # a target that was there before has raised meanwhile
                 return True
-            if state.applied is not applied or not all(map(application.is_as_planned, planned)):
+            if state.applied is not applied or not all(map(wrapping.is_as_planned, planned)):
                 return False
-            application.put_in_place(planned)
+            wrapping.put_in_place(planned)
             state.applied = own + planned  # whoever comes now leaves these to this thread
             changes = [step for step in planned if step.by is not None]
             if not changes:
                 state.settle_applied(len(state.applied), len(state.targets), "targets")
         for step in changes:
-            context.on_stand_aside(functools.partial(application.put_back, step))
-            application.change(step)
+            context.on_stand_aside(functools.partial(wrapping.put_back, step))
+            wrapping.change(step)
         with self._patches.lock:
             if changes and state.state != "failed":
                 state.settle_applied(len(state.applied), len(state.targets), "targets")

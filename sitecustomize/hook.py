@@ -15,10 +15,10 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from . import application
+from . import wrapping
 from .changed_module import ChangedModule, part_of_import
 from .context import to_stderr
-from .reporting import end_process
+from .outcomes import end_process
 from .runtime import Runtime, guarded
 
 
@@ -74,7 +74,7 @@ def program(name: str) -> None:
 
 def finds(imports: dict[int, Any]) -> None:
     """The finder's own: the outermost imports that have not ended."""
-    application.under_way = imports
+    wrapping.under_way = imports
 
 
 def changed(name: str, loader: Any) -> Any:

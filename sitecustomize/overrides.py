@@ -13,10 +13,10 @@ import types
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from . import application, captures
+from . import captures, wrapping
 
 
-def bypassing(steps: Sequence[application.Applied]) -> list[str]:
+def bypassing(steps: Sequence[wrapping.Applied]) -> list[str]:
     """One sentence for each loaded class and target that it bypasses."""
     ours = {id(step.wrapper) for step in steps}
     found: dict[str, None] = {}  # a class that several inherit from is named once
@@ -31,9 +31,9 @@ def bypassing(steps: Sequence[application.Applied]) -> list[str]:
     return list(found)
 
 
-def _calls(cls: type, step: application.Applied, override: Any) -> bool:
+def _calls(cls: type, step: wrapping.Applied, override: Any) -> bool:
     try:
-        return application.reaches(override, step.wrapper) or calls_above(cls, step.attribute, override)
+        return wrapping.reaches(override, step.wrapper) or calls_above(cls, step.attribute, override)
     except Exception:  # a lazy proxy's, of what is not bound yet
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from .application import ApplyError
+from .wrapping import ApplyError
 
 
 def load(root: str, patch: str) -> ModuleType:

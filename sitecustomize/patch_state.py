@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import redaction, settings
-from .application import Applied
 from .context import PatchContext
 from .decision import Decision, Patch
 from .facts import to_patch
 from .relied_on import ReliedOn
+from .wrapping import Applied
 
 
 class PatchState:

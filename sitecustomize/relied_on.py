@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import application, fingerprint, overrides
+from . import fingerprint, overrides, wrapping
 from .captures import function_of
 from .decision import module_of
 
@@ -31,16 +31,16 @@ class ReliedOn:
         self._files = files
         self._first: dict[str, Any] = {}
 
-    def replaced(self, known: Sequence[application.Applied]) -> str | None:
+    def replaced(self, known: Sequence[wrapping.Applied]) -> str | None:
         """A sentence on the first name that is another's now, None where there is none. `known` are our wrappers."""
         originals = {id(step.wrapper): step.original for step in known if step.by is None}
         for name in self._names:
-            if application.is_loaded(module_of(name)):
+            if wrapping.is_loaded(module_of(name)):
                 cls, found = _stands(name)
                 while id(found) in originals:
                     found = originals[id(found)]
                 if issubclass(type(found), _KINDS) and not self._is_right(name, cls, found):
-                    return f"{name}, which it relies on, was replaced by {application.described(found)}"
+                    return f"{name}, which it relies on, was replaced by {wrapping.described(found)}"
         return None
 
     def _is_right(self, name: str, cls: type | None, found: Any) -> bool:
@@ -52,7 +52,7 @@ class ReliedOn:
             return first is found
         if issubclass(type(found), type):
             return issubclass(type(first), type) and issubclass(found, first)
-        if application.reaches(found, first) or (cls is not None and overrides.calls_above(cls, name, found)):
+        if wrapping.reaches(found, first) or (cls is not None and overrides.calls_above(cls, name, found)):
             return True
         if getattr(function_of(found), "__qualname__", "") == name.partition(":")[2] and self._is_of_file(name, found):
             self._first[name] = found  # its module was loaded again
@@ -62,7 +62,7 @@ class ReliedOn:
     def _is_of_file(self, name: str, found: Any) -> bool:
         """Whether its module's file has it: where a file has a plain function, that is the one."""
         module_name, _, qualname = name.partition(":")
-        module, function = application.imported(module_name), function_of(found)
+        module, function = wrapping.imported(module_name), function_of(found)
         file = self._files().get(module_name) or getattr(module, "__file__", None)
         if module is None or not isinstance(function, types.FunctionType) or function.__code__.co_filename == file:
             return True
@@ -76,7 +76,7 @@ class ReliedOn:
 def _stands(name: str) -> tuple[type | None, Any]:
     """What a name gives, not bound to anything, and the class whose own it is; None where it gives nothing."""
     module_name, _, qualname = name.partition(":")
-    owner: Any = application.imported(module_name)
+    owner: Any = wrapping.imported(module_name)
     cls: type | None = None
     for part in qualname.split("."):
         if isinstance(owner, type):

@@ -14,14 +14,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import application, cache
+from . import cache, wrapping
 from .applying import Applier
 from .changed_module import ChangedModule, part_of_import
 from .context import to_stderr
-from .deciding import Decider
 from .decision import Decision, module_of
+from .outcomes import Reporter
 from .patch_state import PatchState, PatchStates
-from .reporting import Reporter
+from .process_decisions import Decider
 from .source_changes import SourceChanges
 
 _RECHECK_SECONDS = 15.0
@@ -49,7 +49,7 @@ class Runtime:
         """Serve: this is the process's one runtime."""
         os.register_at_fork(before=self.reporter.about_to_fork, after_in_child=self._forked)
         atexit.register(self.reporter.close)
-        self.reporter.before_look = lambda: None if application.under_way else guarded(self.look, False)
+        self.reporter.before_look = lambda: None if wrapping.under_way else guarded(self.look, False)
 
     # The course of one target's import
 
@@ -73,7 +73,7 @@ class Runtime:
 
     def _were_imported(self, modules: list[str]) -> None:
         for module in modules:  # at once: to the report's thread, the others would have come past us
-            application.executed(sys.modules[module])
+            wrapping.executed(sys.modules[module])
 
     def before_execution(self, module: str, loader: Any = None, origin: str | None = None) -> None:
         """A target module is about to be executed, or was before us: decide about every patch that names it.
@@ -107,7 +107,7 @@ class Runtime:
         if sys.modules.get(module.__name__) is not module:
             self._sources.arriving.discard(module.__name__)
             return  # somebody's private copy: no caller reaches it by its name
-        application.executed(module)
+        wrapping.executed(module)
         failed: list[PatchState] = []
         for state in sorted(self.patches.of(module.__name__), key=lambda state: not state.patch.diff):
             if not self._apply_where_loaded(state):
@@ -123,7 +123,7 @@ class Runtime:
         decision = state.decision
         if decision is None or not decision.apply or state.state == "failed":
             return True
-        loaded = [name for name in state.targets if application.is_loaded(module_of(name))]
+        loaded = [name for name in state.targets if wrapping.is_loaded(module_of(name))]
         if state.patch.diff:
             self._read_back(state)
         elif loaded and (state.patch.per_module or len(loaded) == len(state.targets)):
@@ -167,10 +167,10 @@ class Runtime:
         self.reporter.imported()
 
     def _how_past(self, state: PatchState, module: str) -> str | None:
-        if not state.patch.diff and application.is_program(module):
+        if not state.patch.diff and wrapping.is_program(module):
             return _AS_PROGRAM
-        on_its_way = module in self._sources.arriving and not application.has_run(module)  # in another thread
-        return None if on_its_way else application.passed_by(module)
+        on_its_way = module in self._sources.arriving and not wrapping.has_run(module)  # in another thread
+        return None if on_its_way else wrapping.passed_by(module)
 
     def _passed_by(self, state: PatchState, past: Mapping[str, str], importing: bool) -> None:
         """Target modules of the patch are loaded, and not by way of us: it is not applied, if it would have been."""
@@ -206,7 +206,7 @@ class Runtime:
                 why = f"executed from elsewhere than they were looked at: {', '.join(sorted(names))}"
                 self._sources.drop(min(names), why, set(sys.modules), self._give_up)
                 continue
-            late = state not in self._refused and any(map(application.is_loaded, state.patch.modules))
+            late = state not in self._refused and any(map(wrapping.is_loaded, state.patch.modules))
             if not before.apply and late and names.isdisjoint(state.patch.modules):
                 continue
             self._decider.decide_anew(state)
@@ -229,7 +229,7 @@ class Runtime:
 
     def _read_back_again(self, state: PatchState) -> None:
         """The outermost import in which a patch was applied has ended: was a target replaced as it was imported?"""
-        overtaken = ((step, application.overtaken_by(step)) for step in state.applied)
+        overtaken = ((step, wrapping.overtaken_by(step)) for step in state.applied)
         step, by = next(((step, by) for step, by in overtaken if by is not None), (None, None))
         with self.patches.lock:
             lost = step is not None and state.state == "applied"

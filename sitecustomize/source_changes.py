@@ -10,11 +10,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .application import imported, is_loaded
 from .changed_module import ChangedModule, part_of_import
 from .changes import Change, HunkError, changed
 from .decision import Decision
 from .installed import Overlay, Tree
+from .wrapping import imported, is_loaded
 
 _LAZY = getattr(importlib.util, "_LazyModule", None)  # LazyLoader's: executed when it is first used
 GiveUp = Callable[[list[str], str, set[str]], None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pytest_mock import MockerFixture
-from vllm_livepatch.sitecustomize import application, applying
+from vllm_livepatch.sitecustomize import applying, wrapping
 from vllm_livepatch.sitecustomize.decision import Decision, Environment, Patch, Variant
 from vllm_livepatch.sitecustomize.patch_state import PatchState
 
@@ -69,8 +69,8 @@ def test_only_what_was_applied_is_withdrawn(mocker: MockerFixture, steps: list[A
     withdrawn = mocker.Mock()
     context: Any = withdrawn
     world.state.context, world.state.applied = context, steps
-    mocker.patch.object(application, "in_place", return_value=True)
-    undone = mocker.patch.object(application, "undo", side_effect=list)
+    mocker.patch.object(wrapping, "in_place", return_value=True)
+    undone = mocker.patch.object(wrapping, "undo", side_effect=list)
     world.applier.unapply(world.state, "raised", "an error")
     assert (world.state.state, world.state.reason, world.state.applied) == ("failed", "raised", [])
     assert (undone.call_count, withdrawn.withdraw.call_count) == (1, len(steps))
@@ -88,9 +88,9 @@ def test_a_target_that_is_in_place_is_left_and_an_overtaken_one_is_put_in_place_
     step: Any = SimpleNamespace(target="engine.a:f", wrapper=around)
     world.state.applied = [step]
     context: Any = SimpleNamespace(aside=False)
-    mocker.patch.object(application, "overtaken_by", return_value="somebody" if overtaken else None)
-    planned = mocker.patch.object(application, "planned", return_value=[])
-    mocker.patch.object(application, "put_in_place")
+    mocker.patch.object(wrapping, "overtaken_by", return_value="somebody" if overtaken else None)
+    planned = mocker.patch.object(wrapping, "planned", return_value=[])
+    mocker.patch.object(wrapping, "put_in_place")
     assert world.applier._put_around(world.state, context, {"engine.a:f": around})
     assert planned.call_args.args[0] == ({"engine.a:f": around} if overtaken else {})
     assert world.state.applied == ([] if overtaken else [step])
@@ -99,16 +99,16 @@ def test_a_target_that_is_in_place_is_left_and_an_overtaken_one_is_put_in_place_
 def test_another_thread_that_was_faster_is_seen(mocker: MockerFixture) -> None:
     world = World(mocker)
     context: Any = SimpleNamespace(aside=False)
-    put = mocker.patch.object(application, "put_in_place")
+    put = mocker.patch.object(wrapping, "put_in_place")
 
     def other_thread(*_: Any) -> list[Any]:
         world.state.applied = []
         return []
 
-    mocker.patch.object(application, "planned", side_effect=other_thread)
+    mocker.patch.object(wrapping, "planned", side_effect=other_thread)
     assert not world.applier._put_around(world.state, context, {"engine.a:f": around})
-    mocker.patch.object(application, "planned", return_value=["a step"])
-    mocker.patch.object(application, "is_as_planned", return_value=False)
+    mocker.patch.object(wrapping, "planned", return_value=["a step"])
+    mocker.patch.object(wrapping, "is_as_planned", return_value=False)
     assert not world.applier._put_around(world.state, context, {"engine.a:f": around})
     put.assert_not_called()
 
@@ -116,23 +116,23 @@ def test_another_thread_that_was_faster_is_seen(mocker: MockerFixture) -> None:
 def test_an_error_of_the_plan_counts_unless_another_thread_came_in_between(mocker: MockerFixture) -> None:
     world = World(mocker)
     context: Any = SimpleNamespace(aside=False)
-    error = application.ApplyError("occupied", "somebody else's")
+    error = wrapping.ApplyError("occupied", "somebody else's")
 
     def other_thread(*_: Any) -> list[Any]:
         world.state.applied = []
         raise error
 
-    mocker.patch.object(application, "planned", side_effect=other_thread)
+    mocker.patch.object(wrapping, "planned", side_effect=other_thread)
     assert not world.applier._put_around(world.state, context, {"engine.a:f": around})
-    mocker.patch.object(application, "planned", side_effect=error)
-    with pytest.raises(application.ApplyError):
+    mocker.patch.object(wrapping, "planned", side_effect=error)
+    with pytest.raises(wrapping.ApplyError):
         world.applier._put_around(world.state, context, {"engine.a:f": around})
 
 
 def test_what_stands_aside_is_not_put_in_place(mocker: MockerFixture) -> None:
     world = World(mocker)
     context: Any = SimpleNamespace(aside=True)
-    mocker.patch.object(application, "planned", return_value=[])
-    put = mocker.patch.object(application, "put_in_place")
+    mocker.patch.object(wrapping, "planned", return_value=[])
+    put = mocker.patch.object(wrapping, "put_in_place")
     assert world.applier._put_around(world.state, context, {"engine.a:f": around})
     put.assert_not_called()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize import overrides
-from vllm_livepatch.sitecustomize.application import Applied
+from vllm_livepatch.sitecustomize.wrapping import Applied
 
 from tests.unit.support import STEP, Sandbox
 

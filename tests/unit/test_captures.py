@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit import interpreters
 from tests.unit.support import WORK, Sandbox
-from tests.unit.test_application import not_applied
+from tests.unit.test_wrapping import not_applied
 
 SCHEDULER = "fakeengine.scheduler"
 TARGETS = [f"{SCHEDULER}:{name}" for name in ("work", "Scheduler.step", "Scheduler.of_static", "Scheduler.of_class")]

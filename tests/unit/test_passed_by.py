@@ -6,7 +6,7 @@ import sys
 from textwrap import dedent
 
 import pytest
-from vllm_livepatch.sitecustomize import application
+from vllm_livepatch.sitecustomize import wrapping
 
 from tests.unit import interpreters
 from tests.unit.support import PASTED_LOADER, PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Sandbox, finish
@@ -275,5 +275,5 @@ def test_a_module_that_is_put_back_is_the_one_that_was_patched(sandbox: Sandbox,
 
 def test_what_only_passes_for_a_module_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "engine_odd", object())
-    assert application.passed_by("engine_odd") == "was put into sys.modules without a loader, past the bundle's finder"
-    assert application.passed_by("engine_absent") is None
+    assert wrapping.passed_by("engine_odd") == "was put into sys.modules without a loader, past the bundle's finder"
+    assert wrapping.passed_by("engine_absent") is None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pytest_mock import MockerFixture
-from vllm_livepatch.sitecustomize import application, runtime
+from vllm_livepatch.sitecustomize import runtime, wrapping
 from vllm_livepatch.sitecustomize.changed_module import ChangedModule
 from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Decision
@@ -203,9 +203,9 @@ def run() -> Iterator[ModuleType]:
     """A target module that has run, and that nobody finds in sys.modules."""
     module = ModuleType("fakeengine_run")
     module.__spec__ = ModuleSpec(module.__name__, None)
-    application.executed(module)
+    wrapping.executed(module)
     yield module
-    del application._run[module.__name__]
+    del wrapping._run[module.__name__]
 
 
 @pytest.mark.parametrize(("importing", "loaded"), [(True, True), (False, False)])
@@ -215,7 +215,7 @@ def test_a_module_that_has_run_is_there_while_its_import_ends_and_gone_when_it_i
     """At the end of its import the interpreter takes a module out of sys.modules, and puts it back."""
     assert run.__name__ not in sys.modules
     run.__spec__._initializing = importing  # type: ignore[union-attr]
-    assert application.is_loaded(run.__name__) is loaded
+    assert wrapping.is_loaded(run.__name__) is loaded
 
 
 APPLY = Decision("needed", True, True, "needed", "")
@@ -237,9 +237,9 @@ class World:
         }
         for part in ("Reporter", "SourceChanges", "Decider", "Applier"):
             mocker.patch.object(runtime, part)
-        mocker.patch.object(application, "executed")
+        mocker.patch.object(wrapping, "executed")
         self.loaded = {"engine.a"}
-        mocker.patch.object(application, "is_loaded", side_effect=self.loaded.__contains__)
+        mocker.patch.object(wrapping, "is_loaded", side_effect=self.loaded.__contains__)
         catalogue = {"patches": patches, "version": "1.2", "digests": {}, "changes": {}}
         made: Any = runtime.Runtime(catalogue, "root", {"digest": None})
         self.runtime, self.reporter, self.applier = made, made.reporter, made._applier
@@ -405,6 +405,6 @@ def test_a_changed_module_is_loaded_also_at_the_moment_that_its_import_takes_it_
     spec = ModuleSpec(name, SimpleNamespace(get_source=lambda name: changed.text))  # type: ignore[arg-type]
     spec._initializing = True  # type: ignore[attr-defined]
     module.__spec__, module.__loader__ = spec, spec.loader
-    monkeypatch.setitem(application._run, name, module)
+    monkeypatch.setitem(wrapping._run, name, module)
     assert name not in sys.modules
     assert sources.count_loaded("one") == (1, 1, None)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import captures, installed, patch_code
-from vllm_livepatch.sitecustomize.application import ApplyError
 from vllm_livepatch.sitecustomize.decision import PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Overlay, Tree
+from vllm_livepatch.sitecustomize.wrapping import ApplyError
 
 
 @pytest.fixture

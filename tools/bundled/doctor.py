@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...sitecustomize import cache, report, reporting, settings
+from ...sitecustomize import cache, outcomes, report, settings
 from ..errors import UserError
 from . import edited
 from .verdicts import Catalogue, Judged, here
@@ -163,7 +163,7 @@ def _loaded(place: str, generation: str) -> Finding:
             f"what was loaded is the entry of {armed}, and the bundle's is of {generation}: Python took "
             f"{kept or 'bytecode'} for it, which an earlier bundle left; remove it, and replace bundles by `generate`"
         )
-    beside = reporting.bundles_beside()
+    beside = outcomes.bundles_beside()
     if beside:
         return FAILED, "; ".join(beside)
     return OK, "the bundle was loaded in this process"

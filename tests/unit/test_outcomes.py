@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from pytest_mock import MockerFixture
-from vllm_livepatch.sitecustomize import application, context, overrides, reporting
+from vllm_livepatch.sitecustomize import context, outcomes, overrides, wrapping
 from vllm_livepatch.sitecustomize.decision import Decision, Environment, Patch
 from vllm_livepatch.sitecustomize.greeting import QUIET_SECONDS
 from vllm_livepatch.sitecustomize.patch_state import PatchState
@@ -43,7 +43,7 @@ class World:
         mocker.patch.object(os, "_exit", side_effect=Ended)
         mocker.patch.object(time, "monotonic", side_effect=lambda: self.now)
         self.bypassing = mocker.patch.object(overrides, "bypassing", return_value=[])
-        self.overtaken_by = mocker.patch.object(application, "overtaken_by", return_value=None)
+        self.overtaken_by = mocker.patch.object(wrapping, "overtaken_by", return_value=None)
         self.one, self.other = (PatchState(Patch(name, "engine", "", (f"engine.{name}:f",), (), ())) for name in "ab")
         errors, notes = of.get("errors", ()), of.get("notes", ())
         environment = Environment(mode, {}, {}, tuple(errors), tuple(notes), keep=of.get("keep", False))
@@ -54,11 +54,11 @@ class World:
             packages={"engine": "1.0"},
             lock=threading.RLock(),
         )
-        self.report = mocker.patch.object(reporting, "ProcessReport").return_value
+        self.report = mocker.patch.object(outcomes, "ProcessReport").return_value
         self.report.error = None
-        self.thread = mocker.patch.object(reporting, "ReportThread").return_value
-        self.reporter = reporting.Reporter(patches, "1.2", {"digest": digest, "bundle": "/place"})
-        made: Any = reporting
+        self.thread = mocker.patch.object(outcomes, "ReportThread").return_value
+        self.reporter = outcomes.Reporter(patches, "1.2", {"digest": digest, "bundle": "/place"})
+        made: Any = outcomes
         self.about = made.ProcessReport.call_args.args[1]
         self.look, self.write, self.end, self.due_in = made.ReportThread.call_args.args
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pytest_mock import MockerFixture
-from vllm_livepatch.sitecustomize import deciding, installed
+from vllm_livepatch.sitecustomize import installed, process_decisions
 from vllm_livepatch.sitecustomize.changes import HunkError
 from vllm_livepatch.sitecustomize.decision import Decision, Environment, Patch, Variant
 from vllm_livepatch.sitecustomize.patch_state import PatchState
@@ -39,11 +39,11 @@ class World:
         self.look = mocker.patch.object(installed, "look", return_value=FOUND)
         mocker.patch.object(installed, "Process")
         mocker.patch.object(installed, "Overlay")
-        mocker.patch.object(deciding, "decide", lambda one, *_: self.decisions.get(one.name, APPLY))
+        mocker.patch.object(process_decisions, "decide", lambda one, *_: self.decisions.get(one.name, APPLY))
         catalogue: Any = {"digests": {one.name: f"digest of {one.name}" for one in patches}, "changes": {}}
         catalogue["changes"] = {one.name: [] for one in patches}
         patches_of_process: Any = everything
-        self.decider = deciding.Decider(
+        self.decider = process_decisions.Decider(
             patches_of_process, sources, catalogue, None, lambda state: self.notified.append(state.patch.name)
         )
 

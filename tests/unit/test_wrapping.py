@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_livepatch.sitecustomize import application, guard
+from vllm_livepatch.sitecustomize import guard, wrapping
 
 from tests.unit.support import AROUND, PATCHED, STEP, STOCK, USE_STEP, WORK, Sandbox
 
@@ -358,7 +358,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         "utf-8",
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(application, "_run", {})
+    monkeypatch.setattr(wrapping, "_run", {})
     yield importlib.import_module("fake_engine")
     sys.modules.pop("fake_engine", None)
 
@@ -367,8 +367,8 @@ def wrapped(original: Any, wrapper: Any, target: str) -> Any:
     return wrapper
 
 
-def step_for(engine: Any, target: str = "fake_engine:work", **more: Any) -> application.Applied:
-    (step,) = application.planned({target: lambda item: ["patched", item]}, wrapped, (), {}, force=False)
+def step_for(engine: Any, target: str = "fake_engine:work", **more: Any) -> wrapping.Applied:
+    (step,) = wrapping.planned({target: lambda item: ["patched", item]}, wrapped, (), {}, force=False)
     return step
 
 
@@ -376,8 +376,8 @@ def test_what_no_wrapper_can_stand_for_is_not_wrapped(engine: Any) -> None:
     def refuses(original: Any, wrapper: Any, target: str) -> Any:
         raise guard.Unwrappable("an abstract method")
 
-    with pytest.raises(application.ApplyError) as caught:
-        application.planned({"fake_engine:work": print}, refuses, (), {}, force=False)
+    with pytest.raises(wrapping.ApplyError) as caught:
+        wrapping.planned({"fake_engine:work": print}, refuses, (), {}, force=False)
     assert caught.value.reason == "unwrappable"
     assert "fake_engine:work" in caught.value.detail
 
@@ -390,10 +390,10 @@ def test_an_error_of_somebody_elses_while_it_is_set(engine: Any) -> None:
             raise ValueError(name)
 
     engine.Closed = Refuses("Closed", (), {"step": engine.Scheduler.step})
-    steps = [step_for(engine), application.Applied("fake_engine:Closed.step", engine.Closed, "step", None, print)]
+    steps = [step_for(engine), wrapping.Applied("fake_engine:Closed.step", engine.Closed, "step", None, print)]
     original = engine.work
-    with pytest.raises(application.ApplyError, match=r"ValueError while applying: step") as caught:
-        application.put_in_place(steps)
+    with pytest.raises(wrapping.ApplyError, match=r"ValueError while applying: step") as caught:
+        wrapping.put_in_place(steps)
     assert caught.value.reason == "raised"
     assert engine.work is original
 
@@ -406,7 +406,7 @@ def test_what_ends_the_process_is_nobodys_reason(engine: Any, error: type[BaseEx
 
     engine.Closed = Ends("Closed", (), {"step": engine.Scheduler.step})
     with pytest.raises(error):
-        application.put_in_place([application.Applied("fake_engine:Closed.step", engine.Closed, "step", None, print)])
+        wrapping.put_in_place([wrapping.Applied("fake_engine:Closed.step", engine.Closed, "step", None, print)])
 
 
 def spec_of(module: Any, **more: Any) -> None:
@@ -415,49 +415,49 @@ def spec_of(module: Any, **more: Any) -> None:
 
 def test_whether_a_module_is_loaded(engine: Any) -> None:
     """Its spec says that it is being imported, a moment longer than it is: `executed` says when that is over."""
-    assert application.is_loaded("fake_engine")
-    assert not application.is_loaded("no.such.module")
+    assert wrapping.is_loaded("fake_engine")
+    assert not wrapping.is_loaded("no.such.module")
     spec_of(engine)  # one that says nothing of it: made by hand
-    assert application.is_loaded("fake_engine")
+    assert wrapping.is_loaded("fake_engine")
     spec_of(engine, _initializing=True)
-    assert not application.is_loaded("fake_engine")
+    assert not wrapping.is_loaded("fake_engine")
     spec_of(engine, _initializing=False, loader_state={"__class__": type(engine)})  # a LazyLoader's
-    assert not application.is_loaded("fake_engine")
-    application.executed(engine)
+    assert not wrapping.is_loaded("fake_engine")
+    wrapping.executed(engine)
     spec_of(engine, _initializing=True)
-    assert application.is_loaded("fake_engine")
+    assert wrapping.is_loaded("fake_engine")
 
 
 def test_a_module_that_its_import_takes_away_for_a_moment(engine: Any) -> None:
-    application.executed(engine)
+    wrapping.executed(engine)
     del sys.modules["fake_engine"]
     spec_of(engine, _initializing=True)
-    assert application.imported("fake_engine") is engine
+    assert wrapping.imported("fake_engine") is engine
     for flags in ({"_initializing": False}, {}):  # its import is over: somebody dropped it
         spec_of(engine, **flags)
-        assert application.imported("fake_engine") is None
+        assert wrapping.imported("fake_engine") is None
 
 
 def test_a_target_that_is_gone_is_not_in_place(engine: Any) -> None:
     step = step_for(engine)
-    application.put_in_place([step])
-    assert application.in_place(step)
+    wrapping.put_in_place([step])
+    assert wrapping.in_place(step)
     del engine.work
-    assert not application.in_place(step)
-    assert application.overtaken_by(step) == "nothing"
+    assert not wrapping.in_place(step)
+    assert wrapping.overtaken_by(step) == "nothing"
 
 
 def test_a_wrapper_is_reached_as_what_its_class_gives_of_it(engine: Any) -> None:
     """Somebody's wrapper holds the function of our class method, not the class method."""
     ours = classmethod(lambda cls: None)
-    step = application.Applied("fake_engine:Scheduler.step", engine.Scheduler, "step", None, ours)
+    step = wrapping.Applied("fake_engine:Scheduler.step", engine.Scheduler, "step", None, ours)
 
     def theirs() -> None: ...
 
     theirs.__wrapped__ = ours.__func__  # type: ignore[attr-defined]
-    assert application.reaches(ours, step.wrapper)
-    assert application.reaches(theirs, step.wrapper)
-    assert not application.reaches(lambda: None, step.wrapper)
+    assert wrapping.reaches(ours, step.wrapper)
+    assert wrapping.reaches(theirs, step.wrapper)
+    assert not wrapping.reaches(lambda: None, step.wrapper)
 
 
 @pytest.mark.parametrize("source", [None, "def work(:\n", ""], ids=["gone", "does not parse", "names nothing"])
@@ -470,7 +470,7 @@ def test_where_the_source_says_nothing_a_strange_function_is_somebody_elses(
         file.write_text(source, "utf-8")
     linecache.clearcache()
     engine.work = textwrap.dedent
-    with pytest.raises(application.ApplyError) as caught:
+    with pytest.raises(wrapping.ApplyError) as caught:
         step_for(engine)
     assert caught.value.reason == "foreign"
     assert f"textwrap.dedent in {textwrap.__file__}" in caught.value.detail
@@ -479,7 +479,7 @@ def test_where_the_source_says_nothing_a_strange_function_is_somebody_elses(
 def test_a_module_without_a_file_may_have_a_strange_function(engine: Any) -> None:
     engine.__file__ = None
     engine.work = len  # has no code, and so no file
-    with pytest.raises(application.ApplyError) as caught:
+    with pytest.raises(wrapping.ApplyError) as caught:
         step_for(engine)
     assert caught.value.detail == "fake_engine:work was already replaced by builtins.len"
 
@@ -493,10 +493,10 @@ def test_who_took_a_function_by_name_is_patched_but_for_modules_of_ours(
     for module in (own, other):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     step = step_for(engine)
-    application.put_in_place([step])
+    wrapping.put_in_place([step])
     assert (own.work, other.renamed) == (original, engine.work)
     assert engine.work is step.wrapper
-    application.undo([step])
+    wrapping.undo([step])
     assert [own.work, other.renamed, engine.work] == [original] * 3
 
 
@@ -508,8 +508,8 @@ def test_an_alias_that_does_not_take_the_wrapper_is_no_success(engine: Any, monk
     vars(other)["renamed"] = original = engine.work
     monkeypatch.setitem(sys.modules, other.__name__, other)
     with pytest.raises(
-        application.ApplyError, match=r"^renamed of .*elsewhere.a_module.*, looked up again, is "
+        wrapping.ApplyError, match=r"^renamed of .*elsewhere.a_module.*, looked up again, is "
     ) as caught:
-        application.put_in_place([step_for(engine)])
+        wrapping.put_in_place([step_for(engine)])
     assert caught.value.reason == "readback"
     assert engine.work is original

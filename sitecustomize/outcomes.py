@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import application, overrides, vllm_plugin
+from . import overrides, vllm_plugin, wrapping
 from .context import to_stderr
 from .decision import module_of
 from .greeting import Greeting, Outcome
@@ -207,9 +207,9 @@ def _not_applied(state: PatchState) -> str:
     return f"{state.patch.name} is not applied ({state.reason}): {state.detail}"
 
 
-def _overtaken_by(step: application.Applied) -> str | None:
+def _overtaken_by(step: wrapping.Applied) -> str | None:
     try:
-        return application.overtaken_by(step)
+        return wrapping.overtaken_by(step)
     except Exception as error:  # somebody's lazy proxy, of what is not bound yet
         return f"an object that raises {type(error).__name__} when its attributes are asked for"
 
