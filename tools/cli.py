@@ -12,11 +12,17 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from vllm_livepatch.tools import deploy as deploying
-from vllm_livepatch.tools.bundled import command, verifying
-from vllm_livepatch.tools.bundled import status as statuses
-from vllm_livepatch.tools.bundled.naming import known
-from vllm_livepatch.tools.bundles import bundle, catalogue, displaced, extensions, others, placing, replaced, shared
-from vllm_livepatch.tools.bundles import guard as guards
+from vllm_livepatch.tools.bundles import (
+    bundle,
+    catalogue,
+    displaced,
+    extensions,
+    guard_distribution,
+    others,
+    placing,
+    replaced,
+    shared,
+)
 from vllm_livepatch.tools.commands import (
     checking,
     diagnosing,
@@ -31,6 +37,9 @@ from vllm_livepatch.tools.commands import (
 from vllm_livepatch.tools.commands import from_diff as diffing
 from vllm_livepatch.tools.commands import matrix as matrices
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import command, verifying
+from vllm_livepatch.tools.in_bundle import status as statuses
+from vllm_livepatch.tools.in_bundle.naming import known
 from vllm_livepatch.tools.proving import playing, proofs
 from vllm_livepatch.tools.releases import published
 
@@ -125,7 +134,7 @@ def generate(
         for line in replaced.sentences(older, files, replaced.state_directory()) if older else ():
             print(f"  {line}")
     if guard is not None:
-        guards.write(entries, guard)
+        guard_distribution.write(entries, guard)
         print(f"{guard}: vllm-livepatch-guard; where VLLM_PLUGINS is set, add livepatch to it")
         print(f"  pip install --no-index {shlex.quote(str(guard.absolute()))}")
 

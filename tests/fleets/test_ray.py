@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from vllm_livepatch.tools import deploy
-from vllm_livepatch.tools.bundled import status
+from vllm_livepatch.tools.in_bundle import status
 from vllm_livepatch.tools.lab import environments, model
 
 from tests.fleets import by_hand

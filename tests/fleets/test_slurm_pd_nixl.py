@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.tools import deploy
-from vllm_livepatch.tools.bundled import status
+from vllm_livepatch.tools.in_bundle import status
 from vllm_livepatch.tools.lab import environments, model, topology
 from vllm_livepatch.tools.lab.client import Client
 from vllm_livepatch.tools.lab.supervisor import Part

@@ -16,9 +16,9 @@ from packaging.version import Version
 from prefill_decode_drive import nixl_site
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools.bundled import verdicts
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.bundles.patch_files import PROOF
+from vllm_livepatch.tools.in_bundle import verdicts
 from vllm_livepatch.tools.proving import playing, proving
 from vllm_livepatch.tools.releases import registry, sources
 

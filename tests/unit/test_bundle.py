@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from pytest_mock import MockerFixture
-from vllm_livepatch.tools.bundled.verifying import verified
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.verifying import verified
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, USE_STEP, Cli, Sandbox, finish

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools.bundled import bytecode
-from vllm_livepatch.tools.bundled.verifying import verified
 from vllm_livepatch.tools.bundles import bundle
+from vllm_livepatch.tools.in_bundle import bytecode
+from vllm_livepatch.tools.in_bundle.verifying import verified
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, STOCK, USE_STEP, Cli, Sandbox

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools.bundled import status
+from vllm_livepatch.tools.in_bundle import status
 
 from tests.unit import debian
 from tests.unit.support import DEADLINE, PATCHED, PYTHON, USE_STEP, Done, Sandbox, finish, until

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_livepatch.tools import bundled
+from vllm_livepatch.tools import in_bundle
 from vllm_livepatch.tools.bundles import bundle, placing
 
 from tests.unit import interpreters
@@ -181,7 +181,7 @@ def test_a_bundle_without_its_package(patched: Sandbox) -> None:
 
 @pytest.mark.parametrize("command", ["doctor", "status", "verify"])
 def test_a_bundle_without_one_of_its_modules(patched: Sandbox, command: str) -> None:
-    (patched.package / "tools/bundled/summary.py").unlink()
+    (patched.package / "tools/in_bundle/summary.py").unlink()
     done = ask(patched, command)
     assert (done.code, done.out, len(done.lines)) == (1, "", 1)
     assert done.err.startswith(f"vllm-livepatch: the bundle {patched.bundle} is damaged: ")
@@ -213,7 +213,7 @@ def test_whichever_file_is_emptied_is_named(patched: Sandbox) -> None:
 
 
 def test_a_file_that_is_cut_off_is_named(patched: Sandbox) -> None:
-    names = ("tools/bundled/doctor.py", "tools/bundled/command.py", "catalogue.json", "sitecustomize/facts.py")
+    names = ("tools/in_bundle/doctor.py", "tools/in_bundle/command.py", "catalogue.json", "sitecustomize/facts.py")
     for name, zeros in itertools.product(names, (False, True)):
         file = patched.package / name
         whole = file.read_bytes()
@@ -226,7 +226,7 @@ def test_a_file_that_is_cut_off_is_named(patched: Sandbox) -> None:
 
 
 def test_a_bundle_whose_manifest_is_damaged_too(patched: Sandbox) -> None:
-    cut(patched.package / "tools/bundled/doctor.py", 0)
+    cut(patched.package / "tools/in_bundle/doctor.py", 0)
     cut(patched.bundle / "manifest.json", 0)
     done = ask(patched, "doctor")
     assert (done.code, done.out, len(done.lines)) == (1, "", 1)
@@ -236,7 +236,7 @@ def test_a_bundle_whose_manifest_is_damaged_too(patched: Sandbox) -> None:
 
 def test_damage_from_a_zip(patched: Sandbox) -> None:
     contents = bundle.contents(patched.entries())
-    (emptied,) = (name for name in contents if name.endswith("/tools/bundled/doctor.py"))
+    (emptied,) = (name for name in contents if name.endswith("/tools/in_bundle/doctor.py"))
     place = patched.root / "livepatch.zip"
     placing.write_zip({**contents, emptied: b""}, place)
     done = ask(patched, "doctor", place=place, path=[place, patched.site])
@@ -373,14 +373,14 @@ def test_check_of_a_diff(sandbox: Sandbox) -> None:
 
 def test_a_part_of_it_is_no_program() -> None:
     """Of a `__main__.py` that was cut off anywhere, as a full disk does it, Python says so: no exit 0 for an answer."""
-    text = (Path(next(iter(bundled.__path__))) / "main.py").read_text("utf-8")
+    text = (Path(next(iter(in_bundle.__path__))) / "main.py").read_text("utf-8")
     for length in range(len("try"), text.index("except KeyboardInterrupt")):
         with pytest.raises(SyntaxError):
             ast.parse(text[:length])
 
 
 def test_the_bundled_commands_need_nothing_but_the_standard_library() -> None:
-    for file in Path(next(iter(bundled.__path__))).glob("*.py"):
+    for file in Path(next(iter(in_bundle.__path__))).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from vllm_livepatch.sitecustomize import cache, installed
 from vllm_livepatch.sitecustomize.facts import to_patch
-from vllm_livepatch.tools.bundled import doctor, edited, verdicts
+from vllm_livepatch.tools.in_bundle import doctor, edited, verdicts
 
 from tests.unit.support import Sandbox
 from tests.unit.test_doctor import ask

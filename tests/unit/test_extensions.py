@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
-from vllm_livepatch.tools.bundled.verifying import verified
 from vllm_livepatch.tools.bundles import bundle, catalogue, extensions, placing, sbom
 from vllm_livepatch.tools.bundles.extensions import Extension
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.verifying import verified
 from vllm_livepatch.tools.releases import registry
 
 from tests.unit import interpreters

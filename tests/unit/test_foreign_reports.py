@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 from rich.console import Console
-from vllm_livepatch.tools.bundled import command, reading, status, summary, verdicts
 from vllm_livepatch.tools.commands import metrics, rendering
+from vllm_livepatch.tools.in_bundle import command, reading, status, summary, verdicts
 
 from tests.unit import fleet
 from tests.unit.support import Cli, Done

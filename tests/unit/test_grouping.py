@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize import settings
-from vllm_livepatch.tools.bundled import grouping
 from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.in_bundle import grouping
 from vllm_livepatch.tools.upkeep import patch_pages
 
 from tests.unit.support import WORK, Cli, Sandbox

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch.sitecustomize import cache
-from vllm_livepatch.tools.bundled import status
+from vllm_livepatch.tools.in_bundle import status
 
 from tests.unit import debian, interpreters
 from tests.unit.support import PATCHED, PYTHON, USE_STEP, Sandbox, finish

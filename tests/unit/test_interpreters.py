@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from vllm_livepatch import sitecustomize
-from vllm_livepatch.tools import bundled
-from vllm_livepatch.tools.bundled import verifying
+from vllm_livepatch.tools import in_bundle
 from vllm_livepatch.tools.bundles import extensions
 from vllm_livepatch.tools.compatibility import check
+from vllm_livepatch.tools.in_bundle import verifying
 
 from tests.unit import interpreters
 from tests.unit.support import PYTHON, STEP, WORK, Done, Sandbox, finish
@@ -185,7 +185,7 @@ def test_all_places_serve_the_same_versions() -> None:
     """They cannot import each other: the entry and the bundle's main module parse on Python 2.7."""
     oldest, newest = check.SERVED
     text = f"({oldest[0]}, {oldest[1]}) <= sys.version_info[:2] <= ({newest[0]}, {newest[1]})"
-    for package, name in ((sitecustomize, "entry.py"), (sitecustomize, "vllm_plugin.py"), (bundled, "main.py")):
+    for package, name in ((sitecustomize, "entry.py"), (sitecustomize, "vllm_plugin.py"), (in_bundle, "main.py")):
         assert Path(next(iter(package.__path__)), name).read_text("utf-8").count(text) == 1, name
     assert tuple(f"3.{minor}" for minor in range(oldest[1], newest[1] + 1)) == extensions.SERVED
     assert interpreters.SERVED == extensions.SERVED

@@ -22,9 +22,9 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_livepatch.tools import commands
-from vllm_livepatch.tools.bundled import status
-from vllm_livepatch.tools.bundled.reading import STATES
 from vllm_livepatch.tools.commands import metrics
+from vllm_livepatch.tools.in_bundle import status
+from vllm_livepatch.tools.in_bundle.reading import STATES
 
 from tests.unit import debian, fleet
 from tests.unit.support import Cli, until

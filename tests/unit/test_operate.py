@@ -11,8 +11,8 @@ from vllm_livepatch.sitecustomize import settings, vllm_plugin
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.sitecustomize.report_thread import HEARTBEAT_SECONDS
 from vllm_livepatch.tools import deploy
-from vllm_livepatch.tools.bundled import command, reading
 from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.in_bundle import command, reading
 
 from tests.unit import fleet
 from tests.unit.support import USE_STEP, Cli, Sandbox, finish

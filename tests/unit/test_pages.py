@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import variable
-from vllm_livepatch.tools.bundled.status import Reports
 from vllm_livepatch.tools.bundles import catalogue, patch_files
 from vllm_livepatch.tools.commands import rendering
+from vllm_livepatch.tools.in_bundle.status import Reports
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import report, report_thread
-from vllm_livepatch.tools.bundled import status
 from vllm_livepatch.tools.bundles import bundle as tools_bundle
+from vllm_livepatch.tools.in_bundle import status
 
 from tests.unit import interpreters
 from tests.unit.support import PATCHED, PYTHON, STEP, USE_STEP, WORK, Sandbox, until

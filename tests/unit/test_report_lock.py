@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from pytest_mock import MockerFixture
 from vllm_livepatch.sitecustomize import report
-from vllm_livepatch.tools.bundled import status
+from vllm_livepatch.tools.in_bundle import status
 
 from tests.unit import debian, fleet
 from tests.unit.support import PATCHED, PYTHON, USE_STEP, Cli, Sandbox, finish, until

@@ -12,7 +12,7 @@ from vllm_livepatch import tools
 ROOT = Path(next(iter(tools.__path__)))
 LEVELS = (
     ("comments", "errors", "measured", "threads", "toml", "user_cache"),
-    ("bundled", "patch_lock"),
+    ("in_bundle", "patch_lock"),
     ("releases",),
     ("compatibility",),
     ("diffs",),

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from vllm_livepatch.tools.bundled import command, reading, status, summary
 from vllm_livepatch.tools.commands import monitor
+from vllm_livepatch.tools.in_bundle import command, reading, status, summary
 
 from tests.unit import fleet
 from tests.unit.support import Ask, Cli, Done

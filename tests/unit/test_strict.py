@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from vllm_livepatch.tools.bundled.status import is_missing
+from vllm_livepatch.tools.in_bundle.status import is_missing
 
 from tests.unit.support import PATCHED, PYTHON, STEP, STOCK, USE_STEP, WORK, Sandbox, finish
 

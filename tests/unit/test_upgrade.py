@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools.bundled.verifying import verified
 from vllm_livepatch.tools.bundles import bundle, placing
+from vllm_livepatch.tools.in_bundle.verifying import verified
 
 from tests.unit import debian, interpreters, upgrades
 from tests.unit.support import PYTHON, USE_STEP, Done, Sandbox

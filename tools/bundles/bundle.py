@@ -16,12 +16,12 @@ from types import ModuleType
 import wrapt
 from vllm_livepatch import sitecustomize
 from vllm_livepatch.sitecustomize import cache, fingerprint
-from vllm_livepatch.tools import bundled
-from vllm_livepatch.tools.bundled.verifying import MANIFEST, verified
+from vllm_livepatch.tools import in_bundle
 from vllm_livepatch.tools.bundles import patch_files, sbom, whole_texts
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.bundles.placing import write_directory
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.verifying import MANIFEST, verified
 
 PACKAGE = "_vllm_livepatch"
 _TARGETS, _FINDING, _GENERATION = "\nTARGETS = {}  #", '\nFINDING = ""  #', b'GENERATION = ""  #'
@@ -46,7 +46,7 @@ def contents(entries: Mapping[str, Entry], extensions: Mapping[str, bytes] | Non
     library = metadata.version("wrapt") if with_wrapt else None
     digests = {name: digest_of(item.folder) for name, item in entries.items()}
     bill = sbom.make(version(), library, digests, extensions or {})
-    main = (_rooms(bundled) / "main.py").read_bytes()
+    main = (_rooms(in_bundle) / "main.py").read_bytes()
     top = {"sitecustomize.py": _entry(entries), "__main__.py": main, sbom.SBOM: bill}
     generation = f"livepatch-{version()}-{_digest_of({**package, **top})[:16]}"
     files = {f"{generation}/{PACKAGE}/{name}": data for name, data in package.items()}
@@ -114,8 +114,8 @@ def _runtime() -> dict[str, bytes]:
 
 def _answers() -> dict[str, bytes]:
     """What the bundle answers by itself: its own commands."""
-    tools = _rooms(bundled).parent
-    sources = [tools / "errors.py", *(source for source in _rooms(bundled).glob("*.py") if source.name != "main.py")]
+    tools = _rooms(in_bundle).parent
+    sources = [tools / "errors.py", *(source for source in _rooms(in_bundle).glob("*.py") if source.name != "main.py")]
     files = {f"tools/{source.relative_to(tools).as_posix()}": source.read_bytes() for source in sorted(sources)}
     return {**files, "tools/__init__.py": b""}
 

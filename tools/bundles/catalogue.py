@@ -12,9 +12,9 @@ from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.diffs import reading
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.naming import known
 from vllm_livepatch.tools.toml import tomllib
 
 KEEPS_APART = "compile-cache-key"

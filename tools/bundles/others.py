@@ -12,10 +12,10 @@ from typing import Any
 
 from vllm_livepatch.sitecustomize.decision import PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
-from vllm_livepatch.tools.bundled.verifying import verified
 from vllm_livepatch.tools.bundles import patch_files
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.verifying import verified
 
 GROUP = "vllm_livepatch.patches"
 """The group of entry points by which a distribution names a package of its own that holds patch folders."""

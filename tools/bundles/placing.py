@@ -17,8 +17,8 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from vllm_livepatch.tools.bundled.verifying import GENERATION, MANIFEST
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.verifying import GENERATION, MANIFEST
 
 ENTRY = "sitecustomize.py"
 KEPT_SECONDS = 3600.0

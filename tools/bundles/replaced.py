@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_livepatch.sitecustomize import report
-from vllm_livepatch.tools.bundled import status, summary
-from vllm_livepatch.tools.bundled.verifying import MANIFEST
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import status, summary
+from vllm_livepatch.tools.in_bundle.verifying import MANIFEST
 
 _UNPACKED = (RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)  # a zip file that was cut off, or changed
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, *_UNPACKED)

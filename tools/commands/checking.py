@@ -16,13 +16,13 @@ from typing import Any
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.decision import module_of
-from vllm_livepatch.tools.bundled import command, verdicts
-from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import catalogue, forms, leading, shared
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.commands import explanation
 from vllm_livepatch.tools.compatibility import check, pairs
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import command, verdicts
+from vllm_livepatch.tools.in_bundle.naming import known
 from vllm_livepatch.tools.proving import proofs
 from vllm_livepatch.tools.releases import published, registry
 from vllm_livepatch.tools.releases.sources import SourcesError

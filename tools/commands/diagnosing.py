@@ -7,8 +7,8 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-from vllm_livepatch.tools.bundled.verifying import MANIFEST
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.verifying import MANIFEST
 
 
 def run(place: Path | None, python: str, as_json: bool) -> int:

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
-from vllm_livepatch.tools.bundled import command as bundled
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import command as bundled
 from vllm_livepatch.tools.releases.sources import SourcesError
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 from vllm_livepatch.sitecustomize.decision import APPLIED, variable
-from vllm_livepatch.tools.bundled.grouping import titled
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.commands.rendering import FAULT, coloured, table_of
 from vllm_livepatch.tools.compatibility.check import Checked
 from vllm_livepatch.tools.compatibility.drift import Drift
+from vllm_livepatch.tools.in_bundle.grouping import titled
 
 MOST = 3
 """Of the names that a module lacks, so many are named."""

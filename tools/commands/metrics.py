@@ -11,9 +11,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from vllm_livepatch.tools.bundled import status
-from vllm_livepatch.tools.bundled.reading import STATES
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import status
+from vllm_livepatch.tools.in_bundle.reading import STATES
 
 Process = dict[str, Any]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from vllm_livepatch.tools.bundled import command, status, summary
-from vllm_livepatch.tools.bundled.verifying import check_digest
 from vllm_livepatch.tools.commands import rendering
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import command, status, summary
+from vllm_livepatch.tools.in_bundle.verifying import check_digest
 
 
 def run(

@@ -19,12 +19,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.tools import threads
-from vllm_livepatch.tools.bundled import command, verdicts
-from vllm_livepatch.tools.bundled.naming import known
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands.diagnosing import is_bundle
 from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import command, verdicts
+from vllm_livepatch.tools.in_bundle.naming import known
 from vllm_livepatch.tools.proving import playing, proofs, proving
 
 STYLES = {"proven": "green", "no-fault": "dim", "failed": "bold red", "not-run": "yellow"}

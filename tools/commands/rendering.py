@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 from vllm_livepatch.sitecustomize import settings
 from vllm_livepatch.sitecustomize.decision import Option, Patch, variable
-from vllm_livepatch.tools.bundled import summary as plain
-from vllm_livepatch.tools.bundled.grouping import titled
-from vllm_livepatch.tools.bundled.status import Reports
 from vllm_livepatch.tools.commands.listing import Listing
 from vllm_livepatch.tools.compatibility.drift import version_key
+from vllm_livepatch.tools.in_bundle import summary as plain
+from vllm_livepatch.tools.in_bundle.grouping import titled
+from vllm_livepatch.tools.in_bundle.status import Reports
 from vllm_livepatch.tools.releases import span
 
 COLOURS = {

@@ -19,10 +19,10 @@ from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Patch, as_it_came, module_of
 from vllm_livepatch.tools import threads
-from vllm_livepatch.tools.bundled.verdicts import Judged, judge
 from vllm_livepatch.tools.compatibility import reads, taken
 from vllm_livepatch.tools.compatibility.drift import Drift, drift
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.verdicts import Judged, judge
 from vllm_livepatch.tools.releases import PACKAGES, published, registry
 from vllm_livepatch.tools.releases.sources import SourcesError
 

@@ -19,9 +19,9 @@ import typer
 from rich.console import Console
 from vllm_livepatch.sitecustomize.decision import variable
 from vllm_livepatch.tools import user_cache
-from vllm_livepatch.tools.bundled import verdicts
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import verdicts
 from vllm_livepatch.tools.lab import environments, faults, given, lab, loads, printing, report, summary, topology
 from vllm_livepatch.tools.lab.client import RequestFailed
 from vllm_livepatch.tools.lab.options import LMCACHE, VLLM

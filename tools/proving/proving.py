@@ -16,10 +16,10 @@ from typing import Any, Literal
 from vllm_livepatch.sitecustomize import redaction
 from vllm_livepatch.sitecustomize.decision import UNKNOWN, Patch, Variant, module_of, moved_companion
 from vllm_livepatch.sitecustomize.facts import to_patch
-from vllm_livepatch.tools.bundled.verdicts import Judged
 from vllm_livepatch.tools.bundles import bundle, placing
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.bundles.patch_files import PROOF
+from vllm_livepatch.tools.in_bundle.verdicts import Judged
 from vllm_livepatch.tools.proving import playing
 
 LONGEST = 500

@@ -59,8 +59,8 @@ def arm(place: str | os.PathLike[str] | None = None) -> bool:
     from pathlib import Path
 
     from vllm_livepatch.sitecustomize import vllm_plugin
-    from vllm_livepatch.tools.bundled.verifying import verified
     from vllm_livepatch.tools.errors import UserError
+    from vllm_livepatch.tools.in_bundle.verifying import verified
 
     with _arming:
         entry = _entry()

@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 from vllm_livepatch.sitecustomize.decision import Patch, variable
 from vllm_livepatch.sitecustomize.settings import of_group
-from vllm_livepatch.tools.bundled.grouping import REST, TITLES, sections
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import ending, matrix, rendering
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.grouping import REST, TITLES, sections
 from vllm_livepatch.tools.releases import registry, span
 from vllm_livepatch.tools.upkeep import recipes
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 
 from vllm_livepatch.sitecustomize.decision import Patch
-from vllm_livepatch.tools.bundled.grouping import sections
 from vllm_livepatch.tools.commands import matrix, rendering
+from vllm_livepatch.tools.in_bundle.grouping import sections
 
 _THREAD = re.compile(r"\b(?:vllm|LMCache) PR#\d+")
 _FILES = """

@@ -21,10 +21,10 @@ from packaging.version import Version
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools import threads
-from vllm_livepatch.tools.bundled import verdicts
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.commands import matrix
+from vllm_livepatch.tools.in_bundle import verdicts
 from vllm_livepatch.tools.lab import environments
 from vllm_livepatch.tools.proving import playing, proving
 from vllm_livepatch.tools.releases import registry, sources

@@ -55,7 +55,7 @@ try:  # to the end of this file: of one that was cut off anywhere, Python says s
         sys.exit(1)
     try:
         own_package()
-        from _vllm_livepatch.tools.bundled import command  # a tenth of a second, in which somebody may press Ctrl-C
+        from _vllm_livepatch.tools.in_bundle import command  # a tenth of a second, in which somebody may press Ctrl-C
 
         command.main(HERE)
     except Exception as error:  # as a file of ours that is missing, empty or cut off has it
