@@ -175,6 +175,11 @@ def stray(answered: bool, outcome: str) -> list[Judged]:
     return loads(outcome)
 
 
+def odd_id(outcome: str) -> list[Judged]:
+    """A client names its transfer by a list, and decode asks for another prefill, which ended in that step"""
+    return loads(outcome)
+
+
 EVERY: tuple[Judge, ...] = (
     in_turn,
     at_once,
@@ -192,6 +197,7 @@ EVERY: tuple[Judge, ...] = (
     waiting,
     slots,
     stray,
+    odd_id,
 )
 
 

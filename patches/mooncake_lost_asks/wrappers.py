@@ -10,7 +10,7 @@ import copy
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +53,14 @@ class _Asks:
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none
         self.waiting: Counter[str] = Counter()  # asks for blocks under way, by transfer
-        self.given_up: OrderedDict[str, None] = OrderedDict()  # transfers whose prefill was given up, oldest first
+        # Transfers whose prefill was given up, oldest first. By their hashes: a client may choose a transfer of megabytes.
+        self.given_up: OrderedDict[int, None] = OrderedDict()
         self.let_go: OrderedDict[str, _LetGo] = OrderedDict()  # by transfer, oldest first
         self.counting: dict[str, asyncio.Task[None]] = {}  # the release counts who let go, by transfer
 
     def give_up(self, transfer: str) -> None:
-        self.given_up[transfer] = None
-        self.given_up.move_to_end(transfer)
+        self.given_up[hash(transfer)] = None
+        self.given_up.move_to_end(hash(transfer))
         if len(self.given_up) > REMEMBERED:
             self.given_up.popitem(last=False)
 
@@ -185,7 +186,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             livepatch.count("let_go", len(empty))
 
         def over(transfer: str) -> bool:
-            return (transfer in asks.given_up and transfer not in kept) or (alone and asks.was_let_go(transfer))
+            return (hash(transfer) in asks.given_up and transfer not in kept) or (alone and asks.was_let_go(transfer))
 
         # Earlier decode engines take the end of what was no load for the end of one, and die of it.
         done = list(empty) if livepatch.facts.get("empty_is_no_load") else []
@@ -210,7 +211,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         """Decode wants nothing of a transfer any more: who waits for a prefill that has not begun waits no more."""
         kept = worker.reqs_need_send
         entry = kept.get(transfer)
-        if transfer not in asks_of(worker).given_up or entry is not None:
+        if hash(transfer) not in asks_of(worker).given_up or entry is not None:
             asks_of(worker).let(transfer, release, part)
         if alone and entry is not None and not entry.p_req_id and not entry.ready.is_set():
             del kept[transfer]
@@ -276,9 +277,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def before(worker: Any, metadata: Any) -> list[Any]:
         """What is dropped now, of all that is kept. The release stops at the first that it does not know."""
         asks, kept = asks_of(worker), worker.reqs_need_send
+        metadata.reqs_to_send = {name: (named(of), blocks) for name, (of, blocks) in metadata.reqs_to_send.items()}
         begun_now = {transfer for transfer, _ in metadata.reqs_to_send.values()}
         for transfer in begun_now:
-            asks.given_up.pop(transfer, None)
+            asks.given_up.pop(hash(transfer), None)
             if transfer in asks.let_go and transfer not in kept and not asks.let_go[transfer].asks:
                 del asks.let_go[transfer]  # what was let go has ended; this is another
         given_up = metadata.reqs_not_processed - gone_on(metadata, kept)
@@ -304,6 +306,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{WORKER}.record_send_reqs": record_send_reqs,
         f"{WORKER}._mooncake_sender_listener": listen,
     }
+
+
+def named(transfer: Any) -> Any:
+    """A transfer's name. A client may send a list or an object, at which the release would stop, and forget what is behind it."""
+    return transfer if isinstance(transfer, Hashable) else str(transfer)
 
 
 def gone_on(metadata: Any, kept: Mapping[str, Any]) -> set[str]:

@@ -51,6 +51,7 @@ RIGHT = {
     "let_go_amid": [False, OWN, True],
     "slots": [OWN, True, True, OWN],
     "stray": [True, OWN],
+    "odd_id": OWN,
 }
 
 
@@ -105,6 +106,7 @@ def stock(release: str) -> dict[str, Any]:
         "let_go_amid": [True, "wrong: [301.0, 302.0]", True],
         "slots": [NOTHING, False, True, OWN],
         "stray": [False, NOTHING],
+        "odd_id": NOTHING,
         **one_of_two,
     }
 

@@ -470,6 +470,19 @@ def stray(pair: Pair) -> Any:
     return answered, pair.loaded("stray", [1, 2])
 
 
+def odd_id(pair: Pair) -> Any:
+    """A client names its transfer by a list; another's prefill ends in the same step."""
+    odd, beside = prefilling("p-odd", [1], 2), prefilling("p-beside-odd", "beside-odd", 2)  # type: ignore[arg-type]
+    pair.prefill.admit(odd, [1, 2])
+    pair.prefill.step()
+    pair.prefill.admit(beside, [4, 5])
+    pair.prefill.step()
+    pair.prefill.finish(odd, [1, 2], "FINISHED_LENGTH_CAPPED")
+    pair.end(beside, [4, 5])
+    pair.ask("beside-odd", [4, 5])
+    return pair.loaded("beside-odd", [4, 5])
+
+
 def killed(pair: Pair, mortal: Mortal, again: Mortal) -> Any:
     """Prefill's process is killed while decode waits for it; then it is there again, as the same engine."""
     mortal.start()
@@ -560,7 +573,7 @@ CASES = (
     broken,
 )
 LET_GO = (let_go_first, let_go_before, let_go_last, let_go_amid)
-LAST = (waiting, slots, stray)
+LAST = (waiting, slots, stray, odd_id)
 
 
 def played(wanted: Iterable[str] = (), kind: type[Pair] = Pair) -> dict[str, Any]:
