@@ -53,7 +53,7 @@ class _Asks:
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none
         self.waiting: Counter[str] = Counter()  # asks for blocks under way, by transfer
-        # Transfers whose prefill was given up, oldest first. By their hashes: a client may choose a transfer of megabytes.
+        # Hashes of transfers whose prefill was given up, oldest first: a client may choose a transfer of megabytes.
         self.given_up: OrderedDict[int, None] = OrderedDict()
         self.let_go: OrderedDict[str, _LetGo] = OrderedDict()  # by transfer, oldest first
         self.counting: dict[str, asyncio.Task[None]] = {}  # the release counts who let go, by transfer
@@ -309,7 +309,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
 
 def named(transfer: Any) -> Any:
-    """A transfer's name. A client may send a list or an object, at which the release would stop, and forget what is behind it."""
+    """A transfer's name. A client may send a list or an object.
+
+    The release would stop there, and forget what is behind it.
+    """
     return transfer if isinstance(transfer, Hashable) else str(transfer)
 
 

@@ -123,8 +123,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     def writes_of(engine: Any) -> Writes:
         found: Writes | None = vars(engine).get("_livepatch_writes")
         if found is None:
-            found = engine._livepatch_writes = Writes()
-            livepatch.on_stand_aside(functools.partial(give_back_transfers, engine, found))
+            made = Writes()  # the writer's thread and the model's may both be the first
+            found = vars(engine).setdefault("_livepatch_writes", made)
+            if found is made:
+                livepatch.on_stand_aside(functools.partial(give_back_transfers, engine, made))
         return found
 
     def give_back_transfers(engine: Any, writes: Writes) -> None:
@@ -198,12 +200,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                 else:
                     waiting.append(task)
             writer._deferred_tasks = waiting
-        elif writer._write_task_q.empty():
+        if writer._write_task_q.empty():
             engine = writer.worker.moriio_wrapper
             writes = writes_of(engine)
-            if writes.ended:  # nothing is queued that they would have to be distinguished from
+            if writes.ended:
+                deferred = {task.request_id for task in writer._deferred_tasks}  # all that they are told from
                 with engine.lock:
-                    for request_id in [name for name, until in writes.ended.items() if until < math.inf]:
+                    past = [name for name, until in writes.ended.items() if until < math.inf and name not in deferred]
+                    for request_id in past:
                         del writes.ended[request_id]
         return original(*rest, **named)
 

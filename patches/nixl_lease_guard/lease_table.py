@@ -40,7 +40,8 @@ class LeaseTable:
         self._memory = mmap.mmap(-1, self.size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._places: dict[str, int] = {}  # request id: where its entry begins
-        self._ended: OrderedDict[str, None] = OrderedDict()  # ids whose lease ended unread, oldest first
+        # Digests of ids whose lease ended unread, oldest first: a client may choose an id of many kilobytes.
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
         self.free_landings = list(range(LANDINGS))
         _KEPT.append(self)
 
@@ -54,9 +55,9 @@ class LeaseTable:
         """
         if request_id in self._places:
             return True
-        if request_id in self._ended:
-            return False
         digest = digest_of(request_id)
+        if digest in self._ended:
+            return False
         first = bucket_of(request_id) * BUCKET
         for place in range(first, first + BUCKET, DIGEST):
             if self._memory[place : place + DIGEST] == FREE:
@@ -72,7 +73,7 @@ class LeaseTable:
             return False
         self._memory[place : place + DIGEST] = FREE
         if unread:
-            self._ended[request_id] = None
+            self._ended[digest_of(request_id)] = None
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
         return True

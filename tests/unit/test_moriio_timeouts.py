@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import sys
 import threading
 import time
@@ -266,8 +267,13 @@ def test_a_write_is_given_up_once_its_peer_has_named_no_blocks_for_the_time(cloc
         _deferred_tasks=[old, new, ready],
         worker=SimpleNamespace(moriio_wrapper=engine),
         _is_remote_ready=lambda task: task is ready,
+        _write_task_q=queue.Queue(),
     )
     wrapper(lambda: None, writer)
     assert writer._deferred_tasks == [new, ready]
     assert engine.done_req_ids == ["old"], "its blocks come back"
     assert livepatch.counters == {"deferred_expired": 1}
+    ended = vars(engine)["_livepatch_writes"].ended
+    ended.update(reported=99.0, new=99.0)
+    wrapper(lambda: None, writer)
+    assert ended == {"old": math.inf, "new": 99.0}, "of a write that is deferred, and of none other that was reported"
