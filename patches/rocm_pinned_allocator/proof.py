@@ -88,6 +88,8 @@ def refused() -> str | None:
         return wrong
     if second == "served":
         return "an object was made that has no room in what is pinned"
+    if found["state"]["usage"][1] != found["state"]["pinned"]:
+        return f"the manager reports {found['state']['usage'][1]} MiB, and eviction goes by that"
     if (first, fits, later) != ("served",) * 3:
         return f"what fits came to: {first}, {fits}; when the device pins again: {later}"
     return books(found["left"], found["stray"])

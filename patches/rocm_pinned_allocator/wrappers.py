@@ -56,6 +56,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     # Those whose pool is not whole yet.
     growing: weakref.WeakSet[Any] = weakref.WeakSet()
+    # Those that the device has just refused to pin more of.
+    refusing: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def stay(original: Callable[..., Any], allocator: Any, *rest: Any, **named: Any) -> None:
         """The background thread ends at once; `close` still joins it."""
@@ -90,9 +92,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         except Exception as error:
             cause, refused, result = error, error, None
         if refused is None and len(record) > before:
+            refusing.discard(allocator)
             livepatch.count("pinned_mib", (sum(size for _, size in record) - pinned) >> 20)
             return result
         del record[before:]
+        refusing.add(allocator)
         livepatch.count("pin_failures")
         message = (
             f"pinning host memory failed{f' ({refused})' if refused is not None else ''}: asked for {size >> 20} MiB "
@@ -167,10 +171,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             return original(*rest, **named)
 
     def usage(original: Callable[..., Any], instance: Any, *rest: Any, **named: Any) -> Any:
-        """Used and total bytes; the total of a lazily grown pool is its final size."""
+        """Used and total bytes; the total of a lazily grown pool is its final size.
+
+        Where the device pins no more, it is what is there: else nothing would be evicted, and nothing stored any more.
+        """
         used, total = original(*rest, **named)
         allocator = instance._allocator
-        if any(isinstance(allocator, sys.modules[lazy].LazyMemoryAllocator) for lazy in LAZY if lazy in sys.modules):
+        if allocator not in refusing and any(
+            isinstance(allocator, sys.modules[lazy].LazyMemoryAllocator) for lazy in LAZY if lazy in sys.modules
+        ):
             total = max(total, allocator._final_size)
         return used, total
 

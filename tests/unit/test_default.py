@@ -28,10 +28,8 @@ NOT_ATTACKED = frozenset(
         "mori-ep-fp8",
         "mp-block-transfer",
         "multi-connector-metrics",
-        "nixl-ucx-error-handling",
         "offloading-failed-transfers",
         "preemption-livelock",
-        "rocm-pinned-allocator",
     ]
 )
 """On, and neither the history nor the changelog says that somebody who did not write it has attacked it."""

@@ -202,9 +202,11 @@ def refused() -> dict[str, Any]:
     fits = pool.allocate(32)
     pool.pins.limit = 1 << 30
     later = pool.allocate(96)
+    usage = pool.state()["usage"]
     pool.manager.close()
     names = ["served" if isinstance(got, list) else got for got in (first, second, fits, later)]
-    return {"start": start, "answers": names, "state": state, "left": pool.pins.mib(), "stray": pool.pins.stray}
+    books = {"left": pool.pins.mib(), "stray": pool.pins.stray}
+    return {"start": start, "answers": names, "state": state, "usage": usage, **books}
 
 
 def refused_at_start() -> str:
