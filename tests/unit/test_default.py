@@ -25,7 +25,6 @@ NOT_ATTACKED = frozenset(
         "lmcache-finished-ids",
         "lmcache-reregister",
         "lmcache-unloaded-stores",
-        "mori-ep-fp8",
         "mp-block-transfer",
         "multi-connector-metrics",
         "offloading-failed-transfers",
