@@ -15,6 +15,7 @@ from vllm_livepatch.patches.moriio_timeouts import reads
 from vllm_livepatch.patches.moriio_timeouts import wrappers as patch
 from vllm_livepatch.patches.moriio_timeouts.wrappers import Writes
 from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.tools.bundles import catalogue
 
 
 class Transfer:
@@ -277,3 +278,21 @@ def test_a_write_is_given_up_once_its_peer_has_named_no_blocks_for_the_time(cloc
     ended.update(reported=99.0, new=99.0)
     wrapper(lambda: None, writer)
     assert ended == {"old": math.inf, "new": 99.0}, "of a write that is deferred, and of none other that was reported"
+
+
+def test_a_decode_engine_may_queue_for_minutes_before_it_names_its_blocks(clock: Clock) -> None:
+    """One that comes after its write was given up waits for its KV until its client goes, which stock would write."""
+    defaults = {option.name.upper(): option.default for option in catalogue.load()["moriio-timeouts"].patch.options}
+    livepatch = PatchContext("moriio-timeouts", defaults, {}, lambda: None)
+    wrapper = patch.wrappers(livepatch)[f"{patch.ENGINE}:MoRIIOWriter._process_deferred_tasks"]
+    task = SimpleNamespace(request_id="one", transfer_id="one", enqueue_time=0.0, dst_engine_id="decode")
+    engine = SimpleNamespace(lock=threading.Lock(), done_req_ids=[])
+    writer = SimpleNamespace(
+        _deferred_tasks=[task],
+        _write_task_q=queue.Queue(),
+        _is_remote_ready=lambda task: False,
+        worker=SimpleNamespace(moriio_wrapper=engine),
+    )
+    clock.now = 300.0
+    wrapper(lambda: None, writer)
+    assert (writer._deferred_tasks, engine.done_req_ids) == ([task], [])
