@@ -93,6 +93,14 @@ RIGHT: dict[str, tuple[str, Parts]] = {
         "Two chunks lie in LMCache's memory and two on the disk, and all are looked up",
         [(HEARD, [1, 2, 3, 4]), (LOST, 0), (KEPT, [(1, 0)] * 2)],
     ),
+    "many_lookups": (
+        "Lookups with asynchronous loads come one after the other",
+        [("chunks that LMCache's memory notes of them", 0), ("chunks that the disk notes of them", 0)],
+    ),
+    "long_name": (
+        "A chunk's file has as long a name as the file system allows",
+        [(HAS, [True]), (LOADED, [1])],
+    ),
     "memory_gone_after_its_lookup": (
         "Two chunks lie in LMCache's memory and two on the disk; the second leaves between the lookup and the load",
         [(HEARD, [1]), (LOST, driver.left_pinned()), (KEPT, [(1, 0)])],

@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ SENDER = "lmcache.v1.storage_backend.batched_message_sender:BatchedMessageSender
 RLOCK: Any = type(threading.RLock())
 LAYER_BY_LAYER = "fake_lookup_id"
 """LMCache's name of a load that goes layer by layer: its caller takes it that every chunk comes."""
+HERE = uuid.uuid4().hex
+"""Of this process, and of no engine in another container that writes to the same directory."""
 TICK = 0.1
 """Seconds between two tries for memory, as in LMCache's own loop: nothing says when memory comes back."""
 
@@ -96,7 +99,8 @@ def read(path: str, buffer: Any, direct: bool) -> None:
 def write(path: str, buffer: Any, direct: bool) -> None:
     """Writes the whole buffer, or raises OSError and leaves what is at `path` as it was."""
     view = memoryview(buffer).cast("B")
-    part = f"{path}.{os.getpid()}-{threading.get_ident()}.part"
+    # A name of its own length: a key's name may be as long as the file system allows.
+    part = os.path.join(os.path.dirname(path), f".{HERE}-{os.getpid()}-{threading.get_ident()}.part")
     try:
         with open(part, "wb", buffering=0, opener=opener(direct, 0o644 if direct else 0o666)) as file:
             done = 0
@@ -289,9 +293,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     async def contains(
         original: Call, backend: Any, lookup_id: str, keys: Any, pin: bool = False, *rest: Any, **named: Any
     ) -> Any:
-        """A lookup pins what it finds, and LMCache never unpins it: it could not leave a full disk any more."""
+        """A lookup pins what it finds, and LMCache never unpins it: it could not leave a full disk any more.
+
+        It also notes each chunk for a call that asynchronous lookups never make: the notes would grow for ever.
+        """
         hits = await original(lookup_id, keys, pin, *rest, **named)
         LOOKED_UP.set(frozenset(keys[:hits]) if pin else frozenset())
+        with backend.disk_lock:
+            backend.keys_in_request = []
+        return hits
+
+    async def memory_contains(original: Call, cpu: Any, *rest: Any, **named: Any) -> Any:
+        hits = await original(*rest, **named)
+        with cpu.cpu_lock:
+            cpu.keys_in_request = []
         return hits
 
     async def prefetch(original: Call, backend: Any, lookup_id: str, keys: Any, *rest: Any, **named: Any) -> Any:
@@ -433,11 +448,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def collected(original: Call, memory: Any, *rest: Any, **named: Any) -> None:
         """Free it later where a lock is held that freeing takes: the collector may run in the thread that holds it."""
-        parent = memory.parent_allocator
-        inner = getattr(parent, "_allocator", parent)  # 0.4.4 to 0.5.6: LazyMemoryAllocator's own
-        manager = getattr(inner, "address_manager", None)
-        shared = sys.modules["lmcache.utils"]._shared_observability_lock
-        if parent is not None and memory.is_valid() and (shared.locked() or (manager and manager._lock.locked())):
+        parent = getattr(memory, "parent_allocator", None)  # none where its own making failed
+        inner = getattr(parent, "_allocator", parent)  # LazyMemoryAllocator's own
+        locks = [
+            getattr(sys.modules.get("lmcache.utils"), "_shared_observability_lock", None),
+            getattr(getattr(inner, "address_manager", None), "_lock", None),
+        ]
+        if parent is not None and memory.is_valid() and any(lock.locked() for lock in locks if lock is not None):
             orphans.append(memory)
         else:
             original(*rest, **named)
@@ -522,6 +539,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         f"{DISK}.async_save_bytes_to_disk": save,
         f"{MEMORY}._setup_metrics": livepatch.after(made),
         f"{MEMORY}.batched_get_non_blocking": from_memory,
+        f"{MEMORY}.batched_async_contains": memory_contains,
         f"{MANAGER}:StorageManager.async_lookup_and_prefetch": look_up,
         f"{MANAGER}:StorageManager.prefetch_all_done_callback": answer,
         f"{MANAGER}:AsyncSingleSerializer.run": load_tier,

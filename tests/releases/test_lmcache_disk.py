@@ -31,6 +31,7 @@ CALM: dict[str, Any] = {
     "memory_comes_back": [[1, 2], 0],
     "pinned_by_another_lookup": [[1], [True, False]],
     "tiers": [[1, 2, 3, 4], 0, [FREE, FREE]],
+    "long_name": [[True], [1]],
 }
 """What stock has right, and the patch leaves so."""
 
@@ -44,6 +45,7 @@ PATCHED: dict[str, Any] = CALM | {
     "evicted_after_its_load": [[1], [False, True]],
     "cleared": [False, False, True],
     "layer_by_layer": ["raises", 0, [True, False, True]],
+    "many_lookups": [0, 0],
     "tier_cannot_be_asked": [[], 0, [FREE, FREE]],
     "tier_cannot_load": [[1, 2, 3, 4], 0, [FREE, FREE]],
     "no_memory_for_others": [None, 0],
@@ -79,6 +81,7 @@ def stock(release: str) -> dict[str, Any]:
         "cleared": [False, False, False],
         "layer_by_layer": [[1, HALF, 3], 0, [True] * 3],
         "memory_gone_after_its_lookup": [NOTHING, 2 + left_pinned(release), [USED]],
+        "many_lookups": [6, 6],
         "tier_cannot_be_asked": [NOTHING, 2, [USED, USED]],
         "tier_cannot_load": [NOTHING, 2, [USED, USED]],
         "no_memory_for_others": ["waits, also after twenty tries", 0],

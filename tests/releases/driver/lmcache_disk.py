@@ -494,6 +494,27 @@ def tiers() -> Any:
     return [came, *tiers_left(world, 1, 2)]
 
 
+def many_lookups() -> Any:
+    """Asynchronous lookups, one after the other: what is noted of them when they have ended."""
+    world = two_tiers()
+    for _ in range(3):
+        world.prefetch(1, 2, 3, 4, tiers=[world.cpu, world.disk])
+    return [len(world.cpu.keys_in_request), len(world.disk.keys_in_request)]
+
+
+def long_name() -> Any:
+    """A model whose name is so long that a chunk's file has as long a name as the file system allows."""
+    world = World()
+    length = len(world.file(1).name)
+    keys = importlib.import_module("lmcache.utils").CacheEngineKey
+    world.key = lambda number: keys("model" + "l" * (255 - length), 1, 0, number, DTYPE)
+    assert len(world.file(1).name) == 255
+    world.put(1)
+    settled(world)
+    world.poison()
+    return [world.has(1), world.get(1)]
+
+
 def memory_gone_after_its_lookup() -> Any:
     """The second chunk leaves LMCache's memory between the lookup and the load; the third lies on the disk."""
     world = two_tiers()
@@ -645,6 +666,8 @@ CASES: dict[str, Callable[[], Any]] = {
     case.__name__: case
     for case in (
         tiers,
+        many_lookups,
+        long_name,
         memory_gone_after_its_lookup,
         tier_cannot_be_asked,
         tier_cannot_load,
