@@ -77,6 +77,10 @@ RIGHT: dict[str, tuple[str, Parts]] = {
         "The disk is full of chunks that others load; when these loads have ended another chunk is stored",
         [("which chunks the backend has before", [True, False]), (HAS, [False, True]), (LOADED, [2])],
     ),
+    "stored_again": (
+        "A disk has room for two chunks, and one is stored three times before the other",
+        [(HAS, [True, True]), (LOADED, [1])],
+    ),
     "evicted_after_its_load": (
         "A chunk that was looked up and loaded leaves a full disk",
         [(LOADED, [1]), (HAS, [False, True])],

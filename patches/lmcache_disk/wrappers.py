@@ -163,9 +163,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def remove(original: Call, backend: Any, key: Any, force: bool = True, *rest: Any, **named: Any) -> Any:
         """A chunk leaves also where its file cannot be removed, and what an order to remove it frees is free."""
-        entry, outer = backend.dict.get(key), is_held(backend.disk_lock)
+        outer = is_held(backend.disk_lock)
+        mine = force and isinstance(backend.disk_lock, RLOCK)  # LMCache's own part takes it again
         try:
-            removed = original(key, force, *rest, **named)
+            with backend.disk_lock if mine else contextlib.nullcontext():
+                entry = backend.dict.get(key)
+                removed = original(key, force, *rest, **named)
         except OSError as error:
             if not outer and is_held(backend.disk_lock):  # to 0.5.0
                 backend.disk_lock.release()
@@ -477,10 +480,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     # Stores
 
     def submit(original: Call, backend: Any, key: Any, memory_obj: Any, *rest: Any, **named: Any) -> Any:
-        """To 0.5.4 what finds no room on the disk counts as under way for ever: then it is not asked for room."""
+        """To 0.5.4 what finds no room on the disk counts as under way for ever, and what is there already is counted
+        again as room that is used: then LMCache is not asked."""
         if hasattr(backend.disk_worker, "try_insert_put_task") or not isinstance(backend.disk_lock, RLOCK):
             return original(key, memory_obj, *rest, **named)
         with backend.disk_lock:  # LMCache's own part takes it again
+            if key in backend.dict:
+                livepatch.count("stored_already")
+                backend.cache_policy.update_on_hit(key, backend.dict)
+                return None
             lacking = backend.current_cache_size + memory_obj.get_physical_size() - backend.max_cache_size
             for entry in backend.dict.values() if lacking > 0 else ():
                 if entry.can_evict:

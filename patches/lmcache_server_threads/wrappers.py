@@ -34,8 +34,8 @@ ERRORS = "lmcache.v1.distributed.error"
 
 SHIELD = "_livepatch_shield"
 """Attribute of an adapter: what is known of its tasks."""
-LATE = 60.0
-"""Seconds after which LMCache has asked for a task that it was told of, if it asks at all."""
+SIGNALS = 3
+"""Signals for a task, one in each round of the thread, after which LMCache has asked for it, if it asks at all."""
 PAUSE = 1.0
 """Seconds between an error that left a thread's loop and the next round of that loop."""
 
@@ -45,6 +45,7 @@ class Task:
 
     def __init__(self, keys: list[Any], objects: list[Any] | None, until: float) -> None:
         self.keys, self.objects, self.until = list(keys), list(objects or ()), until
+        self.signals = 0
         self.kept: list[Any] = []  # memory that LMCache would have freed, and the adapter may still fill
 
 
@@ -261,9 +262,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         for adapter in adapters_of(controller).values():
             own: Shield = vars(adapter)[SHIELD]
             for (kind, number), task in list(own.under_way.items()):
-                if now >= task.until + LATE:  # LMCache does not ask any more
+                if now < task.until:
+                    continue
+                task.signals += 1
+                if task.signals > SIGNALS:  # LMCache has dropped the request
                     give_up(own, (kind, number), keep=False)
-                elif now >= task.until:
+                else:
                     signal(adapter, kind)
             for which, task in list(own.given_up.items()):
                 end(adapter, own, which, task)

@@ -14,7 +14,7 @@ from vllm_livepatch.tools.releases import registry
 DRIVER = "lmcache_server_threads"
 PATCH = "lmcache-server-threads"
 RELEASES = [pin.version for pin in registry.pins("lmcache") if Version(pin.version) >= Version("0.4.4")]
-ENVIRON = {"LIVEPATCH_LMCACHE_SERVER_THREADS": "on", "LIVEPATCH_LMCACHE_SERVER_THREADS_SECONDS": "0.5"}
+ENVIRON = {"LIVEPATCH_LMCACHE_SERVER_THREADS": "on"}
 
 NOBODY = "nobody answers"
 PATCHED: dict[str, Any] = {

@@ -413,6 +413,16 @@ def full_of_pinned() -> Any:
     return [*came, world.has(1, 2), world.get(2)]
 
 
+def stored_again() -> Any:
+    """A disk with room for two chunks; the first is stored three times."""
+    world = World(disk=2)
+    world.store(1)
+    world.store(1)
+    world.store(1, 2)
+    world.poison()
+    return [world.has(1, 2), world.get(1)]
+
+
 def evicted_after_its_load() -> Any:
     """What was looked up and loaded may leave a full disk."""
     world = World(disk=1)
@@ -684,6 +694,7 @@ CASES: dict[str, Callable[[], Any]] = {
         disk_is_full,
         evicted_file_is_gone,
         full_of_pinned,
+        stored_again,
         evicted_after_its_load,
         pinned_by_another_lookup,
         cleared,
