@@ -237,7 +237,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         kind = getattr(sys.modules.get(INTERFACES), "L2StoreResult", None)  # to 0.4.4 a truth value
         return answer | {number: kind(False, 0) if kind else False for number in failed}
 
-    BY_NAME = {
+    BY_NAME: dict[str, Call] = {
         "submit_lookup_and_lock_task": lookup,
         "query_lookup_and_lock_result": looked_up,
         "submit_load_task": load,
