@@ -1,4 +1,5 @@
-"""LMCache's real disk backend in a real directory: a load gives whole chunks or none, and nothing stays taken.
+"""LMCache's real disk backend in a real directory, and its memory: a load gives whole chunks or none, nothing stays
+taken, no wait is without an end, and no thread ends by an error.
 
 The memory that a chunk is loaded into holds another request's contents before.
 """
@@ -15,6 +16,9 @@ import lmcache_disk as driver
 
 SECONDS = 2.0
 """How long, by the clock, a try for memory takes of a load for which there is none."""
+HEARD = "loaded, and told to the scheduler"
+KEPT = "references and pins of what stays in LMCache's memory"
+HIMSELF = "times that a thread waits for a lock that it holds"
 LOADED, LOST, HAS = "loaded", "chunks of memory that are lost", "which chunks the backend has"
 FILES = "files in the directory"
 
@@ -73,6 +77,10 @@ RIGHT: dict[str, tuple[str, Parts]] = {
         "The disk is full of chunks that others load; when these loads have ended another chunk is stored",
         [("which chunks the backend has before", [True, False]), (HAS, [False, True]), (LOADED, [2])],
     ),
+    "stored_again": (
+        "A disk has room for two chunks, and one is stored three times before the other",
+        [(HAS, [True, True]), (LOADED, [1])],
+    ),
     "evicted_after_its_load": (
         "A chunk that was looked up and loaded leaves a full disk",
         [(LOADED, [1]), (HAS, [False, True])],
@@ -84,6 +92,46 @@ RIGHT: dict[str, tuple[str, Parts]] = {
     "cleared": (
         "A full disk is cleared, and has room",
         [("whether the backend has the chunk", right) for right in (False, False, True)],
+    ),
+    "tiers": (
+        "Two chunks lie in LMCache's memory and two on the disk, and all are looked up",
+        [(HEARD, [1, 2, 3, 4]), (LOST, 0), (KEPT, [(1, 0)] * 2)],
+    ),
+    "many_lookups": (
+        "Lookups with asynchronous loads come one after the other",
+        [("chunks that LMCache's memory notes of them", 0), ("chunks that the disk notes of them", 0)],
+    ),
+    "long_name": (
+        "A chunk's file has as long a name as the file system allows",
+        [(HAS, [True]), (LOADED, [1])],
+    ),
+    "memory_gone_after_its_lookup": (
+        "Two chunks lie in LMCache's memory and two on the disk; the second leaves between the lookup and the load",
+        [(HEARD, [1]), (LOST, driver.left_pinned()), (KEPT, [(1, 0)])],
+    ),
+    "tier_cannot_be_asked": (
+        "A third tier raises when it is asked",
+        [(HEARD, []), (LOST, 0), (KEPT, [(1, 0)] * 2)],
+    ),
+    "tier_cannot_load": (
+        "A third tier raises when it loads",
+        [(HEARD, [1, 2, 3, 4]), (LOST, 0), (KEPT, [(1, 0)] * 2)],
+    ),
+    "no_memory_for_others": (
+        "The memory is full, and another than the disk waits for some",
+        [("what it gets", None), (LOST, 0)],
+    ),
+    "collected": (
+        "Memory that nobody gave back is collected in a thread that takes memory",
+        [(HIMSELF, 0), (LOST, 0)],
+    ),
+    "collected_in_a_metric": (
+        "Memory that nobody gave back is collected in a thread that updates a metric",
+        [(HIMSELF, 0), (LOST, 0)],
+    ),
+    "controller_not_told": (
+        "LMCache's controller cannot be told of one chunk, and can be told of the next",
+        [("of which chunk it hears", 2)],
     ),
     "layer_by_layer": (
         "A load by layers, which cannot say that a chunk is missing, finds one of three files too short",

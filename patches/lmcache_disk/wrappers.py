@@ -1,20 +1,25 @@
-"""LMCache's disk, in the engine's process, gives whole chunks or none, and gives back what it takes.
+"""LMCache's disk and memory, in the engine's process, give whole chunks or none, and give back what they take.
 
 A load reads a chunk from a file into memory that it takes from LMCache's CPU pool. LMCache ignores how many bytes
 came, and where memory runs out at a later chunk it hands out the earlier ones without reading them, while it holds the
-lock of the whole backend. What fails leaves memory, pins, keys under way and room on the disk taken.
+lock of the whole backend. What fails leaves memory, pins, keys under way and room on the disk taken. A wait for memory
+has no end. A lookup of which one tier raises is never answered. And memory that Python's garbage collector frees takes
+locks that its thread may hold.
 
-Source: LMCache#3022, LMCache#3855, LMCache PR#3292 (its own reads of `readinto`); the rest was found here.
+Source: LMCache#3022, LMCache#3855, LMCache#2942, LMCache#3533, LMCache PR#3292 (its own reads of `readinto`); the rest
+was found here.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import os
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,9 +31,15 @@ Call = Callable[..., Any]
 
 BACKEND = "lmcache.v1.storage_backend.local_disk_backend"
 DISK = f"{BACKEND}:LocalDiskBackend"
+MEMORY = "lmcache.v1.storage_backend.local_cpu_backend:LocalCPUBackend"
+MANAGER = "lmcache.v1.storage_backend.storage_manager"
+OBJECTS = "lmcache.v1.memory_management"
+SENDER = "lmcache.v1.storage_backend.batched_message_sender:BatchedMessageSender"
 RLOCK: Any = type(threading.RLock())
 LAYER_BY_LAYER = "fake_lookup_id"
 """LMCache's name of a load that goes layer by layer: its caller takes it that every chunk comes."""
+HERE = uuid.uuid4().hex
+"""Of this process, and of no engine in another container that writes to the same directory."""
 TICK = 0.1
 """Seconds between two tries for memory, as in LMCache's own loop: nothing says when memory comes back."""
 
@@ -42,6 +53,14 @@ class Staging:
         self.refused = 0  # chunks for which none came
 
 
+class Lookup:
+    """What one asynchronous lookup has loaded, until it is answered; and whether it was given up."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Any] = []
+        self.given_up = False
+
+
 class Writing:
     """How far one write came: whether its bytes count as used, and whether they are on the disk."""
 
@@ -51,6 +70,7 @@ class Writing:
 # Context variables, not thread-local: while one load awaits its reads, others take memory on the event loop's thread.
 STAGING: contextvars.ContextVar[Staging | None] = contextvars.ContextVar("lmcache-disk staging", default=None)
 WRITING: contextvars.ContextVar[Writing | None] = contextvars.ContextVar("lmcache-disk writing", default=None)
+LOOKUP: contextvars.ContextVar[Lookup | None] = contextvars.ContextVar("lmcache-disk lookup", default=None)
 LOOKED_UP: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("lmcache-disk keys", default=frozenset())
 """The keys that this task's lookup has pinned. The load is a task that the lookup begins, and has its context."""
 
@@ -79,7 +99,8 @@ def read(path: str, buffer: Any, direct: bool) -> None:
 def write(path: str, buffer: Any, direct: bool) -> None:
     """Writes the whole buffer, or raises OSError and leaves what is at `path` as it was."""
     view = memoryview(buffer).cast("B")
-    part = f"{path}.{os.getpid()}-{threading.get_ident()}.part"
+    # A name of its own length: a key's name may be as long as the file system allows.
+    part = os.path.join(os.path.dirname(path), f".{HERE}-{os.getpid()}-{threading.get_ident()}.part")
     try:
         with open(part, "wb", buffering=0, opener=opener(direct, 0o644 if direct else 0o666)) as file:
             done = 0
@@ -107,14 +128,12 @@ def is_held(lock: Any) -> bool:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    impatient: weakref.WeakSet[Any] = weakref.WeakSet()  # backends whose last wait for memory came to nothing
+    impatient: weakref.WeakSet[Any] = weakref.WeakSet()  # disks and CPU pools whose last wait came to nothing
+    orphans: collections.deque[Any] = collections.deque()  # memory to be freed when no lock is held
 
     def init(answer: Any, backend: Any, *rest: Any, **named: Any) -> None:
         """A lock that knows its owner: after an error inside LMCache's own code, whether that holds it is seen."""
         backend.disk_lock = threading.RLock()
-        cpu = backend.local_cpu_backend
-        if "allocate" not in vars(cpu):  # a disk that an operator makes anew has the same memory
-            cpu.allocate = livepatch.around(cpu.allocate, allocate, cpu)
 
     def missing(key: Any, error: object) -> None:
         livepatch.count("missing")
@@ -144,9 +163,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def remove(original: Call, backend: Any, key: Any, force: bool = True, *rest: Any, **named: Any) -> Any:
         """A chunk leaves also where its file cannot be removed, and what an order to remove it frees is free."""
-        entry, outer = backend.dict.get(key), is_held(backend.disk_lock)
+        outer = is_held(backend.disk_lock)
+        mine = force and isinstance(backend.disk_lock, RLOCK)  # LMCache's own part takes it again
         try:
-            removed = original(key, force, *rest, **named)
+            with backend.disk_lock if mine else contextlib.nullcontext():
+                entry = backend.dict.get(key)
+                removed = original(key, force, *rest, **named)
         except OSError as error:
             if not outer and is_held(backend.disk_lock):  # to 0.5.0
                 backend.disk_lock.release()
@@ -164,21 +186,75 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # Loads
 
-    def allocate(original: Call, cpu: Any, *rest: Any, **named: Any) -> Any:
-        """Takes memory for a load, and notes it. LMCache's own loop has no end; here the load's time ends it."""
+    def made(answer: Any, cpu: Any, *rest: Any, **named: Any) -> None:
+        """A pool is made. These are no targets: LMCache's dummy of a pool, which a scheduler has, overrides one."""
+        cpu.allocate = livepatch.around(cpu.allocate, allocate, cpu)
+        cpu.batched_allocate = livepatch.around(cpu.batched_allocate, batched_allocate, cpu)
+
+    def allocate(
+        original: Call,
+        cpu: Any,
+        shapes: Any,
+        dtypes: Any,
+        fmt: Any = None,
+        eviction: bool = True,
+        busy_loop: bool = True,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        """Takes memory, and notes it for the load that it is taken for. LMCache's own loop has no end."""
+
+        def tried() -> Any:
+            return original(shapes, dtypes, fmt, eviction, False, *rest, **named)
+
         staging = STAGING.get()
         if staging is None:
-            return original(*rest, **named)
-        named["busy_loop"] = False
-        memory = original(*rest, **named)
+            return waited(cpu, tried) if eviction and busy_loop else tried()
+        memory = tried()
         while memory is None and time.monotonic() < staging.until:
             time.sleep(TICK)
-            memory = original(*rest, **named)
+            memory = tried()
         if memory is None:
             staging.refused += 1
         else:
             staging.taken.append(memory)
         return memory
+
+    def batched_allocate(
+        original: Call,
+        cpu: Any,
+        shapes: Any,
+        dtypes: Any,
+        batch_size: int,
+        fmt: Any = None,
+        eviction: bool = True,
+        busy_loop: bool = True,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        def tried() -> Any:
+            return original(shapes, dtypes, batch_size, fmt, eviction, False, *rest, **named)
+
+        return waited(cpu, tried) if eviction and busy_loop else tried()
+
+    def waited(cpu: Any, tried: Callable[[], Any]) -> Any:
+        """What others wait for: other tiers' loads, and stores with `force_store_wait`."""
+        memory = tried()
+        if memory is None and cpu not in impatient:
+            until = time.monotonic() + livepatch.options["SECONDS"]
+            while memory is None and time.monotonic() < until:
+                time.sleep(TICK)
+                memory = tried()
+        if memory is None:
+            impatient.add(cpu)
+            refused(1)
+        elif impatient:
+            impatient.discard(cpu)
+        return memory
+
+    def refused(number: int) -> None:
+        livepatch.count("without_memory", number)
+        livepatch.say("without_memory", "no memory came free in LMCache's CPU pool: a chunk counts as missing")
 
     @contextlib.contextmanager
     def staging(backend: Any) -> Iterator[Staging]:
@@ -188,8 +264,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             yield one
         if one.refused:
             impatient.add(backend)
-            livepatch.count("without_memory", one.refused)
-            livepatch.say("without_memory", "no memory came free to load a chunk from the disk: it counts as missing")
+            refused(one.refused)
         elif one.taken:
             impatient.discard(backend)
 
@@ -221,9 +296,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     async def contains(
         original: Call, backend: Any, lookup_id: str, keys: Any, pin: bool = False, *rest: Any, **named: Any
     ) -> Any:
-        """A lookup pins what it finds, and LMCache never unpins it: it could not leave a full disk any more."""
+        """A lookup pins what it finds, and LMCache never unpins it: it could not leave a full disk any more.
+
+        It also notes each chunk for a call that asynchronous lookups never make: the notes would grow for ever.
+        """
         hits = await original(lookup_id, keys, pin, *rest, **named)
         LOOKED_UP.set(frozenset(keys[:hits]) if pin else frozenset())
+        with backend.disk_lock:
+            backend.keys_in_request = []
+        return hits
+
+    async def memory_contains(original: Call, cpu: Any, *rest: Any, **named: Any) -> Any:
+        hits = await original(*rest, **named)
+        with cpu.cpu_lock:
+            cpu.keys_in_request = []
         return hits
 
     async def prefetch(original: Call, backend: Any, lookup_id: str, keys: Any, *rest: Any, **named: Any) -> Any:
@@ -293,13 +379,116 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 if key in backend.dict and backend.dict[key].is_pinned:
                     backend.dict[key].unpin()
 
+    # Lookups of several tiers
+
+    async def from_memory(original: Call, cpu: Any, lookup_id: str, keys: Any, *rest: Any, **named: Any) -> Any:
+        """The chunks before the first that has left LMCache's memory since its lookup."""
+        with cpu.cpu_lock:
+            held = [cpu.hot_cache.get(key) for key in keys]
+        try:
+            return await original(lookup_id, keys, *rest, **named)
+        except KeyError as error:
+            if lookup_id == LAYER_BY_LAYER or error.args[0] not in keys:
+                raise
+            missing(error.args[0], "it has left LMCache's memory")
+            return held[: keys.index(error.args[0])]  # these the original has taken
+
+    async def look_up(original: Call, manager: Any, lookup_id: str, *rest: Any, **named: Any) -> Any:
+        """Answer a lookup also where a tier cannot be asked: nobody hears of an error here."""
+        lookup = Lookup()
+        try:
+            with within(LOOKUP, lookup):
+                return await original(lookup_id, *rest, **named)
+        except Exception as error:
+            lookup.given_up = True
+            give_back_all(lookup.loaded)
+            missing(lookup_id, repr(error))
+            if manager.async_lookup_server is not None:
+                manager.async_lookup_server.send_response_to_scheduler(lookup_id, 0)
+
+    async def load_tier(original: Call, serializer: Any, coro_fn: Any, *rest: Any, **named: Any) -> Any:
+        """A tier whose load raises has loaded nothing."""
+        lookup = LOOKUP.get()
+        try:
+            loaded = await original(coro_fn, *rest, **named)
+        except Exception as error:
+            missing("a load", repr(error))
+            return []
+        if lookup is None:
+            return loaded
+        if lookup.given_up:
+            give_back_all(loaded)
+            return []
+        lookup.loaded.extend(loaded)
+        return loaded
+
+    def answer(
+        original: Call,
+        manager: Any,
+        task: Any,
+        lookup_id: str,
+        cum_chunk_lengths_total: Any,
+        tier_expected_chunks: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        """Give back, once and with its pin, what lies behind the first chunk that is missing.
+
+        The original keeps the pins. To 0.4.5 it raises instead, and the scheduler hears nothing.
+        """
+        keys_per_chunk = named.get("keys_per_chunk", 1)  # to 0.4.5 it has no such parameter
+        if not task.cancelled() and task.exception() is None:
+            ended = False
+            for tier, expected in zip(task.result(), tier_expected_chunks, strict=False):
+                whole = 0 if ended else len(tier) // keys_per_chunk
+                behind = tier[whole * keys_per_chunk :]
+                del tier[whole * keys_per_chunk :]
+                give_back_all([memory for _, memory in behind])
+                ended = ended or whole < expected
+        return original(task, lookup_id, cum_chunk_lengths_total, tier_expected_chunks, *rest, **named)
+
+    # Memory that nobody gave back
+
+    def collected(original: Call, memory: Any, *rest: Any, **named: Any) -> None:
+        """Free it later where a lock is held that freeing takes: the collector may run in the thread that holds it."""
+        parent = getattr(memory, "parent_allocator", None)  # none where its own making failed
+        inner = getattr(parent, "_allocator", parent)  # LazyMemoryAllocator's own
+        locks = [
+            getattr(sys.modules.get("lmcache.utils"), "_shared_observability_lock", None),
+            getattr(getattr(inner, "address_manager", None), "_lock", None),
+        ]
+        if parent is not None and memory.is_valid() and any(lock.locked() for lock in locks if lock is not None):
+            orphans.append(memory)
+        else:
+            original(*rest, **named)
+
+    def free_orphans(manager: Any, *rest: Any, **named: Any) -> None:
+        while orphans:
+            with contextlib.suppress(IndexError):  # another thread was first
+                memory = orphans.popleft()
+                livepatch.count("collected")
+                memory.parent_allocator.free(memory)
+
+    def send(original: Call, sender: Any, *rest: Any, **named: Any) -> Any:
+        """The thread that tells LMCache's controller of chunks goes on after an error."""
+        try:
+            return original(*rest, **named)
+        except Exception as error:
+            livepatch.count("unsent")
+            livepatch.say("unsent", f"LMCache's controller was not told of some chunks: {error!r}")
+
     # Stores
 
     def submit(original: Call, backend: Any, key: Any, memory_obj: Any, *rest: Any, **named: Any) -> Any:
-        """To 0.5.4 what finds no room on the disk counts as under way for ever: then it is not asked for room."""
+        """To 0.5.4 what finds no room on the disk counts as under way for ever, and what is there already is counted
+        again as room that is used: then LMCache is not asked."""
         if hasattr(backend.disk_worker, "try_insert_put_task") or not isinstance(backend.disk_lock, RLOCK):
             return original(key, memory_obj, *rest, **named)
         with backend.disk_lock:  # LMCache's own part takes it again
+            if key in backend.dict:
+                livepatch.count("stored_already")
+                backend.cache_policy.update_on_hit(key, backend.dict)
+                return None
             lacking = backend.current_cache_size + memory_obj.get_physical_size() - backend.max_cache_size
             for entry in backend.dict.values() if lacking > 0 else ():
                 if entry.can_evict:
@@ -356,6 +545,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         f"{DISK}.submit_put_task": submit,
         f"{DISK}.write_file": write_file,
         f"{DISK}.async_save_bytes_to_disk": save,
+        f"{MEMORY}._setup_metrics": livepatch.after(made),
+        f"{MEMORY}.batched_get_non_blocking": from_memory,
+        f"{MEMORY}.batched_async_contains": memory_contains,
+        f"{MANAGER}:StorageManager.async_lookup_and_prefetch": look_up,
+        f"{MANAGER}:StorageManager.prefetch_all_done_callback": answer,
+        f"{MANAGER}:AsyncSingleSerializer.run": load_tier,
+        f"{OBJECTS}:TensorMemoryObj.__del__": livepatch.lasting(collected),
+        f"{OBJECTS}:AddressManager.allocate": livepatch.lasting(livepatch.before(free_orphans)),
+        f"{OBJECTS}:AddressManager.batched_allocate": livepatch.lasting(livepatch.before(free_orphans)),
+        f"{SENDER}._drain_and_send": send,
     }
 
 
@@ -363,3 +562,11 @@ def give_back(memory: Any) -> None:
     """Memory that a load has pinned."""
     memory.unpin()
     memory.ref_count_down()
+
+
+def give_back_all(loaded: list[Any]) -> None:
+    """Memory that a lookup loaded, each chunk with the lookup's pin."""
+    for memory in loaded:
+        if memory.is_pinned:
+            memory.unpin()
+        memory.ref_count_down()

@@ -46,6 +46,7 @@ FIGURE = re.compile(
 ALLOWED: dict[str, dict[str, set[str]]] = {
     "upstream's defaults and time-outs": {
         "docs/connector-completions.md": {"30 s", "60 s", "480 s", "600 s", "30 minutes"},
+        "docs/field-reports.md": {"30 s", "300 s", "600 s"},
         "docs/idle-stepping.md": {"30 s"},
         "docs/kv-block-reaper.md": {"30 s", "60 s", "480 s"},
         "docs/lab.md": {"300 s"},

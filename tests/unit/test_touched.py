@@ -103,6 +103,13 @@ ALLOWED = {
         "reset": "of a contextvars.ContextVar",
         **dict.fromkeys(("fileno", "readinto"), "of a file"),
         "st_size": "of os.fstat's answer",
+        "dirname": "of os.path",
+        **dict.fromkeys(("cancelled", "exception", "result"), "of asyncio.Future"),
+        **dict.fromkeys(("_allocator", "address_manager"), "of an allocator; one that has none frees at once"),
+    },
+    "lmcache-server-threads": {
+        **dict.fromkeys(("objects", "request", "until"), "of what the patch itself has"),
+        "gather": "of LMCache's compiled Bitmap, which its own code calls as well",
     },
     "lmcache-unfilled-stores": dict.fromkeys(("entry", "key", "l1"), "of what the patch itself has"),
     "lmcache-unloaded-stores": {

@@ -13,6 +13,7 @@ begin_driver()
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import importlib.util
 import itertools
@@ -56,7 +57,8 @@ def found(*names: str) -> Any:
 class World:
     """A disk backend with room for so many chunks in memory and on disk."""
 
-    def __init__(self, memory: int = 8, disk: int = 64, direct: bool = False) -> None:
+    def __init__(self, memory: int = 8, disk: int = 64, direct: bool = False, hot: bool = False) -> None:
+        importlib.import_module("lmcache.v1.storage_backend.storage_manager")  # as an engine does, before all backends
         config = importlib.import_module("lmcache.v1.config").LMCacheEngineConfig
         keys = importlib.import_module("lmcache.utils").CacheEngineKey
         self.key = lambda number: keys("model", 1, 0, number, DTYPE)
@@ -68,7 +70,7 @@ class World:
         self.allocator = allocators.TensorMemoryAllocator(self.pool)
         self.folder = Path("disk").absolute() / str(next(NUMBERS))
         given = config.from_defaults(
-            local_cpu=False,
+            local_cpu=hot,
             local_disk=str(self.folder),
             max_local_disk_size=disk * SIZE / 1024**3,
             lmcache_instance_id="one",
@@ -136,10 +138,13 @@ class World:
             memory.ref_count_down()
         return int(values[0]) if len(values) == 1 else values
 
-    def prefetch(self, *numbers: int, between: Callable[[], object] = lambda: None) -> Any:
+    def prefetch(
+        self, *numbers: int, between: Callable[[], object] = lambda: None, tiers: Iterable[Any] | None = None
+    ) -> Any:
         """With `enable_async_loading`, by LMCache's own lookup, which pins what it finds: what each chunk then holds.
 
         `between` its lookup and its load. The scheduler must hear of as many chunks as are loaded, else that is said.
+        Of several tiers (the disk alone by default) each is asked for what those before it have not.
         """
         manager = importlib.import_module("lmcache.v1.storage_backend.storage_manager")
         events = importlib.import_module("lmcache.v1.event_manager")
@@ -149,7 +154,7 @@ class World:
         add, loading = events_of_one.add_event, []
         events_of_one.add_event = lambda kind, name, future: (loading.append(future), add(kind, name, future))[1]
         own = SimpleNamespace(
-            get_active_storage_backends=lambda **_: [("LocalDiskBackend", self.disk)],
+            get_active_storage_backends=lambda **_: [(str(tier), tier) for tier in tiers or [self.disk]],
             async_serializer=manager.AsyncSingleSerializer(self.loop),
             event_manager=events_of_one,
             async_lookup_server=answers,
@@ -166,10 +171,15 @@ class World:
 
         async def load() -> Any:
             self.disk.batched_async_contains = looked_up
-            await manager.StorageManager.async_lookup_and_prefetch(
+            others = asyncio.all_tasks()
+            asked = manager.StorageManager.async_lookup_and_prefetch(
                 own, "lookup", keys, list(range(len(keys) + 1)), pin=True
             )
+            await asyncio.gather(asked, return_exceptions=True)
             del self.disk.batched_async_contains
+            if not loading:  # nobody waits for the loads that were begun
+                await asyncio.gather(*asyncio.all_tasks().difference(others), return_exceptions=True)
+                return []
             await asyncio.wait(loading)
             await asyncio.sleep(0)  # its callbacks were called
             return loading[0].exception() or loading[0].result()
@@ -177,7 +187,7 @@ class World:
         loaded = self.run(load())
         if not heard:
             return "the scheduler hears nothing"
-        given = [self.contents(memory) for (tier,) in (loaded,) for _, memory in tier]
+        given = [self.contents(memory) for tier in loaded for _, memory in tier]
         return given if heard == [len(given)] else ["heard", heard, *given]
 
     def get(self, *numbers: int) -> list[Any]:
@@ -403,6 +413,16 @@ def full_of_pinned() -> Any:
     return [*came, world.has(1, 2), world.get(2)]
 
 
+def stored_again() -> Any:
+    """A disk with room for two chunks; the first is stored three times."""
+    world = World(disk=2)
+    world.store(1)
+    world.store(1)
+    world.store(1, 2)
+    world.poison()
+    return [world.has(1, 2), world.get(1)]
+
+
 def evicted_after_its_load() -> Any:
     """What was looked up and loaded may leave a full disk."""
     world = World(disk=1)
@@ -445,9 +465,226 @@ def layer_by_layer() -> Any:
     return [came if isinstance(came, list) else came.partition(":")[0], *after(world, 1, 2, 3)]
 
 
+class Tier:
+    """A third tier, as another backend than the two would be, that has every chunk, and raises in one of its calls."""
+
+    def __init__(self, asked: bool) -> None:
+        self.asked = asked
+
+    async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
+        if self.asked:
+            raise OSError("a tier that is gone")
+        return len(keys)
+
+    async def batched_get_non_blocking(self, *args: Any) -> list[Any]:
+        raise OSError("a tier that is gone")
+
+
+def two_tiers(hot: int = 2) -> World:
+    """Chunks 1 to 4: the first two lie in LMCache's memory, the others on the disk."""
+    world = World(memory=12, hot=True)
+    world.store(3, 4)
+    for number in range(1, hot + 1):
+        (memory,) = world.take(1)
+        memory.tensor.fill_(number)
+        world.cpu.submit_put_task(world.key(number), memory)
+        memory.ref_count_down()
+    return world
+
+
+def tiers_left(world: World, *kept: int) -> list[Any]:
+    """Chunks of memory that are lost, and pins on the chunks that LMCache's memory keeps."""
+    memories = [world.cpu.hot_cache[world.key(number)] for number in kept]
+    return [world.taken() - len(memories), [(one.meta.ref_count, one.meta.pin_count) for one in memories]]
+
+
+def tiers() -> Any:
+    world = two_tiers()
+    came = world.prefetch(1, 2, 3, 4, tiers=[world.cpu, world.disk])
+    return [came, *tiers_left(world, 1, 2)]
+
+
+def many_lookups() -> Any:
+    """Asynchronous lookups, one after the other: what is noted of them when they have ended."""
+    world = two_tiers()
+    for _ in range(3):
+        world.prefetch(1, 2, 3, 4, tiers=[world.cpu, world.disk])
+    return [len(world.cpu.keys_in_request), len(world.disk.keys_in_request)]
+
+
+def long_name() -> Any:
+    """A model whose name is so long that a chunk's file has as long a name as the file system allows."""
+    world = World()
+    length = len(world.file(1).name)
+    keys = importlib.import_module("lmcache.utils").CacheEngineKey
+    world.key = lambda number: keys("model" + "l" * (255 - length), 1, 0, number, DTYPE)
+    assert len(world.file(1).name) == 255
+    world.put(1)
+    settled(world)
+    world.poison()
+    return [world.has(1), world.get(1)]
+
+
+def memory_gone_after_its_lookup() -> Any:
+    """The second chunk leaves LMCache's memory between the lookup and the load; the third lies on the disk."""
+    world = two_tiers()
+    asked = []
+
+    def between() -> None:
+        asked.append(world.cpu.remove(world.key(2)))
+
+    came = world.prefetch(1, 2, 3, 4, between=between, tiers=[world.cpu, world.disk])
+    return [came, *tiers_left(world, 1)]
+
+
+def left_pinned() -> int:
+    """How many chunks stay pinned, until LMCache's own time ends it (300 s), which left its memory by an order.
+
+    From some release on an order to remove a chunk unpins it.
+    """
+    cpu = importlib.import_module("lmcache.v1.storage_backend.local_cpu_backend").LocalCPUBackend
+    return 0 if "unpin" in cpu.remove.__code__.co_names else 1
+
+
+def tier_raises(asked: bool) -> Any:
+    """A third tier raises, where it is asked or where it loads."""
+    world = two_tiers()
+    came = world.prefetch(1, 2, 3, 4, 5, tiers=[world.cpu, world.disk, Tier(asked)])
+    return [came, *tiers_left(world, 1, 2)]
+
+
+def tier_cannot_be_asked() -> Any:
+    return tier_raises(asked=True)
+
+
+def tier_cannot_load() -> Any:
+    return tier_raises(asked=False)
+
+
+def no_memory_for_others(batch: bool = False, seconds: float = 2.0) -> Any:
+    """Memory is full, and somebody other than the disk waits for some: another tier's load, or a store that waits.
+
+    Each try for memory takes so many seconds by the clock.
+    """
+    world = World(memory=2)
+    others = world.take(2)
+    tried = 0
+    allocate, clock = world.allocator.allocate, time.monotonic
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        return allocate(*args, **kwargs)
+
+    world.allocator.allocate = counted
+    came: list[Any] = []
+    thread = threading.Thread(target=lambda: came.append(world.cpu.allocate(SHAPE, DTYPE)), daemon=True)
+    time.monotonic = lambda: clock() + seconds * tried
+    thread.start()
+    until(lambda: came or tried > 24)
+    time.monotonic = clock
+    for one in others:
+        one.ref_count_down()
+    thread.join(PATIENCE)
+    return [
+        None if came[0] is None and tried < 24 else "waits, also after twenty tries",
+        world.taken() - (came != [None]),
+    ]
+
+
+class Collecting:
+    """A lock of LMCache's, in whose holder Python's garbage collector runs; who waits for himself is counted."""
+
+    def __init__(self) -> None:
+        self.own, self.owner, self.himself = threading.Lock(), 0, 0
+
+    def locked(self) -> bool:
+        return self.own.locked()
+
+    def __enter__(self) -> None:
+        if self.owner == threading.get_ident():
+            self.himself += 1
+            raise RuntimeError("waits for itself, for ever")
+        self.own.acquire()
+        self.owner = threading.get_ident()
+        gc.collect()
+
+    def __exit__(self, *rest: object) -> None:
+        self.owner = 0
+        self.own.release()
+
+
+def collected(shared: bool = False) -> Any:
+    """Memory that nobody gave back is collected in a thread that holds a lock which freeing takes."""
+    world = World(memory=4)
+    world.take(1)[0].ref_count_down()
+    ring: list[Any] = [world.take(1)]
+    ring.append(ring)
+    gc.disable()
+    del ring
+    lock = Collecting()
+    utils = importlib.import_module("lmcache.utils")
+    before = utils._shared_observability_lock
+    if shared:
+        utils._shared_observability_lock = lock
+    else:
+        world.allocator.address_manager._lock = lock
+    try:
+        held = [attempted(lambda: world.take(1)), attempted(lambda: world.take(1))]
+    finally:
+        utils._shared_observability_lock = before
+        gc.enable()
+    return [lock.himself, world.taken() - len(held)]
+
+
+def collected_in_a_metric() -> Any:
+    return collected(shared=True)
+
+
+def controller_not_told() -> Any:
+    """LMCache's controller cannot be told of a chunk; of the next it can."""
+    sender = importlib.import_module("lmcache.v1.storage_backend.batched_message_sender").BatchedMessageSender
+    kind = importlib.import_module("lmcache.v1.cache_controller.message").OpType.EVICT
+    told: list[int] = []
+    failing = [True]
+
+    def put_msg(message: Any) -> None:
+        if failing[0]:
+            failing[0] = False
+            raise OSError("the controller is gone")
+        told.extend(operation.key for operation in message.operations)
+
+    sender._setup_metrics = lambda self: None
+    world = World()
+    own = sender(
+        metadata=SimpleNamespace(worker_id=0),
+        config=SimpleNamespace(
+            lmcache_instance_id="one", extra_config={}, get_extra_config_value=lambda name, other: other
+        ),
+        location="LocalDiskBackend",
+        lmcache_worker=SimpleNamespace(put_msg=put_msg),
+    )
+    assert world
+    own.add_kv_op(op_type=kind, key=1)
+    until(lambda: not failing[0])
+    own.add_kv_op(op_type=kind, key=2)
+    until(lambda: told or not own.thread.is_alive())
+    return told
+
+
 CASES: dict[str, Callable[[], Any]] = {
     case.__name__: case
     for case in (
+        tiers,
+        many_lookups,
+        long_name,
+        memory_gone_after_its_lookup,
+        tier_cannot_be_asked,
+        tier_cannot_load,
+        no_memory_for_others,
+        collected,
+        collected_in_a_metric,
+        controller_not_told,
         calm,
         direct,
         pool_runs_out,
@@ -457,6 +694,7 @@ CASES: dict[str, Callable[[], Any]] = {
         disk_is_full,
         evicted_file_is_gone,
         full_of_pinned,
+        stored_again,
         evicted_after_its_load,
         pinned_by_another_lookup,
         cleared,
