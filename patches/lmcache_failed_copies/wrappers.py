@@ -2,9 +2,9 @@
 
 For a store the server reserves an object for each chunk, copies, and ends the objects' write locks. After an error
 amid the copies LMCache 0.4.4 to 0.4.6 ends these locks all the same; to 0.4.3, and from 0.4.7 to 0.5.5, it leaves them
-to their time (600 s), after which an object counts as filled. Here each object that a store reserves has a lock that no time ends. When the store
-ends without having filled an object, and its copies have come to their end on the device's stream, the object is
-deleted, by LMCache's own code.
+to their time (600 s), after which an object counts as filled. Here each object that a store reserves has a lock that
+no time ends. When the store ends without having filled an object, and its copies have come to their end on the
+device's stream, the object is deleted, by LMCache's own code.
 
 Source: docs/never-wrong.md, "LMCache: an error amid a store"; nothing upstream. LMCache 0.5.6 keeps what a store
 reserved apart from what can be read.
