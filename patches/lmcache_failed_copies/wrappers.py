@@ -1,10 +1,10 @@
 """LMCache's server gives out no chunk that a store reserved and, because of an error, did not fill.
 
 For a store the server reserves an object for each chunk, copies, and ends the objects' write locks. After an error
-amid the copies LMCache to 0.4.6 ends these locks all the same; to 0.5.5 it leaves them to their time (600 s), after
-which an object counts as filled. Here each object that a store reserves has a lock that no time ends. When the store
-ends without having filled an object, and its copies have come to their end on the device's stream, the object is
-deleted, by LMCache's own code.
+amid the copies LMCache 0.4.4 to 0.4.6 ends these locks all the same; to 0.4.3, and from 0.4.7 to 0.5.5, it leaves them
+to their time (600 s), after which an object counts as filled. Here each object that a store reserves has a lock that
+no time ends. When the store ends without having filled an object, and its copies have come to their end on the
+device's stream, the object is deleted, by LMCache's own code.
 
 Source: docs/never-wrong.md, "LMCache: an error amid a store"; nothing upstream. LMCache 0.5.6 keeps what a store
 reserved apart from what can be read.
@@ -194,7 +194,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             store.reserved.clear()
 
     def reserve_write(original: Call, storage: Any, keys: Any, *rest: Any, **named: Any) -> Any:
-        answer = original(keys, *rest, **named)
+        # A copy: LMCache's recorder of calls keeps what it is given, and could not write down an `End`.
+        answer = original([*keys], *rest, **named)
         store = STORE.get()
         if store is not None:
             store.reserve(aside, storage._l1_manager, answer)

@@ -4,7 +4,7 @@ The scheduler's connector asserts on parts of LMCache that its process has not: 
 (the scheduler never has one), on everything where LMCache did not start. Its asynchronous lookup client raises where a
 lookup that timed out is asked for again. What a lookup found stays pinned in the workers' memory where its request
 ends before it is computed. And with `enable_async_loading` a load gives back the memory of its chunks twice, so LMCache
-frees memory that its own index still names.
+frees memory that its own index still names. What a client writes into `kv_transfer_params` is read unchecked, too.
 
 Source: LMCache#3337, LMCache PR#2772, vllm#44249, vllm#3685; LMCache 0.5.1 guards the connector.
 """
@@ -51,6 +51,26 @@ class Taken:
         return [self._chunks]
 
 
+PARAMETERS = "kv_transfer_params"
+SPEC = {"req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port"}
+"""What LMCache reads of a client's `disagg_spec`."""
+
+
+def readable(parameters: Any) -> Any:
+    """Return what LMCache can read of a client's parameters: themselves, or some, or None. The rest ends the engine."""
+    if not isinstance(parameters, dict):
+        return None
+    kept = {name: value for name, value in parameters.items() if is_readable(name, value)}
+    return parameters if len(kept) == len(parameters) else kept or None
+
+
+def is_readable(name: str, value: Any) -> bool:
+    """Tell whether LMCache can read this one of a client's parameters."""
+    if name == "disagg_spec":
+        return isinstance(value, dict) and value.keys() >= SPEC and isinstance(value["receiver_host"], str)
+    return not (name.startswith("lmcache.tag.") and isinstance(value, list | dict))  # a tag is hashed, as part of keys
+
+
 def innermost(client: Any) -> Any:
     """Return the lookup client that asks the workers, without those that LMCache may put around it."""
     while hasattr(client, "actual_lookup_client"):
@@ -59,19 +79,44 @@ def innermost(client: Any) -> Any:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
-    def get_num_new_matched_tokens(original: Call, connector: Any, request: Any, *rest: Any, **named: Any) -> Any:
+    def get_num_new_matched_tokens(
+        original: Call, connector: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any
+    ) -> Any:
         """Return 0, a miss, where there is nobody to ask, or where the workers still give back pins of an earlier
         request with the same id: they could not tell these from the new one's."""
+        keep_readable(request)
         if connector.lookup_client is None:
             return 0
         if request.request_id in vars(connector).get(UNUSED, ()):
+            # As LMCache's own code notes a miss: a preempted request that comes back without this ends the engine.
+            miss = sys.modules[type(connector).__module__].LoadSpec
+            connector.load_specs[request.request_id] = miss(
+                num_computed_tokens, lmcache_cached_tokens=0, can_load=False
+            )
             return 0
-        return original(request, *rest, **named)
+        return original(request, num_computed_tokens, *rest, **named)
+
+    def keep_readable(request: Any) -> None:
+        """Take what LMCache cannot read out of a client's parameters: the request's, and those that sampling has."""
+        given = getattr(request, PARAMETERS, None)
+        arguments = getattr(request.sampling_params, "extra_args", None) or {}
+        kept, kept_for_sampling = readable(given), readable(arguments.get(PARAMETERS))
+        if kept is given and kept_for_sampling is arguments.get(PARAMETERS):
+            return
+        livepatch.count("unreadable_parameters")
+        livepatch.say("unreadable_parameters", "a client's kv_transfer_params have what LMCache cannot read: left out")
+        setattr(request, PARAMETERS, kept)
+        if arguments:
+            request.sampling_params.extra_args = {**arguments, PARAMETERS: kept_for_sampling}
 
     def request_finished(original: Call, connector: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """Give back the lookup of a request that ended before it used it. LMCache's own code, which would do so through
         parts that are not there, is shown the request without its status."""
         name = request.request_id
+        keep_readable(request)
+        parameters = getattr(request, PARAMETERS, None) or {}
+        if "ret_first_tok" in parameters and not request._output_token_ids:  # there is none, and LMCache reads it
+            setattr(request, PARAMETERS, {one: value for one, value in parameters.items() if one != "ret_first_tok"})
         give_back(connector, name)
         connector.load_specs.pop(name, None)
         connector._requests_priority.pop(name, None)

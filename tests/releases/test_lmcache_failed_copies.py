@@ -13,7 +13,7 @@ from vllm_livepatch.tools.releases import registry
 
 DRIVER = "lmcache_failed_copies"
 PATCH = "lmcache-failed-copies"
-EVERY = [pin.version for pin in registry.pins("lmcache") if Version(pin.version) >= Version("0.4.4")]
+EVERY = [pin.version for pin in registry.pins("lmcache") if Version(pin.version) >= Version("0.4.3")]
 RELEASES = [release for release in EVERY if Version(release) < Version("0.5.6")]
 INSTALLED = "0.5.6"
 """What the engine's environment has: the whole wheel."""
@@ -35,6 +35,7 @@ PATCHED: dict[str, Any] = {
     "beside": [NONE, NONE, RIGHT, RIGHT],
     "gone": [NONE, 0.0, RIGHT],
     "many": [0.0, 0],
+    "traced": ["ObjectKey"],
     # Nobody knows whether the device still writes there.
     "unsynchronized": [NONE, NONE, 3.0, NONE],
     **{case: [FIRST, FIRST, 1.0, RIGHT] for case in SENT},
@@ -42,14 +43,15 @@ PATCHED: dict[str, Any] = {
 
 
 def of_release(release: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """To 0.4.5 a server cannot be sent chunks."""
+    """To 0.4.5 a server cannot be sent chunks. To 0.4.3 it has no groups of layers, and records no calls."""
     left_out = SENT if Version(release) < Version("0.4.6") else ()
+    left_out += ("groups", "traced") if Version(release) < Version("0.4.4") else ()
     return {case: came for case, came in cases.items() if case not in left_out}
 
 
 def stock(release: str) -> dict[str, Any]:
-    """To 0.4.6 all that was reserved is a hit at once, from 0.4.7 on after LMCache's time, and then for good."""
-    at_once = Version(release) < Version("0.4.7")
+    """With 0.4.4 to 0.4.6 all that was reserved is a hit at once, else after LMCache's time, and then for good."""
+    at_once = Version("0.4.4") <= Version(release) < Version("0.4.7")
     failed = [WRONG if at_once else NONE, WRONG, 3.0, WRONG]
     # The copies were made, so that these are right, which LMCache does not know.
     copied = [NONE, RIGHT, 3.0, RIGHT]
@@ -63,6 +65,7 @@ def stock(release: str) -> dict[str, Any]:
             "beside": [NONE, WRONG, WRONG, RIGHT] if at_once else [NONE, NONE, NONE, RIGHT],
             "gone": [WRONG, 3.0, WRONG],
             "many": [90.0, 0],
+            "traced": ["ObjectKey"],
             "too few chunks": [FIRST, WRONG, 3.0, WRONG],
             # The server does not answer, and LMCache's time is over before the worker's wait.
             "an odd chunk": [WRONG, WRONG, 3.0, WRONG],
@@ -92,8 +95,9 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     reports = [interpreter.read(file, PATCH) for file in (tmp_path / "state").glob("*.json")]
     assert {(one["state"], one["verdict"]) for one in reports} == {("applied", "needed")}
     counted = {kind: sum(one["counters"].get(kind, 0) for one in reports) for kind in ("deleted", "kept")}
-    # Six stores of three chunks, two in `shared`, three in `beside` and in `gone`, three of thirty prompts; two of a message.
-    deleted = 6 * 3 + 2 + 3 + 3 + 30 * 3 + (2 * 2 if SENT[0] in expected else 0)
+    # Stores of three chunks, two in `shared`, three in `beside` and in `gone`, three of thirty prompts; two of a message.
+    failed = sum(case in expected for case in ("first copy", "amid", "last copy", "event", "end", "groups", "traced"))
+    deleted = failed * 3 + 2 + 3 + 3 + 30 * 3 + (2 * 2 if SENT[0] in expected else 0)
     assert counted == {"deleted": deleted, "kept": 3}
 
 
@@ -105,6 +109,7 @@ def test_the_release_that_has_it_mended(warm: interpreter.Interpreter, tmp_path:
         "shared": [FIRST, FIRST, RIGHT],
         "gone": [NONE, 3.0, RIGHT],
         "many": [90.0, 0],
+        "traced": ["ObjectKey"],
         **{case: [FIRST, FIRST, 3.0, RIGHT] for case in SENT},
     }
     assert driven(INSTALLED, warm, tmp_path, expected) == expected

@@ -28,7 +28,9 @@ TIMED_OUT = ("timed_out", "timed_out_and_gone", "timed_out_and_answered")
 DEGRADED = ("degraded", "degraded_by_layer", "degraded_async")
 UNDISTURBED = ("undisturbed", "again", "partly")
 LOADED = ("async_undisturbed", "async_again", "async_partly")
-AGAIN = ("queued_again", "async_queued_again")
+AGAIN = ("queued_again", "async_queued_again", "queued_again_and_preempted", "async_queued_again_and_preempted")
+GIVEN = ("unreadable", "async_unreadable", "no_token")
+"""What clients write into `kv_transfer_params`."""
 FREED = "RuntimeError in memory"
 """What LMCache's index names has no memory any more. LMCache's own copies raise as well, in the engine's step."""
 
@@ -68,6 +70,9 @@ def test_stock(pair: tuple[str, str], warm: interpreter.Interpreter, tmp_path: P
         assert {found[case] for case in UNDISTURBED} == {"right"}
         assert [found[case] for case in LOADED] == loaded(version)
         assert {found[case] for case in TIMED_OUT} == {"KeyError in lookup_cache"}
+        assert {found[case] for case in GIVEN[:2]} == {"KeyError in update_state_after_alloc"}
+        asserted = "AssertionError" if asserts else "IndexError"  # the latter for want of a first token
+        assert found["no_token"] == f"{asserted} in request_finished"
         no_lmcache = "AssertionError in get_num_new_matched_tokens" if version <= Version("0.5.0") else "right"
         assert {found[case] for case in DEGRADED} == {no_lmcache}
         if asserts:
@@ -82,12 +87,13 @@ def test_stock(pair: tuple[str, str], warm: interpreter.Interpreter, tmp_path: P
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_patched(pair: tuple[str, str], warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """All are served, with their own KV; what is stored is loaded; nothing stays pinned."""
-    cases = (*UNDISTURBED, *LOADED, *ABORTED, *AGAIN, "async_limited", *TIMED_OUT, *DEGRADED)
+    cases = (*UNDISTURBED, *LOADED, *ABORTED, *AGAIN, *GIVEN, "async_limited", *TIMED_OUT, *DEGRADED)
     assert driven(pair, warm, tmp_path, bundle) == dict.fromkeys(MODES, dict.fromkeys(cases, "right"))
     patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
     counters = patch["counters"]
     assert counters["lookup_given_back"] >= len(MODES) * 4, counters  # queued, and pending, with each client
+    assert counters["unreadable_parameters"] >= len(MODES) * (2 * 8 + 1), counters
     assert counters["lookup_not_answered"] >= len(MODES) * len(TIMED_OUT), counters
     if Version(pair[1]) <= Version("0.5.0"):
         # From 0.5.1 on LMCache itself leaves them alone.

@@ -54,6 +54,7 @@ PATCHED: dict[str, Any] = {
     "registration_fails": [[["c"], ["d"], [5, 6, 7, 8]], RIGHT],
     "under_way": [[[], []], [["e"], []]],
     "silent_and_known": [RIGHT, False, RIGHT, 1],
+    "between_heartbeats": [RIGHT, 0],
     "preempted": ["earlier", "now"],
     "event_left_out": [None, [], True],
     "shut_down": [True, 0],

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from vllm_livepatch.patches.lmcache_in_process import wrappers as patch
@@ -28,8 +28,18 @@ def made() -> Callable[..., Any]:
     return call
 
 
+class LoadSpec(NamedTuple):
+    vllm_cached_tokens: int
+    lmcache_cached_tokens: int
+    can_load: bool
+
+
+class Connector(SimpleNamespace):
+    """Its module, this one, has what LMCache's has."""
+
+
 def connector(client: Any, engine: Any = None, loads_async: bool = False) -> Any:
-    return SimpleNamespace(
+    return Connector(
         lookup_client=client,
         lmcache_engine=engine,
         async_loading=loads_async,
@@ -40,7 +50,7 @@ def connector(client: Any, engine: Any = None, loads_async: bool = False) -> Any
 
 
 def request(name: str = "a") -> Any:
-    return SimpleNamespace(request_id=name, status="aborted", kv_transfer_params=None)
+    return SimpleNamespace(request_id=name, status="aborted", kv_transfer_params=None, sampling_params=None)
 
 
 def synchronous(**found: int) -> Any:
@@ -92,7 +102,8 @@ def test_pins_are_given_back_once(made: Callable[..., Any]) -> None:
     assert made("get_num_new_matched_tokens", scheduler, request(), 0) == 0
     assert build(scheduler) == {"a"}
     for _ in range(STAGES + 1):
-        assert made("get_num_new_matched_tokens", scheduler, request(), 0) == 0
+        assert made("get_num_new_matched_tokens", scheduler, request(), 16) == 0
+        assert scheduler.load_specs.pop("a") == LoadSpec(16, 0, can_load=False), "it could not come back preempted"
         assert made("get_num_new_matched_tokens", scheduler, request("b"), 0) != 0
         assert build(scheduler) == set()
     assert made("get_num_new_matched_tokens", scheduler, request(), 0) != 0

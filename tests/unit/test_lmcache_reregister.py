@@ -27,6 +27,7 @@ class Worker:
         self.targets = patch.wrappers(self.context)
         self.transfer_ctx: Any = Transfers()
         self.registered = 0
+        self._heartbeat_interval = 10.0
         self.health = self._health_event = threading.Event()
         self.health.set()
         self.register(0.0)
@@ -65,6 +66,15 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     return Worker(monkeypatch)
+
+
+def test_heartbeats_that_are_rare_leave_no_doubt(worker: Worker) -> None:
+    worker._heartbeat_interval = 60.0
+    worker.register(0.0)
+    worker.now = 119.0
+    assert not worker.known.in_doubt()
+    worker.now = 121.0
+    assert worker.known.in_doubt()
 
 
 def test_a_ping_that_is_not_answered_says_nothing_of_the_registration(worker: Worker) -> None:

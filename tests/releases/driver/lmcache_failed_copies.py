@@ -13,6 +13,7 @@ from result import NotBuilt, attempted, begin_driver, leave, print_result, until
 
 begin_driver()
 
+import argparse
 import contextlib
 import functools
 import gc
@@ -151,6 +152,15 @@ MODES = (
 """How LMCache calls the server's copies, and a worker's."""
 DRIVEN = (PLACE / "v1" / "platform" / "cache_context.py").exists()
 """From 0.4.7 on LMCache has a device of its own for CPU memory."""
+RECORDS = (PLACE / "v1" / "mp_observability" / "trace").exists()
+"""From 0.4.4 on LMCache records calls, and has groups of layers."""
+
+
+CONFIGURED = [
+    f"parse_args_to_{what}"
+    for what in ("mp_server_config", "config", "observability_config", "prometheus_config", "telemetry_config")
+]
+"""What makes a server's configuration of its options, in the order in which it is given; not all are in each release."""
 
 
 class Handle:
@@ -190,7 +200,9 @@ def without_device(transfer: str) -> None:
     cupy.cuda = types.SimpleNamespace(ExternalStream=Stream, Stream=Stream)  # type: ignore[attr-defined]
     sys.modules["cupy"] = cupy
     importlib.import_module("lmcache")
-    ops = sys.modules["lmcache.c_ops"]
+    # To 0.4.3 the package does not choose its stand-ins for the compiled operations; its modules would import the latter.
+    ops = sys.modules.get("lmcache.c_ops") or importlib.import_module("lmcache.non_cuda_equivalents")
+    sys.modules["lmcache.c_ops"] = ops
     spec = importlib.util.spec_from_file_location("transfer", transfer)
     assert spec is not None
     assert spec.loader is not None
@@ -251,22 +263,27 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
     sys.argv = ["lmcache", "--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)]
     sys.argv += ["--l1-size-gb", "0.1", "--no-l1-use-lazy", "--eviction-policy", "LRU", "--disable-observability"]
     sys.argv += ["--max-gpu-workers", "16", *words]
+    # To 0.4.2 some of these options are not there.
+    argparse.ArgumentParser.parse_args = lambda parser: parser.parse_known_args()[0]  # type: ignore[assignment,misc]
     given = module.parse_args()
-    configured = [
-        getattr(module, name)(given)
-        for name in ("parse_args_to_mp_server_config", "parse_args_to_config", "parse_args_to_observability_config")
-    ]
+    configured = [getattr(module, name)(given) for name in CONFIGURED if hasattr(module, name)]
     a_thread_each()
-    without = {"start_prometheus_http_server": False}
+    apart = {**vars(given), "start_prometheus_http_server": False}  # in 0.3.15 the port and others are options apart
     taken = inspect.signature(module.run_cache_server).parameters
     engine = module.run_cache_server(
-        *configured, return_engine=True, **{name: value for name, value in without.items() if name in taken}
+        *configured, return_engine=True, **{name: value for name, value in apart.items() if name in taken}
     )[1]
     storage = getattr(engine, "storage_manager", None) or engine._modules[0]._ctx.storage_manager
     l1 = storage._l1_manager
     reserved_for = l1._write_ttl_seconds
     lock = importlib.import_module("lmcache.v1.distributed.l1_manager").TTLLock(1)
     settle = faults(engine)
+    recorded: list[dict[str, Any]] = []
+
+    def trace() -> None:
+        calls: Any = importlib.import_module("lmcache.v1.mp_observability.trace.decorator")
+        calls.set_tracing_enabled(True)
+        calls.publish_call_event = lambda _, given: recorded.append(given)
 
     def expire() -> None:
         """What was reserved before, in `short`, has had its time."""
@@ -301,6 +318,8 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
             "armed": lambda: dict(FAULT.left),
             "evict": lambda: l1.delete(list(l1._objects)) and None,
             "remembered": remembered,
+            "trace": trace,
+            "traced": lambda: sorted({type(key).__name__ for given in recorded for key in given.get("keys", ())}),
         }.get(name)
         return called() if called else "ready"
 
@@ -311,7 +330,10 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
 
 def a_thread_each() -> None:
     """Each client's stores and loads have a thread of their own; else two clients may draw the same by lot."""
-    pool = importlib.import_module("lmcache.v1.multiprocess.affinity_pool").AffinityThreadPool
+    place = "lmcache.v1.multiprocess.affinity_pool"
+    if importlib.util.find_spec(place) is None:  # to 0.4.2, where one thread serves all
+        return
+    pool = importlib.import_module(place).AffinityThreadPool
     submit, clients = pool.submit, dict[int, int]()
 
     def submitted(self: Any, function: Any, *args: Any, affinity_key: int = 0, **kwargs: Any) -> Any:
@@ -418,14 +440,17 @@ class Worker(lmcache_server.Caches):
         for place in (self.module, importlib.import_module("lmcache.integration.vllm.utils")):
             place.vllm_layout_hints = lambda *args: hints  # type: ignore[attr-defined]
         url = f"tcp://127.0.0.1:{server.port}"
-        fields = inspect.signature(self.module.ParallelStrategy).parameters
-        alone = {name: 0 if name.endswith(("_id", "_mla", "mla_only")) else 1 for name in fields}
         given: dict[str, Any] = {
             "mq_timeout": 20.0 if copies else PATIENCE,
             "heartbeat_interval": 3600.0,
             "vllm_block_size": BLOCK,
         }
-        given["parallel_strategy"] = self.module.ParallelStrategy(**alone)
+        if hasattr(self.module, "ParallelStrategy"):
+            fields = inspect.signature(self.module.ParallelStrategy).parameters
+            alone = {name: 0 if name.endswith(("_id", "_mla", "mla_only")) else 1 for name in fields}
+            given["parallel_strategy"] = self.module.ParallelStrategy(**alone)
+        else:  # to 0.4.3
+            given |= {"world_size": 1, "kv_rank": 0}
         model = f"model of {len(shapes)} layers"
         self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], model, **given)
         if self.adapter.instance_id == os.getpid():  # to 0.4.7, where two workers are two processes
@@ -607,6 +632,20 @@ def many(worker: Worker) -> list[Any]:
     return [(free - server.ask("free")) / CHUNK_BYTES, server.ask("remembered") - remembered]
 
 
+def traced(worker: Worker) -> list[str]:
+    """What LMCache's recorder of calls can find of a store under way: the kinds of its keys."""
+    server = worker.server
+    server.ask("evict")
+    server.ask("trace")
+    server.ask("hold", "copy", 2)
+    worker.begin(140)
+    server.ask("held")
+    kinds: list[str] = server.ask("traced")
+    server.ask("go")
+    worker.is_done()
+    return kinds
+
+
 CASES: dict[str, Callable[[Worker], Any]] = {
     "first copy": lambda worker: fails(worker, "copy", 1, 10),
     "amid": lambda worker: fails(worker, "copy", 2, 20),
@@ -618,6 +657,7 @@ CASES: dict[str, Callable[[Worker], Any]] = {
     "beside": beside,
     "gone": gone,
     "many": many,
+    "traced": traced,
     "unsynchronized": unsynchronized,
 }
 """With a server that copies."""

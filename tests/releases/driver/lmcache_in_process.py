@@ -139,10 +139,11 @@ class World(Serving):
         self.loaded: dict[str, int] = {}
         self.left: set[str] = set()
 
-    def add(self, name: str, like: str = "", prompt: int = PROMPT) -> None:
-        """A client comes; its prompt is its own, or begins with that of the request `like`."""
+    def add(self, name: str, like: str = "", prompt: int = PROMPT, parameters: Any = None) -> None:
+        """A client comes; its prompt is its own, or begins with that of the request `like`. `parameters`: what it gave."""
         request = real.make_request(like or name, tokens=ANSWER, prompt=prompt)
-        request.kv_transfer_params = None
+        request.kv_transfer_params = parameters
+        request.sampling_params.extra_args = {"kv_transfer_params": parameters}
         self.come(name, request)
 
     def hang_up(self, name: str) -> None:
@@ -208,6 +209,12 @@ class World(Serving):
                 return
             act()
             time.sleep(0.002)
+
+    def preempt(self) -> None:
+        """Everybody who runs is preempted, when no step is under way."""
+        while self.unanswered:
+            self.answer(*self.unanswered.popleft())
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def settle(self) -> None:
         """Serve until all have ended, the lookups that are under way included."""
@@ -316,6 +323,59 @@ def queued_again(world: World) -> None:
     world.add("gone", like="first")
     world.left.discard("gone")
     world.step()
+    world.make_room()
+    well(world)
+
+
+def queued_again_and_preempted(world: World) -> None:
+    """Another comes at once with the id of one that went while it waited, runs, and is preempted."""
+    stored(world)
+    world.fill()
+    world.add("gone", like="first")
+    world.until(lambda: "gone" in world.connector.load_specs, "gone is looked up", world.step)
+    world.hang_up("gone")
+    world.make_room()
+    world.add("gone", like="first")
+    world.left.discard("gone")
+    world.step()
+    world.preempt()
+    well(world)
+
+
+UNREADABLE: list[Any] = [
+    {"disagg_spec": {}},
+    {"disagg_spec": None},
+    {"disagg_spec": {"req_id": "", "receiver_host": 1, "receiver_init_port": [1], "receiver_alloc_port": [1]}},
+    {"lmcache.tag.one": {}},
+    {"lmcache.tag.one": []},
+    5,
+    "disagg_spec",
+    ["ret_first_tok"],
+]
+"""`kv_transfer_params`, of which anything but an object comes by way of `vllm_xargs`."""
+
+
+def unreadable(world: World) -> None:
+    """Clients give parameters that LMCache cannot read. What it can, it reads."""
+    stored(world)
+    for number, parameters in enumerate(UNREADABLE):
+        world.add(f"odd {number}", parameters=parameters)
+        world.settle()
+    world.add("tagged", like="first", parameters={"lmcache.tag.one": "1"})
+    world.settle()
+    world.expect("tagged" not in world.loaded, "tagged loads what has no tag")
+    well(world)
+
+
+def no_token(world: World) -> None:
+    """Clients ask for their first token apart, or for what LMCache cannot read, and go before there is one."""
+    stored(world)
+    world.fill()
+    world.add("gone", parameters={"ret_first_tok": True})
+    world.add("odd", parameters=5)
+    world.steps(2)
+    world.hang_up("gone")
+    world.hang_up("odd")
     world.make_room()
     well(world)
 
@@ -445,6 +505,9 @@ CASES: dict[str, Case] = {
     "waiting": (waiting_for_nothing, {}),
     "queued": (queued, {}),
     "queued_again": (queued_again, {}),
+    "queued_again_and_preempted": (queued_again_and_preempted, {}),
+    "unreadable": (unreadable, {}),
+    "no_token": (no_token, {}),
     "loading": (loading, {}),
     "running": (running, {}),
     "again": (again, {}),
@@ -454,6 +517,8 @@ CASES: dict[str, Case] = {
     "async_partly": (partly, ASYNC),
     "async_queued": (queued, ASYNC),
     "async_queued_again": (queued_again, ASYNC),
+    "async_queued_again_and_preempted": (queued_again_and_preempted, ASYNC),
+    "async_unreadable": (unreadable, ASYNC),
     "async_loading": (loading, ASYNC),
     "async_running": (running, ASYNC),
     "async_pending": (pending, ASYNC),

@@ -191,6 +191,16 @@ def silent_and_known(server: Server, worker: Worker) -> Any:
     return [before, forgotten, stored_and_loaded(worker, 8), server.ask("known")]
 
 
+def between_heartbeats(server: Server, worker: Worker) -> Any:
+    """How often the worker registers again when it stores shortly before its next heartbeat, which comes every 30 s."""
+    adapter, asked = worker.adapter, list[Any]()
+    register = adapter._send_register_kv_caches_request
+    adapter._send_register_kv_caches_request = lambda *args, **kwargs: asked.append(register(*args, **kwargs))
+    worker.beat()
+    CLOCK.ahead += 29.0
+    return [stored_and_loaded(worker, 5), len(asked)]
+
+
 def preempted(server: Server, worker: Worker) -> Any:
     """What was begun under an earlier registration is waited for at a preemption; what has ended is not kept."""
     if not hasattr(worker.adapter, "handle_preemptions"):
@@ -294,6 +304,7 @@ CASES: dict[str, Any] = {
     "registration_fails": registration_fails,
     "under_way": under_way,
     "silent_and_known": silent_and_known,
+    "between_heartbeats": between_heartbeats,
     "preempted": preempted,
     "event_left_out": event_left_out,
     "shut_down": shut_down,
