@@ -17,10 +17,7 @@ ON = [entry.patch for entry in catalogue.load().values() if entry.patch.auto != 
 
 NOT_ATTACKED = frozenset(
     [
-        "chunked-lmcache-load",
         "compile-cache-key",
-        "failed-loads",
-        "idle-stepping",
         "lmcache-failed-loads",
         "lmcache-finished-ids",
         "lmcache-reregister",
@@ -29,11 +26,8 @@ NOT_ATTACKED = frozenset(
         "mori-ep-fp8",
         "moriio-timeouts",
         "mp-block-transfer",
-        "multi-connector-metrics",
         "nixl-lease-guard",
         "nixl-ucx-error-handling",
-        "offloading-failed-transfers",
-        "preemption-livelock",
         "rocm-pinned-allocator",
     ]
 )
