@@ -15,17 +15,7 @@ OPENS = frozenset({"bind", "create_server", "create_unix_server", "listen", "ser
 """What a call that opens a port is called."""
 ON = [entry.patch for entry in catalogue.load().values() if entry.patch.auto != "off"]
 
-NOT_ATTACKED = frozenset(
-    [
-        "chunked-lmcache-load",
-        "compile-cache-key",
-        "failed-loads",
-        "idle-stepping",
-        "multi-connector-metrics",
-        "offloading-failed-transfers",
-        "preemption-livelock",
-    ]
-)
+NOT_ATTACKED = frozenset(["compile-cache-key"])
 """On, and neither the history nor the changelog says that somebody who did not write it has attacked it."""
 NOT_DRIVEN = frozenset(
     [
