@@ -44,8 +44,8 @@ PATCHED: dict[str, Any] = {
 
 def of_release(release: str, cases: dict[str, Any]) -> dict[str, Any]:
     """To 0.4.5 a server cannot be sent chunks. To 0.4.3 it has no groups of layers, and records no calls."""
-    left_out = SENT if Version(release) < Version("0.4.6") else ()
-    left_out += ("groups", "traced") if Version(release) < Version("0.4.4") else ()
+    left_out = {*SENT} if Version(release) < Version("0.4.6") else set()
+    left_out |= {"groups", "traced"} if Version(release) < Version("0.4.4") else set()
     return {case: came for case, came in cases.items() if case not in left_out}
 
 
