@@ -15,6 +15,7 @@ from result import begin_driver, leave, outcome_of, print_result
 begin_driver()
 
 import gc
+import inspect
 import os
 import pickle
 import sys
@@ -41,6 +42,7 @@ from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from vllm.v1.core.sched.scheduler import Scheduler
 from worlds import RIGHT, WRONG, Serving, Work
 
 gc.enable()
@@ -353,6 +355,9 @@ UNREADABLE: list[Any] = [
     ["ret_first_tok"],
 ]
 """`kv_transfer_params`, of which anything but an object comes by way of `vllm_xargs`."""
+if "kv_transfer_params.get(" in inspect.getsource(inspect.unwrap(Scheduler.add_request)):
+    # From 0.33.0 the scheduler itself reads them first, and raises.
+    UNREADABLE = [given for given in UNREADABLE if isinstance(given, dict)]
 
 
 def unreadable(world: World) -> None:
@@ -372,7 +377,7 @@ def no_token(world: World) -> None:
     stored(world)
     world.fill()
     world.add("gone", parameters={"ret_first_tok": True})
-    world.add("odd", parameters=5)
+    world.add("odd", parameters=UNREADABLE[-1])
     world.steps(2)
     world.hang_up("gone")
     world.hang_up("odd")
