@@ -19,6 +19,8 @@ from vllm_livepatch.tools.releases import registry
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = catalogue.load()
+PROOFS = "test_proofs.py"
+"""Is about each patch."""
 
 
 @cache
@@ -60,7 +62,7 @@ def test_what_was_run_by_hand_can_be_run_again(name: str, made: matrix.Matrix) -
     found = driven("all")
     for (_, release), cell in made.cells[name].items():
         for file in (file for file, how in cell.files.items() if how == "executed by hand"):
-            assert name in executed.shown_by(Path(__file__).with_name(file)), file
+            assert file == PROOFS or name in executed.shown_by(Path(__file__).with_name(file)), file
             assert release in found[file], (release, file)
     for run in matrix.by_hand()[name]:
         assert re.fullmatch(r"[0-9a-f]{7,}", run["revision"]), "of a commit"
