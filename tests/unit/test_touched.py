@@ -82,7 +82,7 @@ ALLOWED = {
             ("load_specs", "async_loading", "_requests_priority"), "set in _init_connector_state, whose code is a fact"
         ),
         **dict.fromkeys(("parallel_config", "pipeline_parallel_size"), "vLLM's configuration"),
-        "request_id": "vLLM's, of a request",
+        **dict.fromkeys(("_output_token_ids", "extra_args", "request_id", "sampling_params"), "vLLM's, of a request"),
         "_connector_metadata": "of vLLM's base class of connectors",
         "actual_lookup_client": "asked for with hasattr",
         **dict.fromkeys(("DONE", "LOADING"), "of LMCache's enumerations, whose whole fingerprints are in the facts"),
@@ -157,7 +157,6 @@ ALLOWED = {
             ("__closure__", "__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__"), "of a function"
         ),
         **dict.fromkeys(("exception", "logger"), "the module's logger"),
-        **dict.fromkeys(("_livepatch_writes", "livepatch_kind"), "what the patch itself sets"),
     },
     "mooncake-failed-loads": {
         **dict.fromkeys(("add_done_callback", "cancel", "cancelled", "done", "exception"), "of an asyncio.Future"),
