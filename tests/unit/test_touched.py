@@ -147,6 +147,7 @@ ALLOWED = {
         ),
     },
     "moriio-timeouts": {
+        "livepatch_kind": "what the patch itself sets",
         **dict.fromkeys(
             ("backend", "dst_engine_id", "enqueue_time", "local_block_ids", "remote_handshake_port", "remote_host"),
             "fields of WriteTask, ReqMeta and MoRIIOConfig, whose whole fingerprints are in the facts",
