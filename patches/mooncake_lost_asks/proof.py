@@ -180,6 +180,11 @@ def odd_id(outcome: str) -> list[Judged]:
     return loads(outcome)
 
 
+def let_go_beside(beside: str, outcome: str, let_go: bool) -> list[Judged]:
+    """A client hangs up in the turn in which the prefill of another's load in the same message ends; its own begins then"""
+    return [*loads(beside), (True, "") if outcome == OWN else told(outcome), comes_back(let_go)]
+
+
 EVERY: tuple[Judge, ...] = (
     in_turn,
     at_once,
@@ -193,6 +198,7 @@ EVERY: tuple[Judge, ...] = (
     let_go_before,
     let_go_last,
     let_go_amid,
+    let_go_beside,
     registering,
     waiting,
     slots,

@@ -100,8 +100,10 @@ class _Answers:
             return data
         for name in (*(response.ok_reqs or ()), *(response.err_reqs or ())):
             self.left.pop(name, None)
-        kept = self._worker.reqs_need_send
-        unserved = [name for name, transfer in self.left.items() if transfer not in kept]
+        # A prefill may have begun since for what was let go: after the last answer none comes but of what is written now.
+        last, kept = response.status.name == "FINISH", self._worker.reqs_need_send
+        gone = (lambda entry: entry is None or not entry.sending) if last else (lambda entry: entry is None)
+        unserved = [name for name, transfer in self.left.items() if gone(kept.get(transfer))]
         if not unserved:
             return data
         for name in unserved:

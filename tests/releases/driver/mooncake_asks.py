@@ -111,6 +111,10 @@ class Pair:
     def arrived(self, name: str, for_blocks: bool = True) -> None:
         """Wait until prefill has looked at an ask: asks come over connections of their own."""
         assert wait(lambda: (name, for_blocks) in self.taken.asks)
+        self.turns()
+
+    def turns(self) -> None:
+        """Wait until prefill's loop has taken what was given to it."""
 
         async def turns() -> None:
             for _ in range(50):
@@ -305,6 +309,42 @@ def let_go_amid(pair: Pair) -> Any:
     pair.prefill.worker.engine = engine
     pair.prefill.fill([1, 2], OWN)
     return freed, outcome, pair.let_go("amid", 60)
+
+
+def let_go_beside(pair: Pair) -> Any:
+    """Of two loads that were asked for in one message, one's client hangs up in the turn in which the other's prefill ends.
+
+    The prefill of the one that hung up begins while the other's blocks are written.
+    """
+    worker, engine = pair.prefill.worker, pair.prefill.worker.engine
+    writes, go_on = threading.Event(), threading.Event()
+
+    def write(*call: Any) -> Any:
+        writes.set()
+        go_on.wait()
+        return engine.batch_transfer_sync_write(*call)
+
+    other = pair.leg("ends", [4, 5], None)
+    pair.decode.fill([24, 25], -OWN)
+    pair.decode.invalid -= {24, 25}
+    pair.decode.admit(decoding("d-ends", "ends", 2, pair.prefill), [24, 25])
+    pair.ask("hangs-up", [1, 2])
+    pair.arrived("hangs-up")
+    worker.engine = SimpleNamespace(batch_transfer_sync_write=write)
+    ended, waited_for = worker.reqs_need_send["ends"].ready, worker.reqs_need_send["hangs-up"].ready
+    ended.set = lambda: None  # not before the other client hangs up
+    pair.end(other, [4, 5])
+    waited_for.set = lambda: (asyncio.Event.set(ended), asyncio.Event.set(waited_for))
+    pair.lets_go("hangs-up")
+    if not writes.wait(PATIENCE):  # stock waits for both prefills
+        worker.sender_loop.call_soon_threadsafe(asyncio.Event.set, ended)
+    request = pair.leg("hangs-up", [1, 2], None)
+    pair.turns()
+    go_on.set()
+    beside = pair.loaded("ends", [4, 5], 60)
+    worker.engine = engine
+    pair.end(request, [1, 2])
+    return beside, pair.loaded("hangs-up", [1, 2]), pair.let_go("hangs-up", 60)
 
 
 def slots(pair: Pair) -> Any:
@@ -572,7 +612,7 @@ CASES = (
     never_sent,
     broken,
 )
-LET_GO = (let_go_first, let_go_before, let_go_last, let_go_amid)
+LET_GO = (let_go_first, let_go_before, let_go_last, let_go_amid, let_go_beside)
 LAST = (waiting, slots, stray, odd_id)
 
 
