@@ -181,7 +181,7 @@ def odd_id(outcome: str) -> list[Judged]:
 
 
 def let_go_beside(beside: str, outcome: str, let_go: bool) -> list[Judged]:
-    """A client hangs up in the turn in which the prefill of another's load in the same message ends; its own begins then"""
+    """A client hangs up when the prefill of another load of the same message ends, and its own begins after that"""
     return [*loads(beside), (True, "") if outcome == OWN else told(outcome), comes_back(let_go)]
 
 

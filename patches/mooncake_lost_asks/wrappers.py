@@ -100,10 +100,8 @@ class _Answers:
             return data
         for name in (*(response.ok_reqs or ()), *(response.err_reqs or ())):
             self.left.pop(name, None)
-        # A prefill may have begun since for what was let go: after the last answer none comes but of what is written now.
         last, kept = response.status.name == "FINISH", self._worker.reqs_need_send
-        gone = (lambda entry: entry is None or not entry.sending) if last else (lambda entry: entry is None)
-        unserved = [name for name, transfer in self.left.items() if gone(kept.get(transfer))]
+        unserved = [name for name, transfer in self.left.items() if not answer_comes(kept.get(transfer), last)]
         if not unserved:
             return data
         for name in unserved:
@@ -308,6 +306,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         f"{WORKER}.record_send_reqs": record_send_reqs,
         f"{WORKER}._mooncake_sender_listener": listen,
     }
+
+
+def answer_comes(entry: Any, last: bool) -> bool:
+    """Whether the release answers for a transfer after this answer, by what it keeps of it.
+
+    After the last answer none comes but for what is being written: another prefill may keep the transfer by then.
+    """
+    return entry is not None and (not last or entry.sending > 0)
 
 
 def named(transfer: Any) -> Any:
