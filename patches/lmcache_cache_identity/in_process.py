@@ -66,8 +66,7 @@ class InProcess:
         """Put a request's tag in; whether it may be looked up and stored."""
         params = request.sampling_params
         if not self.identities.needed(request):
-            given = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params") or {}
-            if TAG in given:  # a client's: LMCache would take it for an adapter's
+            if TAG in _given(params):  # a client's: LMCache would take it for an adapter's
                 _put(request, None)
             return True
         identity = None if self.livepatch.aside else self.identities.of(request)
@@ -111,9 +110,15 @@ class InProcess:
         return metadata
 
 
+def _given(params: Any) -> Mapping[str, Any]:
+    """A client's transfer parameters in sampling parameters; none where they are no object, which LMCache cannot read."""
+    given = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+    return given if isinstance(given, Mapping) else {}
+
+
 def _put(request: Any, tag: str | None) -> None:
     """Set our tag, or none, in sampling parameters that are this request's alone."""
     params = request.sampling_params = copy.copy(request.sampling_params)
     extra = dict(params.extra_args or {})
-    given = {name: value for name, value in (extra.get("kv_transfer_params") or {}).items() if name != TAG}
+    given = {name: value for name, value in _given(params).items() if name != TAG}
     params.extra_args = {**extra, "kv_transfer_params": {**given, TAG: tag} if tag else given}

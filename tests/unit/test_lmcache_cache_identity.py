@@ -475,6 +475,20 @@ class TestInProcess:
         impl.get_num_new_matched_tokens(request, 0)
         assert request.sampling_params.extra_args["kv_transfer_params"] == {"lmcache.tag.user": "u1"}
 
+    @pytest.mark.parametrize("lora", [True, False])
+    @pytest.mark.parametrize("given", [5, "text", ["one"]])
+    def test_what_a_client_sends_in_the_place_of_an_object_is_no_error(
+        self, given: object, lora: bool, mocker: MockerFixture
+    ) -> None:
+        """Anything comes by way of `vllm_xargs`."""
+        impl, livepatch = in_process(mocker, lora=lora)
+        request = self.request()
+        request.sampling_params.extra_args = {"kv_transfer_params": given}
+        assert impl.get_num_new_matched_tokens(request, 0) == 8
+        tagged = request.sampling_params.extra_args["kv_transfer_params"]
+        assert {*tagged} == {TAG} if lora else tagged == given
+        assert not livepatch.aside
+
     @pytest.mark.parametrize("why", ["blends", "pools", "raises"])
     def test_what_cannot_be_tagged_neither_loads_nor_stores(self, why: str, mocker: MockerFixture) -> None:
         impl, livepatch = in_process(mocker, enable_blending=why == "blends")
