@@ -82,9 +82,9 @@ class Unfilled:
 class Store:
     """One call that stores, and the objects that it reserved."""
 
-    def __init__(self, *, filled: bool = True, by_stream: bool = False) -> None:
+    def __init__(self, *, by_stream: bool = False) -> None:
         self.reserved: list[Unfilled] = []
-        self.filled = filled  # whether an object whose write LMCache ends is filled
+        self.filled = True  # whether an object whose write LMCache ends is filled; with an `End`, not until it is reached
         self.by_stream = by_stream
         self.stream: Any = None
         self.handed_over = False  # a call behind the copies on the stream ends the writes
@@ -157,7 +157,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             livepatch.say("deleted", f"a store failed: {number} chunks that it reserved and did not fill were deleted")
 
     def by_stream(original: Call, module: Any, *rest: Any, **named: Any) -> Any:
-        store = Store(filled=not ends_anyway, by_stream=True)
+        store = Store(by_stream=True)
         try:
             with making(store):
                 answer = original(*rest, **named)
@@ -166,7 +166,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if not store.handed_over:
                 delete_behind_copies(store)
             store.reserved.clear()
-        if ends_anyway and not store.filled:
+        if store.end is not None and not store.filled:
             return (answer[0], False)  # as from 0.4.7 on: the worker's log says that the store failed
         return answer
 
@@ -200,7 +200,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if store is not None:
             store.reserve(aside, storage._l1_manager, answer)
             if ends_anyway and store.by_stream:
-                store.end = End(store, keys)
+                store.end, store.filled = End(store, keys), False
         return answer
 
     def finish_write(original: Call, storage: Any, keys: Any, *rest: Any, **named: Any) -> Any:
