@@ -24,6 +24,7 @@ SENTENCES = {
     "now_fail": "a load fails in the step that needs it, where such requests are to end",
     "later": "a load beside the steps fails",
     "later_first": "a load beside the steps fails, and nothing of it arrived",
+    "later_small_pool_idle": "a load fails, and an older request is to load into a pool of one prompt",
     "later_fail": "a load beside the steps fails, where such requests are to end",
     "later_idle": "the only request's load fails, where such requests are to end",
     "groups_now": "of two KV cache groups, the full one's load fails in the step that needs it",

@@ -258,6 +258,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             answer.pooler_output[index] = None
         answer.prompt_logprobs_dict.pop(name, None)
 
+    def load_ended(answer: Any, scheduler: Any, request: Any, *rest: Any, **named: Any) -> None:
+        """Keep no blocks free for a request that has given all of its own back, as the scheduler does from 0.23.0 on.
+
+        Else a request before it may not load, however empty the pool is, and the scheduler looks at nobody behind it.
+        """
+        if not request.num_computed_tokens:
+            getattr(scheduler, "_inflight_prefills", set()).discard(request)
+
     def load_errors(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:
         """To 0.17.1 LMCache's connector says that no load has failed, whatever its worker's adapter knows."""
         reported = original(*rest, **named)
@@ -279,6 +287,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         f"{SCHEDULER}.update_from_output": livepatch.shortcut(
             in_each_answer, livepatch.lasting(livepatch.before(answered))
         ),
+        f"{SCHEDULER}._update_waiting_for_remote_kv": livepatch.after(load_ended),
         f"{LMCACHE}.get_block_ids_with_load_errors": load_errors,
     }
 

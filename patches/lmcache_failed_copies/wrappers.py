@@ -84,7 +84,9 @@ class Store:
 
     def __init__(self, *, by_stream: bool = False) -> None:
         self.reserved: list[Unfilled] = []
-        self.filled = True  # whether an object whose write LMCache ends is filled; with an `End`, not until it is reached
+        self.filled = (
+            True  # whether an object whose write LMCache ends is filled; with an `End`, not until it is reached
+        )
         self.by_stream = by_stream
         self.stream: Any = None
         self.handed_over = False  # a call behind the copies on the stream ends the writes

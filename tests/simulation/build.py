@@ -39,7 +39,7 @@ def failures_by_request() -> bool:
 @lru_cache
 def serves_several_groups() -> bool:
     """Whether the scheduler can load for more than one KV group: to 0.17 it takes one table apart."""
-    return "get_block_ids" not in real.Scheduler._update_waiting_for_remote_kv.__code__.co_names
+    return "get_block_ids" not in inspect.unwrap(real.Scheduler._update_waiting_for_remote_kv).__code__.co_names
 
 
 @lru_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +139,7 @@ def check_end(world: World) -> None:
 
 def clears_failures() -> bool:
     """Whether a release forgets that a load failed when its request is aborted; the first two do not."""
-    return "failed_recving_kv_req_ids" in real.Scheduler.finish_requests.__code__.co_names
+    return "failed_recving_kv_req_ids" in inspect.unwrap(real.Scheduler.finish_requests).__code__.co_names
 
 
 def _id_of(entry: Any) -> str:

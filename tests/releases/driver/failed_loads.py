@@ -29,6 +29,8 @@ gc.enable()
 ANSWER = 6
 LONGER = real.PROMPT_TOKENS + real.BLOCK_SIZE
 """Tokens of a prompt that takes from the prefix cache also what others computed behind a load."""
+LARGE = 12 * real.BLOCK_SIZE
+"""Tokens of a prompt that fits once into a small pool."""
 WINDOW = 2 * real.BLOCK_SIZE
 LOST = object()
 """What is in a slot that was not loaded, or that was computed on such a one."""
@@ -204,6 +206,23 @@ def alone(world: World, load: str, fails: tuple[tuple[int, int], ...]) -> None:
     world.finish()
 
 
+def small_pool(world: World) -> None:
+    """The pool has room for one prompt. The load fails while another request runs, which leaves no room for the one that
+    lost it; before that one runs, an older request's lookup is answered, which is to load as much."""
+    pool = world.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - LARGE // real.BLOCK_SIZE - 1)
+    world.add("oldest", load="asked", prompt=LARGE)
+    world.step()
+    world.add("lost", load="later", fails=((0, 0), (0, 1)), prompt=LARGE)
+    world.step()
+    world.add("other")
+    world.steps(3)
+    world.fails["lost"] = []  # where it is loaded again, all of it arrives
+    world.expect_ends(80, 3)
+    pool.free_blocks(taken)
+    world.finish()
+
+
 CASES: dict[str, tuple[str, bool, Callable[[World], None]]] = {
     # policy, several KV cache groups, what happens
     "now": ("recompute", False, lambda world: alone(world, "now", ((0, 1),))),
@@ -216,6 +235,7 @@ CASES: dict[str, tuple[str, bool, Callable[[World], None]]] = {
     "later": ("recompute", False, lambda world: sharing(world, "later", ((0, 1),))),
     "later_first": ("recompute", False, lambda world: alone(world, "later", ((0, 0),))),
     "later_fail": ("fail", False, lambda world: alone(world, "later", ((0, 1),))),
+    "later_small_pool_idle": ("recompute", False, small_pool),
     "later_idle": ("fail", False, lambda world: alone(world, "later", ((0, 1),))),
     "groups_now": ("recompute", True, lambda world: sharing(world, "now", ((0, 1),))),
     "groups_now_window": ("recompute", True, lambda world: sharing(world, "now", ((1, 1),))),
