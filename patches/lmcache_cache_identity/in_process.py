@@ -111,7 +111,7 @@ class InProcess:
 
 
 def _given(params: Any) -> Mapping[str, Any]:
-    """A client's transfer parameters in sampling parameters: none where they are no object, which LMCache cannot read."""
+    """A client's transfer parameters in sampling parameters; none where they are no object."""
     given = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
     return given if isinstance(given, Mapping) else {}
 
