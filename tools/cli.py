@@ -423,19 +423,33 @@ def from_diff(
     include: Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only such files.")] = None,
     exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No such files.")] = None,
     origin: Annotated[str, typer.Option("--origin", metavar="TEXT", help="Where it comes from, for people.")] = "",
+    release: Annotated[
+        list[str] | None,
+        typer.Option("--release", metavar="VERSION", help="Judge it on this release alone; repeatable."),
+    ] = None,
+    site_packages: Annotated[
+        Path | None,
+        typer.Option("--site-packages", metavar="DIR", help="Judge it on what is installed there: a nightly."),
+    ] = None,
 ) -> None:
-    """A unified diff becomes a patch folder, judged against every pinned release. Exit 1 where it applies to none."""
+    """A unified diff becomes a patch folder, judged on every pinned release. Exit 1 where it applies to none.
+
+    A folder that was made of a diff is made anew: what a person wrote into its patch.toml stays.
+    """
     tell = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
     data = diffing.read(file)
-    outcome = diffing.make(
-        data,
-        name,
-        out,
-        include or (),
-        exclude or (),
-        origin or ("standard input" if file == "-" else Path(file).name),
-        tell,
-    )
+    with waiting.progress():
+        outcome = diffing.make(
+            data,
+            name,
+            out,
+            include or (),
+            exclude or (),
+            origin or ("standard input" if file == "-" else Path(file).name),
+            tell,
+            release or (),
+            site_packages,
+        )
     diffing.show(outcome, Console())
     if outcome.folder is None:
         raise typer.Exit(1)

@@ -116,7 +116,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     source = sources.site_packages("vllm", VLLM)
     (work / "stale.diff").write_text(source_diffs.replacing(source, {SCHEDULER: CHANGES}, context=1), "utf-8")
     output = command_line("from-diff", work / "stale.diff", "--name", "stale-by-diff", "--out", work / "mine")
-    assert ["vllm", VLLM, "needed"] in [line.split() for line in output.splitlines()], output
+    assert ["vllm", VLLM, "applies"] in [line.split() for line in output.splitlines()], output
     write_counter(work / "mine" / "counter", source_diffs.replaced((source / SCHEDULER).read_text("utf-8"), CHANGES))
     chosen: list[str | Path] = ["--patch", "stale-by-diff", "--patch", "counter", "--patch-dir", work / "mine"]
     command_line("generate", "--out", work / "bundle", *chosen)

@@ -17,7 +17,7 @@ ON = [entry.patch for entry in catalogue.load().values() if entry.patch.auto != 
 
 NOT_ATTACKED = frozenset(["compile-cache-key"])
 """On, and neither the history nor the changelog says that somebody who did not write it has attacked it."""
-NOT_DRIVEN = frozenset(["failed-loads", "lmcache-failed-copies", "lmcache-failed-loads"])
+NOT_DRIVEN = frozenset(["lmcache-failed-copies", "lmcache-failed-loads"])
 """On, and on some listed releases the record has no run of the code of today. `lmcache-failed-copies` on LMCache 0.3.15 to
 0.4.2 was read alone: the copies of their servers have no stand-in."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from vllm_livepatch.sitecustomize.changes import changed
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import from_diff
@@ -17,6 +20,7 @@ from vllm_livepatch.tools.compatibility import imports
 from vllm_livepatch.tools.diffs import judging, reading
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import registry, sources
+from vllm_livepatch.tools.toml import tomllib
 
 from tests.unit.support import finish
 
@@ -455,13 +459,9 @@ def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 
 def test_a_diff_becomes_a_patch(tmp_path: Path, releases: Callable[..., None]) -> None:
     releases(v1_0="x = 1\n", v1_1=OLD, v1_2=f"# moved\n{OLD}", v1_3=f"{OLD}\n\ny = 1\n", v1_4=NEW, v1_5=None)
-    logged: list[str] = []
-    outcome = from_diff.make(
-        (TESTS + MAIL).encode(), "work-twice", tmp_path / "mine", origin="vllm#1", tell=logged.append
-    )
+    outcome = from_diff.make((TESTS + MAIL).encode(), "work-twice", tmp_path / "mine", origin="vllm#1")
     assert [item.verdict for item in outcome.judged] == ["drifted", "needed", "needed", "needed", "fixed-upstream"]
     assert outcome.unread == (("1.5", "vllm 1.5 is not in the registry"),)
-    assert logged[1:3] == ["vllm 1.0: drifted", "vllm 1.1: needed"]
     folder = tmp_path / "mine" / "work_twice"
     assert outcome.folder == folder
     assert sorted(path.name for path in folder.iterdir()) == ["change.diff", "patch.lock", "patch.toml"]
@@ -493,13 +493,67 @@ def test_no_release_can_be_read(tmp_path: Path, releases: Callable[..., None]) -
         from_diff.make(PLAIN.encode(), "work-twice", tmp_path / "mine")
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, releases: Callable[..., None]) -> None:
+def test_a_folder_that_was_not_made_of_a_diff_is_left_alone(tmp_path: Path, releases: Callable[..., None]) -> None:
     releases(v1_0=OLD)
-    from_diff.make(PLAIN.encode(), "work-twice", tmp_path)
-    before = (tmp_path / "work_twice" / "patch.toml").read_bytes()
-    with pytest.raises(UserError, match="work_twice exists already"):
+    (tmp_path / "work_twice").mkdir()
+    (tmp_path / "work_twice" / "patch.toml").write_text("mine")
+    with pytest.raises(UserError, match="work_twice exists already, and was not made of a diff"):
         from_diff.make(PLAIN.encode(), "work-twice", tmp_path)
-    assert (tmp_path / "work_twice" / "patch.toml").read_bytes() == before
+    assert [path.name for path in (tmp_path / "work_twice").iterdir()] == ["patch.toml"]
+
+
+def listed(folder: Path) -> list[tuple[tuple[str, ...], str]]:
+    (entry,) = catalogue.load([folder]).keys() - catalogue.load().keys()
+    variants = catalogue.load([folder])[entry].patch.variants
+    return [(variant.releases, variant.verdict) for variant in variants]
+
+
+def installed_release(site_packages: Path, version: str, text: str) -> Path:
+    """A site-packages directory with a vLLM of one module `worker`."""
+    (site_packages / "vllm").mkdir(parents=True)
+    (site_packages / "vllm" / "worker.py").write_text(text, "utf-8")
+    (site_packages / "vllm" / "_version.py").write_text(f"__version__ = {version!r}\n", "utf-8")
+    (site_packages / "vllm" / "__init__.py").write_text("")
+    return site_packages
+
+
+def test_it_is_judged_on_one_release_and_on_what_is_installed(tmp_path: Path, releases: Callable[..., None]) -> None:
+    releases(v1_0=OLD, v1_1=f"{OLD}\n\ny = 1\n", v1_2=NEW)
+    mine = tmp_path / "mine"
+    from_diff.make(PLAIN.encode(), "work-twice", mine, releases=["vllm==1.1"])
+    assert listed(mine) == [(("1.1",), "needed")]
+    nightly = installed_release(tmp_path / "nightly", "1.3.dev7+gabc", f"{OLD}\n\nz = 1\n")
+    outcome = from_diff.make(PLAIN.encode(), "work-twice", mine, site_packages=nightly)
+    assert [(item.release, item.verdict) for item in outcome.judged] == [("1.3.dev7+gabc", "needed")]
+    assert listed(mine) == [(("1.1",), "needed"), (("1.3.dev7+gabc",), "needed")]
+    with pytest.raises(UserError, match=r"vllm 1\.9 is not pinned: name where it is installed"):
+        from_diff.make(PLAIN.encode(), "work-twice", mine, releases=["1.9"])
+    with pytest.raises(UserError, match="has no vllm that says which release it is"):
+        from_diff.make(PLAIN.encode(), "work-twice", mine, site_packages=tmp_path / "releases")
+
+
+def test_a_folder_is_made_anew_and_keeps_what_a_person_wrote(tmp_path: Path, releases: Callable[..., None]) -> None:
+    releases(v1_0="x = 1\n", v1_1=OLD, v1_2=NEW)
+    from_diff.make(PLAIN.encode(), "work-twice", tmp_path / "mine", origin="vllm#1")
+    file = tmp_path / "mine" / "work_twice" / "patch.toml"
+    said = tomllib.loads(file.read_text("utf-8"))
+    said |= {"title": "Mine", "traced": False, "must": True, "about": {**said["about"], "symptom": "It works once"}}
+    file.write_text(tomli_w.dumps(said), "utf-8")
+    from_diff.make(PLAIN.encode(), "work-twice", tmp_path / "mine", origin="vllm#2", releases=["1.1"])
+    assert tomllib.loads(file.read_text("utf-8")) == said  # also of what was not judged again
+    assert listed(tmp_path / "mine") == [(("1.1",), "needed"), (("1.2",), "fixed-upstream")]
+    other = PLAIN.replace("[item, item]", "[item, item, item]")
+    from_diff.make(other.encode(), "work-twice", tmp_path / "mine", releases=["1.1"])
+    assert listed(tmp_path / "mine") == [(("1.1",), "needed")]  # the others were judged for another diff
+    assert tomllib.loads(file.read_text("utf-8"))["title"] == "Mine"
+
+
+def test_the_table_calls_no_release_needed(tmp_path: Path, releases: Callable[..., None]) -> None:
+    releases(v1_0=OLD, v1_1=NEW)
+    text = io.StringIO()
+    from_diff.show(from_diff.make(PLAIN.encode(), "work-twice", tmp_path / "mine"), Console(file=text, width=200))
+    rows = [line.split()[:3] for line in text.getvalue().splitlines()[1:3]]
+    assert rows == [["vllm", "1.0", "applies"], ["vllm", "1.1", "fixed-upstream"]]
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path, releases: Callable[..., None]) -> None:

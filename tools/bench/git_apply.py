@@ -99,7 +99,7 @@ def measured() -> Figures:
             tree = sources.site_packages("vllm", release)
             judged = judging.judge(read, release, Tree([str(tree)]).source)
             row = applied(diff, copied(release, Path(temporary, release)))
-            rows.append([release, *row, f"`{judged.verdict}`"])
+            rows.append([release, *row, "applies" if judged.verdict == "needed" else f"`{judged.verdict}`"])
     return Figures("python -m vllm_livepatch.tools.bench.git_apply", COLUMNS, rows)
 
 

@@ -1,4 +1,4 @@
-"""`from-diff`: a diff becomes a patch folder, judged against every pinned release of its package."""
+"""`from-diff`: a diff becomes a patch folder, judged on every pinned release of its package, or on those asked for."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools import threads
 from vllm_livepatch.tools.bundles import catalogue, displaced
 from vllm_livepatch.tools.commands import rendering
+from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.diffs import judging, reading
 from vllm_livepatch.tools.diffs.folder import folder_of, write
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import registry, sources
 
 _FETCHED_AT_ONCE = 4
+APPLIES = Text("applies", style="green")
+"""Whether anybody needs it, nobody has said: who puts it into a bundle does."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,13 @@ def make(
     exclude: Sequence[str] = (),
     origin: str = "",
     tell: Callable[[str], None] = lambda line: None,
+    releases: Sequence[str] = (),
+    site_packages: Path | None = None,
 ) -> Outcome:
     """Read the diff, judge it, and write the patch if any release can use it. Raises UserError.
 
-    `tell` is given a line for each release.
+    It is judged on every pinned release, or on `releases` and on what is installed in `site_packages` alone. A folder
+    that was made of this diff before keeps what it has of other releases. `tell` is given warnings.
     """
     name = name.replace("_", "-")
     shipped = catalogue.load()
@@ -64,19 +71,14 @@ def make(
         raise UserError(f"{name} is a patch that comes with vllm-livepatch: give yours another name")
     folder_of(name, out)
     diff = reading.parse(data, include, exclude)
-    modules = ", ".join(change.module for change in diff.changes)
-    tell(f"the diff changes {modules}; judging it against the pinned releases of {diff.package}")
     judged: list[judging.Judged] = []
     unread: list[tuple[str, str]] = []
-    for release, tree in _trees(diff.package):
-        if isinstance(tree, sources.SourcesError):
-            unread.append((release, str(tree)))
-            tell(f"{diff.package} {release}: {tree}")
+    for release, place in _asked(diff.package, releases, site_packages):
+        if isinstance(place, sources.SourcesError):
+            unread.append((release, str(place)))
         else:
-            judged.append(
-                judging.judge(diff, release, Tree([str(tree)]).source, functools.partial(_modules, tree, diff.package))
-            )
-            tell(f"{diff.package} {release}: {judged[-1].verdict}")
+            modules = functools.partial(_modules, place, diff.package)
+            judged.append(judging.judge(diff, release, Tree([str(place)]).source, modules))
     if not judged:
         raise UserError(f"no release of {diff.package} can be read: {unread[0][1] if unread else 'none is pinned'}")
     applies = any(item.verdict == "needed" for item in judged)
@@ -96,10 +98,13 @@ def show(outcome: Outcome, console: Console) -> None:
     for (verdict, detail), alike in itertools.groupby(outcome.judged, lambda item: (item.verdict, item.detail)):
         releases = [item.release for item in alike]
         span = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
-        table.add_row(f"{package} {span}", rendering.coloured(verdict), Text(detail))
+        table.add_row(
+            f"{package} {span}", APPLIES if verdict == "needed" else rendering.coloured(verdict), Text(detail)
+        )
     for release, why in outcome.unread:
         table.add_row(f"{package} {release}", "unread", Text(why))
     console.print(table)
+    console.print(Text(f"changes: {', '.join(change.module for change in outcome.diff.changes)}"))
     for path, why in outcome.diff.aside:
         console.print(Text(f"set aside: {path} ({why})"))
     if outcome.folder is None:
@@ -110,12 +115,21 @@ def show(outcome: Outcome, console: Console) -> None:
 
 
 def _sources(package: str, release: str) -> Tree:
-    """The tree of a release that was just judged."""
+    """The tree of a pinned release."""
     return Tree([str(sources.site_packages(package, release))])
 
 
-def _trees(package: str) -> Iterator[tuple[str, Path | sources.SourcesError]]:
-    """The sources of every pinned release, oldest first; the error where they cannot be had."""
+def _asked(
+    package: str, releases: Sequence[str], site_packages: Path | None
+) -> Iterator[tuple[str, Path | sources.SourcesError]]:
+    """The code of each release that is asked for, or of every pinned one, oldest first; or why it cannot be had."""
+    pinned = [pin.version for pin in registry.pins(package)]
+    named = [one.removeprefix(f"{package}==") for one in releases]
+    unknown = [one for one in named if one not in pinned]
+    if unknown:
+        raise UserError(
+            f"{package} {', '.join(unknown)} is not pinned: name where it is installed, as --site-packages DIR"
+        )
 
     def fetched(version: str) -> Path | sources.SourcesError:
         try:
@@ -123,8 +137,14 @@ def _trees(package: str) -> Iterator[tuple[str, Path | sources.SourcesError]]:
         except sources.SourcesError as error:
             return error
 
-    versions = [pin.version for pin in registry.pins(package)]
-    yield from zip(versions, threads.each(fetched, versions, _FETCHED_AT_ONCE), strict=True)
+    every = not releases and site_packages is None
+    wanted = [one for one in pinned if every or one in named]
+    yield from zip(wanted, threads.each(fetched, wanted, _FETCHED_AT_ONCE), strict=True)
+    if site_packages is not None:
+        release = installed.release(package, check.directory_tree(site_packages, [package]))
+        if release is None:
+            raise UserError(f"{site_packages} has no {package} that says which release it is")
+        yield release, site_packages
 
 
 def _modules(place: Path, package: str) -> Iterator[tuple[str, bool, str]]:
