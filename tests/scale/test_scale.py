@@ -62,12 +62,13 @@ def test_beside_no_bundle(fleet: fleets.Fleet, interpreters: list[Any], tmp_path
 def test_kept(tmp_path: Path) -> None:
     """A release's report replaces its last one, and no other's."""
     place = tmp_path / "scale.json"
-    command.keep("0.33.0", {"loads": {"first": 1}}, place)
+    first, second = {"found": [], "seconds": [1, 2], "ends": {}}, {"found": ["it hangs"], "ends": {}}
+    command.keep("0.33.0", {"loads": {"first": first}}, place)
     command.keep("0.29.0", {"loads": {}}, place)
-    command.keep("0.33.0", {"loads": {"second": 2}}, place)
+    command.keep("0.33.0", {"loads": {"first": first, "second": second}}, place)
     assert json.loads(place.read_text(encoding="utf-8")) == {
-        "0.29.0": {"loads": {}},
-        "0.33.0": {"loads": {"second": 2}},
+        "0.29.0": {"loads": {}, "found": {}},
+        "0.33.0": {"loads": {"first": [1, 2], "second": None}, "found": {"second": ["it hangs"]}},
     }
 
 
