@@ -85,7 +85,7 @@ def test_the_index_is_by_group() -> None:
 
 
 def test_a_recipes_owner_finds_each_old_variable_and_each_file_that_is_patched() -> None:
-    page = (ROOT / "docs/recipes.md").read_text("utf-8").partition("<!-- begin")[2]
+    page = (ROOT / "docs/recipes.md").read_text("utf-8").partition("<!-- patches")[2]
     replaced, _, files = page.partition("\n## ")
     for patch in PATCHES.values():
         rows = [row for row in replaced.splitlines() if f"(patches/{patch.name}.md)" in row]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-from vllm_livepatch.tools.commands import rendering
-from vllm_livepatch.tools.toml import tomllib
+from vllm_livepatch.sitecustomize.settings import GROUPS
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.commands import rendering, scaffold
 from vllm_livepatch.tools.upkeep import versions
 
 from tests.unit.support import PYTHON, STEP, USE_STEP, Cli, Sandbox
@@ -36,9 +38,23 @@ def made(cli: Cli, sandbox: Sandbox, *targets: str, name: str = "my-fix") -> int
 
 
 @pytest.mark.parametrize("folder", versions.folders(), ids=versions.name_of)
-def test_those_that_come_with_this_project_say_what_their_fault_is(folder: Path) -> None:
-    said = tomllib.loads((folder / "patch.toml").read_text("utf-8"))["about"]["fault"]
-    assert 0 < len(said) <= rendering.FAULT
+def test_those_that_come_with_this_project_say_all_that_the_pages_have_of_them(folder: Path) -> None:
+    assert list(scaffold.untold(folder, catalogue.read(folder).patch)) == []
+
+
+def test_what_a_patch_of_this_project_does_not_say_is_named() -> None:
+    patch = catalogue.load()["failed-loads"].patch
+    seen = [{"under": "nowhere", "what": "x"}, {"under": "ends"}]
+    about = {**patch.about, "without": "", "keeps": {}, "seen": seen, "own_error": {"changed": "x"}}
+    del about["gone"]
+    assert list(scaffold.unsaid(dataclasses.replace(patch, group="", about=about))) == [
+        f"patch.toml: group is none of {', '.join(GROUPS)}",
+        "patch.toml does not say: about.without",
+        "patch.toml does not say: about.seen, what",
+        "patch.toml does not say: about.own_error, done",
+        "patch.toml does not say: about.gone",
+        f"patch.toml: under in [[about.seen]] is none of {', '.join(rendering.SEEN)}",
+    ]
 
 
 def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:

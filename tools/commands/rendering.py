@@ -43,6 +43,9 @@ BY_DEFAULT = {
 FAULT = 26
 """Characters that `about.fault` has at most: on a terminal of 80 columns it stands in a row."""
 
+SEEN = ("ends", "wrong", "stuck", "mooncake", "slow")
+"""The tables of docs/troubleshooting.md: what a row of `about.seen` stands `under`."""
+
 MEANINGS = {
     "partly": "the other targets' modules are not imported in this process. Where they never are, nothing is amiss",
     "bypassed": "the class named overrides the patched method without calling it: its objects run without the patch",

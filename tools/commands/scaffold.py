@@ -9,14 +9,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from vllm_livepatch import patches as own_patches
 from vllm_livepatch.sitecustomize import fingerprint
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.sitecustomize.settings import GROUPS
 from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.bundles import catalogue, forms, leading, patch_files
 from vllm_livepatch.tools.bundles.patch_files import PROOF
-from vllm_livepatch.tools.commands.rendering import FAULT
+from vllm_livepatch.tools.commands.rendering import FAULT, SEEN
 from vllm_livepatch.tools.diffs.folder import folder_of
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.releases import published
@@ -25,6 +27,16 @@ from vllm_livepatch.tools.releases.sources import SourcesError
 TODO = "TODO"
 _TOLD = ("fault", "symptom", "why", "change", "origin", "threads")
 """What `about` says of a patch to those who look for it."""
+_OURS: dict[str, set[str]] = {
+    "without": set(),
+    "seen": {"under", "what"},
+    "gives_up": {"what", "protects", "evidence"},
+    "own_error": {"changed", "done"},
+    "gone": set(),
+    "keeps": set(),
+    "counters": set(),
+}
+"""What `about` says besides of a patch of this project, and each entry's keys: rows of the pages about all patches."""
 
 _TOML = """format = 1
 version = 1
@@ -172,13 +184,8 @@ def _function(node: ast.AST, name: str, in_class: bool) -> str:
 def missing(folder: Path) -> list[str]:
     """What a patch's folder lacks, a sentence each. Raises UserError where it cannot be read at all."""
     entry = catalogue.read(folder)
-    patch, found = entry.patch, list[str]()
-    told = {"title": patch.title, **{key: patch.about.get(key) for key in _TOLD}}
-    for key, value in told.items():
-        if value is None or (isinstance(value, str) and (not value.strip() or value.startswith(TODO))):
-            found.append(f"patch.toml does not say: {key}")
-    if len(str(patch.about.get("fault", ""))) > FAULT:
-        found.append(f"patch.toml: fault has more than {FAULT} characters, which have no room in a row of check")
+    patch = entry.patch
+    found = list(untold(folder, patch))
     if patch.diff:
         return found
     text = (folder / "wrappers.py").read_text("utf-8")
@@ -198,6 +205,34 @@ def missing(folder: Path) -> list[str]:
             f"there is no {patch_lock.NAME}: vllm-livepatch lock {folder} --release {patch.package}==VERSION",
         ]
     return [*found, *_out_of_date(patch), *_misread(folder, patch)]
+
+
+def untold(folder: Path, patch: Patch) -> Iterator[str]:
+    """What patch.toml does not tell people, a sentence each; of a folder of this project's, what its pages need too."""
+    told = {"title": patch.title, **{key: patch.about.get(key) for key in _TOLD}}
+    for key, value in told.items():
+        if value is None or (isinstance(value, str) and (not value.strip() or value.startswith(TODO))):
+            yield f"patch.toml does not say: {key}"
+    if len(str(patch.about.get("fault", ""))) > FAULT:
+        yield f"patch.toml: fault has more than {FAULT} characters, which have no room in a row of check"
+    if folder.resolve().parent in [Path(place).resolve() for place in own_patches.__path__]:
+        yield from unsaid(patch)
+
+
+def unsaid(patch: Patch) -> Iterator[str]:
+    """What the pages about all patches need of one of this project's, a sentence each where it is not there."""
+    if patch.group not in GROUPS:
+        yield f"patch.toml: group is none of {', '.join(GROUPS)}"
+    for key, parts in _OURS.items():
+        told = patch.about.get(key)
+        if told is None or told == "" or (parts and not told):
+            yield f"patch.toml does not say: about.{key}"
+        elif parts:
+            for lacks in (parts - set(one) for one in (told if isinstance(told, list) else [told])):
+                yield from (f"patch.toml does not say: about.{key}, {part}" for part in sorted(lacks))
+    for one in patch.about.get("seen", ()):
+        if one.get("under") not in SEEN:
+            yield f"patch.toml: under in [[about.seen]] is none of {', '.join(SEEN)}"
 
 
 def _code(folder: Path) -> str:

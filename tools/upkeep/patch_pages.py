@@ -20,27 +20,6 @@ from vllm_livepatch.tools.in_bundle.grouping import REST, TITLES, sections
 from vllm_livepatch.tools.releases import registry, span
 from vllm_livepatch.tools.upkeep import recipes
 
-FURTHER = {
-    "chunked-lmcache-load": ("chunked-load.md",),
-    "failed-loads": ("failed-loads.md", "load-deadlocks.md"),
-    "idle-stepping": ("idle-stepping.md",),
-    "kv-block-reaper": ("kv-block-reaper.md",),
-    "lmcache-bounded-waits": ("lab-lmcache-lost.md",),
-    "lmcache-finished-ids": ("connector-completions.md",),
-    "lmcache-unordered-copies": ("block-transfer.md", "lab-gpu.md"),
-    "lmcache-reregister": ("lab-lmcache-lost.md",),
-    "mori-ep-fp8": ("mori.md",),
-    "moriio-timeouts": ("mori.md",),
-    "mp-block-transfer": ("block-transfer.md", "lab-gpu.md"),
-    "nixl-lease-guard": ("nixl-lease-guard.md", "lab-lease.md"),
-    "nixl-push-failures": ("nixl-push-failures.md",),
-    "nixl-ucx-error-handling": ("mori.md",),
-    "rocm-pinned-allocator": ("rocm-pinned-allocator.md",),
-    "stable-request-ids": ("mori.md",),
-    "stale-finished-recving": ("connector-completions.md", "lab-alive-and-right.md"),
-}
-"""What else the documentation has of a patch."""
-
 HEAD = """# Patches
 
 `vllm-livepatch show NAME` prints the same, with the code that is patched and each release's fingerprint; `check` says
@@ -48,11 +27,6 @@ which of them your release needs. From a message in the log to its patch: [troub
 Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of site-packages:
 [recipes](../recipes.md).
 """
-
-
-BEGIN, END = (
-    f"<!-- {word}: made from the patches' folders by tools/upkeep/patch_pages.py -->" for word in ("begin", "end")
-)
 
 
 def page(patch: Patch) -> str:
@@ -96,7 +70,7 @@ def page(patch: Patch) -> str:
     lines += [f"- {entry.replace('_', ' ')}: {_text(about[entry])}" for entry in _SOURCES if entry in about]
     if about.get("threads"):
         lines.append(f"- threads: {', '.join(map(_link, about['threads']))}")
-    lines += [f"- more: [{file}](../{file})" for file in FURTHER.get(patch.name, ())]
+    lines += [f"- more: [{file}](../{file})" for file in about.get("more", ())]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -146,6 +120,8 @@ def _switch(patch: Patch) -> list[str]:
     name = variable(patch.name)
     on = rendering.BY_DEFAULT.get(patch.auto, "`auto` applies it wherever the release needs it").format(name=name)
     lines = [f"{on}. `{name}=off` turns it off, `LIVEPATCH=off` everything."]
+    if "without" in patch.about:
+        lines += ["", f"Without it: {_text(patch.about['without'])}."]
     if patch.aliases:
         lines.append(f"Also switched by {', '.join(f'`{alias}`' for alias in patch.aliases)} (1 or 0).")
     return lines
@@ -168,38 +144,67 @@ def _within(text: str) -> str:
     return re.sub(r"\]\((?!https?:)(#?)", lambda link: f"](../{'never-wrong.md#' if link[1] else ''}", text).rstrip(".")
 
 
-def of_all(patches: list[Patch]) -> dict[str, str]:
-    """The tables of the pages about all patches, by page."""
+def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
+    """The tables of the pages about all patches, by page, below docs, and block. Raises UserError."""
     gives_up = [
         "| patch | what it gives up or frees | what protects the blocks and the request | evidence |",
         "|---|---|---|---|",
     ]
     errors = ["| patch | what it may have changed when it raises | what is done about it |", "|---|---|---|"]
-    for patch in patches:
-        for one in patch.about.get("gives_up", ()):
+    off, front = ["| off | then |", "|---|---|"], ["| patch | without it |", "|---|---|"]
+    seen: dict[str, dict[str, list[str]]] = {part: {} for part in rendering.SEEN}
+    for patch in [patch for _, some in sections(patches, lambda patch: patch) for patch in some]:
+        about = patch.about
+        for one in about.get("gives_up", ()):
             name = f"`{patch.name}`" + (f", {one['part']}" if "part" in one else "")
             cells = (one["what"], one["protects"], one["evidence"])
             gives_up.append(f"| {name} | {' | '.join(map(_cell, cells))} |")
-        error = patch.about.get("own_error")
-        if error:
+        if "own_error" in about:
+            error = about["own_error"]
             errors.append(f"| `{patch.name}` | {_cell(error['changed'])} | {_cell(error['done'])} |")
-    replaced = recipes.table(patches, lambda patch: _spans(patch).get("needed", "none"), _link)
-    return {"never-wrong.md": "\n".join(gives_up), "own-errors.md": "\n".join(errors), "recipes.md": replaced}
+        if "without" in about:
+            off.append(f"| `{patch.name}` | {_cell(about['without'])} |")
+        if about.get("readme"):
+            first = _cell(about["without"]).partition(". ")[0]
+            front.append(f"| [`{patch.name}`](docs/patches/{patch.name}.md) | {first} |")
+        for one in about.get("seen", ()):
+            if one["under"] not in seen:
+                raise UserError(
+                    f"{patch.name}: about.seen has under = {one['under']!r}, none of {', '.join(rendering.SEEN)}"
+                )
+            told = f"`{patch.name}`" + (f": {_cell(one['do'])}" if "do" in one else "")
+            seen[one["under"]].setdefault(_cell(one["what"]), []).append(told)
+    found = {
+        ("never-wrong.md", ""): "\n".join(gives_up),
+        ("own-errors.md", ""): "\n".join(errors),
+        ("recipes.md", ""): recipes.table(patches, lambda patch: _spans(patch).get("needed", "none"), _link),
+        ("status.md", ""): "\n".join(off),
+        ("../README.md", ""): "\n".join(front),
+    }
+    for part, rows in seen.items():
+        lines = ["| what there is to see | patch, and what to do |", "|---|---|"]
+        lines += [f"| {what} | {'; '.join(told)} |" for what, told in rows.items()]
+        found["troubleshooting.md", part] = "\n".join(lines)
+    return found
 
 
 def with_rows(docs: Path) -> dict[Path, str]:
     """The pages about all patches, with the rows of today. Raises UserError, OSError."""
-    tables = of_all([entry.patch for entry in catalogue.load().values()])
-    return {docs / name: placed((docs / name).read_text("utf-8"), table) for name, table in tables.items()}
+    texts: dict[Path, str] = {}
+    for (name, block), table in of_all([entry.patch for entry in catalogue.load().values()]).items():
+        page = docs / name
+        texts[page] = placed(texts.get(page) or page.read_text("utf-8"), table, block)
+    return texts
 
 
-def placed(text: str, table: str) -> str:
-    """A page's text with the table between its two marks. Raises UserError where it has them not once."""
-    before, begin, rest = text.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(f"{END}\n")
-    if not begin or not end:
-        raise UserError(f"a page of the documentation lacks its marks, {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table}\n{END}\n{after}"
+def placed(text: str, table: str, block: str = "") -> str:
+    """A page's text with the table between the two marks of a block. Raises UserError where it has them not once."""
+    begin, end = f"<!-- patches{block and ': '}{block} -->\n", "<!-- /patches -->\n"
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended or begin in rest:
+        raise UserError(f"a page of the documentation lacks its marks, {begin.strip()} and {end.strip()}")
+    return f"{before}{begin}{table}\n{end}{after}"
 
 
 def index(patches: list[Patch]) -> str:
