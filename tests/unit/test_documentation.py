@@ -130,6 +130,15 @@ def test_where_a_patch_is_needed_its_page_says_whether_it_is_on_by_default() -> 
     }
 
 
+def test_a_release_that_a_patch_says_nothing_of_is_not_verified() -> None:
+    patch = catalogue.load()["stale-finished-recving"].patch
+    newest = [variant for variant in patch.variants if registry.pins("vllm")[-1].version in variant.releases]
+    lines = patch_pages.page(dataclasses.replace(patch, variants=tuple(newest))).splitlines()
+    (needed,) = [line for line in lines if line.endswith(": needed; by default: on")]
+    assert f"{registry.pins('vllm')[-1].version}: " in needed
+    assert any(re.fullmatch(r"- vLLM 0\.14\.1 to .*: not verified", line) for line in lines)
+
+
 def test_what_the_readme_says_applies_by_default_does() -> None:
     """On CUDA, with the releases of its quick start."""
     releases = dict(re.findall(r"--release (vllm|lmcache)==(\S+)", README))

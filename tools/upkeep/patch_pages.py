@@ -84,16 +84,20 @@ _REPOSITORIES = {
 }
 
 
-_VERDICTS = {"needed": "needed", "fixed-upstream": "not needed, fixed upstream", "not-present": "not this code"}
+_VERDICTS = {
+    "needed": "needed",
+    "fixed-upstream": "not needed, fixed upstream",
+    "not-present": "not this code",
+    "drifted": "not verified",
+}
 
 
 def _spans(patch: Patch) -> dict[str, str]:
-    """The releases that were verified, by verdict, in spans of the pinned ones."""
+    """The pinned releases by verdict, in spans: `drifted` are those that the folder has nothing of."""
     found = {release: verdict for verdict in _VERDICTS for release in rendering.releases(patch, verdict)}
     spans: dict[str, list[str]] = {}
     pinned = [pin.version for pin in registry.all_pins(patch.package)]
-    # A release in which the code would be of an unknown form fails test_matrix.py.
-    for verdict, group in groupby(pinned, lambda release: found.get(release, "not-present")):
+    for verdict, group in groupby(pinned, lambda release: found.get(release, "drifted")):
         spans.setdefault(verdict, []).append(span(list(group)))
     return {verdict: ", ".join(spans[verdict]) for verdict in _VERDICTS if verdict in spans}
 
