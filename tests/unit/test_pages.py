@@ -66,11 +66,13 @@ def test_status_explains_a_reason_that_is_there(reason: str) -> None:
     assert rendering.MEANINGS[reason] not in printed(entry())
 
 
-def test_the_line_that_is_shown_has_the_versions_of_today() -> None:
+def test_the_line_that_is_shown_names_patches_and_a_version_of_each() -> None:
+    """The line is an example: a new version of a patch asks for no edit of the page."""
     page = (PATCHES.parent / "docs/status.md").read_text("utf-8")
     (applied,) = re.findall(r"^`vllm-livepatch: .* applied=(\S+) ", page, re.MULTILINE)
-    entries = catalogue.load()
-    assert applied.split(",") == [entries[one.partition("@")[0]].patch.versioned for one in applied.split(",")]
+    for one in applied.split(","):
+        name, _, version = one.partition("@")
+        assert 0 < int(version) <= catalogue.load()[name].patch.version
 
 
 def test_status_says_where_counters_are_explained() -> None:
