@@ -40,7 +40,8 @@ class Marks:
         for first in range(start - start % self.chunk, end, self.chunk):
             made, at = self._made.get(first), first - start
             if made is not None and at >= 0 and made[1] == images and made[0] == ids[at : at + WORDS]:
-                if made[2]:  # as nearly always: a long request's ids are asked for in each step in which it gets a block
+                # As nearly always: a long request's ids are asked for in each step in which it gets a block.
+                if made[2]:
                     ids[at : at + WORDS] = made[2]
                 continue
             for place, mark in enumerate(self._at(first), first):
@@ -95,7 +96,7 @@ class MarkedIds(Sequence[int]):
         start, stop, step = index.indices(len(self))
         if step != 1:
             return self[:][index]
-        ids: list[int] = self.marks.request.all_token_ids[start:stop]  # a list of its own, as vLLM's ConstantList has it
+        ids: list[int] = self.marks.request.all_token_ids[start:stop]  # of vLLM's ConstantList: a list of its own
         self.marks.put(ids, start)
         return ids
 

@@ -33,7 +33,7 @@ SETTLED = "_livepatch_settled"
 
 
 LOOKED_UP = "_livepatch_looked_up"
-"""Attribute of a tracker: the ids that it was looked up by, before it lost its identity. Locks are given back by them."""
+"""Attribute of a tracker: the ids that it was looked up by before it lost its identity, and that its locks are of."""
 
 IDENTITY = "_livepatch_identity"
 """Attribute of a request: the first that it had. A request that was preempted gets a new tracker."""

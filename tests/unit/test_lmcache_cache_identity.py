@@ -273,9 +273,13 @@ class TestAdapters:
             known.met(lora_of(files, number, name)).look()
         looked_at: list[str] = []
 
+        def noted(one: Adapter) -> str:
+            looked_at.append(one.name)
+            return "digest"
+
         class Looked(Adapter):
             __slots__ = ()
-            digest = property(lambda self: looked_at.append(self.name) or "digest", lambda self, digest: None)
+            digest = property(noted, lambda self, digest: None)
 
         for one in known._known.values():
             one.__class__ = Looked
