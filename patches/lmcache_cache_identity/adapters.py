@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class Adapter:
         self.files: Files = ()
         try:
             self.files = listed(lora.lora_path)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: of a path that no file can have
             self.lost = f"its files cannot be read ({type(error).__name__}): give a local folder, not a repository"
         if getattr(lora, "tensorizer_config_dict", None):
             self.lost = "its weights are not read from files"
@@ -79,6 +80,8 @@ class Adapters:
         self.on_replaced: list[Callable[[int], None]] = []
         """Called with an adapter's id when other weights are loaded in its place, under requests that run."""
         self._known: dict[int, Adapter] = {}
+        self._named: dict[str, list[Adapter]] = {}
+        """The same by name."""
         self._before: dict[
             str, str | None
         ] = {}  # name: the digest of adapters that are gone; None: several, or unknown
@@ -91,6 +94,7 @@ class Adapters:
         adapter = self._known.get(lora.lora_int_id)
         if adapter is None:
             adapter = self._known[lora.lora_int_id] = Adapter(lora)
+            self._named.setdefault(adapter.name, []).append(adapter)
             if adapter.lost:
                 self._say(adapter)
             self._wake.set()
@@ -110,6 +114,7 @@ class Adapters:
         """The workers have dropped an adapter: whoever has its id from now on is read from files again."""
         adapter = self._known.pop(number, None)
         if adapter is not None:
+            self._named[adapter.name].remove(adapter)
             digest = None if adapter.lost else adapter.digest
             self._before[adapter.name] = digest if self._before.get(adapter.name, digest) == digest else None
             self._replaced(number)  # requests that run with it have it read again
@@ -124,8 +129,7 @@ class Adapters:
     def shares_a_name(self, lora: Any) -> bool:
         """Whether this engine has had other weights by the same name: vLLM's own prefix cache may mix them up."""
         mine = self.met(lora)  # it may have been removed since
-        others = [one for one in self._known.values() if one is not mine and one.name == mine.name]
-        digests = {None if one.lost else one.digest for one in others}
+        digests = {None if one.lost else one.digest for one in self._named[mine.name] if one is not mine}
         if mine.name in self._before:
             digests.add(self._before[mine.name])
         return bool(digests - {mine.digest}) or (None in digests)
@@ -171,13 +175,14 @@ def _same(lora: Any) -> tuple[Any, ...]:
 
 
 def listed(path: str) -> Files:
-    """The files that vLLM reads of an adapter. Raises OSError where there are none."""
+    """The files that vLLM reads of an adapter. Raises OSError where there are none, or one may never end, as a FIFO."""
     found = []
     for name in READ:
         with contextlib.suppress(FileNotFoundError):
-            stat = os.stat(os.path.join(os.path.expanduser(path), name))
-            of_file = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-            found.append((name, *of_file))
+            of = os.stat(os.path.join(os.path.expanduser(path), name))
+            if not stat.S_ISREG(of.st_mode):
+                raise OSError(f"{name} is no regular file")
+            found.append((name, of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns))
     if not found:
         raise FileNotFoundError(path)
     return tuple(found)

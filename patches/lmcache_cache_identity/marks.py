@@ -31,13 +31,19 @@ class Marks:
         self.identity = identity
         self.chunk = chunk
         self._embeds: dict[int, str] = {}
-        self._made: dict[int, tuple[tuple[int, ...], int, list[int]]] = {}
+        self._made: dict[int, tuple[list[int], int, list[int]]] = {}
         """A whole chunk's: of which ids, of how many images (a session gets more), and the marks."""
 
     def put(self, ids: list[int], start: int = 0) -> None:
         """Mark, in place, ids of which the first is the request's id number `start`."""
-        end = start + len(ids)
+        end, images = start + len(ids), len(self.request.mm_features or ())
         for first in range(start - start % self.chunk, end, self.chunk):
+            made, at = self._made.get(first), first - start
+            if made is not None and at >= 0 and made[1] == images and made[0] == ids[at : at + WORDS]:
+                # As nearly always: a long request's ids are asked for in each step in which it gets a block.
+                if made[2]:
+                    ids[at : at + WORDS] = made[2]
+                continue
             for place, mark in enumerate(self._at(first), first):
                 if start <= place < end:
                     ids[place - start] = mark
@@ -45,14 +51,14 @@ class Marks:
     def _at(self, first: int) -> list[int]:
         """The marks of the chunk that begins there; none where its KV depends on ids alone, or it is too short yet."""
         all_ids = self.request.all_token_ids
-        ids = tuple(all_ids[first : first + WORDS])
+        ids = list(all_ids[first : first + WORDS])
         if len(ids) < WORDS:
             return []
         made, images = self._made.get(first), len(self.request.mm_features or ())
         if made is not None and made[:2] == (ids, images):
             return made[2]
         more = self._more(first)
-        marks = marks_of((self.identity, more), ids) if self.identity or more else []
+        marks = marks_of((self.identity, more), tuple(ids)) if self.identity or more else []
         if len(all_ids) >= first + self.chunk:
             self._made[first] = ids, images, marks
         return marks
@@ -90,7 +96,7 @@ class MarkedIds(Sequence[int]):
         start, stop, step = index.indices(len(self))
         if step != 1:
             return self[:][index]
-        ids = list(self.marks.request.all_token_ids[start:stop])
+        ids: list[int] = self.marks.request.all_token_ids[start:stop]  # of vLLM's ConstantList: a list of its own
         self.marks.put(ids, start)
         return ids
 

@@ -32,6 +32,9 @@ SETTLED = "_livepatch_settled"
 """Attribute of a tracker: whether its ids are what keys are to be made of."""
 
 
+LOOKED_UP = "_livepatch_looked_up"
+"""Attribute of a tracker: the ids that it was looked up by before it lost its identity, and that its locks are of."""
+
 IDENTITY = "_livepatch_identity"
 """Attribute of a request: the first that it had. A request that was preempted gets a new tracker."""
 
@@ -85,6 +88,8 @@ class Multiprocess:
 
     def forgo(self, tracker: Any) -> None:
         """Load and store nothing."""
+        if isinstance(tracker.all_token_ids, MarkedIds):
+            setattr(tracker, LOOKED_UP, tracker.all_token_ids)
         _put(tracker, UNKNOWN)
         self.livepatch.count("unidentified")
 
@@ -120,9 +125,10 @@ class Multiprocess:
 
     def key(self, original: Call, _: Any, token_ids: Any, *rest: Any, request_id: str, **named: Any) -> Any:
         """Lookups, and the locks that they take: some releases make these of the request's own ids."""
-        ids = getattr(self.trackers.get(request_id), "all_token_ids", None)
+        tracker = self.trackers.get(request_id)
+        ids = getattr(tracker, LOOKED_UP, getattr(tracker, "all_token_ids", None))
         if isinstance(ids, MarkedIds):
-            token_ids = list(token_ids)
+            token_ids = list(token_ids or ids)
             ids.marks.put(token_ids)
         return original(token_ids, *rest, request_id=request_id, **named)
 

@@ -195,10 +195,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                 memory.unpin()
         return answer
 
-    def update_state_after_alloc(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:
+    def update_state_after_alloc(original: Call, connector: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """Leave a request alone that is computed here, since there is no LMCache."""
         if connector.lookup_client is not None:
-            return original(*rest, **named)
+            keep_readable(request)  # LMCache reads them here, also of whom another patch has not looked up
+            return original(request, *rest, **named)
         livepatch.count("computed_without_lmcache")
         livepatch.say("computed_without_lmcache", "LMCache did not start: prompts are computed, and nothing is stored")
         return None

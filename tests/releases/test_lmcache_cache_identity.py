@@ -154,6 +154,19 @@ def test_preempted(release: str, warm: interpreter.Interpreter, bundle: Path, tm
     assert came == {"preempted": [OWN, 0]}
 
 
+@pytest.mark.parametrize("release", executed.ends(LMCACHE))
+def test_unreadable(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """`lmcache-in-process` cleans what clients give, also where there is no lookup. On stock the first ends the engine."""
+    came = driven(IN_PROCESS, "0.29.0", release, warm, tmp_path, "unreadable", bundle=bundle)
+    assert came == {"unreadable": [OWN, OWN]}
+
+
+def test_locks(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """The server holds nothing for a request that was looked up and lost its identity before it had blocks."""
+    came = driven("lmcache", "0.29.0", INSTALLED, warm, tmp_path, "replaced_while_it_waits", bundle=bundle)
+    assert came == {"replaced_while_it_waits": OWN}
+
+
 @pytest.mark.parametrize(("whose", "vllm", "lmcache"), [("vllm", "0.33.0", "0.4.6"), ("lmcache", "0.29.0", INSTALLED)])
 def test_ten_thousand_images(
     whose: str, vllm: str, lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path

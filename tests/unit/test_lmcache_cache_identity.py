@@ -79,6 +79,14 @@ class TestMarks:
         marks.put(twice)
         assert twice == once
 
+    def test_a_long_requests_marks_are_made_once(self, mocker: MockerFixture) -> None:
+        """LMCache asks for all of a request's ids in each step in which it waits, or gets a block."""
+        ids = MarkedIds(Marks(asked(list(range(64 * CHUNK))), BASE, CHUNK))
+        once = list(ids)
+        made = mocker.spy(Marks, "_at")
+        assert list(ids) == once
+        made.assert_not_called()
+
     @pytest.mark.parametrize("part", [slice(3, 11), slice(None, 5), slice(-3, None), slice(0, 24, 2), slice(9, 9)])
     def test_a_part_is_that_of_the_whole(self, part: slice) -> None:
         ids = MarkedIds(Marks(asked(list(range(24))), BASE, CHUNK))
@@ -247,6 +255,39 @@ class TestAdapters:
         until(lambda: one.looked > looked)
         goes_on.set()
 
+    @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.bin"])
+    def test_what_may_never_end_is_not_read(self, name: str, files: Path) -> None:
+        """The thread would wait for its writer, and all later adapters for the thread."""
+        (files / name).unlink(missing_ok=True)
+        os.mkfifo(files / name)
+        assert Adapter(lora_of(files)).lost
+
+    def test_a_path_that_no_file_can_have_is_an_adapters_and_not_the_patchs_end(self) -> None:
+        assert Adapter(SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="a\0b")).lost
+
+    def test_a_request_looks_at_no_adapter_of_another_name(self, files: Path, mocker: MockerFixture) -> None:
+        """There may be thousands, and each request that waits asks in each step."""
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        names = ("a", "b", "a")
+        for number, name in enumerate(names):
+            known.met(lora_of(files, number, name)).look()
+        looked_at: list[int] = []
+
+        def noted(one: Adapter) -> str:
+            looked_at.append(one.request[0])
+            return names[one.request[0]]
+
+        class Looked(Adapter):
+            __slots__ = ()
+            name = property(noted, lambda self, name: None)
+
+        for one in known._known.values():
+            one.__class__ = Looked
+        assert not known.shares_a_name(lora_of(files, 0, "a"))
+        assert 0 in looked_at
+        assert 1 not in looked_at
+
     def test_a_repository_is_not_a_folder(self, mocker: MockerFixture) -> None:
         mocker.patch("threading.Thread")
         said = mocker.Mock()
@@ -299,6 +340,19 @@ class TestReplaced:
         known.met(lora_of(files, load_inplace=True))
         made.get_num_new_matched_tokens(request, 0)
         assert tracker.all_token_ids == ()
+
+    def test_the_locks_of_what_it_was_looked_up_by_are_given_back(self, files: Path, mocker: MockerFixture) -> None:
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        made = connector()
+        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
+        request = asked(list(range(16)), lora=lora_of(files))
+        tracker = made._get_or_create_request_tracker(request)
+        looked_up_by = made.scheduler_adapter._create_key(list(tracker.all_token_ids), request_id="r")
+        known.met(lora_of(files, load_inplace=True))
+        made.get_num_new_matched_tokens(request, 0)
+        assert made.scheduler_adapter._create_key(list(tracker.all_token_ids), request_id="r") == looked_up_by
 
     def test_a_request_that_runs_stores_no_more_when_its_load_was_sent_out(
         self, files: Path, mocker: MockerFixture

@@ -96,7 +96,7 @@ class Engine:
         self.scheduler = real.scheduler_of("Scheduler", vllm_config)
         self.weights: dict[int, str] = {}
         self.loaded: dict[str, int] = {}  # tokens that came from LMCache
-        self.known: tuple[Any, Any] = {}, {}
+        self.known: tuple[Any, Any, Any] = {}, {}, {}
         connector = self.scheduler.connector
         self.connector = connector._connectors[0] if multi else connector
         allocated = connector.update_state_after_alloc
@@ -134,7 +134,7 @@ class Engine:
     def enter(self) -> None:
         """This engine's process is another than the others': let the patch know this one's adapters."""
         for one in registries():
-            one._known, one._before = self.known
+            one._known, one._named, one._before = self.known
 
     def load(self, lora: Any) -> None:
         """As `/v1/load_lora_adapter` does, in this engine's process."""
@@ -408,6 +408,32 @@ def changed_files(server: Server) -> list[Any]:
     return [*came, engine.run(request(lora, prompt=10))]
 
 
+def replaced_while_it_waits(server: Server) -> list[Any]:
+    """An adapter is unloaded while a request that was looked up waits for blocks. The server then has what nobody holds."""
+    engine = Engine(server)
+    lora = adapter("a", 1, "weights of a")
+    engine.load(lora)
+    came = engine.run(request(lora, prompt=17))
+    engine.scheduler.reset_prefix_cache()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(real.free_blocks(engine.scheduler))
+    waits, schedule = request(lora, prompt=17), engine.scheduler.schedule
+    trackers = engine.connector.request_trackers
+
+    def scheduled() -> Any:
+        if waits.request_id in trackers and trackers[waits.request_id].num_lmcache_hit_tokens and taken:
+            EngineCore.remove_lora(SimpleNamespace(model_executor=MagicMock()), lora.lora_int_id)
+            schedule()
+            pool.free_blocks(taken)
+            taken.clear()
+        return schedule()
+
+    engine.scheduler.schedule = scheduled
+    engine.run(waits)
+    until(lambda: server.ask("evict") and not server.ask("keys"))
+    return came
+
+
 def images(server: Server) -> list[Any]:
     """Three images behind one text, the third of the second's last 16 bits: the text before is everybody's."""
     first, second = Engine(server, adapters=False), Engine(server, adapters=False)
@@ -475,6 +501,7 @@ CASES: tuple[Callable[[Server], Any], ...] = (
     salts,
     plain,
     many_images,
+    replaced_while_it_waits,
 )
 
 

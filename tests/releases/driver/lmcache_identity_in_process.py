@@ -141,6 +141,21 @@ def preempted(shared: Shared) -> list[Any]:
     return [engine.run(identity.request(nowhere, prompt=16)), len(shared.stored)]
 
 
+def unreadable(shared: Shared) -> list[Any]:
+    """Clients of an adapter whose files are not there give parameters that LMCache cannot read."""
+    engine = Engine(shared)
+    nowhere = identity.LoRARequest("hub", 1, "org/not-here")
+    engine.weights[1] = "of the hub"
+    came = []
+    for given in ({"disagg_spec": {}}, {"disagg_spec": None}):
+        asked = identity.request(nowhere, prompt=17)
+        asked.kv_transfer_params = given
+        asked.sampling_params.extra_args = {"kv_transfer_params": given}
+        came.append(engine.run(asked))
+        engine.scheduler.reset_prefix_cache()
+    return came
+
+
 CASES = (
     identity.adapters,
     identity.tensor_parallel,
@@ -153,6 +168,7 @@ CASES = (
     identity.plain,
     users_tags,
     preempted,
+    unreadable,
 )
 
 
