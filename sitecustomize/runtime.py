@@ -214,8 +214,7 @@ class Runtime:
             if decision is None:
                 continue
             if decision.apply and not before.apply:
-                if not self._apply_where_loaded(state):
-                    self.reporter.not_applied(state, importing=importing)
+                self._apply_after_all(state, importing)
                 continue
             reason, detail = decision.reason, decision.detail
             if decision.apply and _differs(decision, before):
@@ -226,6 +225,17 @@ class Runtime:
                 self._applier.unapply(state, reason, detail)
             if state.missing:
                 self.reporter.not_applied(state, importing=importing)
+
+    def _apply_after_all(self, state: PatchState, importing: bool) -> None:
+        """Apply a patch that was refused before, and the patches that apply only beside one of traced code."""
+        if not self._apply_where_loaded(state):
+            self.reporter.not_applied(state, importing=importing)
+        for beside in self.patches.all if state.patch.traced else ():
+            if beside.patch.auto == "traced" and beside.decision is not None and not beside.decision.apply:
+                self._decider.decide_anew(beside)
+                self._apply_where_loaded(beside)
+                if beside.missing:
+                    self.reporter.not_applied(beside, importing=importing)
 
     def _read_back_again(self, state: PatchState) -> None:
         """The outermost import in which a patch was applied has ended: was a target replaced as it was imported?"""

@@ -15,7 +15,7 @@ OPENS = frozenset({"bind", "create_server", "create_unix_server", "listen", "ser
 """What a call that opens a port is called."""
 ON = [entry.patch for entry in catalogue.load().values() if entry.patch.auto != "off"]
 
-NOT_ATTACKED = frozenset(["compile-cache-key"])
+NOT_ATTACKED: frozenset[str] = frozenset()
 """On, and neither the history nor the changelog says that somebody who did not write it has attacked it."""
 NOT_DRIVEN = frozenset(["lmcache-failed-copies", "lmcache-failed-loads"])
 """On, and on some listed releases the record has no run of the code of today. `lmcache-failed-copies` on LMCache 0.3.15 to

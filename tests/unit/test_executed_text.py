@@ -72,6 +72,19 @@ def test_another_finder_gives_the_same_text_from_elsewhere(patched: Sandbox) -> 
     assert (patched.reported()["state"], patched.reported()["verdict"]) == ("applied", "needed")
 
 
+def test_a_patch_beside_traced_code_applies_also_where_that_one_was_refused_first(sandbox: Sandbox) -> None:
+    """The drifted file is looked at as `worker` is imported, and another text is executed: it keeps `beside` away."""
+    sandbox.patch(traced=True)
+    sandbox.patch("beside", [WORK], auto="traced")
+    sandbox.generate()
+    same = sandbox.site / "fakeengine/scheduler.py"
+    code = redirects(overlay(sandbox, same.read_text())) + "import fakeengine.worker\n" + USE_STEP
+    same.write_text(OTHER)
+    done = sandbox.python(code)
+    assert (done.code, done.out) == (0, PATCHED), done.err
+    assert [sandbox.reported(name)["state"] for name in ("around", "beside")] == ["applied", "applied"]
+
+
 def test_a_forced_patch_applies_to_another_text(patched: Sandbox) -> None:
     done = patched.python(redirects(overlay(patched)) + USE_STEP, LIVEPATCH_AROUND="force")
     assert done.out == "['patched', 'overlay', 7]\n", done.err
