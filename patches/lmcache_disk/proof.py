@@ -129,6 +129,10 @@ RIGHT: dict[str, tuple[str, Parts]] = {
         "Memory that nobody gave back is collected in a thread that updates a metric",
         [(HIMSELF, 0), (LOST, 0)],
     ),
+    "collected_beside_another": (
+        "Memory is dropped while another thread updates a metric, and its thread takes some of the same pool",
+        [("whether it gets any", True)],
+    ),
     "controller_not_told": (
         "LMCache's controller cannot be told of one chunk, and can be told of the next",
         [("of which chunk it hears", 2)],

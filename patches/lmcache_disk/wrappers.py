@@ -12,6 +12,7 @@ was found here.
 
 from __future__ import annotations
 
+import _thread
 import collections
 import contextlib
 import contextvars
@@ -129,7 +130,8 @@ def is_held(lock: Any) -> bool:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     impatient: weakref.WeakSet[Any] = weakref.WeakSet()  # disks and CPU pools whose last wait came to nothing
-    orphans: collections.deque[Any] = collections.deque()  # memory to be freed when no lock is held
+    orphans: collections.deque[Any] = collections.deque()  # memory that a thread is to free
+    freeing = threading.Lock()  # held while there is such a thread
 
     def init(answer: Any, backend: Any, *rest: Any, **named: Any) -> None:
         """A lock that knows its owner: after an error inside LMCache's own code, whether that holds it is seen."""
@@ -450,24 +452,28 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     # Memory that nobody gave back
 
     def collected(original: Call, memory: Any, *rest: Any, **named: Any) -> None:
-        """Free it later where a lock is held that freeing takes: the collector may run in the thread that holds it."""
+        """Have a thread free it where a lock is held that freeing takes: the collector may run in who holds it."""
         parent = getattr(memory, "parent_allocator", None)  # none where its own making failed
-        inner = getattr(parent, "_allocator", parent)  # LazyMemoryAllocator's own
-        locks = [
-            getattr(sys.modules.get("lmcache.utils"), "_shared_observability_lock", None),
-            getattr(getattr(inner, "address_manager", None), "_lock", None),
-        ]
-        if parent is not None and memory.is_valid() and any(lock.locked() for lock in locks if lock is not None):
-            orphans.append(memory)
-        else:
+        if parent is None or not memory.is_valid() or not any(lock.locked() for lock in freeing_takes(parent)):
             original(*rest, **named)
+            return
+        orphans.append(memory)
+        livepatch.count("collected")
+        if freeing.acquire(blocking=False):
+            try:
+                _thread.start_new_thread(free_orphans, ())
+            except RuntimeError:  # no more threads, or the process ends: the next one tries again
+                freeing.release()
 
-    def free_orphans(manager: Any, *rest: Any, **named: Any) -> None:
-        while orphans:
-            with contextlib.suppress(IndexError):  # another thread was first
-                memory = orphans.popleft()
-                livepatch.count("collected")
-                memory.parent_allocator.free(memory)
+    def free_orphans() -> None:
+        while True:
+            while orphans:
+                with contextlib.suppress(Exception):  # as errors in `__del__`
+                    memory = orphans.popleft()
+                    memory.parent_allocator.free(memory)
+            freeing.release()
+            if not orphans or not freeing.acquire(blocking=False):  # one may have come just now
+                return
 
     def send(original: Call, sender: Any, *rest: Any, **named: Any) -> Any:
         """The thread that tells LMCache's controller of chunks goes on after an error."""
@@ -552,10 +558,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         f"{MANAGER}:StorageManager.prefetch_all_done_callback": answer,
         f"{MANAGER}:AsyncSingleSerializer.run": load_tier,
         f"{OBJECTS}:TensorMemoryObj.__del__": livepatch.lasting(collected),
-        f"{OBJECTS}:AddressManager.allocate": livepatch.lasting(livepatch.before(free_orphans)),
-        f"{OBJECTS}:AddressManager.batched_allocate": livepatch.lasting(livepatch.before(free_orphans)),
         f"{SENDER}._drain_and_send": send,
     }
+
+
+def freeing_takes(allocator: Any) -> Iterator[Any]:
+    """The locks that an allocator of memory, and the one inside of it, take to free some. All have `locked`."""
+    inside = (getattr(allocator, name, None) for name in ("_allocator", "pin_allocator", "allocator"))
+    locks = [getattr(sys.modules.get("lmcache.utils"), "_shared_observability_lock", None)]
+    for part in (allocator, *inside):
+        locks += [getattr(part, name, None) for name in ("host_mem_lock", "device_mem_lock")]
+        locks.append(getattr(getattr(part, "address_manager", None), "_lock", None))
+    return (lock for lock in locks if hasattr(lock, "locked"))  # without paging; else some are null contexts
 
 
 def give_back(memory: Any) -> None:

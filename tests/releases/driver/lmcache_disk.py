@@ -631,6 +631,7 @@ def collected(shared: bool = False) -> Any:
         world.allocator.address_manager._lock = lock
     try:
         held = [attempted(lambda: world.take(1)), attempted(lambda: world.take(1))]
+        until(lambda: lock.himself or world.taken() == len(held))
     finally:
         utils._shared_observability_lock = before
         gc.enable()
@@ -639,6 +640,33 @@ def collected(shared: bool = False) -> Any:
 
 def collected_in_a_metric() -> Any:
     return collected(shared=True)
+
+
+def collected_beside_another() -> Any:
+    """Memory of a pool as engines have it is dropped while another thread updates a metric; then its thread takes some."""
+    world = World()
+    pool = found("lmcache.v1.memory_allocators.mixed_memory_allocator", "lmcache.v1.memory_management")
+    allocator = pool.MixedMemoryAllocator(4 * SIZE)
+    shared = importlib.import_module("lmcache.utils")._shared_observability_lock
+    dropped, taken = threading.Event(), threading.Event()
+
+    def take() -> Any:
+        return allocator.allocate([SHAPE], [DTYPE], world.management.MemoryFormat.KV_2LTD)
+
+    kept = [take()]
+
+    def drop() -> None:
+        kept.clear()
+        dropped.set()
+        take().ref_count_down()
+        taken.set()
+
+    with shared:
+        threading.Thread(target=drop, daemon=True).start()
+        dropped.wait(1.0)  # stock waits for the lock
+    came = taken.wait(10.0)
+    until(lambda: not came or not allocator.pin_allocator.total_allocated_size)
+    return [came]
 
 
 def controller_not_told() -> Any:
@@ -684,6 +712,7 @@ CASES: dict[str, Callable[[], Any]] = {
         no_memory_for_others,
         collected,
         collected_in_a_metric,
+        collected_beside_another,
         controller_not_told,
         calm,
         direct,
