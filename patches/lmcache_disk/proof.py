@@ -93,6 +93,10 @@ RIGHT: dict[str, tuple[str, Parts]] = {
         "A full disk is cleared, and has room",
         [("whether the backend has the chunk", right) for right in (False, False, True)],
     ),
+    "cleared_amid_lookups": (
+        "Chunks that were looked up are removed before they are loaded, all but one",
+        [("whether few names are compared", True), ("what the next request raises", None)],
+    ),
     "tiers": (
         "Two chunks lie in LMCache's memory and two on the disk, and all are looked up",
         [(HEARD, [1, 2, 3, 4]), (LOST, 0), (KEPT, [(1, 0)] * 2)],

@@ -150,7 +150,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if entry is None:
                 return
             backend.cache_policy.update_on_force_evict(key)
-            backend.keys_in_request = [one for one in backend.keys_in_request if one != key]
             backend.usage -= entry.size
             backend.current_cache_size -= entry.size
             backend.stats_monitor.update_local_storage_usage(backend.usage)
@@ -183,8 +182,15 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if force and removed and entry is not None:
             with backend.disk_lock:  # an eviction counts that itself
                 backend.current_cache_size -= entry.size
-                backend.keys_in_request = [one for one in backend.keys_in_request if one != key]
         return removed
+
+    def touch(original: Call, backend: Any, *rest: Any, **named: Any) -> Any:
+        """What has left since its lookup is not touched: the policy would raise."""
+        if not isinstance(backend.disk_lock, RLOCK):
+            return original(*rest, **named)
+        with backend.disk_lock:  # LMCache's own part takes it again
+            backend.keys_in_request = [key for key in backend.keys_in_request if key in backend.dict]
+            return original(*rest, **named)
 
     # Loads
 
@@ -542,6 +548,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     return {
         f"{DISK}.__init__": livepatch.after(init),
         f"{DISK}.remove": remove,
+        f"{DISK}.touch_cache": touch,
         f"{DISK}.read_file": read_file,
         f"{DISK}.load_bytes_from_disk": load_bytes,
         f"{DISK}.batched_get_blocking": batch,

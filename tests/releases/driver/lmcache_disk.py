@@ -13,6 +13,7 @@ begin_driver()
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -454,6 +455,44 @@ def cleared() -> Any:
     return world.has(1, 2, 3)
 
 
+class Compared:
+    """A chunk's name, which counts how often it is compared with another."""
+
+    times = 0
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.key, name)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return self is other
+
+
+def cleared_amid_lookups(number: int = 200) -> Any:
+    """Chunks that were looked up are removed before they are loaded: whether each is compared with all, and the rest."""
+    world = World(memory=4, disk=2 * number)
+    key = world.key
+    world.key = functools.cache(lambda one: Compared(key(one)))
+    for one in range(number):
+        world.put(one)
+        until(lambda one=one: not world.disk.exists_in_put_tasks(world.key(one)))  # type: ignore[misc]
+    for one in range(number):
+        world.disk.contains(world.key(one), pin=True)
+    Compared.times = 0
+    for one in range(number - 1):
+        world.disk.remove(world.key(one))
+    few = number * 10 > Compared.times
+    world.disk.unpin(world.key(number - 1))
+    came = attempted(world.disk.touch_cache)
+    return [few, came.partition(":")[0] if came else None]
+
+
 def layer_by_layer() -> Any:
     """A load by layers cannot say what is missing: it has all, or an error."""
     world = World()
@@ -727,6 +766,7 @@ CASES: dict[str, Callable[[], Any]] = {
         evicted_after_its_load,
         pinned_by_another_lookup,
         cleared,
+        cleared_amid_lookups,
         layer_by_layer,
     )
 } | {
