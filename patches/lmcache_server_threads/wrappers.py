@@ -299,7 +299,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         """What an adapter was late with: chunks that it found are unlocked, and memory that it filled is free."""
         kind, number = which
         query = adapter.query_lookup_and_lock_result if kind == "lookup" else adapter.query_load_result
-        result = query(number)  # through `queried`, which no longer knows it
+        try:
+            result = query(number)  # through `queried`, which no longer knows it
+        except Exception as error:  # nobody will learn when it has ended
+            refuse(adapter, f"memory of {len(task.kept)} chunks is lost", error)
+            task.kept, result = [], nothing_of(len(task.keys))
         if result is None:
             return
         with own.lock:
