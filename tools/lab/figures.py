@@ -10,6 +10,7 @@ python -m vllm_livepatch.tools.lab.figures --name NAME --picture FILE.png   # wh
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,7 +119,7 @@ def markdown(place: Path) -> str:
         result = json.loads(file.read_text(encoding="utf-8"))
         figures = {called: cells for called, *cells in summary.rows(result)}
         for number, setup in enumerate(result["setups"]):
-            own = [figures[called][number].replace("\n", "<br>") for called in _COLUMNS]
+            own = [_short(figures[called][number]) for called in _COLUMNS]
             found.append([f"`{file.stem}`", setup, *own])
         note = file.with_suffix(".txt")
         lines = [f"- `{file.stem}` ({made(result)})", f"    - `{command(result)}`"]
@@ -130,6 +131,12 @@ def markdown(place: Path) -> str:
     shown = [column for column in columns if any(cell != "-" for cell in column[1:])]
     header, *rows = (f"| {' | '.join(row)} |" for row in zip(*shown, strict=True))
     return "\n".join([header, "|---" * len(shown) + "|", *rows, "", *runs, ""])
+
+
+def _short(cell: str) -> str:
+    """A cell without the engines that held nothing; `0` where that is all of them."""
+    held = [part for part in re.split(r", (?!else)(?=\w+ \d)|\n", cell) if not re.fullmatch(r"\w+ 0(\.0%| s)", part)]
+    return "<br>".join(held) or "0"
 
 
 def made(result: dict[str, Any]) -> str:
