@@ -32,6 +32,18 @@ def test_the_pages_tables_are_made_of_what_is_kept(place: Path) -> None:
     assert matrix.block(page.read_text("utf-8"), place.name) == figures.markdown(place)
 
 
+def test_the_patched_engines_live_and_answer_right() -> None:
+    """As the pages say: only a part that is dead fails requests, and only on a GPU outputs differ, by rounding."""
+    failed, differ = set(), set()
+    for file in KEPT:
+        setup = json.loads(file.read_text("utf-8"))["setups"]["patched"]
+        assert setup["survived"], file
+        failed |= {file.stem} if setup["failed"] else set()
+        differ |= {f"{file.parent.name}/{file.stem}"} if setup["mismatches"] else set()
+    assert {name.rpartition("-")[0] for name in failed} == {"kill-decode", "kill-decode-again", "kill-prefill"}
+    assert differ == {f"lab-gpu/{name}-0.26.0" for name in ("hang-ups", "hang-ups-again", "no-connector")}
+
+
 def test_no_figure_stands_beside_the_tables_of_the_runs() -> None:
     """A digit with a unit after it, outside of tables, links and code; a release is none."""
     text = (ROOT / "docs/lab-results.md").read_text("utf-8")
