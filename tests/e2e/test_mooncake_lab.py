@@ -1,7 +1,7 @@
 """The lab's prefill and decode deployment over Mooncake's real transfer engine, both legs asked at once, in short.
 
 Clients hang up, writes take as long as on a slow link, and the patched prefill engine sends layer by layer meanwhile.
-The long runs, with stock, are in docs/lab-mooncake.md.
+The long runs, with stock, are in docs/lab-results.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chunks between a buffer on a device and host memory, on a stream that is behind: each release's own copies.
 
 There is no device here: the driver stands in for its stream and for its runtime's copy, and says so. On a GPU, whole servers
-do the same (tests/gpu/block_server.py, docs/lab-gpu.md).
+do the same (tests/gpu/block_server.py, docs/lab-results.md).
 """
 
 from __future__ import annotations

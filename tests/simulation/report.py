@@ -7,7 +7,9 @@ python -m tests.simulation.report stock.json patched.json
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,10 @@ BEGIN = "## What the worlds came to"
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """For each setup and release: how many worlds broke each invariant, and in how many loads stood still by which shape."""
+    """How many worlds broke each invariant, and how many loads stood still by which shape: a row a setup and release.
+
+    Releases that follow one another and came to the same share a row.
+    """
     rows = [row for run in runs for row in run["releases"].values()]
     kinds = sorted({kind for row in rows for kind in row["broken"]})
     kinds += sorted({note for row in rows for note in row["notes"] if note.startswith("load deadlock: ")})
@@ -28,9 +33,17 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|" + "---|" * len(kinds),
     ]
     for run in runs:
-        for release, row in run["releases"].items():
-            counts = " | ".join(str(row["broken"].get(kind, row["notes"].get(kind, 0))) for kind in kinds)
-            lines.append(f"| {run['setup']} | {release} | {row['worlds']} | {row['failed']} | {counts} |")
+        counted = [
+            (
+                release,
+                [row["worlds"], row["failed"], *(row["broken"].get(kind, row["notes"].get(kind, 0)) for kind in kinds)],
+            )
+            for release, row in run["releases"].items()
+        ]
+        for counts, alike in itertools.groupby(counted, key=operator.itemgetter(1)):
+            releases = [release for release, _ in alike]
+            named = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
+            lines.append(f"| {run['setup']} | {named} | {' | '.join(map(str, counts))} |")
     lines += ["", f"{'; '.join(map(_made, runs))}."]
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests/results"
 SHORT = {f"figures/{name}" for name in bench.BENCHMARKS}
 OF_ITS_OWN = ("gpu-servers",)
-"""Servers need releases of LMCache: docs/lab-gpu.md."""
+"""Servers need releases of LMCache: docs/lab-results.md."""
 
 
 def test_every_kept_result_has_a_command() -> None:
@@ -70,7 +70,7 @@ def test_a_run_of_the_lab_is_kept_under_its_name_and_its_page_filled(tmp_path: P
         *("--keep", f"{out}/result.json", "--name", "late-0.32.0"),
         *("--place", str(RESULTS / "lab-lease")),
     )
-    assert fill[3:] == ("--place", str(RESULTS / "lab-lease"), "--write", str(ROOT / "docs/lab-lease.md"))
+    assert fill[3:] == ("--place", str(RESULTS / "lab-lease"), "--write", str(ROOT / "docs/lab-results.md"))
     assert not one.on_gpu
 
 

@@ -126,16 +126,21 @@ def _simulation(docs: Path, results: Path, work: Path) -> Long:
 
 
 def _gpu(checkout: Path, work: Path, python: str) -> Long:
-    """The page has these in its prose, which a test holds to them."""
+    """What ran on a device; the page says in words what it came to."""
     bundle = _module(f"{_OURS}cli", "generate", "--out", str(work / "bundle"))
     script, file = checkout / "tests/gpu/run.py", checkout / "tests/results/gpu.json"
     words = ("--python", python, "--bundle", str(work / "bundle"), "--write", str(file))
-    return Long(checkout / "docs/lab-gpu.md", (bundle, ((sys.executable, str(script), *words), None)), on_gpu=True)
+    return Long(checkout / "docs/lab-results.md", (bundle, ((sys.executable, str(script), *words), None)), on_gpu=True)
+
+
+def lab_page(place: str) -> str:
+    """The page of a folder of the lab's results."""
+    return "docs/lab.md" if place == "lab" else "docs/lab-results.md"
 
 
 def _lab(file: Path, docs: Path, work: Path, python: str) -> Long:
     """A run of the lab, its small result in the place of the last one, and the page of them all."""
-    place, page = file.parent, docs / f"{file.parent.name}.md"
+    place, page = file.parent, docs.parent / lab_page(file.parent.name)
     out = work / place.name / file.stem
     _, *words = shlex.split(lab_figures.command(json.loads(file.read_text(encoding="utf-8"))))
     on_gpu = _PYTHON in words

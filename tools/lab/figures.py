@@ -1,13 +1,16 @@
-"""The documentation's figures, from the results that are kept in tests/results/lab.
+"""The documentation's figures, from the results that are kept in tests/results/lab and tests/results/lab-NAME.
 
 python -m vllm_livepatch.tools.lab.figures --keep RESULT.json --name NAME   # a run's result, small
-python -m vllm_livepatch.tools.lab.figures --write docs/lab.md              # all that are kept, as tables
+python -m vllm_livepatch.tools.lab.figures --write docs/lab.md              # all that are kept, as a table
 python -m vllm_livepatch.tools.lab.figures --name NAME --picture FILE.png   # what one of them completed over time
+
+`--place DIR` is another folder of results. The table goes between the markers that have the folder's name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +25,23 @@ with ending.needing("lab", "figures"):
     from vllm_livepatch.tools.lab import loads, report, summary, topology
 
 PLACE = Path("tests/results/lab")
-NAME = "lab"
+_COLUMNS = {
+    "survived": "survived",
+    "completed": "completed",
+    "disconnected": "disconnected",
+    "failed": "failed",
+    "failures by kind": "failures",
+    "outputs that differ from the undisturbed run's": "differ",
+    "undisturbed outputs that differ from those without a connector": "differ without load",
+    "first token, median / 99 %": "first token, median / 99 %",
+    "longest wait for an answer": "longest wait",
+    "after its return, something is loaded again in": "after its return, loaded again in",
+    "lines of errors in logs": "lines of errors in logs",
+    "KV usage at the end": "KV usage at the end",
+    "after the load, back in": "after the load, back in",
+    "blocks held with no request left, and the CPU meanwhile": "blocks held with no request left",
+}
+"""Columns of a page's table, by what `summary.rows` calls them."""
 # The end of a log is full of one machine's paths; a message of upstream's may be. No table has the curves.
 _NOT_KEPT = {"log_tail", "error_examples", "kv_usage", "requests", "cores"}
 
@@ -91,25 +110,33 @@ def command(result: dict[str, Any]) -> str:
 
 
 def markdown(place: Path) -> str:
-    """Every result that is kept there, in the order of their names: what was called, and what it came to.
+    """The results that are kept there, by name: a table with a row a setup, then each run's command and counters.
 
-    Remarks on a run are in a file of its name that ends in `.txt`.
+    A column is left out where no setup has a figure for it. Remarks on a run are in `NAME.txt` beside it.
     """
-    parts = []
+    found, runs = [], []
     for file in sorted(place.glob("*.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
-        lines = [f"### {summary.title(result)}", "", "```bash", command(result), "```", ""]
+        figures = {called: cells for called, *cells in summary.rows(result)}
+        for number, setup in enumerate(result["setups"]):
+            own = [_short(figures[called][number]) for called in _COLUMNS]
+            found.append([f"`{file.stem}`", setup, *own])
         note = file.with_suffix(".txt")
-        lines += [note.read_text(encoding="utf-8").strip(), ""] if note.is_file() else []
-        lines += [
-            f"| {result['cores']} cores | {' | '.join(result['setups'])} |",
-            "|---|" + "---|" * len(result["setups"]),
-        ]
-        for row in summary.rows(result):
-            if any(cell != "-" for cell in row[1:]):
-                lines.append(f"| {' | '.join(cell.replace(chr(10), '<br>') for cell in row)} |")
-        parts.append("\n".join([*lines, "", f"({place.name}/{file.name}: {made(result)})", ""]))
-    return "\n".join(parts)
+        lines = [f"- `{file.stem}` ({made(result)})", f"    - `{command(result)}`"]
+        lines += [f"    - {note.read_text(encoding='utf-8').strip()}"] if note.is_file() else []
+        for setup, counted in zip(result["setups"], figures["done by patches"], strict=True):
+            lines += [f"    - {setup}: {counted.replace(chr(10), ', ')}"] if counted != "-" else []
+        runs += lines
+    columns = zip(["run", "setup", *_COLUMNS.values()], *found, strict=True)
+    shown = [column for column in columns if any(cell != "-" for cell in column[1:])]
+    header, *rows = (f"| {' | '.join(row)} |" for row in zip(*shown, strict=True))
+    return "\n".join([header, "|---" * len(shown) + "|", *rows, "", *runs, ""])
+
+
+def _short(cell: str) -> str:
+    """A cell without the engines that held nothing; `0` where that is all of them."""
+    held = [part for part in re.split(r", (?!else)(?=\w+ \d)|\n", cell) if not re.fullmatch(r"\w+ 0(\.0%| s)", part)]
+    return "<br>".join(held) or "0"
 
 
 def made(result: dict[str, Any]) -> str:
@@ -142,7 +169,7 @@ def figures(
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"no picture of {name or 'a result without a --name'}: {error}") from error
     if write is not None:
-        matrix.write(write, markdown(place), NAME)
+        matrix.write(write, markdown(place), place.name)
 
 
 if __name__ == "__main__":
