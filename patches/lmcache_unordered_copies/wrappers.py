@@ -4,7 +4,7 @@ Where LMCache has no compiled operations, a stand-in copies for them, beside the
 into a buffer and out of it: before they are there, or while they are still to be read. From 0.4.7 on, a store or load
 counts as ended before the stream has come to its end, too.
 
-Source: LMCache's own code, run on a GPU (docs/lab-gpu.md).
+Source: LMCache's own code, run on a GPU (docs/lab-results.md).
 """
 
 from __future__ import annotations
