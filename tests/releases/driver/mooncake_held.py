@@ -290,9 +290,13 @@ def gone(world: World) -> Any:
 
 
 class hurry:
-    """Decode waits for an answer for a second, or so many, and not for the release's time."""
+    """Decode waits for an answer for a second, or so many, and not for the release's time.
+
+    It ends when decode's other thread has made its socket: on a busy machine that may be later than the step.
+    """
 
     def __init__(self, world: World, seconds: int = 1) -> None:
+        self._made = False
         self._module, self._seconds = world.decode.side.module, seconds
         self._own = self._module.make_zmq_socket
 
@@ -304,11 +308,13 @@ class hurry:
             made = self._own(*args, **kwargs)
             options = made.setsockopt
             made.setsockopt = lambda option, value: options(option, time_of(option, value))
+            self._made = True
             return made
 
         self._module.make_zmq_socket = make
 
     def __exit__(self, *error: object) -> None:
+        assert wait(lambda: self._made)
         self._module.make_zmq_socket = self._own
 
 
