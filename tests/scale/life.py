@@ -22,7 +22,7 @@ AT_ONCE = 40
 ROOMY = 1024
 """Blocks of a pool beside sessions, which hold theirs while they wait: of 96 they hold all, and stock stands still."""
 WARM = 50
-"""By this step LMCache has started its threads."""
+"""By this step LMCache has started its threads, and the bundle those that begin with the first LoRA adapter."""
 NIGHTS = 30
 """In a month there are so many nights, in which nobody comes."""
 DAY = 24 * 3600.0
@@ -62,6 +62,8 @@ def life(
     before = threads_and_files()
     with contextlib.ExitStack() as stack:
         while clients.go_on() and clients.quiet <= QUIET_STEPS:
+            if engine.now == WARM:
+                before = threads_and_files()
             if nothing_left and engine.now == WARM:
                 stack.enter_context(hardship.nothing_left())
             night = clock is not None and len(clients.all) * NIGHTS // requests > nights
