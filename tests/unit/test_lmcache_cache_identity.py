@@ -324,16 +324,21 @@ def connector() -> Any:
     )
 
 
+def met(files: Path, mocker: MockerFixture) -> tuple[Adapters, Any, Any]:
+    """Adapters of which one was hashed, a connector that asks them, and a request for that one."""
+    mocker.patch("threading.Thread")
+    known = Adapters(mocker.Mock())
+    known.met(lora_of(files)).look()
+    made = connector()
+    wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
+    return known, made, asked(list(range(16)), lora=lora_of(files))
+
+
 class TestReplaced:
     def test_a_request_that_waits_does_not_load_what_the_old_weights_have_left(
         self, files: Path, mocker: MockerFixture
     ) -> None:
-        mocker.patch("threading.Thread")
-        known = Adapters(mocker.Mock())
-        known.met(lora_of(files)).look()
-        made = connector()
-        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
-        request = asked(list(range(16)), lora=lora_of(files))
+        known, made, request = met(files, mocker)
         made.get_num_new_matched_tokens(request, 0)
         tracker = made._get_or_create_request_tracker(request)
         assert len(tracker.all_token_ids) == 16
@@ -342,12 +347,7 @@ class TestReplaced:
         assert tracker.all_token_ids == ()
 
     def test_the_locks_of_what_it_was_looked_up_by_are_given_back(self, files: Path, mocker: MockerFixture) -> None:
-        mocker.patch("threading.Thread")
-        known = Adapters(mocker.Mock())
-        known.met(lora_of(files)).look()
-        made = connector()
-        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
-        request = asked(list(range(16)), lora=lora_of(files))
+        known, made, request = met(files, mocker)
         tracker = made._get_or_create_request_tracker(request)
         looked_up_by = made.scheduler_adapter._create_key(list(tracker.all_token_ids), request_id="r")
         known.met(lora_of(files, load_inplace=True))
@@ -357,12 +357,7 @@ class TestReplaced:
     def test_a_request_that_runs_stores_no_more_when_its_load_was_sent_out(
         self, files: Path, mocker: MockerFixture
     ) -> None:
-        mocker.patch("threading.Thread")
-        known = Adapters(mocker.Mock())
-        known.met(lora_of(files)).look()
-        made = connector()
-        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
-        request = asked(list(range(16)), lora=lora_of(files))
+        known, made, request = met(files, mocker)
         tracker = made._get_or_create_request_tracker(request)
         tracker.loads = True
         known.met(lora_of(files, load_inplace=True))
@@ -376,12 +371,7 @@ class TestReplaced:
         self, files: Path, mocker: MockerFixture
     ) -> None:
         """The server keeps a request's hashes by its id."""
-        mocker.patch("threading.Thread")
-        known = Adapters(mocker.Mock())
-        known.met(lora_of(files)).look()
-        made = connector()
-        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
-        request = asked(list(range(16)), lora=lora_of(files))
+        known, made, request = met(files, mocker)
         assert len(made._get_or_create_request_tracker(request).all_token_ids) == 16
         known.removed(1)
         (files / "adapter_model.safetensors").write_text("others", encoding="utf-8")
