@@ -25,7 +25,7 @@ from vllm_livepatch.tools.releases import registry, sources
 
 _FETCHED_AT_ONCE = 4
 APPLIES = Text("applies", style="green")
-"""Whether anybody needs it, nobody has said: who puts it into a bundle does."""
+"""A diff does not say whether a release needs the change."""
 
 
 @dataclass(frozen=True)
