@@ -84,13 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "loads": loads,
                 }
                 if asked.write:
-                    keep(release, reports[release])
+                    keep(": ".join([release, *(asked.load or ())]), reports[release])
     print(json.dumps(reports))
     return 1 if any(found_in(report["loads"]) for report in reports.values()) else 0
 
 
 def keep(release: str, report: Mapping[str, Any], place: Path = KEPT) -> None:
-    """Put what a release's report comes to in the place of its last one. Another run may play the next release.
+    """Put what a release's report comes to in the place of its last one. Another run may play the next release, or others
+    of its loads.
 
     Of each load: how long it took on stock and patched, in seconds. Of those with findings, these.
     """

@@ -12,6 +12,7 @@ import queue
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import real_scheduler as real
@@ -127,7 +128,7 @@ class Engine:
         self.core.mm_receiver_cache = None
         self.core.output_queue, self.core.aborts_queue = queue.Queue(), queue.Queue()
         self.core.engine_index = 0
-        self.front = FrontEnd(self.core)
+        self.front = FrontEnd(self.core, Path(model_config.model))
         self.clients: dict[int, Client] = {}  # by number, until they have ended or left
         self.unanswered: deque[tuple[Any, Any, list[Sampled]]] = deque()
         self.now = 0

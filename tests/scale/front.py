@@ -7,6 +7,7 @@ import asyncio
 import copy
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 class FrontEnd:
     """One API server. What it sends waits in `inputs`, and aborts in the engine core's second queue, too."""
 
-    def __init__(self, core: Any) -> None:
-        self.core = core
+    def __init__(self, core: Any, adapters: Path) -> None:
+        self.core, self.adapters = core, adapters
         self.inputs: deque[tuple[str, Any]] = deque()
         self.resources = SimpleNamespace(engine_dead=False)
         self.processor = OutputProcessor(tokenizer=None, log_stats=False)
@@ -52,7 +53,7 @@ class FrontEnd:
 
     def ask(self, client: Any) -> None:
         """Bring in a client's request: the release names it, takes it in, and sends it when it may."""
-        request = _request(client, client.prompt)
+        request = self._request(client, client.prompt)
         InputProcessor.assign_request_id(request)
         client.internal = request.request_id
         client.queue = RequestOutputCollector(RequestOutputKind.DELTA, client.internal)
@@ -68,7 +69,7 @@ class FrontEnd:
 
     def next_turn(self, client: Any) -> None:
         """A session goes on with its next prompt; after the last one it says that there are no more."""
-        request = _request(client, client.turns.pop(0) if client.turns else [0])
+        request = self._request(client, client.turns.pop(0) if client.turns else [0])
         request.request_id, request.external_req_id = client.internal, client.name
         request.resumable = request.prompt_token_ids != [0]
         if not request.resumable:
@@ -112,6 +113,31 @@ class FrontEnd:
                 self.next_turn(client)
                 _read(client)
 
+    def _request(self, client: Any, prompt: list[int]) -> Any:
+        """A request as the release's front end makes them; what it does not name is None."""
+        names = EngineCoreRequest.__struct_fields__
+        values: dict[str, Any] = dict.fromkeys(names[: len(names) - len(EngineCoreRequest.__struct_defaults__)])
+        values.update(
+            request_id=client.name,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=client.outputs, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+            ),
+            arrival_time=float(client.number),
+            client_index=0,
+            resumable=False,
+            lora_request=self._adapter(client.adapter) if client.adapter else None,
+        )
+        return EngineCoreRequest(**values)
+
+    def _adapter(self, number: int) -> LoRARequest:
+        """A LoRA adapter, whose files are there: what a bundle does without an identity is less than it does with one."""
+        place = self.adapters / f"adapter {number}"
+        if not place.exists():
+            place.mkdir()
+            (place / "adapter_model.safetensors").write_text(place.name, encoding="utf-8")
+        return LoRARequest(place.name, number, str(place))
+
 
 def _read(client: Any) -> None:
     try:
@@ -127,21 +153,3 @@ def _read(client: Any) -> None:
                 client.end = reason
     except Exception as error:
         client.end = f"refused: {type(error).__name__}"
-
-
-def _request(client: Any, prompt: list[int]) -> Any:
-    """A request as the release's front end makes them; what it does not name is None."""
-    names = EngineCoreRequest.__struct_fields__
-    values: dict[str, Any] = dict.fromkeys(names[: len(names) - len(EngineCoreRequest.__struct_defaults__)])
-    values.update(
-        request_id=client.name,
-        prompt_token_ids=list(prompt),
-        sampling_params=SamplingParams(
-            max_tokens=client.outputs, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
-        ),
-        arrival_time=float(client.number),
-        client_index=0,
-        resumable=False,
-        lora_request=LoRARequest(f"adapter {client.adapter}", client.adapter, "nowhere") if client.adapter else None,
-    )
-    return EngineCoreRequest(**values)

@@ -163,4 +163,7 @@ class Clients:
         """See who has ended."""
         stay = [client for client in self.living if not client.end or client.patience]
         self.quiet = 0 if len(stay) < len(self.living) else self.quiet + 1
+        for client in self.living:
+            if client.end:
+                client.prompt = []  # a million of them would fill the memory
         self.living = stay
