@@ -25,7 +25,7 @@ HEAD = """# Patches
 `vllm-livepatch show NAME` prints the same, with the code that is patched and each release's fingerprint; `check` says
 which of them your release needs. From a message in the log to its patch: [troubleshooting](../troubleshooting.md).
 Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of site-packages:
-[recipes](../recipes.md).
+[recipes](../recipes.md). What a patch keeps in memory, until when and how much: `keeps` in its `patch.toml`.
 """
 
 
@@ -59,13 +59,7 @@ def page(patch: Patch) -> str:
         lines += ["## What `status` counts", "", "| counter | meaning |", "|---|---|"]
         lines += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in about["counters"].items()]
         lines.append("")
-    lines += ["## What it keeps", ""]
-    if about.get("keeps"):
-        lines += ["| what | for what, until when, how much |", "|---|---|"]
-        lines += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in about["keeps"].items()]
-    else:
-        lines.append("Nothing beyond a call.")
-    lines += ["", f"What counts as gone: {_text(about['gone'])}", ""] if "gone" in about else [""]
+    lines += ["## What counts as gone", "", _text(about["gone"]), ""] if "gone" in about else []
     lines += ["## Where it comes from", ""]
     lines += [f"- {entry.replace('_', ' ')}: {_text(about[entry])}" for entry in _SOURCES if entry in about]
     if about.get("threads"):
@@ -150,22 +144,18 @@ def _within(text: str) -> str:
 
 def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
     """The tables of the pages about all patches, by page, below docs, and block. Raises UserError."""
-    gives_up = [
-        "| patch | what it gives up or frees | what protects the blocks and the request | evidence |",
-        "|---|---|---|---|",
-    ]
-    errors = ["| patch | what it may have changed when it raises | what is done about it |", "|---|---|---|"]
+    gives_up = ["| patch | what it gives up or frees |", "|---|---|"]
+    errors = ["| patch | what it may have changed when it raises |", "|---|---|"]
     off, front = ["| off | then |", "|---|---|"], ["| patch | without it |", "|---|---|"]
     seen: dict[str, dict[str, list[str]]] = {part: {} for part in rendering.SEEN}
     for patch in [patch for _, some in sections(patches, lambda patch: patch) for patch in some]:
         about = patch.about
         for one in about.get("gives_up", ()):
-            name = f"`{patch.name}`" + (f", {one['part']}" if "part" in one else "")
-            cells = (one["what"], one["protects"], one["evidence"])
-            gives_up.append(f"| {name} | {' | '.join(map(_cell, cells))} |")
+            name = f"[`{patch.name}`](patches/{patch.name}.md)" + (f", {one['part']}" if "part" in one else "")
+            gives_up.append(f"| {name} | {_cell(one['what'])} |")
         if "own_error" in about:
-            error = about["own_error"]
-            errors.append(f"| `{patch.name}` | {_cell(error['changed'])} | {_cell(error['done'])} |")
+            raised = f"[`{patch.name}`](patches/{patch.name}.md#if-its-own-code-raises)"
+            errors.append(f"| {raised} | {_cell(about['own_error']['changed'])} |")
         if "without" in about:
             off.append(f"| `{patch.name}` | {_cell(about['without'])} |")
         if about.get("readme"):

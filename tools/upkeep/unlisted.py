@@ -19,6 +19,7 @@ from pathlib import Path
 
 from packaging.version import Version
 from vllm_livepatch.sitecustomize import installed
+from vllm_livepatch.sitecustomize.decision import Patch
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools import threads
 from vllm_livepatch.tools.bundles import catalogue
@@ -35,12 +36,15 @@ SECONDS = 600.0
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 NAME = "unlisted"
 """Of the markers that the table stands between."""
-COLUMNS = ("known", "unverified", "proven", "no fault", "refused", "not run", "gone", "wrong")
+COLUMNS = ("known", "unverified", "proven", "no fault", "refused", "not run", "gone", "changed", "wrong")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One patch on one tree, and what is made of it there. `known` is today's verdict, where there is one."""
+    """One patch on one tree, and what is made of it there. `known` is today's verdict, where there is one.
+
+    `changed`: the code means something else to the patch than on each release that was known. It must be left alone.
+    """
 
     patch: str
     tree: str
@@ -48,13 +52,18 @@ class Cell:
     verdict: str
     outcome: str | None
     detail: str
+    changed: bool = False
 
     @property
     def column(self) -> str:
         """Where it is counted."""
         if self.outcome is None:
-            return {"needed": "known", "fixed-upstream": "known", "drifted": "gone"}.get(self.verdict, self.verdict)
-        counted = {"proven": "proven", "no-fault": "no fault", "failed": "refused", "not-run": "not run"}[self.outcome]
+            counted = {"needed": "known", "fixed-upstream": "known", "drifted": "gone"}.get(self.verdict, self.verdict)
+        else:
+            names = {"proven": "proven", "no-fault": "no fault", "failed": "refused", "not-run": "not run"}
+            counted = names[self.outcome]
+        if self.changed:
+            return "changed" if counted in ("refused", "not run", "gone") else "wrong"
         wrong = {"proven": "fixed-upstream", "no fault": "needed"}.get(counted)
         return "wrong" if wrong is not None and self.known == wrong else counted
 
@@ -108,10 +117,17 @@ def cells(
             verdict,
             None if outcome is None or gone else outcome.outcome,
             judged.decision.detail if outcome is None else outcome.detail,
+            listed and _changed(entries[name].patch, past[name].patch, tree.partition(" ")[2]),
         )
 
     found = verdicts.judge([entry.patch for entry in past.values()], place)[1]
     yield from threads.each(cell, found, at_once=len(os.sched_getaffinity(0)))
+
+
+def _changed(patch: Patch, past: Patch, release: str) -> bool:
+    """Whether a release's facts are those of no release that was known."""
+    own = [form.facts for form in patch.variants if release in form.releases and form.verdict == "needed"]
+    return bool(own) and all(form.facts != own[0] for form in past.variants)
 
 
 def table(found: Iterable[Cell]) -> str:

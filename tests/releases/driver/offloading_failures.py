@@ -27,17 +27,16 @@ from typing import Any
 import offloading_backend as backend
 import real_scheduler as real
 import vllm
-from vllm.distributed.kv_transfer import kv_transfer_state
+from model_runner import Runner, first
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 from worlds import RIGHT, WRONG, Serving, Work
 
 gc.enable()
 
-runner.get_forward_context = lambda: None
+first.get_forward_context = lambda: None
 
 ANSWER = 6
 BLOCK = real.BLOCK_SIZE
@@ -59,6 +58,8 @@ class World(Serving):
         given = (self.scheduler.vllm_config, KVConnectorRole.WORKER, self.scheduler.kv_cache_config)
         self.workers = [type(connector)(*given) for _ in range(workers)]
         self.movers = [backend.begin(self.parts(worker)[0].connector_worker) for worker in self.workers]
+        # The V1 runner beside one kind of scheduler, and V2 beside the other.
+        self.runners = [Runner(given[0], worker, v2=mode == "AsyncScheduler") for worker in self.workers]
         self.aggregator = KVOutputAggregator(workers)
         self.answers: dict[str, int] = {}
         self.loads: dict[str, int] = {}
@@ -94,13 +95,11 @@ class World(Serving):
         """Let each worker run a step, and tell the scheduler what all of them said."""
         outputs = []
         sampled: dict[str, bool] = {}
-        for worker, mover in zip(self.workers, self.movers, strict=True):
+        for runner, mover in zip(self.runners, self.movers, strict=True):
             output = real.run_model(scheduled)
             # In a process of its own, a worker has a copy.
             given = pickle.loads(pickle.dumps(scheduled))
-            kv_transfer_state._KV_CONNECTOR_AGENT = worker
-            worker.handle_preemptions(given.kv_connector_metadata)
-            with runner.KVConnectorModelRunnerMixin._get_kv_connector_output(given) as connector_output:
+            with runner.step(given) as connector_output:
                 for name, tables, start, end, _ in work:
                     right = [self.compute(mover, name, table, start, end) for table in tables]
                     sampled[name] = all(right) and sampled.get(name, True)
