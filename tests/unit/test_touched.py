@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from vllm_livepatch.sitecustomize import kit
 from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.sitecustomize.guard import Wrapped
 from vllm_livepatch.tools.bundles import catalogue, patch_files
@@ -37,7 +38,9 @@ TYPES: tuple[type, ...] = (
 TYPES += (collections.OrderedDict, collections.Counter, threading.Event, threading.Thread, type(threading.Lock()))
 STANDARD = {name for kind in TYPES for name in dir(kind)} | set(dir(PatchContext)) | {"__name__", "__mro__"}
 STANDARD |= {"aside", "asked", "facts", "options", "patch_set"}  # of a patch's context
-STANDARD |= set(dir(Wrapped))
+STANDARD |= set(dir(Wrapped)) | set(dir(kit.Remembered))
+KIT = {"leaves": "_connectors"}
+"""What a helper of the kit asks the release for, on behalf of who calls it."""
 
 
 def modules(name: str) -> Iterator[ast.Module]:
@@ -46,14 +49,17 @@ def modules(name: str) -> Iterator[ast.Module]:
 
 
 def asked_for(tree: ast.Module) -> Iterator[str]:
-    """Attributes by name: of `x.name`, and of getattr, hasattr and setattr with a constant."""
+    """Attributes by name: of `x.name`, and of getattr, hasattr, setattr and `around_its` with a constant."""
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     imported = {alias.asname or alias.name for node in imports for alias in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in imported):
             yield node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
-            if node.func.id in ("getattr", "hasattr", "setattr") and isinstance(node.args[1], ast.Constant):
+        elif isinstance(node, ast.Name) and node.id in KIT:
+            yield KIT[node.id]
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            if called in ("getattr", "hasattr", "setattr", "around_its"):
                 yield str(node.args[1].value)
 
 

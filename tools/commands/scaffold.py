@@ -196,7 +196,7 @@ def missing(folder: Path) -> list[str]:
         found.append(f"there is no {PROOF}, which shows the fault, and that it is gone")
     elif TODO in proof.read_text("utf-8"):
         found.append(f"{PROOF} still has a {TODO}")
-    counted = set(re.findall(r"livepatch\.count\(\s*[\"']([a-z_]+)[\"']", _code(folder)))
+    counted = set(re.findall(r"livepatch\.(?:count|tell)\(\s*[\"']([a-z_]+)[\"']", _code(folder)))
     for kind in sorted(counted - set(patch.about.get("counters", {}))):
         found.append(f"patch.toml does not say what the counter {kind} means, in [about.counters]")
     if not (folder / patch_lock.NAME).is_file() and not patch.variants:
