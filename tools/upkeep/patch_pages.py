@@ -155,6 +155,7 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
         "|---|---|---|---|",
     ]
     errors = ["| patch | what it may have changed when it raises | what is done about it |", "|---|---|---|"]
+    mooncake = ["| patch | works in | by default |", "|---|---|---|"]
     off, front = ["| off | then |", "|---|---|"], ["| patch | without it |", "|---|---|"]
     seen: dict[str, dict[str, list[str]]] = {part: {} for part in rendering.SEEN}
     for patch in [patch for _, some in sections(patches, lambda patch: patch) for patch in some]:
@@ -166,6 +167,9 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
         if "own_error" in about:
             error = about["own_error"]
             errors.append(f"| `{patch.name}` | {_cell(error['changed'])} | {_cell(error['done'])} |")
+        if "mooncake" in about:
+            default = rendering.DEFAULTS.get(patch.auto, "on")
+            mooncake.append(f"| `{patch.name}` | {_cell(about['mooncake'])} | {default} |")
         if "without" in about:
             off.append(f"| `{patch.name}` | {_cell(about['without'])} |")
         if about.get("readme"):
@@ -180,6 +184,7 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
             seen[one["under"]].setdefault(_cell(one["what"]), []).append(told)
     found = {
         ("never-wrong.md", ""): "\n".join(gives_up),
+        ("operate.md", ""): "\n".join(mooncake),
         ("own-errors.md", ""): "\n".join(errors),
         ("recipes.md", ""): recipes.table(patches, lambda patch: _spans(patch).get("needed", "none"), _link),
         ("status.md", ""): "\n".join(off),
