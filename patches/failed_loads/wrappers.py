@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...sitecustomize.kit import attached, leaves
+from ...sitecustomize.kit import leaves
 from . import policy
 from .losses import Table, block_sizes, spread, tables_given
 
@@ -113,13 +113,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def loads_of(scheduler: Any) -> _Loads:
         """The scheduler's record, made when it is first asked for; whoever lost a load is then computed here."""
-
-        def make() -> _Loads:
+        loads: _Loads | None = getattr(scheduler, STATE, None)
+        if loads is None:
+            loads = _Loads()
+            setattr(scheduler, STATE, loads)
             if recompute and not livepatch.aside and not policy.is_set(scheduler):
                 scheduler.recompute_kv_load_failures = True
-            return _Loads()
-
-        return attached(scheduler, STATE, make)
+        return loads
 
     def scheduled(scheduler: Any, scheduler_output: Any, *rest: Any, **named: Any) -> None:
         if scheduler.connector is not None and scheduler_output.num_scheduled_tokens:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...sitecustomize.kit import attached
-
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -52,14 +50,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def jobs_of(worker: Any) -> _Jobs:
         """The worker's record, made when it is first asked for: then its transfers' ends are listened to."""
-
-        def make() -> _Jobs:
+        jobs: _Jobs | None = getattr(worker, JOBS, None)
+        if jobs is None:
             jobs = _Jobs()
             for carrier in carriers(worker.worker):
                 listen(carrier, jobs)
-            return jobs
-
-        return attached(worker, JOBS, make)
+            setattr(worker, JOBS, jobs)
+        return jobs
 
     def listen(carrier: Any, jobs: _Jobs) -> None:
         def submit(original: Call, instance: Any, job_id: int, *rest: Any, **named: Any) -> bool:
