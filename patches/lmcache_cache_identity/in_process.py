@@ -36,9 +36,8 @@ class InProcess:
         # The last 16 bits of an image's hash are in LMCache's keys then: to LMCache 0.5.4, and in vLLM's copy.
         self.narrow = apply is None or hasattr(sys.modules[apply.__module__], "hex_hash_to_int16")
         identities.adapters.on_replaced.append(self.replaced)
-        matched, built = livepatch.lasting(self.matched), livepatch.lasting(self.built)
-        impl.get_num_new_matched_tokens = livepatch.around(impl.get_num_new_matched_tokens, matched, impl)
-        impl.build_connector_meta = livepatch.around(impl.build_connector_meta, built, impl)
+        livepatch.around_its(impl, "get_num_new_matched_tokens", livepatch.lasting(self.matched))
+        livepatch.around_its(impl, "build_connector_meta", livepatch.lasting(self.built))
 
     def matched(self, original: Call, _: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any) -> Any:
         if not hasattr(request, SETTLED) or (getattr(request, SETTLED)[0] and not self.may_store(request)):

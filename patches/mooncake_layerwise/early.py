@@ -319,8 +319,7 @@ class Writes:
             timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
             failed = part.transfer, frozenset(local), now + timeout
             self._failed = [one for one in self._failed if one[2] > now] + [failed]
-            self._livepatch.count("failed")
-            self._livepatch.say("failed", f"an early write failed, and its request is not answered: {message}")
+            self._livepatch.tell("failed", f"an early write failed, and its request is not answered: {message}")
 
 
 async def report_given_up(worker: Any, transfer: str, metadata: Any) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import attached
 from . import early
 from .computed import PROGRESS, Prefills
 from .early import Writes, let_go, module_of, response_of
@@ -105,10 +106,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     # The scheduler's side
 
     def build_connector_meta(original: Call, connector: Any, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
-        prefills: Prefills | None = getattr(connector, PREFILLS, None)
-        if prefills is None:
-            prefills = Prefills(connector.block_size)
-            setattr(connector, PREFILLS, prefills)
+        prefills = attached(connector, PREFILLS, lambda: Prefills(connector.block_size))
         try:
             progress = prefills.leave() if livepatch.aside else prefills.progress(connector, scheduler_output)
         except Exception as error:
@@ -137,13 +135,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return
         layers = None if livepatch.options["BY"] == "chunk" else layers_of(kv_caches)
         setattr(worker, WRITES, Writes(livepatch, worker, layers))
-        connector.bind_connector_metadata = livepatch.around(
-            connector.bind_connector_metadata, livepatch.lasting(bind_connector_metadata), connector
-        )
+        livepatch.around_its(connector, "bind_connector_metadata", livepatch.lasting(bind_connector_metadata))
         if hasattr(connector, "unregister_kv_caches"):  # from 0.33.0 on
-            connector.unregister_kv_caches = livepatch.around(
-                connector.unregister_kv_caches, livepatch.lasting(unregister_kv_caches), connector
-            )
+            livepatch.around_its(connector, "unregister_kv_caches", livepatch.lasting(unregister_kv_caches))
         if layers is not None:
             connector.save_kv_layer = livepatch.around(connector.save_kv_layer, livepatch.after(save_kv_layer))
 

@@ -9,11 +9,12 @@ import asyncio
 import copy
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import Remembered, attached
 from .bootstrap import known
 from .listener import listening
 
@@ -54,23 +55,18 @@ class _Asks:
         self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none
         self.waiting: Counter[str] = Counter()  # asks for blocks under way, by transfer
         # Hashes of transfers whose prefill was given up, oldest first: a client may choose a transfer of megabytes.
-        self.given_up: OrderedDict[int, None] = OrderedDict()
-        self.let_go: OrderedDict[str, _LetGo] = OrderedDict()  # by transfer, oldest first
+        self.given_up: Remembered[int, None] = Remembered(REMEMBERED)
+        self.let_go: Remembered[str, _LetGo] = Remembered(REMEMBERED_LET_GO)  # by transfer, oldest first
         self.counting: dict[str, asyncio.Task[None]] = {}  # the release counts who let go, by transfer
 
     def give_up(self, transfer: str) -> None:
-        self.given_up[hash(transfer)] = None
-        self.given_up.move_to_end(hash(transfer))
-        if len(self.given_up) > REMEMBERED:
-            self.given_up.popitem(last=False)
+        self.given_up.remember(hash(transfer), None)
 
     def let(self, transfer: str, release: Call, meta: Any) -> None:
-        let = self.let_go.setdefault(transfer, _LetGo())
+        let = self.let_go.get(transfer) or _LetGo()
         let.asks.append((release, meta))
         let.since = time.monotonic()
-        self.let_go.move_to_end(transfer)
-        if len(self.let_go) > REMEMBERED_LET_GO:
-            self.let_go.popitem(last=False)
+        self.let_go.remember(transfer, let)
 
     def was_let_go(self, transfer: str) -> bool:
         while self.let_go and next(iter(self.let_go.values())).since < time.monotonic() - LET_GO_SECONDS:
@@ -135,11 +131,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     """At each target: a wrapper."""
 
     def asks_of(worker: Any) -> _Asks:
-        asks: _Asks | None = getattr(worker, STATE, None)
-        if asks is None:
-            asks = _Asks()
-            setattr(worker, STATE, asks)
-        return asks
+        return attached(worker, STATE, _Asks)
 
     # An ask
 

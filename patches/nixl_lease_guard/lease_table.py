@@ -11,7 +11,8 @@ import ctypes
 import hashlib
 import mmap
 import re
-from collections import OrderedDict
+
+from ...sitecustomize.kit import Remembered
 
 DIGEST = 16
 ENTRIES = 8
@@ -41,7 +42,7 @@ class LeaseTable:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._places: dict[str, int] = {}  # request id: where its entry begins
         # Digests of ids whose lease ended unread, oldest first: a client may choose an id of many kilobytes.
-        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._ended: Remembered[bytes, None] = Remembered(REMEMBERED)
         self.free_landings = list(range(LANDINGS))
         _KEPT.append(self)
 
@@ -73,9 +74,7 @@ class LeaseTable:
             return False
         self._memory[place : place + DIGEST] = FREE
         if unread:
-            self._ended[digest_of(request_id)] = None
-            if len(self._ended) > REMEMBERED:
-                self._ended.popitem(last=False)
+            self._ended.remember(digest_of(request_id), None)
         return True
 
     def stand_aside(self) -> None:

@@ -75,8 +75,7 @@ class Guard:
                 return name
             except Exception as error:  # its memory could not be registered there, or does not suit a backend here
                 self._livepatch.say("unreadable", f"the leases of {name} cannot be read: {error}")
-        self._livepatch.count("peer_unguarded")
-        self._livepatch.say(
+        self._livepatch.tell(
             "peer_unguarded",
             f"agent {name} does not say which leases it holds (is the bundle there?): what is read from it after its "
             "lease has ended is not noticed, as without this patch",

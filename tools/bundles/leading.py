@@ -40,7 +40,7 @@ def _module(folder: Path) -> Any:
     digest = hashlib.sha256(str(folder.absolute()).encode())
     for file in sorted(folder.glob("*.py")):
         digest.update(file.read_bytes())
-    name = f"_patch_{digest.hexdigest()[:16]}"
+    name = f"vllm_livepatch.patches._{digest.hexdigest()[:16]}"  # as in a bundle: `...sitecustomize` is the runtime
     if name not in sys.modules:
         spec = ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder.absolute())]
