@@ -205,7 +205,7 @@ class Sandbox:
         """Leave the bytecode of the runtime that the bundle's first process would: to compile it takes a quarter of a second."""
         for file in self.bundle.glob("livepatch-*/_vllm_livepatch/sitecustomize/*.py"):
             kept = Path(importlib.util.cache_from_source(str(file)))
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, SyntaxError, ValueError):  # a damaged source leaves none
                 kept.parent.mkdir(exist_ok=True)
                 if not kept.exists():
                     kept.write_bytes(bytecode(file.read_bytes()))
