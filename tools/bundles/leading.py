@@ -62,7 +62,7 @@ def misread(wrappers: Mapping[str, Any], tree: Tree) -> Iterator[str]:
         if unfit:
             yield f"{target}: {unfit}"
             continue
-        node = None if source is None else fingerprint.find(fingerprint.parsed(source), target.partition(":")[2])
+        node = None if source is None else fingerprint.find(forms.parsed(source), target.partition(":")[2])
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             why = _differs(wrapper, node, "." in target.partition(":")[2])
             if why:
