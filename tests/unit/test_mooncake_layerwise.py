@@ -19,6 +19,7 @@ import pytest
 from vllm_livepatch.patches.mooncake_layerwise import early
 from vllm_livepatch.patches.mooncake_layerwise import wrappers as patch
 from vllm_livepatch.patches.mooncake_layerwise.computed import PROGRESS, Prefills
+from vllm_livepatch.patches.mooncake_layerwise.parts import Group
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 from tests.unit.support import awaited
@@ -106,6 +107,7 @@ class Worker:
         self.regions: Any = None  # of its caches, for what is to be sent of some layers
         self.finished: list[str] = []  # transfers whose blocks may be given away
         self.tp_size = 1
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
         self.finished_sending_reqs: set[str] = set()
         self.given_up: list[set[str]] = []  # as the release was told
         self.livepatch_writes = early.Writes(context, self)
@@ -465,7 +467,7 @@ def test_of_a_prefill_that_was_given_up_the_release_hears_before_another_begins_
 
 def test_a_step_begins_when_nothing_reads_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(worker: Worker) -> None:
-        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
         bound: list[Any] = []
         worker.register(bound)
         waiting = waits(monkeypatch, futures.Future, "result")
@@ -489,7 +491,7 @@ def test_a_step_begins_when_nothing_reads_what_was_given_back(monkeypatch: pytes
 
 def test_a_step_does_not_wait_for_ever_and_what_ends_later_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(worker: Worker) -> None:
-        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
         monkeypatch.setattr(early, "BACK_SECONDS", 0.01)
         bound: list[Any] = []
         worker.register(bound)
@@ -511,7 +513,7 @@ def test_a_step_does_not_wait_for_ever_and_what_ends_later_counts_for_nothing(mo
 
 def test_what_is_known_of_a_prefill_is_forgotten_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(worker: Worker) -> None:
-        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
         worker.register([])
         worker.whole("t", [1], 2)
         worker.whole("u", [2], 2)
@@ -574,7 +576,7 @@ def caches(*devices: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cuda"]])
 def test_whole_blocks_of_one_group_of_full_attention_can_leave_early(devices: list[str]) -> None:
-    assert patch.can_leave_early(engine(), caches(*devices))
+    assert patch.leaves_early(engine(), caches(*devices))
 
 
 @pytest.mark.parametrize(
@@ -591,7 +593,7 @@ def test_whole_blocks_of_one_group_of_full_attention_can_leave_early(devices: li
     ids=lambda other: next(iter(other)),
 )
 def test_others_are_sent_at_the_end(other: dict[str, Any]) -> None:
-    assert not patch.can_leave_early(engine(**other), caches("cpu"))
+    assert not patch.leaves_early(engine(**other), caches("cpu"))
 
 
 def mla(**more: int) -> Any:
@@ -601,16 +603,16 @@ def mla(**more: int) -> Any:
 
 @pytest.mark.parametrize("state", [{}, {"compress_ratio": 1}, {"tokens_per_state": 1}], ids=str)
 def test_whole_blocks_of_latent_vectors_can_leave_early(state: dict[str, int]) -> None:
-    assert patch.can_leave_early(engine(spec=mla(**state)), caches("cpu"))
+    assert patch.leaves_early(engine(spec=mla(**state)), caches("cpu"))
 
 
 @pytest.mark.parametrize("state", [{"compress_ratio": 4}, {"tokens_per_state": 4}], ids=str)
 def test_states_of_several_tokens_are_sent_at_the_end(state: dict[str, int]) -> None:
-    assert not patch.can_leave_early(engine(spec=mla(**state)), caches("cpu"))
+    assert not patch.leaves_early(engine(spec=mla(**state)), caches("cpu"))
 
 
 def test_what_is_on_another_device_is_sent_at_the_end() -> None:
-    assert not patch.can_leave_early(engine(), caches("cuda", "xpu"))
+    assert not patch.leaves_early(engine(), caches("cuda", "xpu"))
 
 
 async def failed_early(worker: Worker, **more: Any) -> Any:
@@ -1141,7 +1143,7 @@ def test_a_step_waits_for_what_reads_blocks_that_were_given_back_also_after_an_e
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def case(worker: Worker) -> None:
-        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
         bound: list[Any] = []
         worker.register(bound)
         worker.open.clear()

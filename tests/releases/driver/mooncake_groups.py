@@ -104,6 +104,7 @@ class Grouped(engines.Engine):
     """An engine whose model may have several groups."""
 
     side: Side
+    anew = 0.0  # added to what is computed, and to what is right
 
     def blocks_of(self, name: str, layer: str) -> list[int]:
         groups = sides.MODEL.groups(1)
@@ -122,7 +123,7 @@ class Grouped(engines.Engine):
         cache, blocks = self.side.caches[layer], self.blocks_of(name, layer)
         dimension = list(cache.shape).index(sides.BLOCKS)
         content = self.scheduler.requests[name].prompt_token_ids[0] - 1
-        quarter = layers.QUARTER * LAYERS.index(layer)
+        quarter = self.anew + layers.QUARTER * LAYERS.index(layer)
         if model.state(layer):
             yield cache.select(dimension, blocks[-1]), quarter + engines.contents(content, 0, end)
             return
