@@ -48,9 +48,6 @@ stopped, or cut off, may never end."""
 LAYERS_BYTES = 1 << 20
 """What layers bring at least while their step is computed: many small writes take longer than a few large ones."""
 
-SHARED = -1
-"""The release's number, from 0.32.0 on, of a group whose regions several groups share."""
-
 _numbers = itertools.count()
 
 
@@ -75,16 +72,9 @@ class Writes:
         # blocks that were read, and the `perf_counter` until which a rest is taken to read them
         self._waiting: deque[Part] = deque()  # for a place
         self._places = max(1, worker.num_sender_workers // 2)
-        self._block_bytes = max(1, sum(self._lengths()))
+        own = worker.kv_cache_config.kv_cache_groups[self._group.index]
+        self._block_bytes = max(1, own.kv_cache_spec.page_size_bytes * len(own.layer_names))
         self._piece = max(1, PIECE_BYTES // self._block_bytes)
-
-    def _lengths(self) -> list[int]:
-        """How long a block is in each of the regions that the group's blocks lie in."""
-        lengths: list[int] = self._worker.block_len_per_layer
-        if self._group.number == 1:
-            return lengths
-        groups = self._worker.registered_group_indices
-        return [length for length, group in zip(lengths, groups, strict=True) if group in (self._group.index, SHARED)]
 
     # What the steps tell
 

@@ -33,7 +33,7 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 PREFILLS = "_livepatch_prefills"
 """Attribute of a scheduler's side: its `Prefills`."""
 
-BESIDE = {"SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"}
+BESIDE = {"SlidingWindowSpec", "MambaSpec"}
 """Kinds of groups beside which the one of full attention leaves early."""
 
 WRITES = "_livepatch_writes"

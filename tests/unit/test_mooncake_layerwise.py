@@ -92,7 +92,7 @@ class Worker:
     """Writes pairs of blocks, (prefill's, decode's), into `written`; a test can hold (`open`) or refuse (`answer`)."""
 
     def __init__(self, context: PatchContext) -> None:
-        self.num_sender_workers, self.block_len_per_layer, self._sender_executor = 4, [1], None
+        self.num_sender_workers, self._sender_executor = 4, None
         self.reqs_need_send: dict[str, Entry] = {}
         self.left: dict[str, str] = {}  # of `mooncake-lost-asks`, in whose place this is, too
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda data: Response(*json.loads(data)))
@@ -107,7 +107,8 @@ class Worker:
         self.regions: Any = None  # of its caches, for what is to be sent of some layers
         self.finished: list[str] = []  # transfers whose blocks may be given away
         self.tp_size = 1
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
+        own = SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=1), layer_names=["a"])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[own])
         self.finished_sending_reqs: set[str] = set()
         self.given_up: list[set[str]] = []  # as the release was told
         self.livepatch_writes = early.Writes(context, self)

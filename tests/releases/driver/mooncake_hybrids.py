@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import mooncake_engines as engines
@@ -19,10 +20,11 @@ import torch
 from mooncake_engines import OLD, PATIENCE, PROMPT, SIZE, expired
 from mooncake_sides import LAYERS, wait
 from ports import free_port
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 
 class Shared(groups.Windows):
-    """The layer with a window shares its memory with the first one, as where vLLM makes the caches."""
+    """The layer with a window shares its memory with the first one, as vLLM makes the caches."""
 
     def cache(self, layer: str, heads: int) -> Any:
         if layer == LAYERS[0]:
@@ -41,7 +43,38 @@ class Rows(Shared):
         return torch.zeros(blocks, tokens, heads, size).permute(0, 2, 1, 3)
 
 
-MODELS = {"windows": groups.Windows, "shared": Shared, "rows": Rows, "mamba": groups.Mamba}
+class Between(groups.Windows):
+    """The group of full attention stands between two with windows, one of which is twice as long."""
+
+    def groups(self, heads: int) -> list[Any]:
+        full, window = super().groups(heads)
+        twice = replace(window.kv_cache_spec, sliding_window=2 * groups.WINDOW)
+        return [
+            window,
+            KVCacheGroupSpec([LAYERS[0]], full.kv_cache_spec),
+            KVCacheGroupSpec([LAYERS[1]], twice),
+        ]
+
+    def first(self, layer: str) -> int:
+        return PROMPT - 2 * groups.WINDOW if layer == LAYERS[1] else super().first(layer)
+
+
+class Behind(groups.Mamba):
+    """The group with states comes first."""
+
+    def groups(self, heads: int) -> list[Any]:
+        return super().groups(heads)[::-1]
+
+
+MODELS = {
+    "windows": groups.Windows,
+    "shared": Shared,
+    "rows": Rows,
+    "between": Between,
+    "mamba": groups.Mamba,
+    "behind": Behind,
+}
+STATES = ("mamba", "behind")
 
 
 class Pair(engines.Pair):
@@ -80,6 +113,11 @@ class Pair(engines.Pair):
             found.append(f"wrong: {wrong}" if wrong else sum(one == [number] for one, number in held))
         return found
 
+    def right(self, name: str) -> bool:
+        """Whether what has come is what prefill computed, and of the first layer of full attention two blocks have."""
+        came = self.arrived(name)
+        return came[0] == 2 and not any(isinstance(one, str) for one in came)
+
     def over(self, name: str) -> Any:
         """Both go on to the end: on what decode computes, and the blocks that either does not give back."""
 
@@ -102,7 +140,7 @@ class Pair(engines.Pair):
 
 
 def chunks(pair: Pair) -> Any:
-    """Asked before prefill begins: what has come after each step, the writes, and the end."""
+    """Asked before prefill begins: what has come after each step, at the end, and by all writes."""
     del pair.prefill.link.writes[:]
     pair.asks("chunks", 1)
     pair.prefill.compute("chunks", content=1)
@@ -111,7 +149,7 @@ def chunks(pair: Pair) -> Any:
         pair.prefill.step()
         assert pair.settled()
         after.append(pair.arrived("chunks"))
-    return after, pair.over("chunks"), pair.prefill.link.writes[:]
+    return after, pair.over("chunks"), round(sum(pair.prefill.link.writes), 1)
 
 
 def by_layer(pair: Pair) -> Any:
@@ -181,7 +219,7 @@ def aborted(pair: Pair) -> Any:
     held = prefill.taken() > 0
     link.open.set()
     assert pair.settled()
-    came = pair.arrived("aborted")
+    came = pair.right("aborted")
     pair.decoding.abort("d-aborted")
     return under_way, held, came, pair.over("aborted")[1:]
 
@@ -243,7 +281,7 @@ def failed(pair: Pair) -> Any:
     link.later()
     pair.decoding.step()
     told = "d-failed" in pair.decoding.computes_on
-    came = pair.arrived("failed")
+    came = pair.right("failed")
     given_up = expired(pair, "failed")
     pair.decoding.abort("d-failed")
     return told, came, given_up, pair.left()
@@ -255,26 +293,30 @@ def decode_aborted(pair: Pair) -> Any:
     under_way = pair.amid("gone", 12)
     decoding.abort("d-gone")
     taken = decoding.taken()
-    right = []
+    model: Any = sides.MODEL
     for number in range(3):
         decoding.add(f"other-{number}", content=30 + number, tokens=20)
     for _ in range(10):
         decoding.step()
     link.open.set()
     assert pair.settled()
-    for number in range(3):
-        name = f"other-{number}"
-        model: Any = sides.MODEL
-        right += [
-            memory.unique().tolist() == [value]
-            for layer in LAYERS
-            if not model.state(layer)
-            for memory, value in decoding.holds(name, layer, model.first(layer), 7 * SIZE)
-        ]
-    return under_way, taken > 0, all(right), pair.over("gone")[1:]
+    right = [
+        memory.unique().tolist() == [value]
+        for request in decoding.scheduler.running
+        for layer in LAYERS
+        if not model.state(layer)
+        for memory, value in decoding.holds(request.request_id, layer, model.first(layer), 7 * SIZE)
+    ]
+    return under_way, taken > 0, bool(right) and all(right), pair.over("gone")[1:]
+
+
+def regions(pair: Pair) -> Any:
+    """Which group's each region is that the release writes to; -1: several groups'."""
+    return pair.prefill.worker.registered_group_indices
 
 
 CASES = (
+    regions,
     chunks,
     by_layer,
     hits,
@@ -290,13 +332,14 @@ CASES = (
 
 
 def play(model_config: Any) -> Any:
+    pair = Pair(model_config)
     engines.any_size_by_layer()
-    return engines.played(CASES, Pair(model_config), sys.argv[3:])
+    return engines.played(CASES, pair, sys.argv[3:])
 
 
 def main() -> None:
     model = sys.argv[2]
-    sides.MODEL = MODELS[model](prefix_caching=model != "mamba")
+    sides.MODEL = MODELS[model](prefix_caching=model not in STATES)
     engines.drive(play)
 
 if __name__ == "__main__":
