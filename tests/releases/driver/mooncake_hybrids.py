@@ -141,7 +141,7 @@ class Pair(engines.Pair):
 
 def chunks(pair: Pair) -> Any:
     """Asked before prefill begins: what has come after each step, at the end, and by all writes."""
-    del pair.prefill.link.writes[:]
+    before = pair.prefill.link.blocks()
     pair.asks("chunks", 1)
     pair.prefill.compute("chunks", content=1)
     after = []
@@ -149,7 +149,7 @@ def chunks(pair: Pair) -> Any:
         pair.prefill.step()
         assert pair.settled()
         after.append(pair.arrived("chunks"))
-    return after, pair.over("chunks"), round(sum(pair.prefill.link.writes), 1)
+    return after, pair.over("chunks"), round(pair.prefill.link.blocks() - before, 1)
 
 
 def by_layer(pair: Pair) -> Any:
@@ -289,7 +289,7 @@ def failed(pair: Pair) -> Any:
 
 def decode_aborted(pair: Pair) -> Any:
     """Decode's request is aborted while an early write for it is under way, and decode computes others."""
-    prefill, decoding, link = pair.prefill, pair.decoding, pair.prefill.link
+    decoding, link = pair.decoding, pair.prefill.link
     under_way = pair.amid("gone", 12)
     decoding.abort("d-gone")
     taken = decoding.taken()
@@ -341,6 +341,7 @@ def main() -> None:
     model = sys.argv[2]
     sides.MODEL = MODELS[model](prefix_caching=model not in STATES)
     engines.drive(play)
+
 
 if __name__ == "__main__":
     main()
