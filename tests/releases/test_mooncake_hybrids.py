@@ -65,7 +65,7 @@ def expected(release: str, model: str, by: str | None) -> dict[str, Any]:
         "hits": [early, [whole, *END]],
         "same_step": [[came(*[4] * layers)] * 2, [whole, *END], whole],
         "end_of_a_block": [early, END, [127 + states, "4 of 4", f"{short} of {short}"]],
-        "aborted": [early, early, early, END],
+        "aborted": [early, early, early, 0],
         "preempted": [early, early, [whole, *END]],
         "preempted_later": [whole, *END],
         "drained": [early, False, [whole, *END]],

@@ -221,7 +221,7 @@ def aborted(pair: Pair) -> Any:
     assert pair.settled()
     came = pair.right("aborted")
     pair.decoding.abort("d-aborted")
-    return under_way, held, came, pair.over("aborted")[1:]
+    return under_way, held, came, pair.left()
 
 
 def preempted(pair: Pair) -> Any:
