@@ -181,7 +181,7 @@ class Guard:
                 bucket = self.table.landed(read.landing)
                 if bucket == lease_table.ASIDE:
                     self._livepatch.count("prefill_aside")
-                    say("prefill_aside", f"agent {read.agent_name} says no more which leases it holds: not checked")
+                    say("prefill_aside", f"agent {read.agent_name} does not say which leases it holds: not checked")
                     return self._right(agent, read)
                 if lease_table.held(bucket, request_id):
                     self._livepatch.count("lease_held")

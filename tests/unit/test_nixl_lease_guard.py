@@ -226,16 +226,32 @@ def test_an_id_whose_lease_ended_unread_is_not_reported_again(monkeypatch: pytes
     assert not held(table, "b")
 
 
-def test_a_full_bucket_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_with_more_leases_than_entries_says_nothing_until_they_fit_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lease_table, "bucket_of", lambda request_id: lease_table.BUCKETS - 1)
     table = lease_table.LeaseTable()
-    names = [str(number) for number in range(lease_table.ENTRIES + 1)]
-    assert [table.publish(name) for name in names] == [True] * lease_table.ENTRIES + [False]
-    assert [held(table, name) for name in names] == [True] * lease_table.ENTRIES + [False]
+    names = [str(number) for number in range(lease_table.ENTRIES + 3)]
+    fit = lease_table.ENTRIES
+    assert all(table.publish(name) for name in names[:fit])
+    assert all(held(table, name) for name in names[:fit])
+    assert all(table.publish(name) for name in names)
+    assert shown(table) == lease_table.ASIDE
     assert table.landed(0) == bytes(lease_table.BUCKET)  # the last bucket ends where the landings begin
-    table.withdraw("3")
-    assert table.publish(names[-1])
-    assert held(table, names[-1])
+    assert table.withdraw("3")
+    assert table.withdraw(names[-1])
+    assert shown(table) == lease_table.ASIDE
+    assert table.withdraw("5", unread=True)
+    assert [name for name in names if held(table, name)] == [*"012467", *names[fit : fit + 2]]
+    assert not table.publish("5")
+    assert all(table.withdraw(name) for name in [*"012467", *names[fit : fit + 2]])
+    assert shown(table) == bytes(lease_table.BUCKET)
+    assert not table._held
+
+
+def shown(table: lease_table.LeaseTable) -> bytes:
+    """The last bucket, as others read it."""
+    return ctypes.string_at(table.address + (lease_table.BUCKETS - 1) * lease_table.BUCKET, lease_table.BUCKET)
 
 
 # Decode
