@@ -374,6 +374,24 @@ def test_failures_of_one_request_are_reported_in_one_round_of_asking(
     assert world.agent.check_xfer_state(other) == "ERR"  # another request's
 
 
+class Unwalked(dict[Any, Any]):
+    """Nobody goes through all of it."""
+
+    values = None  # type: ignore[assignment]
+
+
+def test_a_read_that_failed_is_compared_with_those_of_its_request_alone(world: World) -> None:
+    """Where a prefill engine goes, all reads from it fail in one step."""
+    handles = [world.read(f"r{number}") for number in range(3)]
+    guard: Any = wrappers.guard_of(world.decode)
+    guard._reads = Unwalked(guard._reads)
+    for handle in handles:
+        handle.state = "ERR"
+        assert world.agent.check_xfer_state(handle) == "ERR"
+        world.agent.release_xfer_handle(handle)
+    assert not guard._readers
+
+
 def test_a_read_that_was_right_is_reported_beside_one_that_failed(world: World) -> None:
     world.begin("a")
     world.tables_can_be_read()
