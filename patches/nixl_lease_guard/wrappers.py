@@ -79,7 +79,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         try:
             agent.register_memory([(table.address, table.size, 0, "")], "DRAM")
         except Exception as error:  # others find that out when they shake hands
-            livepatch.tell("unguarded", f"NIXL does not take the memory for leases, nothing is checked: {error}")
+            livepatch.count("unguarded")
+            livepatch.say("unguarded", f"NIXL does not take the memory for leases, nothing is checked: {error}")
             return None
         made.append(table)
         setattr(agent, _GUARD, Guard(livepatch, table))
@@ -104,7 +105,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if guard is not None:
             for request_id in metadata.reqs_in_batch:
                 if request_id in worker._reqs_to_process and not guard.table.publish(request_id):
-                    livepatch.tell("not_vouched", f"request {request_id}: its id's last lease ended unread, or no room")
+                    livepatch.count("not_vouched")
+                    livepatch.say("not_vouched", f"request {request_id}: its id's last lease ended unread")
             for request_id in metadata.reqs_not_processed:
                 guard.table.withdraw(request_id)
         return result
