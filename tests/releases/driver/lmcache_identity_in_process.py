@@ -12,7 +12,9 @@ from result import attempted, begin_driver, leave, print_result
 begin_driver()
 
 import importlib
+import itertools
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
 Metadata = importlib.import_module("lmcache.v1.metadata").LMCacheMetadata
+FACTORY = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
 CHUNK, BLOCK = within.CHUNK, within.BLOCK
 
 
@@ -63,6 +66,14 @@ class Chunks:
                 slots = [int(slot) for slot in slot_mapping[start : start + CHUNK]]
                 self.stored[key] = [kvcaches[0][:, slot // BLOCK, :, slot % BLOCK].clone() for slot in slots]
 
+    def store_layer(self, tokens: Any, mask: Any, **others: Any) -> Iterator[None]:
+        self.store(tokens, mask, **others)
+        yield from itertools.repeat(None)
+
+    def retrieve_layer(self, tokens: Any, mask: Any, **others: Any) -> Iterator[None]:
+        self.retrieve(tokens, mask, **others)
+        yield from itertools.repeat(None)
+
     def lookup_unpin(self, name: str) -> None: ...
 
 
@@ -93,10 +104,40 @@ class Engine(identity.Engine):
 
     def worker(self, shared: Any, vllm_config: Any, rank: int, workers: int) -> tuple[Any, Any]:
         within.ENGINES[:] = self.chunks
-        worker = within.worker_of(vllm_config, self.scheduler.kv_cache_config, rank, workers, 1)
+        config = within.config_of(vllm_config, rank, workers, 1)
+        role = within.KVConnectorRole.WORKER
+        worker = FACTORY.create_connector(config=config, role=role, kv_cache_config=self.scheduler.kv_cache_config)
         cache = torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8)
         worker._lmcache_engine.kv_caches = {"layer0": cache}
         return worker, cache
+
+    def ended(self, scheduled: Any) -> Any:
+        for worker in self.workers if within.OPTIONS.get("use_layerwise") else ():
+            worker.save_kv_layer("layer0", None, None)
+        return super().ended(scheduled)
+
+
+def by_layer(shared: Shared) -> list[Any]:
+    """Each layer by itself: two adapters and the base model, twice; then by an engine of text alone. Then a producer whose
+    adapter's files cannot be read."""
+    within.OPTIONS["use_layerwise"] = True
+    first, second, text = Engine(shared), Engine(shared), Engine(shared, adapters=False)
+    within.OPTIONS["kv_role"] = "kv_producer"
+    producer = Engine(shared)
+    within.OPTIONS.clear()
+    within.OPTIONS["use_layerwise"] = True
+    loras = [identity.adapter(name, number, f"weights of {name}") for number, name in enumerate("ab", 1)]
+    came = []
+    for engine in (first, second):
+        for lora in loras:
+            engine.load(lora)
+        came.append([engine.run(identity.request(lora, prompt=18)) for lora in (*loras, None)])
+    came.append(text.run(identity.request(prompt=18)))
+    producer.weights[1] = "of the hub"
+    before = len(shared.stored)
+    producer.run(identity.request(identity.LoRARequest("hub", 1, "org/not-here"), prompt=19))
+    within.OPTIONS.clear()
+    return [*came, len(shared.stored) - before]
 
 
 def images_in_process(shared: Shared) -> list[Any]:
@@ -164,6 +205,7 @@ CASES = (
     identity.behind_old_weights,
     identity.unknown,
     identity.changed_files,
+    by_layer,
     images_in_process,
     identity.plain,
     users_tags,
