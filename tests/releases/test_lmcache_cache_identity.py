@@ -89,7 +89,9 @@ def in_process(expected: dict[str, Any]) -> dict[str, Any]:
     left = ("within_multi", "embeddings", "salts", "images")
     cases = {case: came for case, came in expected.items() if case not in left}
     by_layer = [*expected["adapters"], *((OWN, 0) if expected["adapters"] == PATCHED["adapters"] else (FOREIGN, 3))]
-    return {**cases, "images_in_process": expected["images"], "users_tags": [OWN, 3, OWN], "by_layer": by_layer}
+    more = {"images_in_process": expected["images"], "users_tags": [OWN, 3, OWN], "by_layer": by_layer}
+    base = OWN if expected["adapters"] == PATCHED["adapters"] else LOADED  # a text engine's is not the base's of others
+    return {**cases, **more, "by_mooncake": [OWN, base, LOADED]}
 
 
 def driven(

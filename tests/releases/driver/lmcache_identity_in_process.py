@@ -52,7 +52,7 @@ class Chunks:
         loaded = torch.zeros(len(tokens), dtype=torch.bool)
         for number, key in enumerate(self.keys(tokens, others.get("request_configs"))):
             start = number * CHUNK
-            if mask[start]:
+            if mask[start] and key in self.stored:
                 for place, content in zip(range(start, start + CHUNK), self.stored[key], strict=True):
                     slot = int(slot_mapping[place])
                     kvcaches[0][:, slot // BLOCK, :, slot % BLOCK] = content
@@ -90,15 +90,20 @@ class Shared:
 class Engine(identity.Engine):
     """LMCache in the workers' processes."""
 
-    def __init__(self, shared: Shared, *, adapters: bool = True, workers: int = 1, multi: bool = False) -> None:
+    def __init__(
+        self, shared: Shared, *, adapters: bool = True, workers: int = 1, multi: bool = False, client: Any = None
+    ) -> None:
         self.chunks = chunks = [Chunks(shared.stored, rank, workers) for rank in range(workers)]
-        within.lookup_client = lambda: SimpleNamespace(
-            lookup_cache=lambda lookup_id: -1,
-            lookup=lambda tokens, lookup_id, request_configs=None: min(
-                one.lookup(tokens, request_configs) for one in chunks
-            ),
-            clear_lookup_status=lambda name: None,
-            cancel_lookup=lambda name: None,
+        within.lookup_client = lambda: (
+            client
+            or SimpleNamespace(
+                lookup_cache=lambda lookup_id: -1,
+                lookup=lambda tokens, lookup_id, request_configs=None: min(
+                    one.lookup(tokens, request_configs) for one in chunks
+                ),
+                clear_lookup_status=lambda name: None,
+                cancel_lookup=lambda name: None,
+            )
         )
         super().__init__(shared, adapters=adapters, workers=workers, multi=multi)
 
@@ -138,6 +143,31 @@ def by_layer(shared: Shared) -> list[Any]:
     producer.run(identity.request(identity.LoRARequest("hub", 1, "org/not-here"), prompt=19))
     within.OPTIONS.clear()
     return [*came, len(shared.stored) - before]
+
+
+class MooncakeLookupClient:
+    """As LMCache's own, which asks a Mooncake store: its keys are of ids alone."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks, self.token_database = chunks, chunks.database
+        for name in ("clear_lookup_status", "cancel_lookup"):
+            setattr(self, name, lambda name: None)
+
+    def lookup_cache(self, lookup_id: str) -> int:
+        return -1
+
+    def lookup(self, token_ids: Any, lookup_id: Any = None, request_configs: Any = None) -> int:
+        return self.chunks.lookup(token_ids, None)
+
+
+def by_mooncake(shared: Shared) -> list[Any]:
+    """Lookups by LMCache's Mooncake client: the base model twice, of engines with adapters; a text engine stored it, too."""
+    engines = []
+    for adapters in (False, True, True):
+        chunks = Chunks(shared.stored, 0, 1)
+        engine = Engine(shared, adapters=adapters, client=MooncakeLookupClient(chunks))
+        engines.append(engine)
+    return [engine.run(identity.request(prompt=20)) for engine in engines]
 
 
 def images_in_process(shared: Shared) -> list[Any]:
@@ -206,6 +236,7 @@ CASES = (
     identity.unknown,
     identity.changed_files,
     by_layer,
+    by_mooncake,
     images_in_process,
     identity.plain,
     users_tags,
