@@ -36,7 +36,7 @@ class InProcess:
         # The last 16 bits of an image's hash are in LMCache's keys then: to LMCache 0.5.4, and in vLLM's copy.
         self.narrow = apply is None or hasattr(sys.modules[apply.__module__], "hex_hash_to_int16")
         identities.adapters.on_replaced.append(self.replaced)
-        client = getattr(impl, "lookup_client", None)
+        client: Any = getattr(impl, "lookup_client", None)
         while hasattr(client, "actual_lookup_client"):  # LMCache may put one around another
             client = client.actual_lookup_client
         if type(client).__name__ == "MooncakeLookupClient":
