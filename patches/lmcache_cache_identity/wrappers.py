@@ -16,6 +16,7 @@ from ...sitecustomize.kit import leaves
 from .adapters import Adapters
 from .identities import Identities
 from .in_process import InProcess
+from .layers import Layers
 from .marks import WORDS, MarkedIds, Marks
 
 if TYPE_CHECKING:
@@ -153,6 +154,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                     Multiprocess(one, identities, livepatch)
                 if hasattr(one, "_lmcache_engine"):
                     InProcess(one._lmcache_engine, identities, livepatch)
+            return connector
+        for one in (connector, *getattr(connector, "_connectors", ())):
+            impl = getattr(one, "_lmcache_engine", None)
+            if getattr(impl, "use_layerwise", False) and getattr(impl, "lmcache_engine", None) is not None:
+                Layers(impl, livepatch)
         return connector
 
     def add_lora(_: Any, lora_request: Any, *rest: Any, **named: Any) -> None:

@@ -88,7 +88,10 @@ def in_process(expected: dict[str, Any]) -> dict[str, Any]:
     """What there is of it in the engine's process. A user's tag stays, and a client's that says it were ours does nothing."""
     left = ("within_multi", "embeddings", "salts", "images")
     cases = {case: came for case, came in expected.items() if case not in left}
-    return {**cases, "images_in_process": expected["images"], "users_tags": [OWN, 3, OWN]}
+    by_layer = [*expected["adapters"], *((OWN, 0) if expected["adapters"] == PATCHED["adapters"] else (FOREIGN, 3))]
+    more = {"images_in_process": expected["images"], "users_tags": [OWN, 3, OWN], "by_layer": by_layer}
+    base = OWN if expected["adapters"] == PATCHED["adapters"] else LOADED  # a text engine's is not the base's of others
+    return {**cases, **more, "by_mooncake": [OWN, base, LOADED]}
 
 
 def driven(
