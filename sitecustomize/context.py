@@ -80,6 +80,11 @@ class PatchContext:
         more = f" ({held_back} more like it since the last line)" if held_back else ""
         to_stderr(f"{self.name}: {message}{more}")
 
+    def tell(self, kind: str, message: str, number: int = 1) -> None:
+        """Count, and say so."""
+        self.count(kind, number)
+        self.say(kind, message)
+
     # Errors of a patch's own
 
     def deliberate(self, error: _Error) -> _Error:
@@ -147,6 +152,12 @@ class PatchContext:
         """
         where = getattr(function, "__qualname__", type(function).__qualname__)
         return guard.around(function, wrapper, self, where, of)
+
+    def around_its(
+        self, owner: Any, name: str, wrapper: guard.Wrapper | guard.Before | guard.After | guard.Shortcut
+    ) -> None:
+        """Put `wrapper` around a method of one object, from now on."""
+        setattr(owner, name, self.around(getattr(owner, name), wrapper, owner))
 
     def over(self, method: Callable[..., Any], call: Callable[..., Any]) -> SeenThrough:
         """`call`, to be put in the method's place on its object: who looks there sees all else of the method."""

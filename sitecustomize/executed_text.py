@@ -87,14 +87,14 @@ def _bytecode(loader: SourceFileLoader, module: str, text: str) -> str | None:
     The interpreter compares a time and a size, or a hash, with the source. It does not where the bytecode's flags say
     so: then its hash is compared here. And a source that is written twice within a second, or in a build that gives all
     files one time, may have the time and the size of another: where the bytecode's own file is not younger than that,
-    its code is compared.
+    or the source was put there after the bytecode, its code is compared.
     """
     path = loader.get_filename(module)
     try:
         cached = importlib.util.cache_from_source(path)
         with open(cached, "rb") as file:
             head = file.read(16)
-            written = os.fstat(file.fileno()).st_mtime
+            written = os.fstat(file.fileno())
             flags = int.from_bytes(head[4:8], "little")
             if len(head) < 16 or head[:4] != _MAGIC or flags & 0b11 != flags:
                 return None
@@ -103,7 +103,9 @@ def _bytecode(loader: SourceFileLoader, module: str, text: str) -> str | None:
             stats = loader.path_stats(path)
             known = [int(stats["mtime"]) & _WORD, stats["size"] & _WORD]
             timed = known == [int.from_bytes(head[at : at + 4], "little") for at in (8, 12)]
-            if not timed or written - stats["mtime"] > _CLOSE_SECONDS:
+            younger = written.st_mtime - stats["mtime"] > _CLOSE_SECONDS
+            first = os.stat(path).st_ctime - written.st_ctime <= _CLOSE_SECONDS  # nobody can set these back
+            if not timed or (younger and first):
                 return None
             code = marshal.load(file)
     except (NotImplementedError, OSError, EOFError, ValueError, TypeError):

@@ -46,16 +46,22 @@ log=$(mktemp)
 "$python" -m vllm_livepatch.tools.lab.prepare >"$log" 2>&1 &
 preparing=$!
 fleets= upgrading=
+tools/types.sh "$python" >"$log.types" 2>&1 &
+typing=$!
 # Who drives Ray and Slurm is waited for: it ends what it started.
-trap 'kill "$preparing" $upgrading 2>/dev/null || true; [ -z "$fleets" ] || wait "$fleets" || true; rm -f "$log" "$log.fleets" "$log.upgrades"' EXIT
+trap 'kill "$preparing" $typing $upgrading 2>/dev/null || true; [ -z "$fleets" ] || wait "$fleets" || true; rm -f "$log" "$log.types" "$log.fleets" "$log.upgrades"' EXIT
 
-step "style and types"
+step "style, and types in the background"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-tools/types.sh "$python"
 
 step "unit tests"
 tests tests/unit -n 3 -q --timeout 300 "${again[@]}" "$@"
+
+step "types"
+wait "$typing" || { cat "$log.types"; exit 1; }
+typing=
+cat "$log.types"
 
 step "the engine's environment and the pinned sources"
 wait "$preparing" || { cat "$log"; exit 1; }

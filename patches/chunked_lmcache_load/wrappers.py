@@ -403,7 +403,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             loads.finished(request)
             return original(request, *rest, **named)
 
-        scheduler.schedule = livepatch.around(scheduler.schedule, schedule, scheduler)
-        scheduler._connector_finished = livepatch.around(scheduler._connector_finished, connector_finished, scheduler)
+        livepatch.around_its(scheduler, "schedule", schedule)
+        livepatch.around_its(scheduler, "_connector_finished", connector_finished)
 
     return {f"{SCHEDULER}.__init__": livepatch.after(made)}

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import leaves
 from . import policy
 from .losses import Table, block_sizes, spread, tables_given
 
@@ -228,8 +229,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if not number:
             return
         kind = "recomputed" if scheduler.recompute_kv_load_failures else "failed"
-        livepatch.count(kind, number)
-        livepatch.say(kind, f"KV of {number} requests could not be loaded: {kind}")
+        livepatch.tell(kind, f"KV of {number} requests could not be loaded: {kind}", number)
 
     def answered(scheduler: Any, scheduler_output: Any, model_runner_output: Any, *rest: Any, **named: Any) -> None:
         """Deliver no token that was sampled in a step on lost KV."""
@@ -296,9 +296,8 @@ def begins_at(connector: Any, name: str, computed: int) -> None:
     """Tell LMCache in the engine's process, also a MultiConnector's child, that a request begins behind `computed`
     tokens. It notes what it was asked, and of a request that is let in again it asserts that it begins there, or where
     LMCache's hit ends."""
-    for child in getattr(connector, "_connectors", ()):
-        begins_at(child, name, computed)
-    specs = getattr(getattr(connector, "_lmcache_engine", None), "load_specs", {})
-    if name in specs:
-        specs[name].vllm_cached_tokens = computed
-        specs[name].lmcache_cached_tokens = min(specs[name].lmcache_cached_tokens, computed)
+    for leaf in leaves(connector):
+        specs = getattr(getattr(leaf, "_lmcache_engine", None), "load_specs", {})
+        if name in specs:
+            specs[name].vllm_cached_tokens = computed
+            specs[name].lmcache_cached_tokens = min(specs[name].lmcache_cached_tokens, computed)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
+
+from ...sitecustomize.kit import Remembered, leaves
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -49,7 +51,7 @@ class Watch:
         # were taken from its front.)
         self.holds: OrderedDict[str, float] = OrderedDict()
         # Request id: how many completions may still come of what was freed here, the oldest first.
-        self.reaped: OrderedDict[str, int] = OrderedDict()
+        self.reaped: Remembered[str, int] = Remembered(REMEMBERED)
         self.receiving: set[str] = set()  # requests that are being finished while their KV still arrives
         # Finished requests whose KV still arrives: nothing bounds that. Their hold begins when it has arrived.
         self.receives: dict[str, Any] = {}
@@ -66,16 +68,6 @@ class Watch:
             if name in reaped and (reaped[name] or name not in requests or not requests[name].is_finished()):
                 late.add(name)
         return late | {name for name in output.finished_recving or () if name in reaped and name not in requests}
-
-
-def leaves(connector: Any) -> Iterator[Any]:
-    """The connector itself, or the children of a MultiConnector."""
-    children = getattr(connector, "_connectors", None)
-    if isinstance(children, list):
-        for child in children:
-            yield from leaves(child)
-    else:
-        yield connector
 
 
 def family(connector: Any) -> str:
@@ -142,9 +134,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return None
         own = default_age(connector)
         age = seconds or own
-        livepatch.count("watching")
         early = f"; that is sooner than the {own:g} s at which {names} can be relied on to have ended" * (age < own)
-        livepatch.say("watching", f"blocks held for {names} come back after {age:g} s{early}")
+        livepatch.tell("watching", f"blocks held for {names} come back after {age:g} s{early}")
         return Watch(age)
 
     def reap(scheduler: Any, state: Watch) -> None:
@@ -162,11 +153,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if request is None or not request.is_finished():  # another request has its id
                 continue
             scheduler._free_blocks(request)
-            state.reaped[request_id] = state.reaped.pop(request_id, 0) + 1
-            if len(state.reaped) > REMEMBERED:
-                state.reaped.popitem(last=False)
-            livepatch.count("reaped")
-            livepatch.say("reaped", f"freed the blocks of request {request_id}, held for {now - since:.0f} s")
+            state.reaped.remember(request_id, state.reaped.get(request_id, 0) + 1)
+            livepatch.tell("reaped", f"freed the blocks of request {request_id}, held for {now - since:.0f} s")
 
     def finish(original: Call, scheduler: Any, request_ids: Any, *rest: Any, **named: Any) -> Any:
         state: Watch = getattr(scheduler, _STATE)
@@ -312,7 +300,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if state is not None:
             setattr(scheduler, _STATE, state)
             for name, wrapper in watched.items():
-                setattr(scheduler, name, livepatch.around(getattr(scheduler, name), wrapper, scheduler))
+                livepatch.around_its(scheduler, name, wrapper)
 
     return {
         f"{SCHEDULER}.__init__": livepatch.after(made),

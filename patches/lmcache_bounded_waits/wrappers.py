@@ -177,7 +177,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             asking.sent.append(future)
         if asking.adapter is not None:
             asking.last = future
-            future.is_done_.wait = livepatch.around(future.is_done_.wait, wait, future.is_done_)
+            livepatch.around_its(future.is_done_, "wait", wait)
 
     def wait(original: Call, _: Any, timeout: float | None = None, *rest: Any, **named: Any) -> Any:
         adapter = asking.adapter
@@ -188,8 +188,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if answered(original, adapter, seconds if timeout is None else timeout):
             return True
         asking.unanswered = True
-        livepatch.count("unanswered")
-        livepatch.say("unanswered", "LMCache's server did not answer: nothing is stored or loaded until it does")
+        livepatch.tell("unanswered", "LMCache's server did not answer: nothing is stored or loaded until it does")
         return original(0.0)
 
     def answered(original: Call, adapter: Any, given: float) -> bool:
@@ -346,7 +345,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return original(0.0)
 
         event = beat._wake_event if hasattr(beat, "_wake_event") else beat._stop_event  # the latter to 0.5.2
-        event.wait = livepatch.around(event.wait, pause, event)
+        livepatch.around_its(event, "wait", pause)
 
     def found(adapter: Any, beat: Any, health: threading.Event, ping: Callable[[], Any]) -> Any:
         """Ping until no step lost the server under it: such a ping says nothing of what came after it was sent.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import stat
 import threading
@@ -129,10 +130,10 @@ class Adapters:
     def shares_a_name(self, lora: Any) -> bool:
         """Whether this engine has had other weights by the same name: vLLM's own prefix cache may mix them up."""
         mine = self.met(lora)  # it may have been removed since
-        digests = {None if one.lost else one.digest for one in self._named[mine.name] if one is not mine}
-        if mine.name in self._before:
-            digests.add(self._before[mine.name])
-        return bool(digests - {mine.digest}) or (None in digests)
+        others = (None if one.lost else one.digest for one in self._named[mine.name] if one is not mine)
+        before = [self._before[mine.name]] if mine.name in self._before else []
+        # Of very many by one name, as where each training step loads its own, the first that differs is enough.
+        return any(digest is None or digest != mine.digest for digest in itertools.chain(before, others))
 
     def _look(self, new: bool) -> None:
         """Of those that were not hashed yet, or of the others. An error ends an adapter's identity, not the thread."""

@@ -36,9 +36,13 @@ class InProcess:
         # The last 16 bits of an image's hash are in LMCache's keys then: to LMCache 0.5.4, and in vLLM's copy.
         self.narrow = apply is None or hasattr(sys.modules[apply.__module__], "hex_hash_to_int16")
         identities.adapters.on_replaced.append(self.replaced)
-        matched, built = livepatch.lasting(self.matched), livepatch.lasting(self.built)
-        impl.get_num_new_matched_tokens = livepatch.around(impl.get_num_new_matched_tokens, matched, impl)
-        impl.build_connector_meta = livepatch.around(impl.build_connector_meta, built, impl)
+        client: Any = getattr(impl, "lookup_client", None)
+        while hasattr(client, "actual_lookup_client"):  # LMCache may put one around another
+            client = client.actual_lookup_client
+        if type(client).__name__ == "MooncakeLookupClient":
+            MooncakeLookups(client, livepatch)
+        livepatch.around_its(impl, "get_num_new_matched_tokens", livepatch.lasting(self.matched))
+        livepatch.around_its(impl, "build_connector_meta", livepatch.lasting(self.built))
 
     def matched(self, original: Call, _: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any) -> Any:
         if not hasattr(request, SETTLED) or (getattr(request, SETTLED)[0] and not self.may_store(request)):
@@ -108,6 +112,30 @@ class InProcess:
             one.save_spec.skip_leading_tokens = len(one.token_ids)
             one.disagg_spec = None
         return metadata
+
+
+class MooncakeLookups:
+    """One of LMCache's lookup clients (`external_lookup_client`), which makes keys itself and leaves tags out."""
+
+    def __init__(self, client: Any, livepatch: PatchContext) -> None:
+        self.tags: Mapping[str, Any] | None = None  # of the lookup that is made
+        for owner, name, wrapper in (
+            (client, "lookup", self.lookup),
+            (client.token_database, "process_tokens", self.keys),
+        ):
+            setattr(owner, name, livepatch.around(getattr(owner, name), livepatch.lasting(wrapper), owner))
+
+    def lookup(
+        self, original: Call, _: Any, token_ids: Any, lookup_id: Any = None, request_configs: Any = None, *rest: Any
+    ) -> Any:
+        self.tags = request_configs if TAG in (request_configs or {}) else None
+        try:
+            return original(token_ids, lookup_id, request_configs, *rest)
+        finally:
+            self.tags = None
+
+    def keys(self, original: Call, _: Any, *rest: Any, **named: Any) -> Any:
+        return original(*rest, **(named if self.tags is None else {**named, "request_configs": self.tags}))
 
 
 def _given(params: Any) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ BY_SERVER: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 WITHIN: dict[str, tuple[str, tuple[int, ...]]] = {
     "images_in_process": ("three images behind one text, two of which end alike", (3,)),
+    "by_layer": ("two adapters and the base model, each layer by itself", (3, 4, 5)),
     "users_tags": ("a user's tag, and a client that sends the patch's own", ()),
     "preempted": ("a request that is not looked up is preempted", ()),
 }

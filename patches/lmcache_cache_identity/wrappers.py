@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import leaves
 from .adapters import Adapters
 from .identities import Identities
 from .in_process import InProcess
+from .layers import Layers
 from .marks import WORDS, MarkedIds, Marks
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class Multiprocess:
             (adapter, "check_lookup_result", self.check),
             (adapter, "_create_key", self.key),
         ):
-            setattr(owner, name, livepatch.around(getattr(owner, name), livepatch.lasting(wrapper), owner))
+            livepatch.around_its(owner, name, livepatch.lasting(wrapper))
 
     def track(self, original: Call, _: Any, request: Any, *rest: Any, **named: Any) -> Any:
         """A tracker holds the request's ids, of which keys are made for as long as the request lives."""
@@ -147,11 +149,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if role.name == "SCHEDULER":
             fingerprint = livepatch.options["FINGERPRINT"]
             identities = Identities(adapters, config.lora_config is not None, fingerprint)
-            for one in (connector, *getattr(connector, "_connectors", ())):
+            for one in leaves(connector):
                 if hasattr(one, "request_trackers") and hasattr(one, "scheduler_adapter"):
                     Multiprocess(one, identities, livepatch)
                 if hasattr(one, "_lmcache_engine"):
                     InProcess(one._lmcache_engine, identities, livepatch)
+            return connector
+        for one in (connector, *getattr(connector, "_connectors", ())):
+            impl = getattr(one, "_lmcache_engine", None)
+            if getattr(impl, "use_layerwise", False) and getattr(impl, "lmcache_engine", None) is not None:
+                Layers(impl, livepatch)
         return connector
 
     def add_lora(_: Any, lora_request: Any, *rest: Any, **named: Any) -> None:

@@ -138,8 +138,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         backend.disk_lock = threading.RLock()
 
     def missing(key: Any, error: object) -> None:
-        livepatch.count("missing")
-        livepatch.say("missing", f"a chunk on the disk could not be loaded and counts as missing: {error} ({key})")
+        livepatch.tell("missing", f"a chunk on the disk could not be loaded and counts as missing: {error} ({key})")
 
     # What leaves
 
@@ -173,8 +172,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         except OSError as error:
             if not outer and is_held(backend.disk_lock):  # to 0.5.0
                 backend.disk_lock.release()
-            livepatch.count("unremoved")
-            livepatch.say("unremoved", f"the file of an evicted chunk could not be removed: {error}")
+            livepatch.tell("unremoved", f"the file of an evicted chunk could not be removed: {error}")
             if force:
                 backend.cache_policy.update_on_force_evict(key)
             tell_evicted(backend, key)
@@ -196,8 +194,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def made(answer: Any, cpu: Any, *rest: Any, **named: Any) -> None:
         """A pool is made. These are no targets: LMCache's dummy of a pool, which a scheduler has, overrides one."""
-        cpu.allocate = livepatch.around(cpu.allocate, allocate, cpu)
-        cpu.batched_allocate = livepatch.around(cpu.batched_allocate, batched_allocate, cpu)
+        livepatch.around_its(cpu, "allocate", allocate)
+        livepatch.around_its(cpu, "batched_allocate", batched_allocate)
 
     def allocate(
         original: Call,
@@ -261,8 +259,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return memory
 
     def refused(number: int) -> None:
-        livepatch.count("without_memory", number)
-        livepatch.say("without_memory", "no memory came free in LMCache's CPU pool: a chunk counts as missing")
+        livepatch.tell("without_memory", "no memory came free in LMCache's CPU pool: a chunk counts as missing", number)
 
     @contextlib.contextmanager
     def staging(backend: Any) -> Iterator[Staging]:
@@ -341,8 +338,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             answer = await original(lookup_id, keys, *rest, **named)
             if not is_held(backend.disk_lock):
                 return answer
-            livepatch.count("without_memory", one.refused)
-            livepatch.say("without_memory", f"memory for {len(one.taken)} of {len(keys)} chunks: these are loaded")
+            livepatch.tell(
+                "without_memory", f"memory for {len(one.taken)} of {len(keys)} chunks: these are loaded", one.refused
+            )
         except Exception as error:
             missing(f"of {len(keys)} chunks {len(one.taken)} are loaded", repr(error))
             if not is_held(backend.disk_lock):  # its threads have ended
@@ -486,8 +484,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         try:
             return original(*rest, **named)
         except Exception as error:
-            livepatch.count("unsent")
-            livepatch.say("unsent", f"LMCache's controller was not told of some chunks: {error!r}")
+            livepatch.tell("unsent", f"LMCache's controller was not told of some chunks: {error!r}")
 
     # Stores
 
@@ -529,8 +526,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             with within(WRITING, writing):
                 return original(key, memory_obj, *rest, **named)
         except Exception as error:
-            livepatch.count("failed_writes")
-            livepatch.say("failed_writes", f"a chunk could not be written to the disk, and is not stored: {error!r}")
+            livepatch.tell("failed_writes", f"a chunk could not be written to the disk, and is not stored: {error!r}")
         with backend.disk_lock:
             if key not in backend.dict:
                 backend.current_cache_size -= size

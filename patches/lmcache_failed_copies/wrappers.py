@@ -155,8 +155,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     def delete(unfilled: list[Unfilled]) -> None:
         number = sum(one.delete() for one in unfilled)
         if number:
-            livepatch.count("deleted", number)
-            livepatch.say("deleted", f"a store failed: {number} chunks that it reserved and did not fill were deleted")
+            livepatch.tell(
+                "deleted", f"a store failed: {number} chunks that it reserved and did not fill were deleted", number
+            )
 
     def by_stream(original: Call, module: Any, *rest: Any, **named: Any) -> Any:
         store = Store(by_stream=True)
@@ -178,11 +179,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             if store.reserved:
                 store.stream.synchronize()
         except Exception as error:
-            livepatch.count("kept", len(store.reserved))
+            number = len(store.reserved)
             why = f"the device did not come to the end of a store that failed ({error!r})"
-            livepatch.say(
-                "kept", f"{why}: its {len(store.reserved)} chunks stay reserved until the server is restarted"
-            )
+            livepatch.tell("kept", f"{why}: its {number} chunks stay reserved until the server is restarted", number)
         else:
             delete(store.reserved)
 

@@ -103,8 +103,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         kept, kept_for_sampling = readable(given), readable(arguments.get(PARAMETERS))
         if kept is given and kept_for_sampling is arguments.get(PARAMETERS):
             return
-        livepatch.count("unreadable_parameters")
-        livepatch.say("unreadable_parameters", "a client's kv_transfer_params have what LMCache cannot read: left out")
+        livepatch.tell("unreadable_parameters", "a client's kv_transfer_params have what LMCache cannot read: left out")
         setattr(request, PARAMETERS, kept)
         if arguments:
             request.sampling_params.extra_args = {**arguments, PARAMETERS: kept_for_sampling}
@@ -200,8 +199,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if connector.lookup_client is not None:
             keep_readable(request)  # LMCache reads them here, also of whom another patch has not looked up
             return original(request, *rest, **named)
-        livepatch.count("computed_without_lmcache")
-        livepatch.say("computed_without_lmcache", "LMCache did not start: prompts are computed, and nothing is stored")
+        livepatch.tell("computed_without_lmcache", "LMCache did not start: prompts are computed, and nothing is stored")
         return None
 
     def if_started(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:

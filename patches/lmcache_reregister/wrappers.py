@@ -102,9 +102,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if not beat._recover_callback():
             return False
         registration.renewed += 1
-        livepatch.count("registered_again")
         why = f"nothing was heard for over {registration.silent:g} s: this worker has registered again"
-        livepatch.say("registered_again", f"{why} with LMCache's server, which may have forgotten it")
+        livepatch.tell("registered_again", f"{why} with LMCache's server, which may have forgotten it")
         return True
 
     def known(adapter: Any, registration: Registration) -> bool:

@@ -118,9 +118,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             thread_error(controller, error)
 
     def thread_error(controller: Any, error: Exception) -> None:
-        livepatch.count("thread_errors")
         where = type(controller).__name__
-        livepatch.say("thread_errors", f"an error in the thread of {where}, which goes on: {error!r}")
+        livepatch.tell("thread_errors", f"an error in the thread of {where}, which goes on: {error!r}")
 
     def eviction_actions(
         original: Call,
@@ -154,11 +153,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return
         setattr(adapter, SHIELD, Shield())
         for name, wrapper in BY_NAME.items():
-            setattr(adapter, name, livepatch.around(getattr(adapter, name), wrapper, adapter))
+            livepatch.around_its(adapter, name, wrapper)
 
     def refuse(adapter: Any, what: str, error: Exception) -> None:
-        livepatch.count("adapter_errors")
-        livepatch.say("adapter_errors", f"{type(adapter).__name__} raised, and {what}: {error!r}")
+        livepatch.tell("adapter_errors", f"{type(adapter).__name__} raised, and {what}: {error!r}")
 
     def submitted(kind: str, original: Call, adapter: Any, keys: Any, rest: Any, named: Any) -> Any:
         own: Shield = vars(adapter)[SHIELD]
@@ -192,9 +190,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 own.under_way.pop((kind, task_id), None)
             return result
         give_up(own, (kind, task_id), keep=True)
-        livepatch.count("given_up", len(task.keys))
         what = f"{type(adapter).__name__} has not answered a {kind} of {len(task.keys)} chunks: they count as missing"
-        livepatch.say("given_up", what)
+        livepatch.tell("given_up", what, len(task.keys))
         return nothing_of(len(task.keys))
 
     def lookup(original: Call, adapter: Any, keys: Any, *rest: Any, **named: Any) -> Any:

@@ -239,8 +239,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 del module._pending_shm_writes[name]
         kept = worker.keep()
         if kept:
-            livepatch.count("kept_apart", kept)
-            livepatch.say("kept_apart", f"a worker went in a store: {kept} chunks that it did not fill are kept apart")
+            livepatch.tell(
+                "kept_apart", f"a worker went in a store: {kept} chunks that it did not fill are kept apart", kept
+            )
 
     def release_entry(original: Call, module: Any, instance_id: int, *rest: Any, **named: Any) -> Any:
         """A registration has ended. LMCache ends the loads that it began, and finds no stores to be ended."""
@@ -298,9 +299,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         elif worker.unheard:
             worker.unheard -= 1
         elif (last := has_ended(worker, store)) is not None and (number := last.free()):
-            livepatch.count("sent", number)
             why = "a worker cannot map this server's shared memory (another container's /dev/shm?)"
-            livepatch.say("sent", f"{why}: what it stores comes in messages, and what it loads fails")
+            livepatch.tell("sent", f"{why}: what it stores comes in messages, and what it loads fails", number)
         pending_of(module, store, worker.others(store))
 
     return {

@@ -107,8 +107,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         step = getattr(metadata, LOADS, None)
         elsewhere = lost.workers.hear(step) if step is not None else set()
         if elsewhere is None:
-            livepatch.count("not_heard")
-            livepatch.say("not_heard", "another worker does not say what it loaded: that is not stored")
+            livepatch.tell("not_heard", "another worker does not say what it loaded: that is not stored")
             elsewhere = blocks_loaded(metadata.requests, size)
         return lost.failed | elsewhere
 
@@ -124,8 +123,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 # What a producer goes by, which it sends to a decode engine.
                 save.skip_leading_tokens = len(request.token_ids)
                 request.disagg_spec = None
-                livepatch.count("not_stored")
-                livepatch.say("not_stored", "what was computed on KV that LMCache did not load is not stored")
+                livepatch.tell("not_stored", "what was computed on KV that LMCache did not load is not stored")
 
     # Blocks that are lost when the patch stands aside stay so.
     return {

@@ -201,8 +201,7 @@ def carry(livepatch: PatchContext, connector: Any) -> None:
     if worker is None:
         keeper = Keeper(livepatch)
         for name in ("bind_gpu_block_pool", "update_state_after_alloc", "update_connector_output"):
-            wrapper = livepatch.lasting(getattr(keeper, name))
-            setattr(connector, name, livepatch.around(getattr(connector, name), wrapper, connector))
+            livepatch.around_its(connector, name, livepatch.lasting(getattr(keeper, name)))
         return
     carrier = importlib.import_module(CARRIER).SimpleCPUOffloadWorkerMetadata
     holds = vars(worker)[HOLDS] = Holds()
@@ -211,6 +210,4 @@ def carry(livepatch: PatchContext, connector: Any) -> None:
         report = holds.word()
         return original(*rest, **named) if report is None else carrier(report.packed())
 
-    connector.build_connector_worker_meta = livepatch.around(
-        connector.build_connector_worker_meta, livepatch.lasting(word), connector
-    )
+    livepatch.around_its(connector, "build_connector_worker_meta", livepatch.lasting(word))

@@ -22,8 +22,7 @@ def report(livepatch: PatchContext, worker: Any, pull: Any) -> None:
     blocks = blocks_of(pull)
     if not blocks:
         return  # it only asked prefill to let go; no request waits for it
-    livepatch.count("failed")
-    livepatch.say("failed", "a load came to nothing, and is told to the scheduler")
+    livepatch.tell("failed", "a load came to nothing, and is told to the scheduler")
     getattr(worker, LOST).put(blocks)
     worker.finished_recving_reqs.add(pull.d_req_id)
 
@@ -39,6 +38,4 @@ def told_by(livepatch: PatchContext, connector: Any) -> None:
             blocks |= reported.get()
         return blocks
 
-    connector.get_block_ids_with_load_errors = livepatch.around(
-        connector.get_block_ids_with_load_errors, load_errors, connector
-    )
+    livepatch.around_its(connector, "get_block_ids_with_load_errors", load_errors)

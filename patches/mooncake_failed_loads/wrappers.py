@@ -89,9 +89,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         for name, blocks in new.items():
             pull = asked[name]
             asked.held[name] = holds.hold(pull.remote_engine_id, pull.d_req_id, blocks) if holds is not None else ""
-        livepatch.count("held", len(new))
         number = holds.blocks if holds is not None else sum(map(len, new.values()))
-        livepatch.say("held", f"a prefill engine may still write for loads that failed: {number} blocks are held")
+        why = f"a prefill engine may still write for loads that failed: {number} blocks are held"
+        livepatch.tell("held", why, len(new))
 
     def let_go(worker: Any, asked: Asked, names: Iterable[str]) -> None:
         """Nothing is written any more for these."""
@@ -198,7 +198,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         read = seen if reports(worker) else answered
         if reports(worker):
             vars(worker)[RELEASES_REPORT] = worker._handle_failed_recv
-            worker._handle_failed_recv = livepatch.around(worker._handle_failed_recv, reporting, worker)
+            livepatch.around_its(worker, "_handle_failed_recv", reporting)
         worker.async_zmq_ctx = Lines(worker.async_zmq_ctx, lambda made: opened(worker, made))
         own = worker._xfer_resp_decoder
 
@@ -294,8 +294,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return True
         if time.monotonic() - line.heard < line.lease or not vars(worker)[HOLDS].too_many(room(worker)):
             return False
-        livepatch.count("over_share", len(asked.held))
-        livepatch.say("over_share", "more than HELD_SHARE is held: blocks are freed when vLLM would have freed them")
+        livepatch.tell(
+            "over_share",
+            "more than HELD_SHARE is held: blocks are freed when vLLM would have freed them",
+            len(asked.held),
+        )
         return True
 
     def forget(worker: Any, address: str, asked: Asked) -> None:
@@ -320,8 +323,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         prepare(worker)
         if too_many_of(worker, engine):
             full = {name: pull for name, pull in pulls.items() if blocks_of(pull)}
-            livepatch.count("not_asked", len(full))
-            livepatch.say("not_asked", f"so many blocks are held for loads from {engine} that none is begun")
+            livepatch.tell(
+                "not_asked", f"so many blocks are held for loads from {engine} that none is begun", len(full)
+            )
             refuse(worker, full, "too many blocks are held for loads that failed")
             # As the release asks for a request that was aborted: prefill gives its blocks back. Who lets go speaks for
             # all of decode's workers, of which others may load.

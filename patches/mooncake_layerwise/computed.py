@@ -38,8 +38,9 @@ class _Prefill:
 class Prefills:
     """The requests of one scheduler that are computed for others."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, group: int = 0) -> None:
         self._block_size = block_size
+        self._group = group
         self._kept: dict[str, _Prefill] = {}
         self._held: dict[str, tuple[str, list[int]]] = {}  # as it is announced next
 
@@ -100,14 +101,14 @@ class Prefills:
         return progress if any(progress.values()) else None
 
     def _allot(self, step: Any) -> None:
-        """Follow which blocks requests are given, of the first group: workers see to it that there is one only."""
+        """Follow which blocks requests are given, of the group that leaves early."""
         for new in step.scheduled_new_reqs:
             if new.req_id in self._kept:
-                self._kept[new.req_id].blocks = list(new.block_ids[0])
+                self._kept[new.req_id].blocks = list(new.block_ids[self._group])
         cached = step.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks and name in self._kept:
-                self._kept[name].blocks += blocks[0]
+                self._kept[name].blocks += blocks[self._group]
 
     def _whole(self, prefill: _Prefill, tokens: int) -> tuple[list[int], int]:
         request = prefill.request

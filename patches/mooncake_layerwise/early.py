@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .layers import Begun
-from .parts import Answer, Ask, Part
+from .parts import Answer, Ask, Group, Part
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -54,9 +54,12 @@ _numbers = itertools.count()
 class Writes:
     """The early writes of one worker, half as many at once as it has threads to write."""
 
-    def __init__(self, livepatch: PatchContext, worker: Any, layers: Layers | None = None) -> None:
+    def __init__(
+        self, livepatch: PatchContext, worker: Any, layers: Layers | None = None, group: Group | None = None
+    ) -> None:
         self._livepatch = livepatch
         self._worker = worker
+        self._group = group or Group()
         self.layers = layers
         self._whole: dict[str, tuple[list[int], int]] = {}  # by transfer, as `computed` tells it
         self._coming: dict[str, tuple[list[int], int]] = {}  # the same, as it will be when this step has ended
@@ -69,7 +72,8 @@ class Writes:
         # blocks that were read, and the `perf_counter` until which a rest is taken to read them
         self._waiting: deque[Part] = deque()  # for a place
         self._places = max(1, worker.num_sender_workers // 2)
-        self._block_bytes = max(1, sum(worker.block_len_per_layer))
+        own = worker.kv_cache_config.kv_cache_groups[self._group.index]
+        self._block_bytes = max(1, own.kv_cache_spec.page_size_bytes * len(own.layer_names))
         self._piece = max(1, PIECE_BYTES // self._block_bytes)
 
     # What the steps tell
@@ -159,8 +163,8 @@ class Writes:
         alone = ask.meta.remote_tp_size >= self._worker.tp_size
         for name, (transfer, groups) in ask.meta.req_blocks.items():
             ask.unanswered.add(name)
-            if alone and len(groups) == 1 and groups[0]:
-                ask.parts[name] = Part(ask, name, transfer, list(groups[0]))
+            if alone and len(groups) == self._group.number and groups[self._group.index]:
+                ask.parts[name] = Part(ask, name, transfer, list(groups[self._group.index]), self._group)
         self._asks[id(ask.meta)] = ask
         # When the release has looked at the ask.
         asyncio.get_running_loop().call_soon(self._look, {part.transfer for part in ask.parts.values()})
@@ -282,10 +286,10 @@ class Writes:
                 return
         transfer = f"livepatch-early-{next(_numbers)}"
         meta = copy.copy(part.ask.meta)
-        meta.req_blocks = {part.name: (transfer, [part.remote[done : done + len(local)]])}
+        meta.req_blocks = {part.name: (transfer, self._group.alone(part.remote[done : done + len(local)]))}
         answer = Answer()
         # Of two to be sent, so that the release reports no end of it.
-        own = type(part.entry)("", transfer, [local], asyncio.Event(), need_send=2)
+        own = type(part.entry)("", transfer, self._group.alone(local), asyncio.Event(), need_send=2)
         own.ready.set()
         worker.reqs_need_send[transfer] = own
         if layers is not None:
@@ -319,8 +323,7 @@ class Writes:
             timeout = module_of(worker)["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
             failed = part.transfer, frozenset(local), now + timeout
             self._failed = [one for one in self._failed if one[2] > now] + [failed]
-            self._livepatch.count("failed")
-            self._livepatch.say("failed", f"an early write failed, and its request is not answered: {message}")
+            self._livepatch.tell("failed", f"an early write failed, and its request is not answered: {message}")
 
 
 async def report_given_up(worker: Any, transfer: str, metadata: Any) -> Any:

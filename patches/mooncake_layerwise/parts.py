@@ -9,18 +9,40 @@ from typing import Any
 
 from .layers import Begun
 
+
+@dataclass(frozen=True)
+class Group:
+    """Which of a model's groups of KV caches leaves early: the only one of full attention. Others leave at the end.
+
+    All groups have their blocks of one pool, so a block is one group's at a time, also where layers of several groups
+    share memory; and the release writes blocks of a group to nothing but memory that these blocks are.
+    """
+
+    index: int = 0
+    number: int = 1  # of groups
+
+    def instead(self, groups: Sequence[list[int]], blocks: list[int]) -> list[list[int]]:
+        """Blocks of all groups, with these in the place of this one's."""
+        return [blocks if index == self.index else other for index, other in enumerate(groups)]
+
+    def alone(self, blocks: list[int]) -> list[list[int]]:
+        """Blocks of all groups, where the others have none."""
+        return self.instead([[] for _ in range(self.number)], blocks)
+
+
 Send = Callable[[bytes, Any, Any], Awaitable[None]]
 """The release's `send_kv_to_decode`: identity, socket, ask."""
 
 
 @dataclass(eq=False)
 class Part:
-    """One request of one ask: `remote` are decode's blocks, in order, for the last ones of the prompt."""
+    """One request of one ask: `remote` are decode's blocks of a group, in order, for the last ones of the prompt."""
 
     ask: Ask
     name: str
     transfer: str
     remote: list[int]
+    group: Group = Group()
     local: list[int] = field(default_factory=list)  # prefill's blocks that were sent, as many of `remote`
     begun: Begun | None = None  # the next ones, of which some layers were sent
     entry: Any = None  # of the release's, what it keeps of the transfer, as the first write found it
@@ -50,9 +72,12 @@ class Part:
 
         And the next ones, where some of their layers need not be.
         """
-        if self.void or entry is not self.entry or [*map(len, entry.local_block_ids)] != [self.blocks]:
+        if self.void or entry is not self.entry or len(entry.local_block_ids) != self.group.number:
             return 0, None
-        behind = entry.local_block_ids[0][self.blocks - len(self.remote) :]
+        own = entry.local_block_ids[self.group.index]
+        if len(own) != self.blocks:
+            return 0, None
+        behind = own[self.blocks - len(self.remote) :]
         if behind[: len(self.local)] != self.local:
             return 0, None
         begun, number = self.begun, len(self.local)

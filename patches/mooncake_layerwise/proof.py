@@ -1,7 +1,8 @@
 """vLLM's real prefill and decode over Mooncake's real engine, on CPU memory: which blocks leave while prefill computes.
 
 A model that writes a number into each block stands for one. Nothing leaves early on stock; what does must be right, and
-must not be read after its blocks were given away.
+must not be read after its blocks were given away. Beside windows or states only full attention's blocks leave early:
+where the release writes each group's blocks to that group's layers.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -12,11 +13,14 @@ from typing import Any
 
 import mooncake.engine  # noqa: F401  (vLLM imports it, and goes on without it)
 import mooncake_engines as engines
+import mooncake_groups as groups
+import mooncake_hybrids as hybrids
 import mooncake_layerwise as driver
+import mooncake_sides as sides
 from judging import Judge, Judged, findings
 
 PATIENCE = 2.0
-engines.PATIENCE = driver.PATIENCE = PATIENCE
+engines.PATIENCE = driver.PATIENCE = groups.PATIENCE = hybrids.PATIENCE = PATIENCE
 LOADED, NOTHING = "loaded", "nothing is told"
 ALL = [LOADED, 8]
 TOO_LATE = "no block leaves before the prefill has ended"
@@ -152,9 +156,68 @@ EVERY: tuple[Judge, ...] = (
 )
 
 
+def all_there(computes_on: Any, ends: bool, taken: int, held: int) -> list[Judged]:
+    """Of the end of a hybrid's prompt: what decode computes on, and which blocks do not come back."""
+    parts = [part.split(" of ") for part in (computes_on or [0, "0 of 1"])[1:]]
+    return [
+        (all(there == whole for there, whole in parts), f"decode computes on {computes_on}"),
+        (ends, "an engine does not come to its end"),
+        nothing_left(taken),
+        (not held, f"{held} of decode's blocks do not come back"),
+    ]
+
+
+def only_full_attention(after: Any, end: Any, brought: float) -> list[Judged]:
+    """What has come after each step: of the first layer, and not of the last, which is of the other group."""
+    came = [one for step in after for one in step]
+    return [*map(right, came), (any(step[0] for step in after), TOO_LATE), *all_there(*end)]
+
+
+def beside_windows(after: Any, end: Any, brought: float) -> list[Judged]:
+    """Beside sliding windows in the same memory: decode asks before a prefill of several steps begins"""
+    return only_full_attention(after, end, brought)
+
+
+def beside_states(after: Any, end: Any, brought: float) -> list[Judged]:
+    """Beside Mamba's states: decode asks before a prefill of several steps begins"""
+    return only_full_attention(after, end, brought)
+
+
+def hybrid_aborted(under_way: bool, held: bool, came: bool, left: int) -> list[Judged]:
+    """Beside sliding windows: the prefill is aborted amid an early write, and other prompts take the free blocks"""
+    return [(came or not under_way, "decode's blocks are wrong"), nothing_left(left)]
+
+
+def hybrid_preempted(under_way: bool, held: bool, end: Any) -> list[Judged]:
+    """Beside sliding windows: the prefill is preempted amid an early write, and computed anew"""
+    return [(held or not under_way, "blocks are computed anew while they are read"), *all_there(*end)]
+
+
+HYBRIDS: tuple[Judge, ...] = (beside_windows, beside_states, hybrid_aborted, hybrid_preempted)
+
+
+def beside(config: Any) -> dict[str, Any]:
+    """What the hybrids' cases came to."""
+    engines.wait_at_most(10 * PATIENCE)  # `stuck` has steps wait for less
+    sides.MODEL = hybrids.Shared()
+    played: dict[str, Any] = {}
+    pair = hybrids.Pair(config)
+    # Of the aborted one decode may be told nothing: it comes last.
+    cases = {"beside_windows": hybrids.chunks, "hybrid_preempted": hybrids.preempted, "hybrid_aborted": hybrids.aborted}
+    for name, case in cases.items():
+        (played[name],) = engines.played([case], pair).values()
+    sides.MODEL = groups.Mamba(prefix_caching=False)
+    (played["beside_states"],) = engines.played([hybrids.chunks], hybrids.Pair(config)).values()
+    return played
+
+
 def cases() -> dict[str, str | None]:
     """Each case, by its sentence."""
-    names = [judge.__name__ for judge in EVERY]
-    played = engines.found(lambda config: engines.played(driver.CASES, engines.Pair(config), names))
-    found: dict[str, str | None] = findings(EVERY, played)
+
+    def play(config: Any) -> dict[str, Any]:
+        pair = engines.Pair(config)
+        played: dict[str, Any] = engines.played(driver.CASES, pair, [judge.__name__ for judge in EVERY])
+        return {**played, **beside(config)} if hasattr(pair.prefill.worker, "registered_group_indices") else played
+
+    found: dict[str, str | None] = findings((*EVERY, *HYBRIDS), engines.found(play))
     return found

@@ -17,7 +17,7 @@ from . import early
 from .computed import PROGRESS, Prefills
 from .early import Writes, let_go, module_of, response_of
 from .layers import Layers
-from .parts import Ask, Part
+from .parts import Ask, Group, Part
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -32,6 +32,9 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 
 PREFILLS = "_livepatch_prefills"
 """Attribute of a scheduler's side: its `Prefills`."""
+
+BESIDE = {"SlidingWindowSpec", "MambaSpec"}
+"""Kinds of groups beside which the one of full attention leaves early."""
 
 WRITES = "_livepatch_writes"
 """Attribute of a prefill worker: its `Writes`. One that has none sends everything at the end."""
@@ -104,11 +107,17 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     # The scheduler's side
 
+    def init(
+        answer: None, connector: Any, vllm_config: Any, engine_id: str, kv_cache_config: Any, *rest: Any, **named: Any
+    ) -> None:
+        group = group_of(kv_cache_config, connector.block_size)
+        if group is not None:
+            setattr(connector, PREFILLS, Prefills(connector.block_size, group.index))
+
     def build_connector_meta(original: Call, connector: Any, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         prefills: Prefills | None = getattr(connector, PREFILLS, None)
         if prefills is None:
-            prefills = Prefills(connector.block_size)
-            setattr(connector, PREFILLS, prefills)
+            return original(scheduler_output, *rest, **named)
         try:
             progress = prefills.leave() if livepatch.aside else prefills.progress(connector, scheduler_output)
         except Exception as error:
@@ -133,17 +142,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def register_kv_caches(answer: Any, connector: Any, kv_caches: Any, *rest: Any, **named: Any) -> None:
         worker = connector.connector_worker
-        if worker.is_kv_consumer or not can_leave_early(worker, kv_caches):
+        group = None if worker.is_kv_consumer else leaves_early(worker, kv_caches)
+        if group is None:
             return
-        layers = None if livepatch.options["BY"] == "chunk" else layers_of(kv_caches)
-        setattr(worker, WRITES, Writes(livepatch, worker, layers))
-        connector.bind_connector_metadata = livepatch.around(
-            connector.bind_connector_metadata, livepatch.lasting(bind_connector_metadata), connector
-        )
+        layers = None if livepatch.options["BY"] == "chunk" else layers_of(own_caches(worker, kv_caches, group))
+        setattr(worker, WRITES, Writes(livepatch, worker, layers, group))
+        livepatch.around_its(connector, "bind_connector_metadata", livepatch.lasting(bind_connector_metadata))
         if hasattr(connector, "unregister_kv_caches"):  # from 0.33.0 on
-            connector.unregister_kv_caches = livepatch.around(
-                connector.unregister_kv_caches, livepatch.lasting(unregister_kv_caches), connector
-            )
+            livepatch.around_its(connector, "unregister_kv_caches", livepatch.lasting(unregister_kv_caches))
         if layers is not None:
             connector.save_kv_layer = livepatch.around(connector.save_kv_layer, livepatch.after(save_kv_layer))
 
@@ -253,22 +259,22 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         for name, entry in ready:
             part = parts.get(name)
             sent, begun = (0, None) if part is None else part.sent_of(entry)
-            if begun is None or layers is None:
+            if part is None or begun is None or layers is None:
                 after = sent
             else:
                 after = sent + len(begun.local)
-                transfer, (remote,) = blocks[name]
                 own, one = copy.copy(entry), copy.copy(meta)
-                own.local_block_ids, one.req_blocks = [begun.local], {name: (transfer, [remote[sent:after]])}
+                own.local_block_ids = part.group.alone(begun.local)
+                one.req_blocks = {name: (part.transfer, part.group.alone(part.remote[sent:after]))}
                 *addresses, refused, _ = await release(
                     [(name, own)], one, *layers.only(layers.lacking(begun), *regions)
                 )
                 if refused:
                     raise ValueError(f"the release does not send the rest of {name}")
                 found.append(addresses)
-            if after:
-                transfer, (remote,) = blocks[name]
-                blocks[name] = (transfer, [remote[after:]])
+            if part is not None and after:
+                transfer, groups = blocks[name]
+                blocks[name] = (transfer, part.group.instead(groups, part.remote[after:]))
         rest = copy.copy(meta)
         rest.req_blocks = blocks
         return rest, found
@@ -321,6 +327,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         return missing(lambda *of: original(*of, *rest, **named), writes, *ask)
 
     return {
+        f"{SCHEDULER}.__init__": livepatch.after(init),
         f"{SCHEDULER}.build_connector_meta": livepatch.lasting(build_connector_meta),
         f"{SCHEDULER}.request_finished": livepatch.lasting(request_finished),
         f"{CONNECTOR}.register_kv_caches": livepatch.after(register_kv_caches),
@@ -332,20 +339,35 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     }
 
 
-def can_leave_early(worker: Any, caches: Mapping[str, Any]) -> bool:
-    """Whether a block that is whole stays as it is: one group of full attention, and nothing that computes ahead."""
+def leaves_early(worker: Any, caches: Mapping[str, Any]) -> Group | None:
+    """The group whose blocks stay as they are when they are whole, where nothing computes ahead."""
     config = worker.vllm_config
-    groups = worker.kv_cache_config.kv_cache_groups
+    group = group_of(worker.kv_cache_config, config.cache_config.block_size)
     parallel = config.parallel_config
     return (
-        len(groups) == 1
-        and full_attention(groups[0].kv_cache_spec)
-        and groups[0].kv_cache_spec.block_size == config.cache_config.block_size
+        group
+        if group is not None
+        # Before 0.25.1 the release writes the blocks of all groups to all regions, one behind the other.
+        and (group.number == 1 or hasattr(worker, "registered_group_indices"))
         and config.speculative_config is None
         and parallel.decode_context_parallel_size == parallel.prefill_context_parallel_size == 1
         and parallel.pipeline_parallel_size == 1
-        and {cache.device.type for cache in caches.values()} <= {"cpu", "cuda"}
+        and devices(caches) <= {"cpu", "cuda"}
+        else None
     )
+
+
+def group_of(kv_cache_config: Any, block_size: int) -> Group | None:
+    """The only group of full attention. The scheduler's side and its workers come to the same one.
+
+    None: there is none, or several, or others whose blocks may not be of the same pool.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    full = [index for index, spec in enumerate(specs) if full_attention(spec)]
+    others = {type(spec).__name__ for index, spec in enumerate(specs) if index not in full}
+    if len(full) != 1 or not others <= BESIDE or specs[full[0]].block_size != block_size:
+        return None
+    return Group(full[0], len(specs))
 
 
 def full_attention(spec: Any) -> bool:
@@ -353,6 +375,19 @@ def full_attention(spec: Any) -> bool:
     # DeepSeek V4 keeps one state of several tokens.
     tokens = (getattr(spec, "compress_ratio", 1), getattr(spec, "tokens_per_state", 1))
     return type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec") and tokens == (1, 1)
+
+
+def own_caches(worker: Any, caches: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """Those that are of no other group."""
+    groups = enumerate(worker.kv_cache_config.kv_cache_groups)
+    others = {name for index, other in groups if index != group.index for name in other.layer_names}
+    return {name: cache for name, cache in caches.items() if name not in others}
+
+
+def devices(caches: Mapping[str, Any]) -> set[str]:
+    """The kinds of devices that caches lie on. To 0.28.0 a Mamba layer's is a list of several."""
+    parts = [part for cache in caches.values() for part in (cache if isinstance(cache, list | tuple) else [cache])]
+    return {part.device.type for part in parts}
 
 
 def layers_of(caches: Mapping[str, Any]) -> Layers | None:
@@ -365,7 +400,7 @@ def layers_of(caches: Mapping[str, Any]) -> Layers | None:
 
 def behind(worker: Any) -> Any:
     """An event on the device behind all that the step has queued there; None where a step is computed in the call."""
-    if {cache.device.type for cache in worker.device_kv_caches.values()} == {"cpu"}:
+    if devices(worker.device_kv_caches) == {"cpu"}:
         return None
     event = sys.modules["torch"].cuda.Event()
     event.record()

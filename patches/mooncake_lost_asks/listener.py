@@ -38,8 +38,7 @@ class _Context:
                 parts = await receive(*args, **kwargs)
                 if len(parts) == PARTS:
                     return parts
-                self._livepatch.count("no_ask")
-                self._livepatch.say("no_ask", f"a message of {len(parts)} parts is no ask, and is left")
+                self._livepatch.tell("no_ask", f"a message of {len(parts)} parts is no ask, and is left")
 
         made.recv_multipart = asks
         return made

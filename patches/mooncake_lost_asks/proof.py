@@ -130,6 +130,16 @@ def let_go_first(outcome: str, let_go: bool) -> list[Judged]:
     return [told(outcome), comes_back(let_go)]
 
 
+def tried_again(outcome: str, let_go: bool) -> list[Judged]:
+    """A client has hung up before either leg was admitted, and tries again by the same transfer"""
+    return [*loads(outcome), comes_back(let_go)]
+
+
+def tried_again_first(outcome: str, let_go: bool) -> list[Judged]:
+    """A client has hung up when prefill had ended, and tries again by the same transfer: decode asks first"""
+    return [*loads(outcome), comes_back(let_go)]
+
+
 def let_go_before(outcome: str, let_go: bool, untouched: bool) -> list[Judged]:
     """A client has hung up, decode asks for its prefill all the same, and the prefill begins after that"""
     return [told(outcome), comes_back(let_go), not_written(untouched)]
@@ -194,6 +204,8 @@ EVERY: tuple[Judge, ...] = (
     begun_again,
     begun_again_at_once,
     no_leg,
+    tried_again,
+    tried_again_first,
     let_go_first,
     let_go_before,
     let_go_last,

@@ -9,11 +9,12 @@ import asyncio
 import copy
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import Remembered, attached
 from .bootstrap import known
 from .listener import listening
 
@@ -36,6 +37,12 @@ REMEMBERED_LET_GO = 4096
 LET_GO_SECONDS = 600.0
 """For how long; the release itself waits 480 s for the other leg of a request."""
 
+LATE_SHARE = 8
+"""Who asks for a transfer that was let go, and whose prefill has ended, waits for this part of vLLM's time (480 s).
+
+A client that hung up may try again by the same transfer, and its prefill may begin after decode asks. Else the ask came
+late, and no prefill follows."""
+
 GIVEN_UP = "The prefill was given up, or its blocks have been let go."
 
 
@@ -54,28 +61,23 @@ class _Asks:
         self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none
         self.waiting: Counter[str] = Counter()  # asks for blocks under way, by transfer
         # Hashes of transfers whose prefill was given up, oldest first: a client may choose a transfer of megabytes.
-        self.given_up: OrderedDict[int, None] = OrderedDict()
-        self.let_go: OrderedDict[str, _LetGo] = OrderedDict()  # by transfer, oldest first
+        self.given_up: Remembered[int, None] = Remembered(REMEMBERED)
+        self.let_go: Remembered[str, _LetGo] = Remembered(REMEMBERED_LET_GO)  # by transfer, oldest first
         self.counting: dict[str, asyncio.Task[None]] = {}  # the release counts who let go, by transfer
 
     def give_up(self, transfer: str) -> None:
-        self.given_up[hash(transfer)] = None
-        self.given_up.move_to_end(hash(transfer))
-        if len(self.given_up) > REMEMBERED:
-            self.given_up.popitem(last=False)
+        self.given_up.remember(hash(transfer), None)
 
     def let(self, transfer: str, release: Call, meta: Any) -> None:
-        let = self.let_go.setdefault(transfer, _LetGo())
+        let = self.let_go.get(transfer) or _LetGo()
         let.asks.append((release, meta))
         let.since = time.monotonic()
-        self.let_go.move_to_end(transfer)
-        if len(self.let_go) > REMEMBERED_LET_GO:
-            self.let_go.popitem(last=False)
+        self.let_go.remember(transfer, let)
 
-    def was_let_go(self, transfer: str) -> bool:
+    def was_let_go(self, transfer: str) -> _LetGo | None:
         while self.let_go and next(iter(self.let_go.values())).since < time.monotonic() - LET_GO_SECONDS:
             self.let_go.popitem(last=False)
-        return transfer in self.let_go
+        return self.let_go.get(transfer)
 
 
 class _Answers:
@@ -135,11 +137,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     """At each target: a wrapper."""
 
     def asks_of(worker: Any) -> _Asks:
-        asks: _Asks | None = getattr(worker, STATE, None)
-        if asks is None:
-            asks = _Asks()
-            setattr(worker, STATE, asks)
-        return asks
+        return attached(worker, STATE, _Asks)
 
     # An ask
 
@@ -165,6 +163,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             answers.left = {name: transfer for name, (transfer, _) in meta.req_blocks.items()}
             transfers = list(answers.left.values())
             asks_of(worker).waiting.update(transfers)
+            for transfer in transfers if asks_us_alone(worker, meta) else ():
+                if transfer not in worker.reqs_need_send and asks_of(worker).was_let_go(transfer) is not None:
+                    seconds = vars(sys.modules[type(worker).__module__])["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+                    asyncio.get_running_loop().call_later(seconds / LATE_SHARE, too_late, worker, transfer)
             if transfers:
                 await release(identity, answers, meta)
         except Exception as error:  # the release's task would answer so
@@ -186,7 +188,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             livepatch.count("let_go", len(empty))
 
         def over(transfer: str) -> bool:
-            return (hash(transfer) in asks.given_up and transfer not in kept) or (alone and asks.was_let_go(transfer))
+            if hash(transfer) in asks.given_up and transfer not in kept:
+                return True
+            let = asks.was_let_go(transfer) if alone else None
+            return let is not None and bool(let.asks or begun_for(kept, transfer))  # else another prefill may come
 
         # Earlier decode engines take the end of what was no load for the end of one, and die of it.
         done = list(empty) if livepatch.facts.get("empty_is_no_load") else []
@@ -213,10 +218,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         entry = kept.get(transfer)
         if hash(transfer) not in asks_of(worker).given_up or entry is not None:
             asks_of(worker).let(transfer, release, part)
-        if alone and entry is not None and not entry.p_req_id and not entry.ready.is_set():
-            del kept[transfer]
-            entry.ready.set()
+        if alone:
+            wait_no_more(kept, transfer)
         count(worker, transfer)
+
+    def too_late(worker: Any, transfer: str) -> None:
+        """No prefill has begun again for what was let go: who asked for it is told so."""
+        if transfer in asks_of(worker).let_go and wait_no_more(worker.reqs_need_send, transfer):
+            livepatch.count("refused")
 
     def count(worker: Any, transfer: str) -> None:
         """Have the release count who let go, and free prefill's blocks: when it has ended, and nobody reads them."""
@@ -281,11 +290,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         begun_now = {transfer for transfer, _ in metadata.reqs_to_send.values()}
         for transfer in begun_now:
             asks.given_up.pop(hash(transfer), None)
-            if transfer in asks.let_go and transfer not in kept and not asks.let_go[transfer].asks:
+            if transfer in asks.let_go and not asks.let_go[transfer].asks and not begun_for(kept, transfer):
                 del asks.let_go[transfer]  # what was let go has ended; this is another
         given_up = metadata.reqs_not_processed - gone_on(metadata, kept)
         for transfer in given_up:
             asks.give_up(transfer)
+            asks.let_go.pop(transfer, None)  # this was its prefill: one that comes after it is another
         metadata.reqs_not_processed = {transfer for transfer in given_up if transfer in kept or transfer in begun_now}
         if given_up:
             livepatch.count("given_up", len(given_up))
@@ -314,6 +324,21 @@ def answer_comes(entry: Any, last: bool) -> bool:
     After the last answer none comes but for what is being written: another prefill may keep the transfer by then.
     """
     return entry is not None and (not last or entry.sending > 0)
+
+
+def begun_for(kept: Mapping[str, Any], transfer: str) -> bool:
+    """Whether a prefill of the transfer has begun, and is kept. Who asks first leaves an entry without its name."""
+    return transfer in kept and bool(kept[transfer].p_req_id)
+
+
+def wait_no_more(kept: dict[str, Any], transfer: str) -> bool:
+    """Wake who waits for a prefill that has not begun: the release finds that it is kept no more."""
+    entry = kept.get(transfer)
+    if entry is None or entry.p_req_id or entry.ready.is_set():
+        return False
+    del kept[transfer]
+    entry.ready.set()
+    return True
 
 
 def named(transfer: Any) -> Any:

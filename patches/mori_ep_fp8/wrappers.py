@@ -43,8 +43,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         # which they cannot be without it.
         used = original(*rest, **named)
         if used and built.layer is not None and not built.layer.rocm_aiter_fmoe_enabled:
-            livepatch.count("built_without_aiter")
-            livepatch.say(
+            livepatch.tell(
                 "built_without_aiter", "an MoE layer over MoRI is built without AITER, as ALLOW_WITHOUT_AITER asks"
             )
             return False

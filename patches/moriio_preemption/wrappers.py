@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import leaves
 from . import parameters as given
 
 if TYPE_CHECKING:
@@ -30,11 +31,9 @@ UNREAD = {"remote_block_ids": None, "remote_engine_id": None, "remote_handshake_
 
 def halves_of(connector: Any) -> Iterator[Any]:
     """Yield the scheduler half of a MoRI-IO connector; of a MultiConnector, of those of its children that are one."""
-    if any(kind.__name__ == CONNECTOR for kind in type(connector).__mro__):
-        yield connector.connector_scheduler
-        return
-    for child in getattr(connector, "_connectors", ()):
-        yield from halves_of(child)
+    for leaf in leaves(connector):
+        if any(kind.__name__ == CONNECTOR for kind in type(leaf).__mro__):
+            yield leaf.connector_scheduler
 
 
 def asks(parameters: Any, what: str) -> bool:
@@ -64,8 +63,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def refuse(request: Any, problem: str) -> None:
         found = request.kv_transfer_params
         request.kv_transfer_params = given.without_ours(found) if type(found) is dict else None
-        livepatch.count("refused")
-        livepatch.say(
+        livepatch.tell(
             "refused",
             f"request {request.request_id}: its kv_transfer_params cannot be used, {problem}: "
             "the prompt is computed here",

@@ -241,9 +241,8 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         read = reads.under_way.get(request_id)
         if read is not None and not read.overdue and time.monotonic() - read.since > transfer_seconds:
             read.overdue = True
-            livepatch.count("read_overdue")
             why = f"{pending} of {number} transfers are pending after {time.monotonic() - read.since:.1f} s"
-            livepatch.say("read_overdue", f"request {request_id} waits on for its KV from {read.peer}: {why}")
+            livepatch.tell("read_overdue", f"request {request_id} waits on for its KV from {read.peer}: {why}")
 
     def give_up(worker: Any, reads: Reads, request_id: str, statuses: Sequence[Any]) -> None:
         """All that was begun has ended, and not all of it well. The peer may have its blocks back."""

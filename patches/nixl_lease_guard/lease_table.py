@@ -19,10 +19,11 @@ BUCKETS = 4096
 """With 2,000 leases at a time, one table in a thousand million has a bucket with more than ENTRIES of them."""
 LANDINGS = 256
 BUCKET = ENTRIES * DIGEST
+"""A bucket with more leases than entries says nothing of any, until they fit again: readers read as on stock."""
 
 FREE = bytes(DIGEST)
 ASIDE = b"\xff" * BUCKET
-"""A bucket of a worker whose patch stood aside: it says nothing of any lease."""
+"""A bucket that says nothing of any lease: it is too small for its own, or the worker's patch stood aside."""
 
 REMEMBERED = 65536
 """How many ids are remembered whose lease ended unread."""
@@ -33,13 +34,15 @@ _NAME = re.compile(r"\+livepatch-lease1-([0-9a-f]+)$")
 class LeaseTable:
     """`address` is where others read; the memory lives as long as the process, since NIXL has it registered."""
 
-    __slots__ = ("_ended", "_memory", "_places", "address", "free_landings", "size")
+    __slots__ = ("_ended", "_held", "_memory", "address", "free_landings", "size")
 
     def __init__(self) -> None:
         self.size = (BUCKETS + LANDINGS) * BUCKET
         self._memory = mmap.mmap(-1, self.size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._places: dict[str, int] = {}  # request id: where its entry begins
+        # Digests of ids whose lease is held, by bucket and entry; FREE where there is none. An entry does not move
+        # while others may read it.
+        self._held: dict[int, list[bytes]] = {}
         # Digests of ids whose lease ended unread, oldest first: a client may choose an id of many kilobytes.
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self.free_landings = list(range(LANDINGS))
@@ -53,30 +56,44 @@ class LeaseTable:
         An id whose lease has ended unread is not vouched for again: a late reader of the first request's blocks could
         not tell them from the second's.
         """
-        if request_id in self._places:
+        number, digest = bucket_of(request_id), digest_of(request_id)
+        held = self._held.get(number, [])
+        if digest in held:
             return True
-        digest = digest_of(request_id)
         if digest in self._ended:
             return False
-        first = bucket_of(request_id) * BUCKET
-        for place in range(first, first + BUCKET, DIGEST):
-            if self._memory[place : place + DIGEST] == FREE:
-                self._memory[place : place + DIGEST] = digest
-                self._places[request_id] = place
-                return True
-        return False
+        if FREE in held:
+            held[held.index(FREE)] = digest
+        else:
+            held.append(digest)
+        self._held[number] = held
+        self._write(number)
+        return True
 
     def withdraw(self, request_id: str, unread: bool = False) -> bool:
         """Take the request's entry back; whether there was one. Call it before its blocks can be given away."""
-        place = self._places.pop(request_id, None)
-        if place is None:
+        number, digest = bucket_of(request_id), digest_of(request_id)
+        held = self._held.get(number, [])
+        if digest not in held:
             return False
-        self._memory[place : place + DIGEST] = FREE
+        held[held.index(digest)] = FREE
+        self._write(number)
         if unread:
-            self._ended[digest_of(request_id)] = None
+            self._ended[digest] = None
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
         return True
+
+    def _write(self, number: int) -> None:
+        """Write a bucket as it is now."""
+        held = self._held[number]
+        leases = len(held) - held.count(FREE)
+        if leases <= ENTRIES < len(held):  # they fit again, and nobody has read an entry meanwhile
+            held[:] = [digest for digest in held if digest != FREE]
+        if not leases:
+            del self._held[number]
+        bucket = ASIDE if leases > ENTRIES else b"".join(held).ljust(BUCKET, b"\0")
+        self._memory[number * BUCKET : (number + 1) * BUCKET] = bucket
 
     def stand_aside(self) -> None:
         """Say of no lease anything, from now on."""

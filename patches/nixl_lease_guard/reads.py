@@ -52,7 +52,7 @@ class Guard:
     Each method takes the class's own method, unbound, and stands in for it.
     """
 
-    __slots__ = ("_left", "_livepatch", "_peers", "_reads", "_sides", "reading", "table")
+    __slots__ = ("_left", "_livepatch", "_peers", "_readers", "_reads", "_sides", "reading", "table")
 
     def __init__(self, livepatch: PatchContext, table: lease_table.LeaseTable) -> None:
         self._livepatch = livepatch
@@ -61,6 +61,7 @@ class Guard:
         self._peers: dict[str, int] = {}  # agents whose tables can be read, and where these are
         self._sides: dict[Any, str] = {}  # the handles of prepared descriptors of theirs
         self._reads: dict[Any, _Read] = {}  # by transfer handle
+        self._readers: dict[str, dict[Any, _Read]] = {}  # the same, by the request that is loaded
         self._left: list[tuple[Any, int]] = []  # reads of tables that were given up and have not ended, with landings
 
     # Who can be asked
@@ -119,7 +120,8 @@ class Guard:
             return original(*asked, *rest, **named)
         notification = named.pop("notif_msg", b"")
         handle = original(*asked, *rest, **named)
-        self._reads[handle] = _Read(name, self.reading, notification)
+        read = self._reads[handle] = _Read(name, self.reading, notification)
+        self._readers.setdefault(self.reading.reader, {})[handle] = read
         return handle
 
     def check_xfer_state(self, original: Call, agent: Any, handle: Any) -> Any:
@@ -158,11 +160,16 @@ class Guard:
         another rank would still write, and the end of that one is an error. So the failures of one request are reported
         in one round of the worker's, which asks in the order in which the reads were begun.
         """
-        reads = [read for read in self._reads.values() if read.reading.reader == failed.reading.reader]
+        reads = list(self._readers[failed.reading.reader].values())
         return reads[0] is not failed or any(read.answer == "PROC" for read in reads)
 
     def release_xfer_handle(self, original: Call, agent: Any, handle: Any) -> Any:
         read = self._reads.pop(handle, None)
+        if read is not None:
+            of_request = self._readers[read.reading.reader]
+            del of_request[handle]
+            if not of_request:
+                del self._readers[read.reading.reader]
         if read is not None and read.landing is not None:
             self._left.append((read.check, read.landing))
             self._take_back(functools.partial(original, agent))
@@ -181,7 +188,7 @@ class Guard:
                 bucket = self.table.landed(read.landing)
                 if bucket == lease_table.ASIDE:
                     self._livepatch.count("prefill_aside")
-                    say("prefill_aside", f"agent {read.agent_name} says no more which leases it holds: not checked")
+                    say("prefill_aside", f"agent {read.agent_name} does not say which leases it holds: not checked")
                     return self._right(agent, read)
                 if lease_table.held(bucket, request_id):
                     self._livepatch.count("lease_held")

@@ -106,7 +106,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             for request_id in metadata.reqs_in_batch:
                 if request_id in worker._reqs_to_process and not guard.table.publish(request_id):
                     livepatch.count("not_vouched")
-                    livepatch.say("not_vouched", f"request {request_id}: its id's last lease ended unread, or no room")
+                    livepatch.say("not_vouched", f"request {request_id}: its id's last lease ended unread")
             for request_id in metadata.reqs_not_processed:
                 guard.table.withdraw(request_id)
         return result

@@ -112,8 +112,7 @@ class Desk:
             waiting.asked = True
             self._livepatch.count("withdrawn")
             return
-        self._livepatch.count("unanswered")
-        self._livepatch.say(
+        self._livepatch.tell(
             "unanswered",
             f"the KV of request {waiting.request_id} has not come, and agent {waiting.agent} does not say that it will "
             "not be written (has it no bundle? has it ended? did a write fail?): its blocks are held, since they may "

@@ -6,10 +6,11 @@ Source: vllm PR#50754, vllm#48633, vllm#46283. Why it suffices: docs/nixl-push-f
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import Remembered
 from .words import added_to
 
 if TYPE_CHECKING:
@@ -53,9 +54,9 @@ class Answers:
         self._lock = threading.Lock()
         self._waiting: dict[str, Registered] = {}  # by token
         self._of_request: dict[str, dict[str, Registered]] = {}  # the same, by base id
-        self._refused: OrderedDict[str, Registered] = OrderedDict()  # by token, the last ones
+        self._refused: Remembered[str, Registered] = Remembered(REMEMBERED)  # by token, the last ones
         # Requests, by base id, that have ended for the scheduler, the last ones.
-        self._over: OrderedDict[str, None] = OrderedDict()
+        self._over: Remembered[str, None] = Remembered(OVER)
         self._left: deque[Registered] = deque()  # that the writer is to refuse
         self._late: dict[str, dict[str, Any]] = {}  # by request: the registration for which hands are shaken
         self._closed = False
@@ -108,7 +109,7 @@ class Answers:
             registered.registration = None
             registered.state = REFUSED
             self._drop(registered)
-            _remember(self._refused, registered.token, registered, REMEMBERED)
+            self._refused.remember(registered.token, registered)
         if registration is not None:
             request_id = registration["request_id"]
             if pending.get(request_id) is registration:
@@ -142,7 +143,7 @@ class Answers:
         """Requests have ended for the scheduler: (base id, id) each. Their blocks are no longer theirs."""
         with self._lock:
             for base_id, request_id in requests:
-                _remember(self._over, base_id, None, OVER)
+                self._over.remember(base_id, None)
                 self._left.extend(self._of_request.get(base_id, {}).values())
                 late = self._late.pop(request_id, None)
                 if late is not None:
@@ -199,10 +200,3 @@ class Answers:
             handshake.add_done_callback(
                 lambda future: self.left(registered) if future.cancelled() or future.exception() else None
             )
-
-
-def _remember(where: OrderedDict[str, Any], key: str, value: Any, most: int) -> None:
-    where.pop(key, None)
-    where[key] = value
-    if len(where) > most:
-        where.popitem(last=False)

@@ -88,9 +88,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         def pause(original: Call, _: Any, *rest: Any, **named: Any) -> Any:
             return original(*rest, **named) if rest or named else original(IDLE_SECONDS)
 
-        agent.transfer = livepatch.around(agent.transfer, post, agent)
-        agent.get_new_notifs = livepatch.around(agent.get_new_notifs, listen, agent)
-        wake.wait = livepatch.around(wake.wait, pause, wake)
+        livepatch.around_its(agent, "transfer", post)
+        livepatch.around_its(agent, "get_new_notifs", listen)
+        livepatch.around_its(wake, "wait", pause)
 
     def close(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
         """The worker ends. What it has not begun to write it never will, and decode is told before its agent goes."""
@@ -119,8 +119,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return original(req_id, reg_data, *rest, **named)
         several = len(agents) != 1 or reg_data.get("remote_pp_size", 1) != 1
         if several or reg_data["remote_tp_size"] != reg_data["decode_tp_size"]:
-            livepatch.count("not_covered")
-            livepatch.say(
+            livepatch.tell(
                 "not_covered", "prefill and decode have different numbers of ranks: failures are not reported"
             )
             return original(req_id, reg_data, *rest, **named)
@@ -131,8 +130,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def fail(worker: Any, request_id: str) -> None:
         """Report a failed load in the release's own way, with all of the request's blocks."""
-        livepatch.count("failed")
-        livepatch.say("failed", f"the KV of request {request_id} is not coming: a failed load")
+        livepatch.tell("failed", f"the KV of request {request_id} is not coming: a failed load")
         if by_request:
             worker._failed_recv_reqs.put(request_id)
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import leaves
 from . import parameters as given
 
 if TYPE_CHECKING:
@@ -32,15 +33,12 @@ def kinds_of(connector: Any) -> Iterator[tuple[str, Any]]:
     A vendor's scheduler half reads fields of its own: vllm-ascend's MooncakeConnector, which has vLLM's name, knows no
     `transfer_id`.
     """
-    names: set[str] = set()
-    if type(getattr(connector, "connector_scheduler", None)).__module__.startswith(f"{CONNECTORS}."):
-        names = {kind.__name__ for kind in type(connector).__mro__}
-    for name in (*NIXL[1:], NIXL[0], MOONCAKE):
-        if name in names:
-            yield name, connector
-            return
-    for child in getattr(connector, "_connectors", ()):
-        yield from kinds_of(child)
+    for leaf in leaves(connector):
+        if type(getattr(leaf, "connector_scheduler", None)).__module__.startswith(f"{CONNECTORS}."):
+            names = {kind.__name__ for kind in type(leaf).__mro__}
+            found = next((name for name in (*NIXL[1:], NIXL[0], MOONCAKE) if name in names), None)
+            if found is not None:
+                yield found, leaf
 
 
 def only(connector: Any, role: str) -> bool:
@@ -83,8 +81,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def refuse(request: Any, problem: str, left: dict[str, Any] | None, counter: str, follows: str) -> None:
         request.kv_transfer_params = left
-        livepatch.count(counter)
-        livepatch.say(
+        livepatch.tell(
             counter, f"request {request.request_id}: its kv_transfer_params cannot be used, {problem}: {follows}"
         )
 
@@ -131,8 +128,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         except UNUSABLE as error:
             if worker._recving_transfers.get(req_id):  # a read of another rank's part is under way
                 raise
-            livepatch.count("unreadable")
-            livepatch.say(
+            livepatch.tell(
                 "unreadable",
                 f"request {req_id}: the blocks that its kv_transfer_params name do not fit its prompt "
                 f"({type(error).__name__}): its load has failed",

@@ -65,8 +65,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             livepatch.count("set_by_caller")
             return original(agent, backend, given, *rest, **named)
         if PARAMETER not in agent.get_plugin_params(backend):
-            livepatch.count("unknown_to_nixl")
-            livepatch.say("unknown_to_nixl", f"this NIXL's {backend} has no parameter {PARAMETER}: it is left out")
+            livepatch.tell("unknown_to_nixl", f"this NIXL's {backend} has no parameter {PARAMETER}: it is left out")
             return original(agent, backend, given, *rest, **named)
         mode = configured or livepatch.options["MODE"]
         result = original(agent, backend, {**given, PARAMETER: mode}, *rest, **named)
@@ -74,8 +73,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         if taken == mode:
             livepatch.count(f"mode_{mode}")
         else:
-            livepatch.count("not_taken")
-            livepatch.say("not_taken", f"{backend} was asked for {PARAMETER}={mode} and says {taken!r}")
+            livepatch.tell("not_taken", f"{backend} was asked for {PARAMETER}={mode} and says {taken!r}")
         return result
 
     return {CONNECTOR: connector, LOAD: load}

@@ -81,8 +81,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
         for name in ("transfer_async", "submit_store", "submit_load"):
             if hasattr(carrier, name):
-                setattr(carrier, name, livepatch.around(getattr(carrier, name), submit, carrier))
-        carrier.get_finished = livepatch.around(carrier.get_finished, get_finished, carrier)
+                livepatch.around_its(carrier, name, submit)
+        livepatch.around_its(carrier, "get_finished", get_finished)
 
     def start_kv_transfers(worker: Any, metadata: Any, *rest: Any, **named: Any) -> None:
         """Called in every step, also before the first store is begun, which is a step later than it is asked for."""
@@ -109,15 +109,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             lose(connector, jobs, blocks)  # before its end is reported
             metadata.mark_completed(job)  # its source may be dropped, or read by others
             answer[1].add(worker._load_jobs.pop(job))
-            livepatch.count("failed_loads")
-            livepatch.say("failed_loads", "a load failed: its blocks are reported, and are not used")
+            livepatch.tell("failed_loads", "a load failed: its blocks are reported, and are not used")
 
     def lose(connector: Any, jobs: _Jobs, blocks: set[int]) -> None:
         """The model runner asks next which blocks were not loaded. The class has the base's answer: none."""
         if "get_block_ids_with_load_errors" not in vars(connector):
-            connector.get_block_ids_with_load_errors = livepatch.around(
-                connector.get_block_ids_with_load_errors, livepatch.lasting(load_errors), connector
-            )
+            livepatch.around_its(connector, "get_block_ids_with_load_errors", livepatch.lasting(load_errors))
         jobs.lost |= blocks
 
     def load_errors(original: Call, connector: Any, *rest: Any, **named: Any) -> set[int]:
@@ -137,10 +134,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         if failed is None:
             failed = {}
             setattr(scheduler, FAILED, failed)
-            manager = scheduler.manager
-            manager.complete_store = livepatch.around(
-                manager.complete_store, livepatch.lasting(completing(failed)), manager
-            )
+            livepatch.around_its(scheduler.manager, "complete_store", livepatch.lasting(completing(failed)))
         for job in failed.keys() - scheduler._jobs.keys():
             del failed[job]  # the cache was reset while it was under way
         for complement in complements:
@@ -155,8 +149,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             for job, theirs in failed.items():
                 if theirs is keys:
                     del failed[job]
-                    livepatch.count("failed_stores")
-                    livepatch.say("failed_stores", "a store failed: what it wrote is dropped")
+                    livepatch.tell("failed_stores", "a store failed: what it wrote is dropped")
                     return original(keys, *rest, **{**named, "success": False})
             return original(keys, *rest, **named)
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import leaves
+
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -134,9 +136,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
 
 def offloading_schedulers(connector: Any) -> Iterator[Any]:
-    """Yield the scheduler's part of a connector that is an OffloadingConnector, and of its children, at any depth."""
-    scheduler = getattr(connector, "connector_scheduler", None)
-    if hasattr(scheduler, "_block_id_to_pending_jobs"):
-        yield scheduler
-    for child in getattr(connector, "_connectors", ()):
-        yield from offloading_schedulers(child)
+    """Yield the scheduler's part of a connector that is an OffloadingConnector, or of a MultiConnector's children."""
+    halves = (getattr(leaf, "connector_scheduler", None) for leaf in leaves(connector))
+    return (half for half in halves if hasattr(half, "_block_id_to_pending_jobs"))

@@ -97,13 +97,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             return result
         del record[before:]
         refusing.add(allocator)
-        livepatch.count("pin_failures")
         message = (
             f"pinning host memory failed{f' ({refused})' if refused is not None else ''}: asked for {size >> 20} MiB "
             f"more, {pinned >> 20} MiB of {allocator._final_size >> 20} MiB are pinned (look at `ulimit -l`, the "
             f"container's memory limit and free memory)"
         )
-        livepatch.say("pin_failures", message)
+        livepatch.tell("pin_failures", message)
         raise livepatch.deliberate(PinError(message)) from cause
 
     def expand(allocator: Any, seen: int) -> bool:

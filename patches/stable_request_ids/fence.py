@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ...sitecustomize.kit import attached
+
 ATTRIBUTE = "_livepatch_ids"
 """Attribute of a scheduler: its `Fence`."""
 
@@ -83,8 +85,4 @@ class Fence:
 
 def of(scheduler: Any) -> Fence:
     """The scheduler's fence, made when it is first asked for."""
-    fence: Fence | None = getattr(scheduler, ATTRIBUTE, None)
-    if fence is None:
-        fence = Fence(scheduler)
-        setattr(scheduler, ATTRIBUTE, fence)
-    return fence
+    return attached(scheduler, ATTRIBUTE, lambda: Fence(scheduler))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import attached
 from . import endings, fence
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             if not known.under_way(request.request_id):
                 return original(request, *rest, **named)
             known.parked[request.request_id] = request, lambda: core.add_request(request, *rest, **named)
-            livepatch.count("waited")
-            livepatch.say("waited", f"request id {request.request_id!r} is used again while steps of it run: it waits")
+            livepatch.tell("waited", f"request id {request.request_id!r} is used again while steps of it run: it waits")
             return None
         if held is not None and _is_session(held, request):
             return original(request, *rest, **named)
@@ -91,9 +91,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         return None
 
     def refused(kind: str, name: str, what: str) -> Exception:
-        livepatch.count(kind)
         message = f"request id {name!r} is in use: {what}; ids are kept as they come, so each can be live only once"
-        livepatch.say(kind, message)
+        livepatch.tell(kind, message)
         # The class that the release's servers answer with "bad request"; whoever takes a request in has it loaded.
         kinds = sys.modules.get("vllm.exceptions")
         error: Exception = getattr(kinds, "VLLMValidationError", ValueError)(message)
@@ -134,18 +133,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     # In the API server
 
     def send(original: Callable[..., Any], llm: Any, request: Any, *rest: Any, **named: Any) -> Any:
-        processor = llm.output_processor
-        known: endings.Endings | None = getattr(processor, endings.ATTRIBUTE, None)
-        if known is None:
-            known = endings.Endings()
-            setattr(processor, endings.ATTRIBUTE, known)
+        known = attached(llm.output_processor, endings.ATTRIBUTE, endings.Endings)
         if request.request_id not in known.awaited:
             return original(request, *rest, **named)
         return wait(known, llm, request.request_id, lambda: original(request, *rest, **named))
 
     async def wait(known: endings.Endings, llm: Any, request_id: str, proceed: Callable[[], Any]) -> Any:
-        livepatch.count("waited")
-        livepatch.say("waited", f"request id {request_id!r} is used again before its former request's end: it waits")
+        livepatch.tell("waited", f"request id {request_id!r} is used again before its former request's end: it waits")
         if not await known.over(request_id, lambda: bool(llm.errored)):
             raise refused("refused_live", request_id, "the end of its former request was not heard of")
         return await proceed()

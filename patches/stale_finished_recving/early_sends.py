@@ -11,9 +11,10 @@ Source: docs/connector-completions.md, "MultiConnector".
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from ...sitecustomize.kit import Remembered
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -44,18 +45,14 @@ class ChildSends:
     def __init__(self, livepatch: PatchContext) -> None:
         self.livepatch = livepatch
         self.calls = 0
-        # Requests whose end reached the worker, oldest first, until the child's send. (A dict would search for its
-        # first entry past all that were taken from its front.)
-        self.ended: OrderedDict[str, None] = OrderedDict()
+        # Requests whose end reached the worker, oldest first, until the child's send.
+        self.ended: Remembered[str, None] = Remembered(REMEMBERED)
         self.held: dict[str, int] = {}  # request id: the call in which the child reported its send, too early
 
     def __call__(self, original: Call, child: Any, finished_req_ids: Any, *rest: Any, **named: Any) -> Any:
         self.calls += 1
         for request_id in finished_req_ids:
-            self.ended.pop(request_id, None)
-            self.ended[request_id] = None
-        while len(self.ended) > REMEMBERED:
-            self.ended.popitem(last=False)
+            self.ended.remember(request_id, None)
         result = original(finished_req_ids, *rest, **named)
         sent: set[str] = set((result[0] if isinstance(result, tuple) else result.finished_sending) or ())
         early = {name for name in sent if name not in self.ended and not self.livepatch.aside}
@@ -80,9 +77,8 @@ class ChildSends:
 
     def report(self, early: set[str]) -> None:
         for request_id in early:
-            self.livepatch.count("send_early")
             message = f"request {request_id}: one of several connectors has sent it before its end was told; that waits"
-            self.livepatch.say("send_early", message)
+            self.livepatch.tell("send_early", message)
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
@@ -94,7 +90,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             for child in multi._connectors:
                 # Should the patch stand aside, what is kept back is still to be given out.
                 sends = livepatch.lasting(ChildSends(livepatch))
-                setattr(child, method, livepatch.around(getattr(child, method), sends, child))
+                livepatch.around_its(child, method, sends)
 
     def get_finished(original: Call, multi: Any, *rest: Any, **named: Any) -> Any:
         if not hasattr(multi, "get_transfer_results"):  # which it asks, where there is one

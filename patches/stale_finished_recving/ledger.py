@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
+
+from ...sitecustomize.kit import Remembered, leaves
 
 Ids = set[str] | None
 
@@ -62,7 +62,7 @@ class Ledger:
         self.parked: dict[str, list[Any]] = {}
         # Sends whose blocks were freed without their completion (by the reaper), oldest first: should it come after
         # all, it is not the completion of a later request with the same id.
-        self.given_up: OrderedDict[str, int] = OrderedDict()
+        self.given_up: Remembered[str, int] = Remembered(REMEMBERED)
         # Empty sends whose blocks were freed before their completion, and the set in which the workers hear of their
         # end: the step with that set may bring it, no later one.
         self.empties: dict[str, set[str]] = {}
@@ -84,9 +84,7 @@ class Ledger:
             self.given_up[request_id] = count - 1
 
     def give_up_send(self, request_id: str) -> None:
-        self.given_up[request_id] = self.given_up.pop(request_id, 0) + 1
-        if len(self.given_up) > REMEMBERED:
-            self.given_up.popitem(last=False)
+        self.given_up.remember(request_id, self.given_up.get(request_id, 0) + 1)
 
 
 class Sorted:
@@ -101,16 +99,6 @@ class Sorted:
         self.late: list[str] = []
         self.dropped: list[tuple[str, str]] = []  # kind, request id
         self.passed: set[str] = set()  # sends that are left to the release
-
-
-def leaves(connector: Any) -> Iterator[Any]:
-    """The connector itself, or the children of a MultiConnector."""
-    children = getattr(connector, "_connectors", None)
-    if isinstance(children, list):
-        for child in children:
-            yield from leaves(child)
-    else:
-        yield connector
 
 
 def announces_always(connector: Any) -> bool:

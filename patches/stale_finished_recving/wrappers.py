@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import attached
 from . import early_sends
 from .ledger import Held, Ids, Ledger, Sorted
 
@@ -34,11 +35,7 @@ ARRIVED = "_livepatch_arrived"
 
 def ledger_of(scheduler: Any) -> Ledger:
     """The scheduler's ledger, made when it is first asked for."""
-    ledger: Ledger | None = getattr(scheduler, LEDGER, None)
-    if ledger is None:
-        ledger = Ledger(scheduler.connector)
-        setattr(scheduler, LEDGER, ledger)
-    return ledger
+    return attached(scheduler, LEDGER, lambda: Ledger(scheduler.connector))
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
@@ -159,14 +156,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def report(found: Sorted, kept: Mapping[str, Held]) -> None:
         for kind, request_id in found.dropped:
-            livepatch.count(kind)
-            livepatch.say(kind, f"dropped a completion the scheduler cannot act on: {kind}, request {request_id}")
+            livepatch.tell(kind, f"dropped a completion the scheduler cannot act on: {kind}, request {request_id}")
         for request_id, held in kept.items():
             kind, ended, pending = "held_for_send", "receive", "send"
             if held.receive:
                 kind, ended, pending = "held_for_receive", "send", "receive"
-            livepatch.count(kind)
-            livepatch.say(kind, f"request {request_id}: its {ended} has ended, its {pending} has not; blocks are kept")
+            livepatch.tell(kind, f"request {request_id}: its {ended} has ended, its {pending} has not; blocks are kept")
 
     def sort(scheduler: Any, ledger: Ledger, output: Any) -> None:
         try:
@@ -342,8 +337,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return original(request, *rest, **named)
         ledger.parked.setdefault(request.request_id, []).append(request)
         settle_parked(scheduler, ledger)
-        livepatch.count("parked")
-        livepatch.say("parked", f"request id {request.request_id} is used again while transfers of it run: it waits")
+        livepatch.tell("parked", f"request id {request.request_id} is used again while transfers of it run: it waits")
         return None
 
     def settle_parked(scheduler: Any, ledger: Ledger) -> None:

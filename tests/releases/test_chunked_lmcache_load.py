@@ -184,11 +184,15 @@ def test_no_more_are_looked_at_than_on_stock(
 
 
 @pytest.mark.parametrize("case", ["fits", "crowd", "fails"])
-@pytest.mark.parametrize("release", executed.chosen(["0.18.1", "0.29.0", "0.32.0", "0.33.0"], RELEASES))
+@pytest.mark.parametrize("release", executed.chosen(["0.18.1", "0.29.0", "0.33.0"], RELEASES))
 def test_twice_the_hits_take_twice_the_work(
     release: str, case: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
 ) -> None:
-    """In instructions of the patches, whatever the machine: of the longest step, and of all steps."""
+    """In instructions of the patches, whatever the machine: of the longest step, and of all steps.
+
+    CI plays a release before LMCache's own class, one that needs the patch and has it, and the last one. 0.32.0, where the
+    fault is mended too, is by hand; `tests/scale` counts the operations of its crowds.
+    """
     hits = HITS_BY_HAND if executed.by_hand() else HITS
     releases = {"vllm": release, "lmcache": lmcache_of(release)}
     arguments = [which_class(release), case, *map(str, hits)]

@@ -88,7 +88,10 @@ def in_process(expected: dict[str, Any]) -> dict[str, Any]:
     """What there is of it in the engine's process. A user's tag stays, and a client's that says it were ours does nothing."""
     left = ("within_multi", "embeddings", "salts", "images")
     cases = {case: came for case, came in expected.items() if case not in left}
-    return {**cases, "images_in_process": expected["images"], "users_tags": [OWN, 3, OWN]}
+    by_layer = [*expected["adapters"], *((OWN, 0) if expected["adapters"] == PATCHED["adapters"] else (FOREIGN, 3))]
+    more = {"images_in_process": expected["images"], "users_tags": [OWN, 3, OWN], "by_layer": by_layer}
+    base = OWN if expected["adapters"] == PATCHED["adapters"] else LOADED  # a text engine's is not the base's of others
+    return {**cases, **more, "by_mooncake": [OWN, base, LOADED]}
 
 
 def driven(
@@ -148,17 +151,13 @@ def test_in_process(release: str, warm: interpreter.Interpreter, bundle: Path, t
 
 
 @pytest.mark.parametrize("release", executed.ends(LMCACHE))
-def test_preempted(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
-    """LMCache in the engine's process asserts that what was preempted has been looked up."""
-    came = driven(IN_PROCESS, "0.29.0", release, warm, tmp_path, "preempted", bundle=bundle)
-    assert came == {"preempted": [OWN, 0]}
+def test_not_looked_up(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """LMCache in the engine's process asserts that what was preempted has been looked up.
 
-
-@pytest.mark.parametrize("release", executed.ends(LMCACHE))
-def test_unreadable(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
-    """`lmcache-in-process` cleans what clients give, also where there is no lookup. On stock the first ends the engine."""
-    came = driven(IN_PROCESS, "0.29.0", release, warm, tmp_path, "unreadable", bundle=bundle)
-    assert came == {"unreadable": [OWN, OWN]}
+    `lmcache-in-process` cleans what clients give, also where there is no lookup. On stock the first ends the engine.
+    """
+    came = driven(IN_PROCESS, "0.29.0", release, warm, tmp_path, "preempted", "unreadable", bundle=bundle)
+    assert came == {"preempted": [OWN, 0], "unreadable": [OWN, OWN]}
 
 
 def test_locks(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ RIGHT = {
     "registering": [FAILED, OWN],
     "killed": [FAILED, FAILED, OWN],
     "waiting": [OWN, [OWN, OWN]],
+    "tried_again": [OWN, True],
+    "tried_again_first": [OWN, True],
     "let_go_first": [FAILED, True],
     "let_go_before": [FAILED, True, True],
     "let_go_last": [FAILED, True, True],
@@ -150,7 +152,7 @@ def test_patched(
         held = {"held": 5}  # one by the first of two workers
     for name, counters in (
         ("mooncake-failed-loads", {"failed": refused, "closed": 1, **held}),
-        ("mooncake-lost-asks", {"given_up": 12, "refused": 3, "let_go": 7, "no_ask": 1, "not_whole": 1}),
+        ("mooncake-lost-asks", {"given_up": 13, "refused": 3, "let_go": 9, "no_ask": 1, "not_whole": 1}),
     ):
         patch = interpreter.read(report, name)
         assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch

@@ -1,6 +1,7 @@
 """KV that leaves early, by the kind of model: MLA's does; what has other caches, or drafts, is sent at its end, as on stock.
 
-The rest is as in test_mooncake_layers.py. Contents are compared where decode computes.
+The rest is as in test_mooncake_layers.py. Contents are compared where decode computes. What leaves early beside other
+caches is in test_mooncake_hybrids.py.
 """
 
 from __future__ import annotations
@@ -22,31 +23,27 @@ ON = {
     "LIVEPATCH_MOONCAKE_LAYERWISE_BY": "auto",
     "LIVEPATCH_MOONCAKE_FAILED_LOADS_LOOK_SECONDS": "0.2",
 }
-AT_THE_END = ["windows", "window", "draft", "mamba"]
+AT_THE_END = ["windows", "window", "draft"]
 """Models of mooncake_groups.py."""
-MAMBA = Version("0.25.1")
-"""The first release whose connector knows Mamba's states: one before has decode compute its last token twice."""
 BY_GROUP = Version("0.25.1")
-"""The first release that writes a group's blocks into that group's layers only."""
+"""The first release that writes a group's blocks into that group's layers only, where one group may leave early."""
 
 EIGHT, THREE = "8 of 8", "3 of 3"
 
 
 def at_the_end(release: str) -> dict[str, Any]:
     """No write before the end; on what decode computes; blocks that the write brought, and that do not come back."""
-    # Eight blocks of two layers and three of the third; before, all eleven of each layer.
-    windows = 6.33 if Version(release) >= BY_GROUP else 11.0
     cases = {
-        "windows": [[0, 0, 0], [239, EIGHT, EIGHT, THREE], [windows], 0, 0],
+        # All eleven blocks of each layer.
+        "windows": [[0, 0, 0], [239, EIGHT, EIGHT, THREE], [11.0], 0, 0],
         "window": [[0, 0, 0], [239, THREE, THREE, THREE], [3.0], 0, 0],
         "draft": [[0, 0, 0], [239, EIGHT, EIGHT, EIGHT], [8.0], 0, 0],
-        "mamba": [[0, 0, 0], [239, EIGHT, EIGHT, "1 of 1"], [5.35], 0, 0],
     }
     return {name: cases[name] for name in models(release)}
 
 
 def models(release: str) -> list[str]:
-    return [name for name in AT_THE_END if name != "mamba" or Version(release) >= MAMBA]
+    return [name for name in AT_THE_END if name != "windows" or Version(release) < BY_GROUP]
 
 
 @pytest.mark.parametrize("release", executed.chosen(["0.33.0"], EVERY))

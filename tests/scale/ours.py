@@ -60,7 +60,7 @@ def kept(roots: Iterable[Any] = ()) -> dict[str, int]:
     of each of its classes there are. `roots` are a release's objects that patches leave attributes on."""
     sizes: Counter[str] = Counter()
     for label, value in _owned(roots):
-        sizes[label] += _entries(value, set()) if type(value) in CONTAINERS else 1
+        sizes[label] += _entries(value, set()) if _is_container(value) else 1
     return {label: size for label, size in sizes.items() if size}
 
 
@@ -123,7 +123,7 @@ def _owned(roots: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
     def containers(owner: str, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         for name, value in named:
-            if type(value) in CONTAINERS and id(value) not in seen:
+            if _is_container(value) and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{owner}.{name}", value
 
@@ -171,9 +171,14 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _entries(value: Any, seen: set[int]) -> int:
     """A container's entries and those of containers in it."""
-    if type(value) not in (*CONTAINERS, tuple) or id(value) in seen:
+    if not (_is_container(value) or type(value) is tuple) or id(value) in seen:
         return 0
     seen.add(id(value))
     inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
     own = 0 if type(value) is tuple else len(value)
-    return own + sum(_entries(each, seen) for each in list(inner) if type(each) in (*CONTAINERS, tuple))
+    return own + sum(_entries(each, seen) for each in list(inner))
+
+
+def _is_container(value: Any) -> bool:
+    """The kit's `Remembered` is one, too."""
+    return type(value) in CONTAINERS or issubclass(type(value), OrderedDict)

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from vllm_livepatch.sitecustomize.kit import Remembered
 
 from tests.scale import ours
 
@@ -57,6 +58,14 @@ def test_kept(patch: Any) -> None:
         "invented.wrappers.Keeper": 3,
         "invented.wrappers.Keeper.held": 7,
     }
+
+
+def test_an_ordered_dict_of_the_bundle_s_own_counts_as_one(patch: Any) -> None:
+    keeper = patch.Keeper()
+    keeper.held = Remembered(9)
+    for number in range(7):
+        keeper.held.remember(number, None)
+    assert ours.kept()["invented.wrappers.Keeper.held"] == 7
 
 
 def test_slow_fronts(patch: Any) -> None:

@@ -20,6 +20,7 @@ CONTAINERS = frozenset(
         "set",
         "Counter",
         "OrderedDict",
+        "Remembered",
         "Queue",
         "SimpleQueue",
         "WeakKeyDictionary",

@@ -319,6 +319,28 @@ def test_bytecode_with_the_time_and_the_size_of_another_source(patched: Sandbox,
         assert patched.python(USE_STEP, LIVEPATCH="strict").out == PATCHED, "Python compares them"
 
 
+def test_a_source_that_was_put_in_the_place_of_another_one_after_the_bytecode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a build that gives all files one time, the bytecode is younger than both: the interpreter runs the first one's."""
+    monkeypatch.setattr(executed_text, "_CLOSE_SECONDS", 0.0)
+    source = tmp_path / "module.py"
+    loader = SourceFileLoader("module", str(source))
+
+    def write(text: str) -> None:
+        source.write_text(text)
+        os.utime(source, (1, 1))
+
+    write("number = 1\n")
+    py_compile.compile(str(source), doraise=True)
+    assert executed_text.of(loader, "module") == "number = 1\n"
+    write("number = 2\n")
+    with pytest.raises(executed_text.Unknown, match="which has the time and the size of its source"):
+        executed_text.of(loader, "module")
+    write("number = 1\n")
+    assert executed_text.of(loader, "module") == "number = 1\n"
+
+
 def test_a_module_without_a_source(patched: Sandbox) -> None:
     source = patched.site / "fakeengine/scheduler.py"
     shutil.move(compiled(patched, source, source.read_text(), UNCHECKED), source.with_suffix(".pyc"))

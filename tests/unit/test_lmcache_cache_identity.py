@@ -15,6 +15,7 @@ from vllm_livepatch.patches.lmcache_cache_identity import adapters, wrappers
 from vllm_livepatch.patches.lmcache_cache_identity.adapters import Adapter, Adapters
 from vllm_livepatch.patches.lmcache_cache_identity.identities import Identities
 from vllm_livepatch.patches.lmcache_cache_identity.in_process import TAG, InProcess
+from vllm_livepatch.patches.lmcache_cache_identity.layers import Layers
 from vllm_livepatch.patches.lmcache_cache_identity.marks import WORDS, MarkedIds, Marks
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -288,6 +289,27 @@ class TestAdapters:
         assert 0 in looked_at
         assert 1 not in looked_at
 
+    def test_of_thousands_by_its_name_a_request_looks_at_the_first_that_differs(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        """A training loop loads each step's weights by one name, under an id of their own, and removes none."""
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        looked_at: list[int] = []
+
+        def noted(one: Adapter) -> str:
+            looked_at.append(one.request[0])
+            return str(one.request[0])
+
+        class Looked(Adapter):
+            __slots__ = ()
+            digest = property(noted)
+
+        for number in range(1000):
+            known.met(lora_of(files, number)).__class__ = Looked
+        assert known.shares_a_name(lora_of(files, 999))
+        assert set(looked_at) == {0, 999}
+
     def test_a_repository_is_not_a_folder(self, mocker: MockerFixture) -> None:
         mocker.patch("threading.Thread")
         said = mocker.Mock()
@@ -549,3 +571,68 @@ class TestInProcess:
         impl.build_connector_meta(SimpleNamespace(requests=[one]))
         assert (save.can_save, save.skip_leading_tokens, one.disagg_spec) == (False, 16, None)
         assert livepatch.aside == (why == "raises")
+
+
+class TestLayers:
+    """A worker that stores and loads each layer by itself: LMCache leaves its requests' tags out."""
+
+    def worker(self, *requests: Any) -> tuple[Any, list[tuple[str, Any]]]:
+        """The worker's connector in a step with these requests, and what its engine is asked for, with which tags."""
+        asked_for: list[tuple[str, Any]] = []
+
+        def of(kind: str) -> Callable[..., Any]:
+            def ask(tokens: Any, mask: Any, **named: Any) -> Any:
+                asked_for.append((kind, named.get("request_configs")))
+                return iter("ab")
+
+            return ask
+
+        engine = SimpleNamespace(retrieve_layer=of("load"), store_layer=of("store"))
+        metadata = SimpleNamespace(requests=requests)
+        impl = SimpleNamespace(lmcache_engine=engine, _parent=SimpleNamespace(_get_connector_metadata=lambda: metadata))
+
+        def start_load_kv() -> None:
+            for one in requests:
+                if one.load_spec is not None and one.load_spec.can_load:
+                    engine.retrieve_layer(one.token_ids[:8], None, sync=True)
+
+        impl.start_load_kv = start_load_kv
+        return impl, asked_for
+
+    def request(self, tag: str | None, *, loads: bool = True, stores: bool = True) -> Any:
+        ids = list(range(12))
+        spec = SimpleNamespace(can_save=stores, skip_leading_tokens=0 if stores else len(ids))
+        configs = None if tag is None else {TAG: tag, "lmcache.tag.user": "u"}
+        load_spec = SimpleNamespace(can_load=loads)
+        return SimpleNamespace(token_ids=ids, load_spec=load_spec, save_spec=spec, request_configs=configs)
+
+    def test_each_of_several_with_the_same_ids_gets_its_own(self, mocker: MockerFixture) -> None:
+        several = [self.request("a"), self.request("not loaded", loads=False), self.request("b"), self.request(None)]
+        impl, asked_for = self.worker(*several)
+        Layers(impl, context(mocker))
+        for _ in range(2):
+            asked_for.clear()
+            impl.start_load_kv()
+            for one in several:
+                impl.lmcache_engine.store_layer(one.token_ids, None, offset=0)
+            loaded = [several[0], several[2], several[3]]
+            assert asked_for == [
+                *(("load", one.request_configs) for one in loaded),
+                *(("store", one.request_configs) for one in several),
+            ]
+
+    def test_a_producer_stores_nothing_of_what_was_taken_out(self, mocker: MockerFixture) -> None:
+        out = self.request("a", stores=False)
+        impl, asked_for = self.worker(out)
+        Layers(impl, context(mocker))
+        storer = impl.lmcache_engine.store_layer(out.token_ids, None, offset=0)
+        assert [next(storer) for _ in range(100)] == [None] * 100
+        assert asked_for == []
+
+    def test_without_a_tag_of_ours_lmcache_is_called_as_on_stock(self, mocker: MockerFixture) -> None:
+        one = self.request(None)
+        one.request_configs = {"lmcache.tag.user": "u"}
+        impl, asked_for = self.worker(one)
+        Layers(impl, context(mocker))
+        impl.start_load_kv()
+        assert asked_for == [("load", None)]

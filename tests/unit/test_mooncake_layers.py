@@ -15,6 +15,7 @@ from vllm_livepatch.patches.mooncake_layerwise import early
 from vllm_livepatch.patches.mooncake_layerwise import wrappers as patch
 from vllm_livepatch.patches.mooncake_layerwise.computed import PROGRESS
 from vllm_livepatch.patches.mooncake_layerwise.layers import OTHERS, Layers
+from vllm_livepatch.patches.mooncake_layerwise.parts import Group
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 from tests.unit import test_mooncake_layerwise as base
@@ -508,7 +509,7 @@ async def asked_of_a_connector(context: PatchContext) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("by", ["auto", "layer", "chunk"])
 def test_the_connector_hears_of_layers_where_they_are_to_leave(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+    monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
     context = PatchContext("mooncake-layerwise", {"BY": by}, {}, lambda: None)
 
     async def main() -> None:
@@ -562,7 +563,7 @@ class Cuda:
 def test_before_blocks_are_read_all_is_awaited_that_their_step_had_queued_on_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+    monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=(cuda := Cuda())))
     monkeypatch.setattr(Cache, "device", SimpleNamespace(type="cuda"))
     context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None)

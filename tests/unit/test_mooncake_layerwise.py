@@ -19,6 +19,7 @@ import pytest
 from vllm_livepatch.patches.mooncake_layerwise import early
 from vllm_livepatch.patches.mooncake_layerwise import wrappers as patch
 from vllm_livepatch.patches.mooncake_layerwise.computed import PROGRESS, Prefills
+from vllm_livepatch.patches.mooncake_layerwise.parts import Group, Part
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 from tests.unit.support import awaited
@@ -91,7 +92,7 @@ class Worker:
     """Writes pairs of blocks, (prefill's, decode's), into `written`; a test can hold (`open`) or refuse (`answer`)."""
 
     def __init__(self, context: PatchContext) -> None:
-        self.num_sender_workers, self.block_len_per_layer, self._sender_executor = 4, [1], None
+        self.num_sender_workers, self._sender_executor = 4, None
         self.reqs_need_send: dict[str, Entry] = {}
         self.left: dict[str, str] = {}  # of `mooncake-lost-asks`, in whose place this is, too
         self._xfer_resp_decoder = SimpleNamespace(decode=lambda data: Response(*json.loads(data)))
@@ -106,6 +107,8 @@ class Worker:
         self.regions: Any = None  # of its caches, for what is to be sent of some layers
         self.finished: list[str] = []  # transfers whose blocks may be given away
         self.tp_size = 1
+        own = SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=1), layer_names=["a"])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[own])
         self.finished_sending_reqs: set[str] = set()
         self.given_up: list[set[str]] = []  # as the release was told
         self.livepatch_writes = early.Writes(context, self)
@@ -123,9 +126,8 @@ class Worker:
     async def _built(self, ready: Any, meta: Any, local: Any, remote: Any) -> Any:
         pairs = []
         for name, entry in ready:
-            (places,) = meta.req_blocks[name][1]
-            if places:
-                pairs += list(zip(entry.local_block_ids[0][-len(places) :], places, strict=True))
+            for local, places in zip(entry.local_block_ids, meta.req_blocks[name][1], strict=True):
+                pairs += list(zip(local[len(local) - len(places) :], places, strict=True))
         return pairs, [], [], [], None
 
     async def send(self, identity: bytes, socket: Any, meta: Any) -> None:
@@ -217,6 +219,57 @@ async def turns(number: int = 20) -> None:
     """Let all that can go on go on."""
     for _ in range(number):
         await asyncio.sleep(0)
+
+
+def beside_another(worker: Worker) -> None:
+    """The group that leaves early is the second of two."""
+    worker.kv_cache_config.kv_cache_groups *= 2
+    worker.livepatch_writes = early.Writes(worker.livepatch_writes._livepatch, worker, None, Group(1, 2))
+    setattr(worker, patch.WRITES, worker.livepatch_writes)
+
+
+def test_of_several_groups_one_leaves_early_and_the_others_at_the_end() -> None:
+    async def case(worker: Worker) -> None:
+        beside_another(worker)
+        asked = worker.asks({"d": ("t", [[20], [10, 11]])})
+        worker.whole("t", [1, 2], 2)
+        await turns()
+        assert worker.written == [[(1, 10), (2, 11)]]
+        entry = worker.reqs_need_send["t"]
+        entry.local_block_ids = [[7, 8], [1, 2]]
+        entry.ready.set()
+        await asked
+        assert worker.written[1:] == [[(8, 20)]]
+        assert worker.answers == [["FINISH", ["d"], [], None]]
+
+    assert run(case).counters == {"early": 2}
+
+
+@pytest.mark.parametrize("asked_for", [[[10, 11]], [[], [10, 11], []]], ids=["one", "three"])
+def test_nothing_leaves_early_for_who_has_another_number_of_groups(asked_for: list[list[int]]) -> None:
+    async def case(worker: Worker) -> None:
+        beside_another(worker)
+        asked = worker.asks({"d": ("t", asked_for)})
+        worker.whole("t", [1], 2)
+        await turns()
+        assert worker.written == []
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    run(case)
+
+
+def test_what_the_release_is_to_send_of_another_number_of_groups_is_sent_whole() -> None:
+    async def case(worker: Worker) -> None:
+        beside_another(worker)
+        part = Part(SimpleNamespace(), "d", "t", [10, 11], Group(1, 2), local=[1], blocks=2)  # type: ignore[arg-type]
+        part.entry = Entry("", "t", [[7], [1, 2]], None)
+        assert part.sent_of(part.entry) == (1, None)
+        part.entry.local_block_ids = [[1, 2]]
+        assert part.sent_of(part.entry) == (0, None)
+
+    run(case)
 
 
 def test_what_is_whole_leaves_and_the_rest_at_the_end() -> None:
@@ -465,7 +518,7 @@ def test_of_a_prefill_that_was_given_up_the_release_hears_before_another_begins_
 
 def test_a_step_begins_when_nothing_reads_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(worker: Worker) -> None:
-        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
         bound: list[Any] = []
         worker.register(bound)
         waiting = waits(monkeypatch, futures.Future, "result")
@@ -489,7 +542,7 @@ def test_a_step_begins_when_nothing_reads_what_was_given_back(monkeypatch: pytes
 
 def test_a_step_does_not_wait_for_ever_and_what_ends_later_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(worker: Worker) -> None:
-        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
         monkeypatch.setattr(early, "BACK_SECONDS", 0.01)
         bound: list[Any] = []
         worker.register(bound)
@@ -511,7 +564,7 @@ def test_a_step_does_not_wait_for_ever_and_what_ends_later_counts_for_nothing(mo
 
 def test_what_is_known_of_a_prefill_is_forgotten_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(worker: Worker) -> None:
-        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
         worker.register([])
         worker.whole("t", [1], 2)
         worker.whole("u", [2], 2)
@@ -574,7 +627,7 @@ def caches(*devices: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cuda"]])
 def test_whole_blocks_of_one_group_of_full_attention_can_leave_early(devices: list[str]) -> None:
-    assert patch.can_leave_early(engine(), caches(*devices))
+    assert patch.leaves_early(engine(), caches(*devices))
 
 
 @pytest.mark.parametrize(
@@ -591,7 +644,7 @@ def test_whole_blocks_of_one_group_of_full_attention_can_leave_early(devices: li
     ids=lambda other: next(iter(other)),
 )
 def test_others_are_sent_at_the_end(other: dict[str, Any]) -> None:
-    assert not patch.can_leave_early(engine(**other), caches("cpu"))
+    assert not patch.leaves_early(engine(**other), caches("cpu"))
 
 
 def mla(**more: int) -> Any:
@@ -601,16 +654,77 @@ def mla(**more: int) -> Any:
 
 @pytest.mark.parametrize("state", [{}, {"compress_ratio": 1}, {"tokens_per_state": 1}], ids=str)
 def test_whole_blocks_of_latent_vectors_can_leave_early(state: dict[str, int]) -> None:
-    assert patch.can_leave_early(engine(spec=mla(**state)), caches("cpu"))
+    assert patch.leaves_early(engine(spec=mla(**state)), caches("cpu"))
 
 
 @pytest.mark.parametrize("state", [{"compress_ratio": 4}, {"tokens_per_state": 4}], ids=str)
 def test_states_of_several_tokens_are_sent_at_the_end(state: dict[str, int]) -> None:
-    assert not patch.can_leave_early(engine(spec=mla(**state)), caches("cpu"))
+    assert not patch.leaves_early(engine(spec=mla(**state)), caches("cpu"))
 
 
 def test_what_is_on_another_device_is_sent_at_the_end() -> None:
-    assert not patch.can_leave_early(engine(), caches("cuda", "xpu"))
+    assert not patch.leaves_early(engine(), caches("cuda", "xpu"))
+    assert not patch.leaves_early(engine(), {"mamba": [*caches("cpu", "xpu").values()]})
+
+
+def groups(*kinds: str, block_size: int = 32) -> Any:
+    """Of a cache, by the names of the releases."""
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(
+                kv_cache_spec=type(kind, (SimpleNamespace,), {})(block_size=block_size), layer_names=[str(n)]
+            )
+            for n, kind in enumerate(kinds)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "group"),
+    [
+        (["FullAttentionSpec", "SlidingWindowSpec"], Group(0, 2)),
+        (["MambaSpec", "MambaSpec", "MLAAttentionSpec"], Group(2, 3)),
+        (["FullAttentionSpec", "MLAAttentionSpec"], None),
+        (["FullAttentionSpec", "ChunkedLocalAttentionSpec"], None),
+        (["FullAttentionSpec", "UniformTypeKVCacheSpecs"], None),
+        (["MambaSpec", "SlidingWindowSpec"], None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_of_several_groups_the_only_one_of_full_attention_can_leave_early(
+    kinds: list[str], group: Group | None
+) -> None:
+    worker = engine()
+    worker.kv_cache_config = groups(*kinds)
+    assert patch.leaves_early(worker, caches("cpu")) is None, "to 0.24.0 the release does not write by groups"
+    worker.registered_group_indices = []
+    assert patch.leaves_early(worker, caches("cpu")) == group
+    assert patch.group_of(groups(*kinds, block_size=64), 32) is None
+
+
+def test_the_scheduler_s_side_follows_the_blocks_of_the_group_that_leaves_early() -> None:
+    context = PatchContext("mooncake-layerwise", {"BY": "auto"}, {}, lambda: None)
+    made: Any = patch.wrappers(context)[f"{patch.SCHEDULER}.__init__"]
+    connector = SimpleNamespace(block_size=32)
+    made.look(None, connector, object(), "engine", groups("FullAttentionSpec", "MLAAttentionSpec"))
+    assert not hasattr(connector, patch.PREFILLS)
+    made.look(None, connector, object(), "engine", groups("MambaSpec", "FullAttentionSpec"))
+    prefills = getattr(connector, patch.PREFILLS)
+    prefills.progress(
+        SimpleNamespace(_reqs_need_send={"p": (request(80), [])}),
+        SimpleNamespace(
+            num_scheduled_tokens={"p": 32},
+            scheduled_new_reqs=[SimpleNamespace(req_id="p", block_ids=([9], [1, 2]))],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[]),
+        ),
+    )
+    assert prefills._kept["p"].blocks == [1, 2]
+
+
+def test_layers_of_other_groups_that_share_memory_are_passed_over() -> None:
+    worker = SimpleNamespace(kv_cache_config=groups("FullAttentionSpec", "SlidingWindowSpec"))
+    assert patch.own_caches(worker, {"0": 1, "1": 2, "none's": 3}, Group(0, 2)) == {"0": 1, "none's": 3}
 
 
 async def failed_early(worker: Worker, **more: Any) -> Any:
@@ -1141,7 +1255,7 @@ def test_a_step_waits_for_what_reads_blocks_that_were_given_back_also_after_an_e
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def case(worker: Worker) -> None:
-        monkeypatch.setattr(patch, "can_leave_early", lambda *args: True)
+        monkeypatch.setattr(patch, "leaves_early", lambda *args: Group())
         bound: list[Any] = []
         worker.register(bound)
         worker.open.clear()

@@ -28,6 +28,9 @@ class MooncakeXferResponse(SimpleNamespace):
     """As the release's, of which the patch makes its own answers."""
 
 
+envs = SimpleNamespace(VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=0.08)
+"""As the release's module has it, in seconds."""
+
 FINISH, CONTINUE = MooncakeXferResponseStatus.FINISH, MooncakeXferResponseStatus.CONTINUE
 
 
@@ -447,7 +450,7 @@ def refused(name: str) -> Any:
     return "FINISH", None, [name]
 
 
-def test_who_asks_for_what_was_let_go_is_answered_so_at_once_and_the_blocks_are_freed() -> None:
+def test_who_asks_for_what_was_let_go_is_answered_so_soon_and_the_blocks_are_freed() -> None:
     async def play() -> None:
         prefill = Prefill()
         await prefill.leg("t")
@@ -699,6 +702,40 @@ def test_an_id_that_is_used_again_after_it_was_let_go_is_another() -> None:
         await prefill.ask(prefill.serves, again=("t", [1]))
         assert prefill.answers[1:] == [("FINISH", ["again"], None)]
         assert prefill.freed == ["t", "t"]
+
+    asyncio.run(play())
+
+
+def test_who_asks_again_before_its_prefill_for_what_was_let_go_and_has_ended_is_served() -> None:
+    """A client hung up, and tries again by the same id. Of the two legs decode's is there first."""
+
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.leg("t")
+        await prefill.ask(prefill.serves, over=("t", LETS_GO))
+        await prefill.begin(prefill.serves, again=("t", [1]))
+        await prefill.leg("t", ended=False)
+        await asyncio.sleep(2 * envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT / patch.LATE_SHARE)
+        await prefill.leg("t")
+        await asyncio.gather(*getattr(prefill, patch.STATE).tasks)
+        assert prefill.answers == [ANSWERED, ("FINISH", ["again"], None)]
+        assert prefill.freed == ["t", "t"]
+
+    asyncio.run(play())
+
+
+def test_a_prefill_that_was_let_go_and_given_up_may_come_again() -> None:
+    """The client hung up before either leg was admitted, and tries again by the same id."""
+
+    async def play() -> None:
+        prefill = Prefill()
+        await prefill.ask(prefill.serves, over=("t", LETS_GO))
+        await prefill.note({"t"})
+        await prefill.ask(prefill.serves, late=("t", [1]))
+        await prefill.leg("t")
+        await prefill.ask(prefill.serves, again=("t", [1]))
+        assert prefill.answers == [ANSWERED, refused("late"), ("FINISH", ["again"], None)]
+        assert prefill.freed == ["t"]
 
     asyncio.run(play())
 

@@ -226,16 +226,32 @@ def test_an_id_whose_lease_ended_unread_is_not_reported_again(monkeypatch: pytes
     assert not held(table, "b")
 
 
-def test_a_full_bucket_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_with_more_leases_than_entries_says_nothing_until_they_fit_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lease_table, "bucket_of", lambda request_id: lease_table.BUCKETS - 1)
     table = lease_table.LeaseTable()
-    names = [str(number) for number in range(lease_table.ENTRIES + 1)]
-    assert [table.publish(name) for name in names] == [True] * lease_table.ENTRIES + [False]
-    assert [held(table, name) for name in names] == [True] * lease_table.ENTRIES + [False]
+    names = [str(number) for number in range(lease_table.ENTRIES + 3)]
+    fit = lease_table.ENTRIES
+    assert all(table.publish(name) for name in names[:fit])
+    assert all(held(table, name) for name in names[:fit])
+    assert all(table.publish(name) for name in names)
+    assert shown(table) == lease_table.ASIDE
     assert table.landed(0) == bytes(lease_table.BUCKET)  # the last bucket ends where the landings begin
-    table.withdraw("3")
-    assert table.publish(names[-1])
-    assert held(table, names[-1])
+    assert table.withdraw("3")
+    assert table.withdraw(names[-1])
+    assert shown(table) == lease_table.ASIDE
+    assert table.withdraw("5", unread=True)
+    assert [name for name in names if held(table, name)] == [*"012467", *names[fit : fit + 2]]
+    assert not table.publish("5")
+    assert all(table.withdraw(name) for name in [*"012467", *names[fit : fit + 2]])
+    assert shown(table) == bytes(lease_table.BUCKET)
+    assert not table._held
+
+
+def shown(table: lease_table.LeaseTable) -> bytes:
+    """The last bucket, as others read it."""
+    return ctypes.string_at(table.address + (lease_table.BUCKETS - 1) * lease_table.BUCKET, lease_table.BUCKET)
 
 
 # Decode
@@ -356,6 +372,24 @@ def test_failures_of_one_request_are_reported_in_one_round_of_asking(
         assert world.agent.check_xfer_state(handle) == "ERR"
         world.agent.release_xfer_handle(handle)
     assert world.agent.check_xfer_state(other) == "ERR"  # another request's
+
+
+class Unwalked(dict[Any, Any]):
+    """Nobody goes through all of it."""
+
+    values = None  # type: ignore[assignment]
+
+
+def test_a_read_that_failed_is_compared_with_those_of_its_request_alone(world: World) -> None:
+    """Where a prefill engine goes, all reads from it fail in one step."""
+    handles = [world.read(f"r{number}") for number in range(3)]
+    guard: Any = wrappers.guard_of(world.decode)
+    guard._reads = Unwalked(guard._reads)
+    for handle in handles:
+        handle.state = "ERR"
+        assert world.agent.check_xfer_state(handle) == "ERR"
+        world.agent.release_xfer_handle(handle)
+    assert not guard._readers
 
 
 def test_a_read_that_was_right_is_reported_beside_one_that_failed(world: World) -> None:

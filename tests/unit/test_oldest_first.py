@@ -7,7 +7,7 @@ from its front. An OrderedDict does not.
 from __future__ import annotations
 
 import ast
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,11 +17,12 @@ from vllm_livepatch import patches, sitecustomize
 from vllm_livepatch.patches.nixl_lease_guard import lease_table
 from vllm_livepatch.patches.stale_finished_recving import early_sends
 from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.sitecustomize.kit import Remembered
 
 ROOMS = [Path(next(iter(package.__path__))) for package in (patches, sitecustomize)]
 
 
-class Counted(OrderedDict[Any, Any]):
+class Counted(Remembered[Any, Any]):
     """Counts the entries that are looked at, and what is done."""
 
     done: ClassVar[Counter[str]] = Counter()
@@ -65,7 +66,7 @@ def test_a_call_does_as_much_when_a_great_deal_was_forgotten(
     module: Any, made: Callable[[], Callable[[int], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REMEMBERED", 64)
-    monkeypatch.setattr(module, "OrderedDict", Counted)
+    monkeypatch.setattr(module, "Remembered", Counted)
     call = made()
     counts = []
     for n in range(1, 2048):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,13 @@ def made(cli: Cli, sandbox: Sandbox, *targets: str, name: str = "my-fix") -> int
 
 @pytest.mark.parametrize("folder", versions.folders(), ids=versions.name_of)
 def test_those_that_come_with_this_project_say_all_that_the_pages_have_of_them(folder: Path) -> None:
-    assert list(scaffold.untold(folder, catalogue.read(folder).patch)) == []
+    patch = catalogue.read(folder).patch
+    assert [*scaffold.untold(folder, patch), *scaffold._out_of_date(patch)] == []
 
 
 def test_what_a_patch_of_this_project_does_not_say_is_named() -> None:
     patch = catalogue.load()["failed-loads"].patch
-    seen = [{"under": "nowhere", "what": "x"}, {"under": "ends"}]
+    seen = [{"under": "nowhere", "what": "x"}, {"under": "ends", "what": ""}]
     about = {**patch.about, "without": "", "keeps": {}, "seen": seen, "own_error": {"changed": "x"}}
     del about["gone"]
     assert list(scaffold.unsaid(dataclasses.replace(patch, group="", about=about))) == [
@@ -55,6 +57,20 @@ def test_what_a_patch_of_this_project_does_not_say_is_named() -> None:
         "patch.toml does not say: about.gone",
         f"patch.toml: under in [[about.seen]] is none of {', '.join(rendering.SEEN)}",
     ]
+
+
+def test_a_new_folder_names_all_that_is_asked_of_one_of_this_project(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    assert made(cli, sandbox, STEP) == 0
+    patch = catalogue.read(out / "my_fix").patch
+    assert {*patch.about} == {*scaffold._TOLD, *scaffold._OURS}
+    lines = (out / "my_fix/patch.toml").read_text("utf-8").splitlines()
+    empty = [line for line in lines if re.search(r'= ""|= \[\]|^# group|^\[about\.(keeps|counters)\]', line)]
+    assert len(empty) == 13
+    assert all(re.search(r"  # \w", line) for line in empty), empty
+    unsaid = [line.rpartition(": ")[2] for line in scaffold.unsaid(patch)]
+    assert unsaid[0].startswith("group is none of")
+    assert unsaid[-1].startswith("under in [[about.seen]] is none of")
+    assert len(unsaid) == len(empty) - len({"threads", "keeps", "counters"}) + 1  # an empty table may be all there is
 
 
 def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:

@@ -19,6 +19,7 @@ own, and an engine that waits for KV makes fewer empty steps (the lab's `empty-s
 
 The ideal is max(prefill, transfer) and the transfer of the last layer. Prefill is what the stock setup's prefill engine
 takes by itself, transfer the KV's bytes by the link's rate. `share` is how much of what the ideal would save is saved.
+`--window` has three of four layers attend to so many tokens, a group of their own that leaves when a prefill has ended.
 `--out` is written after each row: what is cut off keeps those that are there.
 """
 
@@ -73,13 +74,34 @@ SHAPE = {
 }
 """Of the model: narrow, with much KV a token (96 KiB; a model of 8 billion parameters has 128). So the KV of 1,024
 tokens takes about as long on a link of 400 MB/s as their prefill does on one core."""
-TOKEN_NUMBERS = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
-"""Of a token's KV: keys and values of all layers."""
+LAYER_NUMBERS = 2 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+"""Of a token's KV: keys and values of one layer."""
+TOKEN_NUMBERS = LAYER_NUMBERS * SHAPE["num_hidden_layers"]
+"""The same, of all layers."""
+FULL = 4
+"""With `--window`, each so-manyth layer attends to all tokens."""
 BYTES = {"bfloat16": 2, "float32": 4}
 """Of a number. A processor without instructions for bfloat16 computes it much slower than float32."""
 ENGINE = {"--block-size": "32", "--max-model-len": str(SHAPE["max_position_embeddings"])}
 KV_GIB = 1
 """Of each engine, which writes to all of it when it starts: enough for 10,922 tokens of bfloat16."""
+
+
+def shape(window: int | None) -> dict[str, Any]:
+    """Of the model, whose layers but each `FULL`th attend to `window` tokens; None: all attend to all."""
+    if window is None:
+        return SHAPE
+    kinds = [
+        "sliding_attention" if (layer + 1) % FULL else "full_attention" for layer in range(SHAPE["num_hidden_layers"])
+    ]
+    return {**SHAPE, "layer_types": kinds, "sliding_window": window}
+
+
+def prompt_numbers(tokens: int, window: int | None) -> int:
+    """Of the KV of a prompt, as much of it as decode needs."""
+    full = SHAPE["num_hidden_layers"] // FULL if window is not None else SHAPE["num_hidden_layers"]
+    rest = (SHAPE["num_hidden_layers"] - full) * min(tokens, window or tokens)
+    return LAYER_NUMBERS * (full * tokens + rest)
 
 
 def deployment(
@@ -133,7 +155,7 @@ class Times:
 
 async def measure(options: argparse.Namespace, python: Path, place: Path, kept: Callable[[Any], None]) -> None:
     """A row for each link, length of prompts and number at once. Raises PartFailed where a server dies."""
-    made = model.make(place / "model", seed=1, shape=SHAPE)
+    made = model.make(place / "model", seed=1, shape=shape(options.window))
     transport = [str(environments.mooncake(python))]
     steps = {setup: options.step if setup == "chunk" else options.whole for setup in options.setups}
     deployed = {}
@@ -164,7 +186,8 @@ async def measure(options: argparse.Namespace, python: Path, place: Path, kept: 
                 for link in options.links:
                     (place / LINK).write_text(f"{link:g}", encoding="utf-8")
                     times = await asked(parts, clients, tokens, number, by_itself)
-                    kept({**row(link, tokens, number, times, BYTES[options.dtype]), "early": counted(place)})
+                    found = row(link, tokens, number, times, BYTES[options.dtype], options.window)
+                    kept({**found, "early": counted(place)})
 
 
 def keep_apart(supervisors: Iterable[Supervisor]) -> None:
@@ -221,13 +244,15 @@ async def together(client: Client, prompts: Sequence[Messages]) -> Answers:
     return [(text, times[0]) for text, times in answers]
 
 
-def row(link: float, tokens: int, number: int, times: Times, size: int = BYTES["bfloat16"]) -> dict[str, Any]:
+def row(
+    link: float, tokens: int, number: int, times: Times, size: int = BYTES["bfloat16"], window: int | None = None
+) -> dict[str, Any]:
     """One line of the result: medians in seconds, and on a link where one prompt is alone the share of the ideal."""
     middle = {name: round(statistics.median(seconds), 4) for name, seconds in times.seconds.items()}
     found: dict[str, Any] = {"link": link, "tokens": tokens, "at_once": number, "median": middle, **vars(times)}
     if link and number == 1 and STOCK in middle:
-        transfer = tokens * TOKEN_NUMBERS * size / (link * MEGABYTE)
-        last = transfer / SHAPE["num_hidden_layers"]
+        transfer = prompt_numbers(tokens, window) * size / (link * MEGABYTE)
+        last = tokens * LAYER_NUMBERS * size / (link * MEGABYTE)
         could = middle[ALONE] + transfer - (max(middle[ALONE], transfer) + last)
         found |= {"transfer": round(transfer, 4)}
         found["share"] = {name: round((middle[STOCK] - middle[name]) / could, 2) for name in PATCHED if name in middle}
@@ -293,6 +318,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=256, help="the same, of the setup by chunk")
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=[STOCK, "layer", "chunk"])
     parser.add_argument("--before", help="the revision of this checkout whose bundle the setup `before` has")
+    parser.add_argument("--window", type=int, help="tokens that three of four layers attend to; default: all")
     parser.add_argument("--dtype", choices=list(BYTES), default="bfloat16", help="of the model and its KV")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON, written after each row")
     parser.add_argument("--kept", type=Path, help="the JSON of an earlier run: nothing is run")
@@ -306,7 +332,7 @@ def main() -> None:
     else:
         figures = {"vllm": options.vllm, "whole": options.whole, "step": options.step, "dtype": options.dtype}
         figures["token_bytes"] = TOKEN_NUMBERS * BYTES[options.dtype]
-        figures |= {"model": SHAPE, "command": " ".join(["bench.layerwise", *sys.argv[1:]])}
+        figures |= {"model": shape(options.window), "command": " ".join(["bench.layerwise", *sys.argv[1:]])}
         figures |= measured_on(Path(__file__).resolve().parents[2]) | {"rows": []}
 
         def kept(found: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import lru_cache
 from typing import Any
 
 from vllm_livepatch.sitecustomize import fingerprint
@@ -17,12 +18,18 @@ _FIELDS = re.compile(r"dataclass|\bconfig\b|\b(?:Struct|BaseModel|NamedTuple|def
 """In the decorators or bases of a class that is made of its fields: vLLM's own `@config` makes a dataclass."""
 
 
+@lru_cache(maxsize=4)
+def parsed(source: str) -> ast.Module:
+    """As `fingerprint.parsed`, remembered: targets share a module, and a large one takes a tenth of a second."""
+    return fingerprint.parsed(source)
+
+
 def refused(source: str, qualname: str, wrapper: Any = None) -> str:
     """Why a process would refuse such a wrapper there, empty where it would not. Without a wrapper: any of them.
 
     Empty, too, of what the source does not have.
     """
-    tree = fingerprint.parsed(source)
+    tree = parsed(source)
     node, owner = fingerprint.find(tree, qualname), fingerprint.find(tree, qualname.rpartition(".")[0])
     beyond = _beyond(node, owner)
     if beyond or wrapper is None or isinstance(wrapper, AfterImport):

@@ -40,7 +40,7 @@ def _module(folder: Path) -> Any:
     digest = hashlib.sha256(str(folder.absolute()).encode())
     for file in sorted(folder.glob("*.py")):
         digest.update(file.read_bytes())
-    name = f"_patch_{digest.hexdigest()[:16]}"
+    name = f"vllm_livepatch.patches._{digest.hexdigest()[:16]}"  # as in a bundle: `...sitecustomize` is the runtime
     if name not in sys.modules:
         spec = ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder.absolute())]
@@ -62,7 +62,7 @@ def misread(wrappers: Mapping[str, Any], tree: Tree) -> Iterator[str]:
         if unfit:
             yield f"{target}: {unfit}"
             continue
-        node = None if source is None else fingerprint.find(fingerprint.parsed(source), target.partition(":")[2])
+        node = None if source is None else fingerprint.find(forms.parsed(source), target.partition(":")[2])
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             why = _differs(wrapper, node, "." in target.partition(":")[2])
             if why:

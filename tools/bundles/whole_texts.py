@@ -7,6 +7,7 @@ on it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache as once
 from pathlib import Path
 
 from vllm_livepatch.sitecustomize import cache
@@ -24,8 +25,14 @@ FILE = Path(__file__).with_name("whole_texts.toml")
 def read(patches: Iterable[Patch]) -> Texts:
     """By module that one of the patches names, and by the digest of its text: the releases that have it."""
     named = {module_of(name) for patch in patches for name in patch.names}
+    return {module: digests for module, digests in _of_file(FILE.stat().st_mtime_ns).items() if module in named}
+
+
+@once
+def _of_file(written: int) -> Texts:
+    """The list as it was written at this time."""
     texts: Texts = tomllib.loads(FILE.read_text("utf-8"))
-    return {module: digests for module, digests in texts.items() if module in named}
+    return texts
 
 
 def of_pins(patches: Iterable[Patch]) -> Texts:

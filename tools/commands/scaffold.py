@@ -42,6 +42,7 @@ _TOML = """format = 1
 version = 1
 title = "{todo}: what is so with this patch, in one line"
 package = "{package}"
+# group = "mine"  # LIVEPATCH_GROUP_MINE switches its patches. Of this project's: {groups}
 targets = [
 {targets}
 ]
@@ -52,7 +53,28 @@ symptom = "{todo}: what a user sees, with the words of the log"
 why = "{todo}: what goes wrong, in which code"
 change = "{todo}: what this patch does about it"
 origin = "{todo}: who found it, where"
-threads = []
+threads = []  # upstream's, such as "vllm#43226"
+
+# What is empty from here on is asked of a patch that comes with vllm-livepatch (docs/patch-toml.md says more of each).
+without = ""  # what a user has without the patch, in sentences
+gone = ""  # what the code takes for the end of a peer, a transfer or a hold
+
+[[about.seen]]
+under = ""  # where a user looks in docs/troubleshooting.md: {seen}
+what = ""  # what a user sees, with messages of `symptom`
+
+[[about.gives_up]]
+what = ""  # what the patch gives up, ends or frees
+protects = ""  # who may still read or write it, and why it is nobody's any more
+evidence = ""  # the tests that show so
+
+[about.own_error]
+changed = ""  # what is half-done where the patch's code raises
+done = ""  # what is then done about it
+
+[about.keeps]  # each container, thread, socket and file that outlives a call = "for what, until when, how much"
+
+[about.counters]  # each counter = "what it counts"
 """
 
 _FUNCTION = """
@@ -109,7 +131,7 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
         "",
         "",
         "def wrappers(livepatch: Any) -> Mapping[str, Any]:",
-        '    """What is to stand at each target. `livepatch` has options, facts, count() and say()."""',
+        '    """What is to stand at each target. `livepatch` has options, facts, count(), say() and tell()."""',
         *functions,
         "    return {",
         *entries,
@@ -118,7 +140,14 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
     ]
     listed = "\n".join(f'    "{target}",' for target in targets)
     files = {
-        "patch.toml": _TOML.format(todo=TODO, most=FAULT, package=package, targets=listed),
+        "patch.toml": _TOML.format(
+            todo=TODO,
+            most=FAULT,
+            package=package,
+            targets=listed,
+            groups=", ".join(GROUPS),
+            seen=", ".join(SEEN),
+        ),
         "wrappers.py": "\n".join(code),
         PROOF: _PROOF.format(todo=TODO),
     }
@@ -196,7 +225,7 @@ def missing(folder: Path) -> list[str]:
         found.append(f"there is no {PROOF}, which shows the fault, and that it is gone")
     elif TODO in proof.read_text("utf-8"):
         found.append(f"{PROOF} still has a {TODO}")
-    counted = set(re.findall(r"livepatch\.count\(\s*[\"']([a-z_]+)[\"']", _code(folder)))
+    counted = set(re.findall(r"livepatch\.(?:count|tell)\(\s*[\"']([a-z_]+)[\"']", _code(folder)))
     for kind in sorted(counted - set(patch.about.get("counters", {}))):
         found.append(f"patch.toml does not say what the counter {kind} means, in [about.counters]")
     if not (folder / patch_lock.NAME).is_file() and not patch.variants:
@@ -228,7 +257,8 @@ def unsaid(patch: Patch) -> Iterator[str]:
         if told is None or told == "" or (parts and not told):
             yield f"patch.toml does not say: about.{key}"
         elif parts:
-            for lacks in (parts - set(one) for one in (told if isinstance(told, list) else [told])):
+            rows = told if isinstance(told, list) else [told]
+            for lacks in (parts - {part for part in one if one[part]} for one in rows):
                 yield from (f"patch.toml does not say: about.{key}, {part}" for part in sorted(lacks))
     for one in patch.about.get("seen", ()):
         if one.get("under") not in SEEN:

@@ -110,7 +110,7 @@ def _tokenizer() -> dict[str, Any]:
     }
 
 
-def make(directory: Path, seed: int = 0, shape: Mapping[str, int] | None = None) -> Path:
+def make(directory: Path, seed: int = 0, shape: Mapping[str, Any] | None = None) -> Path:
     """Write config, weights and tokenizer into ``directory`` and return it. The same seed, the same bytes.
 
     ``shape``: what the config has otherwise, as many heads for keys and values as for queries.

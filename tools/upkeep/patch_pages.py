@@ -146,6 +146,7 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
     """The tables of the pages about all patches, by page, below docs, and block. Raises UserError."""
     gives_up = ["| patch | what it gives up or frees |", "|---|---|"]
     errors = ["| patch | what it may have changed when it raises |", "|---|---|"]
+    mooncake = ["| patch | works in | by default |", "|---|---|---|"]
     off, front = ["| off | then |", "|---|---|"], ["| patch | without it |", "|---|---|"]
     seen: dict[str, dict[str, list[str]]] = {part: {} for part in rendering.SEEN}
     for patch in [patch for _, some in sections(patches, lambda patch: patch) for patch in some]:
@@ -156,6 +157,9 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
         if "own_error" in about:
             raised = f"[`{patch.name}`](patches/{patch.name}.md#if-its-own-code-raises)"
             errors.append(f"| {raised} | {_cell(about['own_error']['changed'])} |")
+        if "mooncake" in about:
+            default = rendering.DEFAULTS.get(patch.auto, "on")
+            mooncake.append(f"| `{patch.name}` | {_cell(about['mooncake'])} | {default} |")
         if "without" in about:
             off.append(f"| `{patch.name}` | {_cell(about['without'])} |")
         if about.get("readme"):
@@ -170,6 +174,7 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
             seen[one["under"]].setdefault(_cell(one["what"]), []).append(told)
     found = {
         ("never-wrong.md", ""): "\n".join(gives_up),
+        ("operate.md", ""): "\n".join(mooncake),
         ("own-errors.md", ""): "\n".join(errors),
         ("recipes.md", ""): recipes.table(patches, lambda patch: _spans(patch).get("needed", "none"), _link),
         ("status.md", ""): "\n".join(off),

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 SPIN = 0.0001
 CHUNK = 1 << 16
@@ -72,9 +73,24 @@ class Reading:
         gc.collect()
 
 
+class Told(Exception):
+    """What an executor is about to tell its workers."""
+
+
 def step(tokens: int = 0) -> Any:
-    """What a worker is told of a step, as the executor of every release does."""
-    return ("execute_model", (SimpleNamespace(total_num_scheduled_tokens=tokens),), {}, 0)
+    """What a worker is told of a step, as this release's executor does."""
+
+    def enqueue(message: Any) -> None:
+        raise Told(message)
+
+    executor = object.__new__(MultiprocExecutor)
+    vars(executor).update(rpc_broadcast_mq=SimpleNamespace(enqueue=enqueue), is_failed=False, output_rank=0)
+    vars(executor).update(kv_output_aggregator=None, ec_output_aggregator=None)
+    try:
+        executor.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens))
+    except Told as told:
+        return told.args[0]
+    raise AssertionError("the executor tells its workers of no step")
 
 
 def play() -> dict[str, Any]:

@@ -240,7 +240,7 @@ def left_by(request: Any, weights: dict[int, str], tokens: int) -> list[float]:
 
 def registries() -> list[Any]:
     """The patch's knowledge of adapters: one object of the process, and none in a stock one."""
-    if not REGISTRIES:
+    if not REGISTRIES and "_vllm_livepatch" in sys.modules:  # to look through all objects takes a second
         gc.unfreeze()  # what is frozen is not listed: the interpreter that this one was forked of has frozen what it had
         REGISTRIES.extend(one for one in gc.get_objects() if type(one).__name__ == "Adapters")
     return REGISTRIES

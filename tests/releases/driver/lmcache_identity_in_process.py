@@ -12,7 +12,9 @@ from result import attempted, begin_driver, leave, print_result
 begin_driver()
 
 import importlib
+import itertools
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
 Metadata = importlib.import_module("lmcache.v1.metadata").LMCacheMetadata
+FACTORY = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
 CHUNK, BLOCK = within.CHUNK, within.BLOCK
 
 
@@ -49,7 +52,7 @@ class Chunks:
         loaded = torch.zeros(len(tokens), dtype=torch.bool)
         for number, key in enumerate(self.keys(tokens, others.get("request_configs"))):
             start = number * CHUNK
-            if mask[start]:
+            if mask[start] and key in self.stored:
                 for place, content in zip(range(start, start + CHUNK), self.stored[key], strict=True):
                     slot = int(slot_mapping[place])
                     kvcaches[0][:, slot // BLOCK, :, slot % BLOCK] = content
@@ -62,6 +65,14 @@ class Chunks:
             if mask[start] and key not in self.stored:
                 slots = [int(slot) for slot in slot_mapping[start : start + CHUNK]]
                 self.stored[key] = [kvcaches[0][:, slot // BLOCK, :, slot % BLOCK].clone() for slot in slots]
+
+    def store_layer(self, tokens: Any, mask: Any, **others: Any) -> Iterator[None]:
+        self.store(tokens, mask, **others)
+        yield from itertools.repeat(None)
+
+    def retrieve_layer(self, tokens: Any, mask: Any, **others: Any) -> Iterator[None]:
+        self.retrieve(tokens, mask, **others)
+        yield from itertools.repeat(None)
 
     def lookup_unpin(self, name: str) -> None: ...
 
@@ -79,24 +90,84 @@ class Shared:
 class Engine(identity.Engine):
     """LMCache in the workers' processes."""
 
-    def __init__(self, shared: Shared, *, adapters: bool = True, workers: int = 1, multi: bool = False) -> None:
+    def __init__(
+        self, shared: Shared, *, adapters: bool = True, workers: int = 1, multi: bool = False, client: Any = None
+    ) -> None:
         self.chunks = chunks = [Chunks(shared.stored, rank, workers) for rank in range(workers)]
-        within.lookup_client = lambda: SimpleNamespace(
-            lookup_cache=lambda lookup_id: -1,
-            lookup=lambda tokens, lookup_id, request_configs=None: min(
-                one.lookup(tokens, request_configs) for one in chunks
-            ),
-            clear_lookup_status=lambda name: None,
-            cancel_lookup=lambda name: None,
+        within.lookup_client = lambda: (
+            client
+            or SimpleNamespace(
+                lookup_cache=lambda lookup_id: -1,
+                lookup=lambda tokens, lookup_id, request_configs=None: min(
+                    one.lookup(tokens, request_configs) for one in chunks
+                ),
+                clear_lookup_status=lambda name: None,
+                cancel_lookup=lambda name: None,
+            )
         )
         super().__init__(shared, adapters=adapters, workers=workers, multi=multi)
 
     def worker(self, shared: Any, vllm_config: Any, rank: int, workers: int) -> tuple[Any, Any]:
         within.ENGINES[:] = self.chunks
-        worker = within.worker_of(vllm_config, self.scheduler.kv_cache_config, rank, workers, 1)
+        config = within.config_of(vllm_config, rank, workers, 1)
+        role = within.KVConnectorRole.WORKER
+        worker = FACTORY.create_connector(config=config, role=role, kv_cache_config=self.scheduler.kv_cache_config)
         cache = torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8)
         worker._lmcache_engine.kv_caches = {"layer0": cache}
         return worker, cache
+
+    def ended(self, scheduled: Any) -> Any:
+        for worker in self.workers if within.OPTIONS.get("use_layerwise") else ():
+            worker.save_kv_layer("layer0", None, None)
+        return super().ended(scheduled)
+
+
+def by_layer(shared: Shared) -> list[Any]:
+    """Each layer by itself: two adapters and the base model, twice; then by an engine of text alone. Then a producer whose
+    adapter's files cannot be read."""
+    within.OPTIONS["use_layerwise"] = True
+    first, second, text = Engine(shared), Engine(shared), Engine(shared, adapters=False)
+    within.OPTIONS["kv_role"] = "kv_producer"
+    producer = Engine(shared)
+    within.OPTIONS.clear()
+    within.OPTIONS["use_layerwise"] = True
+    loras = [identity.adapter(name, number, f"weights of {name}") for number, name in enumerate("ab", 1)]
+    came = []
+    for engine in (first, second):
+        for lora in loras:
+            engine.load(lora)
+        came.append([engine.run(identity.request(lora, prompt=18)) for lora in (*loras, None)])
+    came.append(text.run(identity.request(prompt=18)))
+    producer.weights[1] = "of the hub"
+    before = len(shared.stored)
+    producer.run(identity.request(identity.LoRARequest("hub", 1, "org/not-here"), prompt=19))
+    within.OPTIONS.clear()
+    return [*came, len(shared.stored) - before]
+
+
+class MooncakeLookupClient:
+    """As LMCache's own, which asks a Mooncake store: its keys are of ids alone."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks, self.token_database = chunks, chunks.database
+        for name in ("clear_lookup_status", "cancel_lookup"):
+            setattr(self, name, lambda name: None)
+
+    def lookup_cache(self, lookup_id: str) -> int:
+        return -1
+
+    def lookup(self, token_ids: Any, lookup_id: Any = None, request_configs: Any = None) -> int:
+        return self.chunks.lookup(token_ids, None)
+
+
+def by_mooncake(shared: Shared) -> list[Any]:
+    """Lookups by LMCache's Mooncake client: the base model twice, of engines with adapters; a text engine stored it, too."""
+    engines = []
+    for adapters in (False, True, True):
+        chunks = Chunks(shared.stored, 0, 1)
+        engine = Engine(shared, adapters=adapters, client=MooncakeLookupClient(chunks))
+        engines.append(engine)
+    return [engine.run(identity.request(prompt=20)) for engine in engines]
 
 
 def images_in_process(shared: Shared) -> list[Any]:
@@ -164,6 +235,8 @@ CASES = (
     identity.behind_old_weights,
     identity.unknown,
     identity.changed_files,
+    by_layer,
+    by_mooncake,
     images_in_process,
     identity.plain,
     users_tags,

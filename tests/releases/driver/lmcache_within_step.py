@@ -108,6 +108,10 @@ def lookup_client() -> Any:
     )
 
 
+OPTIONS: dict[str, Any] = {}
+"""Attributes of an Impl that are to be others than those here."""
+
+
 class InProcess(LMCacheConnectorV1):  # type: ignore[misc]
     """vLLM's connector around LMCache's, without what those start: servers, threads, pinned memory."""
 
@@ -147,6 +151,7 @@ class InProcess(LMCacheConnectorV1):  # type: ignore[misc]
             "_requests_priority": {},
             "_max_tokens_per_load": 0,
             "_invalid_block_ids": set(),
+            **OPTIONS,
         }
         for name, value in given.items():
             if not isinstance(getattr(type(impl), name, None), property):
@@ -157,12 +162,17 @@ class InProcess(LMCacheConnectorV1):  # type: ignore[misc]
 
 def worker_of(config: Any, kv_cache_config: Any, rank: int, workers: int, stages: int) -> Any:
     """A worker's connector, configured as vLLM does for each of its processes."""
+    return InProcess(config_of(config, rank, workers, stages), KVConnectorRole.WORKER, kv_cache_config)
+
+
+def config_of(config: Any, rank: int, workers: int, stages: int) -> Any:
+    """A worker's configuration."""
     config = copy.copy(config)
     config.parallel_config = copy.copy(config.parallel_config)
     parallel = {"rank": rank, "world_size": workers, "pipeline_parallel_size": stages}
     for name, value in parallel.items():
         object.__setattr__(config.parallel_config, name, value)
-    return InProcess(config, KVConnectorRole.WORKER, kv_cache_config)
+    return config
 
 
 def stores(number: int) -> list[TCPStore]:

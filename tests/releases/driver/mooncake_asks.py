@@ -259,8 +259,31 @@ def let_go_first(pair: Pair) -> Any:
     """A client hangs up, and of decode's two asks the one that lets go is there first."""
     pair.leg("hung-up", [1, 2])
     pair.lets_go("hung-up")
-    pair.ask("hung-up", [1, 2])
-    return pair.loaded("hung-up", [1, 2]), pair.let_go("hung-up", 60)
+    with seconds("8"):  # the patch takes a part of it
+        pair.ask("hung-up", [1, 2])
+        return pair.loaded("hung-up", [1, 2]), pair.let_go("hung-up", 60)
+
+
+def tried_again(pair: Pair) -> Any:
+    """A client hangs up before either leg was admitted, and tries again by the same transfer."""
+    pair.lets_go("tried")
+    pair.prefill.finish(prefilling("p-tried-first", "tried", 2), [], "FINISHED_ABORTED")
+    pair.prefill.step()
+    pair.leg("tried", [1, 2])
+    pair.ask("tried", [1, 2])
+    return pair.loaded("tried", [1, 2]), pair.let_go("tried", 60)
+
+
+def tried_again_first(pair: Pair) -> Any:
+    """A client hangs up when prefill has ended, and tries again: of the new legs decode's is there first."""
+    pair.leg("once", [1, 2])
+    pair.lets_go("once")
+    assert pair.let_go("once", 60)
+    pair.prefill.sent.remove("p-once")
+    pair.ask("once", [4, 5])
+    pair.arrived("once")
+    pair.leg("once", [4, 5])
+    return pair.loaded("once", [4, 5]), pair.let_go("once")
 
 
 def let_go_before(pair: Pair) -> Any:
@@ -612,7 +635,7 @@ CASES = (
     never_sent,
     broken,
 )
-LET_GO = (let_go_first, let_go_before, let_go_last, let_go_amid, let_go_beside)
+LET_GO = (tried_again, tried_again_first, let_go_first, let_go_before, let_go_last, let_go_amid, let_go_beside)
 LAST = (waiting, slots, stray, odd_id)
 
 

@@ -1,4 +1,4 @@
-"""KV of models that are not full attention alone, or whose scheduler drafts: all leaves at the end; print what came, as JSON.
+"""KV of models that are not full attention alone, or whose scheduler drafts: what leaves at the end; print it, as JSON.
 
 Real: both schedulers, both roles of the connector, their order of calls in a step, Mooncake's engine. A model that
 writes numbers into blocks stands for one. `mooncake_groups.py PATIENCE MODEL...`.
@@ -104,6 +104,7 @@ class Grouped(engines.Engine):
     """An engine whose model may have several groups."""
 
     side: Side
+    anew = 0.0  # added to what is computed, and to what is right
 
     def blocks_of(self, name: str, layer: str) -> list[int]:
         groups = sides.MODEL.groups(1)
@@ -116,13 +117,19 @@ class Grouped(engines.Engine):
         for name, tokens in scheduled.num_scheduled_tokens.items():
             yield name, computed[name], computed[name] + tokens
 
+    def write(self, scheduled: Any, layer: str) -> None:
+        """What a step computes."""
+        for name, begin, end in self.steps(scheduled):
+            for memory, number in self.holds(name, layer, begin, end):
+                memory.fill_(number)
+
     def holds(self, name: str, layer: str, begin: int, end: int) -> Iterator[tuple[Any, float]]:
         """What a layer has of a request, from a token on: the memory of its blocks, and what is in it when all is right."""
         model: Any = sides.MODEL
         cache, blocks = self.side.caches[layer], self.blocks_of(name, layer)
         dimension = list(cache.shape).index(sides.BLOCKS)
         content = self.scheduler.requests[name].prompt_token_ids[0] - 1
-        quarter = layers.QUARTER * LAYERS.index(layer)
+        quarter = self.anew + layers.QUARTER * LAYERS.index(layer)
         if model.state(layer):
             yield cache.select(dimension, blocks[-1]), quarter + engines.contents(content, 0, end)
             return
@@ -133,9 +140,7 @@ class Grouped(engines.Engine):
 
 class Prefill(Grouped, layers.Prefill):
     def layer(self, scheduled: Any, layer_name: str) -> None:
-        for name, begin, end in self.steps(scheduled):
-            for memory, number in self.holds(name, layer_name, begin, end):
-                memory.fill_(number)
+        self.write(scheduled, layer_name)
 
     def waits(self, number: int) -> None: ...
 
@@ -159,6 +164,8 @@ class Decode(Grouped):
                 ]
                 found[layer] = f"{sum(held)} of {len(held)}"
             self.computes_on.setdefault(new.req_id, [end, *found.values()])
+        for layer in LAYERS:
+            self.write(scheduled, layer)
 
     def holds_from(self, name: str, layer: str, end: int) -> Iterator[tuple[Any, float]]:
         model: Any = sides.MODEL

@@ -41,13 +41,22 @@ def tells(name: str) -> bool:
     return bool(kind.get_kv_connector_stats is not KVConnectorBase_V1.get_kv_connector_stats)
 
 
+def child(name: str) -> Any:
+    """A connector of this name, of which no part is made but what it tells: one failed transfer."""
+    kind = KVConnectorFactory.get_connector_class_by_name(name)
+    stats = kind.build_kv_connector_stats()
+    stats.record_failed_transfer()
+    made = object.__new__(kind)
+    vars(made)["get_kv_connector_stats"] = lambda: stats
+    return made
+
+
 def stats(*names: str) -> Any:
-    """What children tell of one failed transfer each, as it comes to the API server: those that tell anything."""
-    stats = KVConnectorFactory.get_connector_class_by_name("MultiConnector").build_kv_connector_stats()
-    for name in filter(tells, names):
-        connector = KVConnectorFactory.get_connector_class_by_name(name)
-        stats[connector.__name__] = connector.build_kv_connector_stats()
-        stats[connector.__name__].record_failed_transfer()
+    """What a MultiConnector of these children tells, as it comes to the API server: of those that tell anything."""
+    kind = KVConnectorFactory.get_connector_class_by_name("MultiConnector")
+    multi = object.__new__(kind)
+    multi._connectors = [child(name) for name in names if tells(name)]
+    stats = multi.get_kv_connector_stats() or kind.build_kv_connector_stats()
     payload = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
     sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=payload))
     return MsgpackDecoder(SchedulerStats).decode(sent).kv_connector_stats

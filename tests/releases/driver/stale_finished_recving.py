@@ -23,6 +23,7 @@ from typing import Any
 
 import real_scheduler as real
 import vllm
+from connector_double import ConnectorDouble
 from worlds import Stepping
 
 gc.enable()
@@ -31,12 +32,17 @@ WITNESS_TOKENS = 40
 """Longer than any case: the witness runs throughout, so a case shows whether others are disturbed."""
 
 
+class LMCacheMPConnector(ConnectorDouble):
+    """One that the patch takes for LMCache's, which announces a send of each request that ends."""
+
+
 class World(Stepping):
     """A scheduler with one running request, the witness, and what was told to it and seen of it."""
 
-    def __init__(self, scheduler_name: str, model_config: Any) -> None:
+    def __init__(self, scheduler_name: str, model_config: Any, kind: type = ConnectorDouble) -> None:
         connector = ("connector_double", "ConnectorDouble")
         super().__init__(real.make_scheduler(scheduler_name, model_config, connector))
+        self.scheduler.connector.__class__ = kind
         self.reported: list[tuple[list[str], list[str]]] = []
         self.ran: dict[str, int] = {}
         self.add("witness", tokens=WITNESS_TOKENS)
@@ -319,6 +325,22 @@ def send_late(world: World) -> None:
     world.expect_freed("again")
 
 
+def empty_send_late(world: World) -> None:
+    """LMCache tells of an aborted request that nothing of it was to be sent, when a later one of its id is being sent."""
+    world.add("again", load=True, delay_free=True)
+    world.steps(2)
+    world.expect_loading("again")
+    world.step(recving=["again"], before_answer=lambda: real.abort(world.scheduler, "again"))
+    world.expect_freed("again")
+    world.add("again", delay_free=True, tokens=1)
+    world.steps(world.ahead)
+    world.step(sending=["again"])
+    world.expect_kept("again")
+    world.steps(world.ahead)
+    world.step(sending=["again"])
+    world.expect_freed("again")
+
+
 def stopped_while_loading(world: World) -> None:
     """A preempted request loads again, when a token that was under way before arrives and is its last.
 
@@ -396,15 +418,18 @@ CASES: list[Callable[[World], None]] = [
     id_used_again,
     id_used_again_aborted,
     send_late,
+    empty_send_late,
     stopped_while_loading,
     healthy_load,
     healthy_send,
 ]
+LMCACHE = [empty_send_late]
+"""Cases of a connector that announces sends of requests that never ran."""
 
 
 def play(case: Callable[[World], None], scheduler_name: str, model_config: Any) -> dict[str, Any]:
     """Play one case on a scheduler of its own; return its outcome and whether the connector missed nothing."""
-    world = World(scheduler_name, model_config)
+    world = World(scheduler_name, model_config, LMCacheMPConnector if case in LMCACHE else ConnectorDouble)
     try:
         case(world)
         world.finish()

@@ -90,17 +90,19 @@ class Chunk:
         self.raw_tensor[SIZE:] = 255
         self.address = self.raw_tensor.data_ptr()
         self.meta = type("Meta", (), {"address": offset})
-        self.allocator = None if eager else object.__new__(gpu_ops.LazyMemoryAllocator)
+        # What the release's own methods read.
+        self.parent_allocator = None if eager else object.__new__(gpu_ops.LazyMemoryAllocator)
+        self.group_prefix_sum, self._used_size_override = [0, SIZE], None
 
     @property
     def data_ptr(self) -> int:
         return self.address
 
     def parent(self) -> Any:
-        return self.allocator
+        return TensorMemoryObj.parent(self)
 
     def get_size(self) -> int:
-        return SIZE
+        return int(TensorMemoryObj.get_size(self))
 
     def holds(self) -> list[int]:
         assert self.raw_tensor is not None
@@ -292,6 +294,7 @@ def with_runtime(found: Any) -> None:
 
 torch.cuda.current_stream = lambda device=None: STREAM  # type: ignore[assignment,return-value]
 gpu_ops = importlib.import_module("lmcache.v1.gpu_connector.gpu_ops")
+TensorMemoryObj = importlib.import_module("lmcache.v1.memory_management").TensorMemoryObj
 gpu_ops.LazyMemoryAllocator.PIN_CHUNK_SIZE = PIECE
 with_runtime(SimpleNamespace(cudaMemcpy=copy_at_once))
 

@@ -89,7 +89,8 @@ def warm_up(paths: list[list[str]], modules: list[str]) -> None:
             importlib.import_module(name)
         except Exception:  # made by its package in ways of its own, or asks for what this machine lacks
             print(f"not imported beforehand: {name}", file=sys.stderr)
-    inspect.getmodule(sys._getframe())  # looks each module's file up, once; torch has it asked by each release
+    # Looks each module's file up, once; torch has it asked by each release. Of a file that it knows, it looks up no other.
+    inspect.getmodule(sys._getframe(), os.devnull)
 
 
 def become(job: dict[str, Any]) -> None:
