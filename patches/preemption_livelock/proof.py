@@ -13,6 +13,7 @@ SENTENCES = {
     "as reported": "four requests that grow fill the pool",
     "loads": "four requests that grow fill the pool, and each loads its first blocks",
     "shared prefix": "requests with the same first blocks fill the pool, and more of them come later",
+    "clients leave": "clients hang up while a step of theirs is under way",
     "priorities": "four requests that grow fill the pool, and the last has the least priority",
     "the first has the least priority": "four requests that grow fill the pool, and the first has the least priority",
     **{f"mix {seed}": f"requests of many sizes fill the pool, draw {seed}" for seed in range(MIXES)},

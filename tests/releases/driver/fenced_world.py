@@ -20,7 +20,7 @@ from result import outcome_of
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 BLOCK = real.BLOCK_SIZE
 QUIET_STEPS = 30
@@ -42,6 +42,7 @@ class Plan:
     unanswered: int = 0  # how many lookups are answered with None first
     loading: int = 2  # steps that its loads take
     priority: int = 0
+    leaves: int | None = None  # by when its client hangs up
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *random.Random(f"answer to {self.name}").choices(range(3, 250), k=self.outputs)]
@@ -115,6 +116,9 @@ class World:
             while coming and coming[0].arrives <= self.now:
                 self.requests.append(make_request(coming.popleft()))
                 self.scheduler.add_request(self.requests[-1])
+            for plan in self.plans.values():
+                if plan.leaves == self.now:
+                    self.scheduler.finish_requests(plan.name, RequestStatus.FINISHED_ABORTED)
             quiet = 0 if self.step() or coming or self.loads else quiet + 1
             left = f"{len(self.scheduler.requests)} of {len(self.plans)} unfinished"
             if quiet > QUIET_STEPS:
@@ -126,7 +130,8 @@ class World:
         if real.free_blocks(self.scheduler) != self.all_blocks:
             self.wrong.add("blocks never freed")
         for name, plan in self.plans.items():
-            if self.answers[name] != plan.tokens[len(plan.prompt) :]:
+            answer = plan.tokens[len(plan.prompt) :]
+            if self.answers[name] != answer[: None if plan.leaves is None else len(self.answers[name])]:
                 self.wrong.add("another answer")
         return ", ".join(sorted(self.wrong)) or "finishes"
 

@@ -45,6 +45,13 @@ def shared_prefix() -> list[Plan]:
     ]
 
 
+def left_amid_steps() -> list[Plan]:
+    """There is room for all; the clients of two hang up while a step of theirs is under way."""
+    plans = [Plan(f"r{size}", prompt(f"r{size}", size)) for size in (*SIZES[2:], 60)]
+    plans[0].leaves, plans[1].leaves = 5, 6
+    return plans
+
+
 def by_priority(*priorities: int) -> list[Plan]:
     """Those of the issue, with a priority each; the larger number is preempted first."""
     plans = as_reported()
@@ -78,6 +85,7 @@ def worlds(mixes: int) -> Iterator[tuple[str, list[Plan], dict[str, Any]]]:
     yield "as reported", as_reported(), {}
     yield "loads", as_reported(hit=32), {}
     yield "shared prefix", shared_prefix(), {}
+    yield "clients leave", left_amid_steps(), {}
     yield "priorities", by_priority(0, 1, 2, 3), PRIORITY
     yield "the first has the least priority", by_priority(3, 0, 2, 1), PRIORITY
     for seed in range(mixes):
