@@ -131,8 +131,6 @@ def _holders(things: Sequence[_Found], owners: Mapping[int, Any]) -> dict[int, _
     if gc.get_freeze_count() > _FROZEN:
         above = _with_frozen(above, things, owners)
     for referrer in above:
-        if found.keys().isdisjoint(map(id, gc.get_referents(referrer))):  # of nearly all, and no loop here is as fast
-            continue
         for referent in gc.get_referents(referrer):
             if id(referent) in found:
                 found[id(referent)].append(referrer)
