@@ -6,6 +6,7 @@ A container with a bound (65,536 ids, in several patches) is flat once it is ful
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 RATIO = 2.2
@@ -13,9 +14,10 @@ RATIO = 2.2
 FEW = 2000
 """Operations below which a ratio says nothing."""
 SPREAD = 1.5
-"""So many times what a container had in the first half of a load is the most that it may have in the second..."""
+"""So many times what a container mostly had in the first half of a load is what it may mostly have in the second..."""
 SOME = 64
-"""...and so many entries more: a container has what is under way, more at one moment than at another."""
+"""...and so many entries more. Mostly, since a container has what is under way: twice as much at one moment as at the
+next. What grows stays."""
 FAILS = "the driver fails"
 """The case of a mixed fleet that could not be played."""
 
@@ -58,5 +60,5 @@ def _growing(looks: Sequence[Mapping[str, int]]) -> Iterator[str]:
     half = len(looks) // 2
     for name in sorted({name for look in looks for name in look}):
         sizes = [look.get(name, 0) for look in looks]
-        if max(sizes[half:], default=0) > SPREAD * max(sizes[:half], default=0) + SOME:
+        if half and median(sizes[half:]) > SPREAD * median(sizes[:half]) + SOME:
             yield f"{name} grows: {sizes}"

@@ -90,6 +90,8 @@ def test_judged() -> None:
     flat = [{"held": 10}, {"held": 60}, {"held": 50}, {"held": 80}]
     well = {"ends": {"length": 3}, "grown": {"threads": 1}, "operations": [small, large], "kept": flat, "slow": []}
     assert judge.findings(stock, well) == []
+    under_way = [{"marks": number} for number in (11, 176, 220, 220, 242, 231, 484, 253)]
+    assert judge.findings(stock, {**well, "kept": under_way}) == []
     assert judge.findings(stock, {**well, "ends": "RecursionError in query"}) == [
         "stock ends with {'length': 3}, patched with RecursionError in query"
     ]
