@@ -1,9 +1,10 @@
 """Whether somebody has set `kv_load_failure_policy`, which the configuration itself does not tell from its default.
 
-It is seen where the configuration is made, in its `__post_init__`: of the two ways to make one, the constructor and the
-reading of the command line's JSON, each has what was given among its variables. A default becomes a string object of
-its own, which the configuration holds twice. Whoever assigns another one later has set the policy, too. Pickle keeps
-that the two are one, so that the engine core sees the same.
+It is seen where the configuration is made, in its `__post_init__`: of the two ways to make one, the constructor and
+the reading of the command line's JSON, each has what was given among its variables. Where nobody gives a policy, the
+default becomes the first of the configuration's attributes, as a string that is not interned. Copies and pickles keep
+both, so that the engine core sees the same; nothing is added, so that whoever copies a configuration by its attributes
+can. Whoever assigns a policy later, which a program's text has as an interned string, has set it, too.
 """
 
 from __future__ import annotations
@@ -15,21 +16,37 @@ from typing import Any
 
 POLICY = "kv_load_failure_policy"
 
-DEFAULT = "_livepatch_default_policy"
-"""Attribute of a KVTransferConfig: its policy's object, where nobody has set it; None where somebody has."""
-
 FRAMES = 24
 """How many callers are looked at: pydantic and this runtime have a few in between."""
 
 
+_made: dict[str, str] = {}
+"""The string, not interned, that stands for each default in this process."""
+
+
 def note(config: Any) -> None:
-    """Note of a configuration that is being made whether it is given a policy."""
-    given = _given()
-    own = None
-    if given is not None and POLICY not in given:
-        own = vars(config)[POLICY] = "".join([*vars(config)[POLICY]])  # equal to the default, and not the same object
-    if given is not None:
-        vars(config)[DEFAULT] = own
+    """Note of a configuration that is being made whether it is given a policy; where that cannot be told, it is not."""
+    attributes, given = vars(config), _given() or {}
+    default = _made.setdefault(attributes[POLICY], "".join([*attributes[POLICY]]))
+    if POLICY not in given or given[POLICY] is default:  # or a configuration that was not given one is copied
+        object.__setattr__(config, "__dict__", {POLICY: default, **_without(attributes)})
+    if "__getstate__" not in vars(type(config)):
+        type(config).__getstate__ = _state  # type: ignore[attr-defined]  # from Python 3.11 on, object has one
+
+
+def _without(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name != POLICY}
+
+
+def _state(config: Any) -> dict[str, Any]:
+    """What is pickled and copied: a policy that was assigned is not its first, since nothing is interned there."""
+    attributes = vars(config)
+    return {**_without(attributes), POLICY: attributes[POLICY]} if _is_set(attributes) else attributes
+
+
+def _is_set(attributes: dict[str, Any]) -> bool:
+    policy = attributes[POLICY]
+    return next(iter(attributes)) != POLICY or policy is sys.intern("".join([*policy]))
 
 
 def _given() -> Any:
@@ -47,6 +64,7 @@ def _given() -> Any:
 
 
 def is_set(scheduler: Any) -> bool:
-    """Whether somebody has set the policy that a scheduler follows; False where that cannot be told."""
-    known = getattr(getattr(getattr(scheduler, "vllm_config", None), "kv_transfer_config", None), "__dict__", {})
-    return DEFAULT in known and known[DEFAULT] is not known[POLICY]
+    """Whether somebody has set the policy that a scheduler follows; False where there is none."""
+    config = getattr(getattr(scheduler, "vllm_config", None), "kv_transfer_config", None)
+    attributes: dict[str, Any] = getattr(config, "__dict__", {})
+    return POLICY in attributes and _is_set(attributes)

@@ -141,3 +141,14 @@ def test_engine_policy(release: str, warm: interpreter.Interpreter, bundle: Path
         assert resumed == RIGHT if Version(release) <= Version(LOADS_AGAIN_TO) else resumed in RESUMED
         assert found == dict.fromkeys((*cases, "now_reset", "later_small_pool_idle", *GROUPS), RIGHT)
     assert failed(result) == FAILED
+
+
+@pytest.mark.parametrize("release", executed.chosen(["0.16.0", "0.33.0"], ["0.16.0", "0.24.0", "0.29.0", "0.33.0"]))
+def test_a_policy_that_is_set(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """A configuration is made, copied and sent as on stock, and what somebody has set is known from what nobody has."""
+    stock = warm.run("failure_policy", {"vllm": release}, tmp_path)["ways"]
+    copies = stock["constructor"]
+    assert stock == {way: dict.fromkeys(copies) for way in stock}
+    patched = warm.run("failure_policy", {"vllm": release}, tmp_path, bundle=bundle)["ways"]
+    is_set = {way: "given" in way or way == "assigned" for way in stock}
+    assert patched == {way: dict.fromkeys(copies, expected) for way, expected in is_set.items()}

@@ -23,7 +23,7 @@ class Config:
 
 
 def made(config: Config, given: dict[str, Any]) -> Config:
-    vars(config).update({policy.POLICY: "fail", **given})
+    vars(config).update({"kv_role": None, policy.POLICY: "fail", **given})
     policy.note(config)
     return config
 
@@ -57,9 +57,20 @@ def test_a_policy_is_set_where_it_was_assigned_later() -> None:
     assert is_set(pickle.loads(pickle.dumps(config)))
 
 
-def test_of_a_configuration_that_was_made_unseen_nothing_is_said() -> None:
+def test_a_configuration_is_copied_by_its_attributes_as_on_stock() -> None:
+    config = Config()
+    assert set(vars(config)) == {"kv_role", policy.POLICY}
+    copied = Config(**vars(config))
+    assert not is_set(copied)
+    assert not is_set(pickle.loads(pickle.dumps(copied)))
+    elsewhere = pickle.loads(pickle.dumps(Config(**GIVEN)))
+    assert is_set(Config(**vars(elsewhere)))
+
+
+def test_a_configuration_that_was_made_unseen_has_its_policy() -> None:
     unseen: Any = object.__new__(Config)
-    vars(unseen)[policy.POLICY] = "fail"
-    assert not is_set(unseen)
+    vars(unseen).update({"kv_role": "kv_both", policy.POLICY: "fail"})
+    assert is_set(unseen)
     policy.note(unseen)  # by nobody that is known
     assert not is_set(unseen)
+    assert not is_set(None)
