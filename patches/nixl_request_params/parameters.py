@@ -39,6 +39,11 @@ OURS = (
 MARKS = ("_remote_blocks_processed", "_p_side_truncated")
 """What the originals note in the parameters themselves. From outside, such a mark makes a request wait for ever."""
 
+LIMIT = "lmcache.max_offload_tokens"
+"""Of LMCache's server, from its 0.5.6 on: so many tokens of the request are stored. The engine counts with it."""
+STATISTICS = "cached_token_stats"
+"""Of LMCache's server, from its 0.4.6 on: the answer says how many tokens were cached."""
+
 Problem = str | None
 Check = Callable[[Any], bool]
 
@@ -112,6 +117,11 @@ def missing(parameters: Mapping[str, Any], checks: Mapping[str, Check]) -> Probl
         if name in parameters and not check(parameters[name]):
             return f"{name} is {described(parameters[name])}"
     return None
+
+
+def limit(value: Any) -> bool:
+    """Return whether a value limits what LMCache stores; null does not."""
+    return value is None or isinstance(value, int)
 
 
 def described(value: Any) -> str:

@@ -3,7 +3,7 @@
 Anybody who reaches an engine's API sends `kv_transfer_params`. The connectors index them, assert on them, and wait for
 what they name: one request ends the engine, others hold its blocks for ever.
 
-Source: vllm PR#56585 (open), vllm#52234. Threats: docs/security.md.
+Source: vllm PR#56585 (open), vllm#52234; LMCache's part is reported nowhere. Threats: docs/security.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 NIXL_PUSH = "NixlPushConnector"
 NIXL = ("NixlConnector", "NixlPullConnector", NIXL_PUSH)
 MOONCAKE = "MooncakeConnector"
+LMCACHE = "LMCacheMPConnector"
 UNUSABLE = (AssertionError, LookupError, TypeError, ValueError, ArithmeticError, NotImplementedError)
 """What a worker raises at numbers of blocks that do not fit: nothing is read yet."""
 
@@ -96,6 +97,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if type(found) is not dict:
             refuse(request, f"they are {given.described(found)}", None, "refused", computed_here)
             return
+        check_of_lmcache(request, found, connector)
         load, send = found.get("do_remote_prefill"), found.get("do_remote_decode")
         for number, (kind, one) in enumerate(kinds_of(connector)):
             for mark in given.MARKS:
@@ -114,6 +116,18 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                     left = given.without_ours(found, tuple(name for name in given.OURS if name.startswith("remote_")))
                     refuse(request, unread, left, "refused_return", "what another engine has of it is computed here")
                     return
+
+    def check_of_lmcache(request: Any, found: dict[str, Any], connector: Any) -> None:
+        """Leave out a limit that is no number, and have LMCache's connector know a request whose statistics it will be
+        asked for: it looks for them also where the client leaves before the request was looked at."""
+        for leaf in leaves(connector):
+            if not any(kind.__name__ == LMCACHE for kind in type(leaf).__mro__):
+                continue
+            if not given.limit(found.get(given.LIMIT)):
+                problem = f"{given.LIMIT} is {given.described(found.pop(given.LIMIT))}"
+                refuse(request, problem, found, "refused", "it is left out")
+            if given.STATISTICS in found and hasattr(leaf, "_get_or_create_request_tracker"):
+                leaf._get_or_create_request_tracker(request)
 
     def problem_of_return(found: Mapping[str, Any], connector: Any) -> str | None:
         """Return why prefill cannot read back what decode has computed of an earlier turn."""
