@@ -85,8 +85,10 @@ def play(*says: Sequence[str], ahead: int = 1, nested: bool = False, announces: 
         worker.bind_connector_metadata(metadata)
         reports.append(report(worker, ids))
     levels = [worker, worker._connectors[0]] if nested else [worker]
+    last = max(step for child in says for step, letters in enumerate(child) if "S" in letters)
     return {
         "announced": announced,
+        "last": max(last, ahead),  # when the last has ended, and the worker knows how many there are
         "reports": reports,
         "left": [level._extra_async_saves for level in levels if level._extra_async_saves],
     }
