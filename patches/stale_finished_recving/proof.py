@@ -27,7 +27,8 @@ def cases() -> dict[str, str | None]:
 
 
 def early(case: dict[str, Any]) -> str | None:
-    """What is wrong with what a MultiConnector has passed on: a request's blocks are freed when it says that it was sent."""
+    """What is wrong with what a MultiConnector has passed on: a request's blocks are freed where it says that it was
+    sent."""
     sent = [step for step, passed_on in enumerate(case["reports"]) if "S" in passed_on]
     if sent != [case["last"]]:
         return f"the send has ended for all in step {case['last']}, and is reported in {sent}"

@@ -163,7 +163,7 @@ def _fits(patch: Patch, form: Variant, code: Mapping[str, str]) -> bool:
 
 
 def _of_trials(outcome: Outcome, stock: playing.Played, trials: Iterator[Trial]) -> Outcome:
-    tried = list(trials)
+    tried = sorted(trials, key=lambda trial: not trial.fits)  # of what failed, the likeliest facts are told of
     passed = [trial for trial in tried if trial.passed]
     if len(passed) > 1:
         passed = [trial for trial in passed if trial.fits] or passed
