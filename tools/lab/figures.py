@@ -33,15 +33,12 @@ _COLUMNS = {
     "failures by kind": "failures",
     "outputs that differ from the undisturbed run's": "differ",
     "undisturbed outputs that differ from those without a connector": "differ without load",
-    "first token, median / 99 %": "first token, median / 99 %",
     "longest wait for an answer": "longest wait",
-    "after its return, something is loaded again in": "after its return, loaded again in",
-    "lines of errors in logs": "lines of errors in logs",
     "KV usage at the end": "KV usage at the end",
     "after the load, back in": "after the load, back in",
     "blocks held with no request left, and the CPU meanwhile": "blocks held with no request left",
 }
-"""Columns of a page's table, by what `summary.rows` calls them."""
+"""Columns of a page's table, by what `summary.rows` calls them: what two setups of one run can be compared by."""
 # The end of a log is full of one machine's paths; a message of upstream's may be. No table has the curves.
 _NOT_KEPT = {"log_tail", "error_examples", "kv_usage", "requests", "cores"}
 
@@ -110,7 +107,7 @@ def command(result: dict[str, Any]) -> str:
 
 
 def markdown(place: Path) -> str:
-    """The results that are kept there, by name: a table with a row a setup, then each run's command and counters.
+    """The results that are kept there, by name: a table with a row a setup, then each run's command.
 
     A column is left out where no setup has a figure for it. Remarks on a run are in `NAME.txt` beside it.
     """
@@ -124,8 +121,6 @@ def markdown(place: Path) -> str:
         note = file.with_suffix(".txt")
         lines = [f"- `{file.stem}` ({made(result)})", f"    - `{command(result)}`"]
         lines += [f"    - {note.read_text(encoding='utf-8').strip()}"] if note.is_file() else []
-        for setup, counted in zip(result["setups"], figures["done by patches"], strict=True):
-            lines += [f"    - {setup}: {counted.replace(chr(10), ', ')}"] if counted != "-" else []
         runs += lines
     columns = zip(["run", "setup", *_COLUMNS.values()], *found, strict=True)
     shown = [column for column in columns if any(cell != "-" for cell in column[1:])]

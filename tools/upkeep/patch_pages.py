@@ -160,10 +160,10 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
         if "mooncake" in about:
             default = rendering.DEFAULTS.get(patch.auto, "on")
             mooncake.append(f"| `{patch.name}` | {_cell(about['mooncake'])} | {default} |")
-        if "without" in about:
-            off.append(f"| `{patch.name}` | {_cell(about['without'])} |")
+        first = _cell(about.get("without", "")).partition(". ")[0]
+        if first:
+            off.append(f"| [`{patch.name}`](patches/{patch.name}.md#turn-it-on-and-off) | {first} |")
         if about.get("readme"):
-            first = _cell(about["without"]).partition(". ")[0]
             front.append(f"| [`{patch.name}`](docs/patches/{patch.name}.md) | {first} |")
         for one in about.get("seen", ()):
             if one["under"] not in seen:
