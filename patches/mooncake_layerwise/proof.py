@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import model_runner
 import mooncake.engine  # noqa: F401  (vLLM imports it, and goes on without it)
 import mooncake_engines as engines
 import mooncake_groups as groups
@@ -211,13 +212,39 @@ def beside(config: Any) -> dict[str, Any]:
     return played
 
 
+def second_chunks(after: Any, end: Any, writes: Any, left: int) -> list[Judged]:
+    """The V2 model runner: decode asks before a prefill of several steps begins"""
+    return chunks(after, end, writes, left)
+
+
+def second_begun_again(*came: Any) -> list[Judged]:
+    """The V2 model runner: a prefill is aborted, and begun again"""
+    return begun_again(*came)
+
+
+SECOND: tuple[Judge, ...] = (second_chunks, second_begun_again)
+
+
+def with_second(config: Any) -> dict[str, Any]:
+    """What came of cases where the worker is asked as the V2 model runner does it."""
+    engines.Engine.v2 = True
+    try:
+        pair = engines.Pair(config)
+    finally:
+        engines.Engine.v2 = False
+    cases = (driver.chunks, driver.begun_again)
+    return {f"second_{name}": came for name, came in engines.played(cases, pair).items()}
+
+
 def cases() -> dict[str, str | None]:
     """Each case, by its sentence."""
 
     def play(config: Any) -> dict[str, Any]:
         pair = engines.Pair(config)
         played: dict[str, Any] = engines.played(driver.CASES, pair, [judge.__name__ for judge in EVERY])
+        if model_runner.SECOND is not None:
+            played |= with_second(config)
         return {**played, **beside(config)} if hasattr(pair.prefill.worker, "registered_group_indices") else played
 
-    found: dict[str, str | None] = findings((*EVERY, *HYBRIDS), engines.found(play))
+    found: dict[str, str | None] = findings((*EVERY, *SECOND, *HYBRIDS), engines.found(play))
     return found

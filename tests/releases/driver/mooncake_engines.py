@@ -28,11 +28,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import mooncake_sides as sides
 import real_scheduler as real
 import vllm
+from model_runner import Runner
 from mooncake_sides import BLOCKS, LAYERS, Side, decoding, wait
 from ports import free_port
 from vllm import SamplingParams
@@ -116,6 +117,9 @@ def block_sizes(groups: list[Any]) -> dict[str, int]:
 class Engine:
     """The release's scheduler, its connector's worker, and a model that writes numbers."""
 
+    v2: ClassVar[bool] = False
+    """Whether the worker asks its connector as the V2 model runner does."""
+
     def __init__(self, model_config: Any, role: str, side: Side) -> None:
         self.side = side
         self.worker = side.worker
@@ -133,6 +137,7 @@ class Engine:
             **block_sizes(groups),
             log_stats=True,
         )
+        self.runner = Runner(config, side.connector, v2=True) if self.v2 else None
         self.free = real.free_blocks(self.scheduler)
         self.again = 0.0  # added to what the model writes
 
@@ -175,11 +180,9 @@ class Engine:
         """What a worker does in a step."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.side.connector
         mixin = KVConnectorModelRunnerMixin
-        if scheduled.total_num_scheduled_tokens:
-            with (
-                set_forward_context(None, self.config),
-                mixin.maybe_get_kv_connector_output(scheduled) as connector_output,
-            ):
+        if scheduled.total_num_scheduled_tokens or self.runner is not None:
+            asked = self.runner.step(scheduled) if self.runner else mixin.maybe_get_kv_connector_output(scheduled)
+            with set_forward_context(None, self.config), asked as connector_output:
                 self.forward(scheduled)
             output = real.run_model(scheduled)
             for number, name in enumerate(output.req_ids):
