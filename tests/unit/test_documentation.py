@@ -77,6 +77,16 @@ def test_a_row_stands_in_a_table_that_there_is() -> None:
         patch_pages.of_all([dataclasses.replace(patch, about=about)])
 
 
+def test_the_threads_of_a_patch_are_in_one_row() -> None:
+    """Somebody searches the page for the number; the repository is named once."""
+    patch = catalogue.load()["mooncake-failed-loads"].patch
+    threads = ["vllm PR#1", "vllm#2", "nixl#3", "vllm PR#4", "elsewhere"]
+    patch = dataclasses.replace(patch, about={**patch.about, "threads": threads, "fault": "a | b"})
+    (row,) = patch_pages.of_all([patch])["field-reports.md", ""].splitlines()[2:]
+    assert row.startswith("| vllm PR#1, #2, PR#4; nixl#3; elsewhere | a \\| b | vLLM 0.")
+    assert row.endswith(" | `mooncake-failed-loads`, off |")
+
+
 def test_two_patches_of_one_message_share_a_row() -> None:
     patches = [catalogue.load()[name].patch for name in ("failed-loads", "idle-stepping")]
     seen = [[{"under": "ends", "what": "a | b"}], [{"under": "ends", "what": "a | b", "do": "wait"}]]

@@ -75,6 +75,7 @@ _REPOSITORIES = {
     "LMCache": "LMCache/LMCache",
     "nixl": "ai-dynamo/nixl",
     "RIXL": "ROCm/RIXL",
+    "llm-d-kv-cache": "llm-d/llm-d-kv-cache",
 }
 
 
@@ -103,6 +104,16 @@ def _link(thread: str) -> str:
         return thread
     kind = "pull" if named[2] else "issues"
     return f"[{thread}](https://github.com/{_REPOSITORIES[named[1]]}/{kind}/{named[3]})"
+
+
+def _threads(threads: list[str]) -> str:
+    """Threads in a table's cell, each repository named once: `vllm#1, PR#2; nixl#3`."""
+    numbers: dict[str, list[str]] = {}
+    for thread in threads:
+        named = re.fullmatch(r"(\S+?)( PR)?(#\d+)", thread)
+        repository, number = (named[1], f"{named[2] or ''}{named[3]}") if named else (thread, "")
+        numbers.setdefault(repository, []).append(number)
+    return "; ".join(name + ", ".join([some[0], *map(str.strip, some[1:])]) for name, some in numbers.items())
 
 
 def _where(patch: Patch) -> list[str]:
@@ -148,6 +159,7 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
     errors = ["| patch | what it may have changed when it raises |", "|---|---|"]
     mooncake = ["| patch | works in | by default |", "|---|---|---|"]
     off, front = ["| off | then |", "|---|---|"], ["| patch | without it |", "|---|---|"]
+    reports = ["| thread | without the patch | releases | mended by |", "|---|---|---|---|"]
     seen: dict[str, dict[str, list[str]]] = {part: {} for part in rendering.SEEN}
     for patch in [patch for _, some in sections(patches, lambda patch: patch) for patch in some]:
         about = patch.about
@@ -160,6 +172,11 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
         if "mooncake" in about:
             default = rendering.DEFAULTS.get(patch.auto, "on")
             mooncake.append(f"| `{patch.name}` | {_cell(about['mooncake'])} | {default} |")
+        if about.get("threads"):
+            needed = f"{matrix.NAMES[patch.package]} {_spans(patch).get('needed', 'none')}"
+            default = f", {rendering.DEFAULTS[patch.auto]}" if patch.auto in rendering.DEFAULTS else ""
+            fault = _cell(about.get("fault", ""))
+            reports.append(f"| {_threads(about['threads'])} | {fault} | {needed} | `{patch.name}`{default} |")
         first = _cell(about.get("without", "")).partition(". ")[0]
         if first:
             off.append(f"| [`{patch.name}`](patches/{patch.name}.md#turn-it-on-and-off) | {first} |")
@@ -173,6 +190,7 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
             told = f"`{patch.name}`" + (f": {_cell(one['do'])}" if "do" in one else "")
             seen[one["under"]].setdefault(_cell(one["what"]), []).append(told)
     found = {
+        ("field-reports.md", ""): "\n".join(reports),
         ("never-wrong.md", ""): "\n".join(gives_up),
         ("operate.md", ""): "\n".join(mooncake),
         ("own-errors.md", ""): "\n".join(errors),
