@@ -13,7 +13,7 @@ from vllm_livepatch.tools.releases import registry
 
 DRIVER = "lmcache_failed_copies"
 PATCH = "lmcache-failed-copies"
-EVERY = [pin.version for pin in registry.pins("lmcache") if Version(pin.version) >= Version("0.4.3")]
+EVERY = [pin.version for pin in registry.pins("lmcache")]
 RELEASES = [release for release in EVERY if Version(release) < Version("0.5.6")]
 INSTALLED = "0.5.6"
 """What the engine's environment has: the whole wheel."""

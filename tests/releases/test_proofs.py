@@ -25,6 +25,8 @@ from vllm_livepatch.tools.releases import registry, sources
 NEWEST = {package: registry.pins(package)[-1].version for package in ("vllm", "lmcache")}
 OLDER = ("0.21.0", "0.4.6")
 """To this vLLM, its built-in connector takes no LMCache newer than this one."""
+OLDEST = ("0.4.2", "0.17.1")
+"""To this LMCache, the built-in connector of no vLLM newer than this one takes it."""
 WITHOUT: set[str] = set()
 """Patches that have no proof yet."""
 
@@ -55,6 +57,8 @@ def test_proof(
     releases = {**NEWEST, entry.patch.package: release}
     if entry.patch.package == "vllm" and Version(release) <= Version(OLDER[0]):
         releases["lmcache"] = OLDER[1]
+    if entry.patch.package == "lmcache" and Version(release) <= Version(OLDEST[0]):
+        releases["vllm"] = OLDEST[1]
     path = [str(sources.site_packages(package, version)) for package, version in releases.items()]
     places = dict.fromkeys(releases, path)
     beside = [nixl_site(engine_python), *mooncake]

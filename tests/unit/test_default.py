@@ -17,9 +17,6 @@ ON = [entry.patch for entry in catalogue.load().values() if entry.patch.auto != 
 
 NOT_ATTACKED: frozenset[str] = frozenset()
 """On, and neither the history nor the changelog says that somebody who did not write it has attacked it."""
-NOT_DRIVEN = frozenset(["lmcache-failed-copies", "lmcache-failed-loads"])
-"""On, and on some listed releases the record has no run of the code of today. `lmcache-failed-copies` on LMCache 0.3.15 to
-0.4.2 was read alone: the copies of their servers have no stand-in."""
 
 
 def opened(folder: Path) -> frozenset[str]:
@@ -45,13 +42,13 @@ def not_driven(patch: Patch) -> list[str]:
 @pytest.mark.parametrize("patch", ON, ids=lambda patch: patch.name)
 def test_who_is_on_by_default_meets_the_rule(patch: Patch) -> None:
     """Or is named above. Nobody is added there."""
-    assert not not_driven(patch) or patch.name in NOT_DRIVEN, not_driven(patch)
+    assert not not_driven(patch)
     assert not opened(PATCHES / patch.name.replace("-", "_"))
     assert ("attacked" not in patch.about) is (patch.name in NOT_ATTACKED)
 
 
 def test_those_that_lack_something_are_on() -> None:
-    assert {patch.name for patch in ON} >= NOT_ATTACKED | NOT_DRIVEN
+    assert {patch.name for patch in ON} >= NOT_ATTACKED
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@
 The server is the release's, with its message queue and storage, in a process of its own; so are the adapters. There is no
 device: blocks lie in CPU memory that both processes share. From 0.4.7 on LMCache has a stand-in for a device of its own;
 to 0.4.6 `torch.cuda` and cupy are stood in for, and the operation that moves blocks is mp-block-transfer's, whose file is
-the first argument. The other arguments are the cases. Blocks have contents: those of a prompt are filled with its number.
+the first argument; to 0.4.2 the server moves tokens, by `move_tokens`. The other arguments are the cases. Blocks have
+contents: those of a prompt are filled with its number.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ begin_driver()
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -26,6 +28,7 @@ import pickle
 import sys
 import threading
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
@@ -46,10 +49,7 @@ PATIENCE = 60.0
 """Longest time, in seconds, for what must come about."""
 FIRST, SECOND = [1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]
 """Blocks of three chunks."""
-SHAPES: dict[str, tuple[int, ...]] = {f"layer{number}": (2, BLOCKS, 2, BLOCK, 8) for number in range(LAYERS)}
 CHUNK_BYTES = LAYERS * 2 * CHUNK * 2 * 8 * 4
-WITH_GROUPS = SHAPES | {"wide": (2, BLOCKS, 4, BLOCK, 8)}
-"""A layer of another form, which is a group of its own."""
 
 
 # The device, to LMCache 0.4.6
@@ -154,6 +154,13 @@ DRIVEN = (PLACE / "v1" / "platform" / "cache_context.py").exists()
 """From 0.4.7 on LMCache has a device of its own for CPU memory."""
 RECORDS = (PLACE / "v1" / "mp_observability" / "trace").exists()
 """From 0.4.4 on LMCache records calls, and has groups of layers."""
+TOKENWISE = not (PLACE / "v1" / "multiprocess" / "affinity_pool.py").exists()
+"""To 0.4.2 LMCache moves tokens, not blocks, from caches whose heads are behind a block's tokens; under one lock."""
+SHAPES: dict[str, tuple[int, ...]] = {
+    f"layer{number}": (2, BLOCKS, *((BLOCK, 2) if TOKENWISE else (2, BLOCK)), 8) for number in range(LAYERS)
+}
+WITH_GROUPS = SHAPES | {"wide": (2, BLOCKS, 4, BLOCK, 8)}
+"""A layer of another form, which is a group of its own."""
 
 
 CONFIGURED = [
@@ -184,6 +191,33 @@ def mapped(file: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.float32).view(shape)
 
 
+class Directions:
+    """What `move_tokens` is told: from the cache to a chunk, or back."""
+
+    D2H, H2D = range(2)
+
+
+def move_tokens(
+    chunk: torch.Tensor,
+    addresses: torch.Tensor,
+    tokens: torch.Tensor,
+    device: Any,
+    count: int,
+    direction: int,
+    form: int,
+    block: int,
+    skip: int = 0,
+) -> None:
+    """Copies all but `skip` tokens between layers of [2, count, values] at `addresses`, and [2, layers, tokens, values]."""
+    for layer, address in enumerate(addresses.tolist()):
+        words = ctypes.c_float * (2 * count * chunk.shape[3])
+        cache = torch.frombuffer(words.from_address(address), dtype=torch.float32).view(2, count, -1)
+        if direction == Directions.D2H:
+            chunk[:, layer, skip:] = cache[:, tokens[skip:]]
+        else:
+            cache[:, tokens[skip:]] = chunk[:, layer, skip:]
+
+
 def without_device(transfer: str) -> None:
     """Stand in for what LMCache to 0.4.6 asks the device for, and for the operations that its wheel has compiled."""
     if DRIVEN:
@@ -196,6 +230,8 @@ def without_device(transfer: str) -> None:
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
     torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment,return-value]
+    # To 0.4.1 no option turns the lazy allocation off, which registers its memory.
+    torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=lambda address, size, flags: 0)
     cupy = types.ModuleType("cupy")
     cupy.cuda = types.SimpleNamespace(ExternalStream=Stream, Stream=Stream)  # type: ignore[attr-defined]
     sys.modules["cupy"] = cupy
@@ -211,6 +247,10 @@ def without_device(transfer: str) -> None:
     recorded: list[tuple[str, bytes]] = []
     doubles = {
         "multi_layer_block_kv_transfer": module.transfer,
+        "multi_layer_kv_transfer": move_tokens,
+        "TransferDirection": Directions,
+        "lmcache_memcpy_async": lambda there, here, size, *_: ctypes.memmove(there, here, size),
+        "GPUKVFormat": native_doubles._Names("GPUKVFormat", (), {}),
         "PageBufferShapeDesc": module.PageBufferShapeDesc,
         "record_completion_on_stream": lambda stream, kind, payload: recorded.append((kind, payload)),
         "drain_recorded_completions": lambda: [recorded.pop(0) for _ in range(len(recorded))],
@@ -262,7 +302,7 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
     module = importlib.import_module("lmcache.v1.multiprocess.server")
     sys.argv = ["lmcache", "--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)]
     sys.argv += ["--l1-size-gb", "0.1", "--no-l1-use-lazy", "--eviction-policy", "LRU", "--disable-observability"]
-    sys.argv += ["--max-gpu-workers", "16", *words]
+    sys.argv += ["--disable-prometheus", "--max-gpu-workers", "16", *words]
     # To 0.4.2 some of these options are not there.
     argparse.ArgumentParser.parse_args = lambda parser: parser.parse_known_args()[0]  # type: ignore[assignment,misc]
     given = module.parse_args()
@@ -328,12 +368,23 @@ def serve(port: int, pipe: Connection, words: tuple[str, ...]) -> None:
         pipe.send(act(*pipe.recv()))
 
 
+class ThreadEach:
+    """To 0.4.2, in the place of a server's threads: one by default, or several that may overtake each other."""
+
+    def __init__(self, max_workers: int) -> None:
+        self.threads = defaultdict[Any, ThreadPoolExecutor](lambda: ThreadPoolExecutor(1))
+
+    def submit(self, handler: Callable[..., Any], *given: Any) -> Any:
+        """`given` has, of a store and a load, the client's number behind the key."""
+        return self.threads[given[1:2]].submit(handler, *given)
+
+
 def a_thread_each() -> None:
     """Each client's stores and loads have a thread of their own; else two clients may draw the same by lot."""
-    place = "lmcache.v1.multiprocess.affinity_pool"
-    if importlib.util.find_spec(place) is None:  # to 0.4.2, where one thread serves all
+    if TOKENWISE:
+        importlib.import_module("lmcache.v1.multiprocess.mq").ThreadPoolExecutor = ThreadEach  # type: ignore[attr-defined]
         return
-    pool = importlib.import_module(place).AffinityThreadPool
+    pool = importlib.import_module("lmcache.v1.multiprocess.affinity_pool").AffinityThreadPool
     submit, clients = pool.submit, dict[int, int]()
 
     def submitted(self: Any, function: Any, *args: Any, affinity_key: int = 0, **kwargs: Any) -> Any:
@@ -362,8 +413,11 @@ def faults(engine: Any) -> Callable[[], None]:
     if not hasattr(module, "lmcache_memcpy_async_d2h"):
         copies = importlib.import_module("lmcache.v1.multiprocess.object_group_transfer")  # from 0.5.6 on
     passed(copies, "lmcache_memcpy_async_d2h", "copy")
-    ops = getattr(copies, "device_ops", None) or copies.lmc_ops
-    passed(ops, "multi_layer_block_kv_transfer", "move")
+    if TOKENWISE:
+        passed(module.GPUCacheContext, "get_tmp_gpu_buffer", "buffer")
+    else:
+        ops = getattr(copies, "device_ops", None) or copies.lmc_ops
+        passed(ops, "multi_layer_block_kv_transfer", "move")
     if DRIVEN:
         device = importlib.import_module("lmcache").torch_dev
         passed(device.Event, "record", "record")
@@ -451,6 +505,8 @@ class Worker(lmcache_server.Caches):
             given["parallel_strategy"] = self.module.ParallelStrategy(**alone)
         else:  # to 0.4.3
             given |= {"world_size": 1, "kv_rank": 0}
+        fields = inspect.signature(self.module.LMCacheMPWorkerAdapter).parameters
+        given = {name: value for name, value in given.items() if name in fields}  # to 0.4.1 no wait has a time
         model = f"model of {len(shapes)} layers"
         self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], model, **given)
         if self.adapter.instance_id == os.getpid():  # to 0.4.7, where two workers are two processes
@@ -510,7 +566,7 @@ class Worker(lmcache_server.Caches):
         self.adapter.submit_retrieve_request(name, self.operation(prompt, blocks), self.event())
         ended: set[str] = set()
         until(lambda: ended.update(self.adapter.get_finished(set())[1] or ()) or name in ended)
-        failed = self.adapter.get_block_ids_with_load_errors()
+        failed = getattr(self.adapter, "get_block_ids_with_load_errors", set)()  # from 0.4.2 on
         return [not failed, self.holds(prompt, blocks)]
 
     def loaded(self, prompt: int, blocks: list[int] = SECOND) -> list[Any]:
@@ -571,7 +627,7 @@ def beside(worker: Worker) -> list[Any]:
     """
     server, other = worker.server, Worker(worker.server)
     server.ask("evict")
-    server.ask("hold", "copy", 2)
+    server.ask("hold", "buffer" if TOKENWISE else "copy", 2)  # where it has not locked out the other
     worker.begin(80)
     server.ask("held")
     result = []
