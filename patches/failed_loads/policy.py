@@ -31,7 +31,7 @@ def note(config: Any) -> None:
     if POLICY not in given or given[POLICY] is default:  # or a configuration that was not given one is copied
         object.__setattr__(config, "__dict__", {POLICY: default, **_without(attributes)})
     if "__getstate__" not in vars(type(config)):
-        type(config).__getstate__ = _state  # type: ignore[attr-defined]  # from Python 3.11 on, object has one
+        type(config).__getstate__ = _state  # from Python 3.11 on, object has one
 
 
 def _without(attributes: dict[str, Any]) -> dict[str, Any]:
