@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,15 @@ def read(folder: Path) -> dict[str, Any]:
     if not lock.exists():  # all in one file, as before there was a lock, or not locked yet
         return said
     try:
-        return joined(said, tomllib.loads(lock.read_text("utf-8")))
+        return joined(said, _parsed(lock.read_text("utf-8")))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{NAME} is not as a tool writes it: {error!r}") from error
+
+
+@lru_cache(maxsize=64)
+def _parsed(lock: str) -> dict[str, Any]:
+    """Remembered, for it takes most of the time of reading a folder: nobody changes it."""
+    return tomllib.loads(lock)
 
 
 def forms_of(lock: Mapping[str, Any], package: str) -> list[Form]:
