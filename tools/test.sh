@@ -8,6 +8,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/bootstrap.sh
+# A container's image may set it. Each process of the tests would compile all that it imports of this checkout.
+unset PYTHONDONTWRITEBYTECODE
 python=$(ensure_tool_env lab,test)
 # What drives real servers and threads is run once more where it failed: a shared machine stops for seconds at times, and
 # a real socket gives up meanwhile. Who needed that is named (RERUN), and is to be mended; what fails twice has failed.
