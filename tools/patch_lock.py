@@ -90,7 +90,7 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises UserError, PatchError, OSError, TOMLDecodeError.
     """
-    said: dict[str, Any] = tomllib.loads((folder / "patch.toml").read_text("utf-8"))
+    said = dict(_parsed((folder / "patch.toml").read_text("utf-8")))
     known_format(folder.name.replace("_", "-"), said)  # before anything is read of it that may mean something else
     lock = folder / NAME
     if not lock.exists():  # all in one file, as before there was a lock, or not locked yet
@@ -101,10 +101,10 @@ def read(folder: Path) -> dict[str, Any]:
         raise UserError(f"{NAME} is not as a tool writes it: {error!r}") from error
 
 
-@lru_cache(maxsize=64)
-def _parsed(lock: str) -> dict[str, Any]:
-    """Remembered, for it takes most of the time of reading a folder: nobody changes it."""
-    return tomllib.loads(lock)
+@lru_cache(maxsize=128)
+def _parsed(text: str) -> dict[str, Any]:
+    """Remembered, for it takes most of the time of reading a folder: nobody changes what it holds."""
+    return tomllib.loads(text)
 
 
 def forms_of(lock: Mapping[str, Any], package: str) -> list[Form]:
