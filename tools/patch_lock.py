@@ -104,7 +104,8 @@ def read(folder: Path) -> dict[str, Any]:
 @lru_cache(maxsize=128)
 def _parsed(text: str) -> dict[str, Any]:
     """Remembered, for it takes most of the time of reading a folder: nobody changes what it holds."""
-    return tomllib.loads(text)
+    parsed: dict[str, Any] = tomllib.loads(text)
+    return parsed
 
 
 def forms_of(lock: Mapping[str, Any], package: str) -> list[Form]:

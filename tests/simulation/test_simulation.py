@@ -145,8 +145,11 @@ def test_a_load_deadlock_beyond_0_30_0_is_a_fault(warm: setups.Interpreter) -> N
     assert "load deadlock: the first holds blocks, and lacks some" in found
 
 
-def test_a_seed_tells_the_same_story_in_two_interpreters(warm: setups.Interpreter, bundle: Path) -> None:
+def test_a_seed_tells_the_same_story_in_two_interpreters(
+    warm: setups.Interpreter, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each seed goes the same way in a process that shares nothing with the first."""
+    monkeypatch.delenv(setups.SERVED, raising=False)
     setup = setups.Setup(NEWEST, bundle, tell=True)
     with setups.interpreters(1, setups.engine_python()) as (another,):
         reported = setups.run(another, setup, TAME, losses=TAME)
