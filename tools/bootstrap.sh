@@ -63,7 +63,7 @@ PYTHON
         _quietly "making a virtual environment" "$base" -m venv "$place"
         # uv is many times faster; where it cannot reach what pip is set up to reach, pip does it.
         _quietly "installing uv" "$place/bin/python" -m pip --disable-pip-version-check --no-input install -q uv
-        "$place/bin/python" -m uv pip install -q --python "$place/bin/python" -e "$_checkout[$extras]" >/dev/null 2>&1 ||
+        "$place/bin/python" -m uv pip install -q --compile-bytecode --python "$place/bin/python" -e "$_checkout[$extras]" >/dev/null 2>&1 ||
             _quietly "installing the checkout" "$place/bin/python" -m pip --disable-pip-version-check --no-input \
                 install -q -e "$_checkout[$extras]"
         echo "$recipe" >"$place/complete"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,22 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises UserError, PatchError, OSError, TOMLDecodeError.
     """
-    said: dict[str, Any] = tomllib.loads((folder / "patch.toml").read_text("utf-8"))
+    said = dict(_parsed((folder / "patch.toml").read_text("utf-8")))
     known_format(folder.name.replace("_", "-"), said)  # before anything is read of it that may mean something else
     lock = folder / NAME
     if not lock.exists():  # all in one file, as before there was a lock, or not locked yet
         return said
     try:
-        return joined(said, tomllib.loads(lock.read_text("utf-8")))
+        return joined(said, _parsed(lock.read_text("utf-8")))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{NAME} is not as a tool writes it: {error!r}") from error
+
+
+@lru_cache(maxsize=128)
+def _parsed(text: str) -> dict[str, Any]:
+    """Remembered, for it takes most of the time of reading a folder: nobody changes what it holds."""
+    parsed: dict[str, Any] = tomllib.loads(text)
+    return parsed
 
 
 def forms_of(lock: Mapping[str, Any], package: str) -> list[Form]:

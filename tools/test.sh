@@ -8,6 +8,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/bootstrap.sh
+# A container's image may set it. Each process of the tests would compile all that it imports of this checkout.
+unset PYTHONDONTWRITEBYTECODE
 python=$(ensure_tool_env lab,test)
 # What drives real servers and threads is run once more where it failed: a shared machine stops for seconds at times, and
 # a real socket gives up meanwhile. Who needed that is named (RERUN), and is to be mended; what fails twice has failed.
@@ -45,11 +47,11 @@ step "in the background: the engine's environment and the pinned sources"
 log=$(mktemp)
 "$python" -m vllm_livepatch.tools.lab.prepare >"$log" 2>&1 &
 preparing=$!
-fleets= upgrading=
+fleets= upgrading= serving=
 tools/types.sh "$python" >"$log.types" 2>&1 &
 typing=$!
 # Who drives Ray and Slurm is waited for: it ends what it started.
-trap 'kill "$preparing" $typing $upgrading 2>/dev/null || true; [ -z "$fleets" ] || wait "$fleets" || true; rm -f "$log" "$log.types" "$log.fleets" "$log.upgrades"' EXIT
+trap 'kill "$preparing" $typing $upgrading $serving 2>/dev/null || true; [ -z "$fleets" ] || wait "$fleets" || true; rm -rf "$log" "$log".*' EXIT
 
 step "style, and types in the background"
 "$python" -m ruff check .
@@ -72,14 +74,22 @@ step "in the background: engines on Ray and under Slurm"
 tests tests/fleets -q --durations 6 --timeout 900 "${again[@]}" "$@" >"$log.fleets" 2>&1 &
 fleets=$!
 
+# It has imported torch and the like, once for all steps that drive releases (tests/releases/interpreter.py).
+mkdir "$log.warm"
+"$python" tests/releases/interpreter.py "$log.warm/socket" >"$log.warm/log" 2>&1 &
+serving=$!
+until [ -S "$log.warm/socket" ]; do kill -0 "$serving" || { cat "$log.warm/log"; exit 1; }; sleep 0.1; done
+warm=$log.warm/socket
+
 step "release tests"
-tests tests/releases -n 4 -q --timeout 600 "${again[@]}" "$@"
+LIVEPATCH_TEST_WARM=$warm tests tests/releases -n 4 -q --timeout 600 "${again[@]}" "$@"
 
-step "the real schedulers in worlds drawn from a seed"
-tests tests/simulation -n 2 -q --timeout 600 "${again[@]}" "$@"
+# Together, the long ones first, so that no core waits for another at the end of each.
+step "loads without a fault, stock and patched side by side; the real schedulers in worlds drawn from a seed"
+LIVEPATCH_TEST_WARM=$warm tests tests/scale tests/simulation -n 2 --dist worksteal -q --timeout 600 "${again[@]}" "$@"
 
-step "loads without a fault, stock and patched side by side"
-tests tests/scale -n 2 -q --timeout 600 "${again[@]}" "$@"
+kill "$serving" || true
+serving=
 
 step "engines on Ray and under Slurm"
 wait "$fleets" || { cat "$log.fleets"; exit 1; }

@@ -1,7 +1,7 @@
 """A client hangs up while its KV is read, and the prefill engine stands still meanwhile: who gets the blocks?
 
-Three engines, each with NIXL and an LMCache server in a MultiConnector: stock, with the bundle of version 0.1.0, and
-with the bundle as it is. Each is in its turn the decode engine of one scene, with another for its prefill engine:
+Engines, each with NIXL and an LMCache server in a MultiConnector: stock, with the bundle as it is, and by hand with that of
+version 0.1.0. Each is in its turn the decode engine of one scene, with another for its prefill engine:
 
 1. The prefill engine has a prompt's KV ready, and is stopped. The decode engine begins to read; nobody sends.
 2. The client hangs up. LMCache's part of the connector says in the next step that it is done.
@@ -27,6 +27,7 @@ from vllm_livepatch.tools.lab.setups import USAGE, drained
 from vllm_livepatch.tools.lab.supervisor import Part, Supervisor
 from vllm_livepatch.tools.lab.topology import BLOCK_SIZE, MODEL_NAME
 
+from tests.e2e import BY_HAND, by_hand
 from tests.e2e.test_killed_decode import Peers
 
 VLLM, LMCACHE = "0.32.0", "0.5.6"
@@ -41,7 +42,7 @@ BEGUN_TOKENS = 20
 NUDGE = ("w1 w2 w3 w4",)
 TRIES = 5
 """Of a scene in which the blocks are given away: on a busy machine the answer may be complete before the KV arrives."""
-SCENES = {"now": "stock", "earlier": "now", "stock": "now"}
+SCENES = {"now": "stock", **({"earlier": "now"} if BY_HAND else {}), "stock": "now"}
 """Decode engines, and the prefill engine of each. The one that dies comes last."""
 
 
@@ -67,7 +68,7 @@ class Seen:
 
 
 def deployment(python: Path, work: Path, path: list[Path]) -> topology.Deployment:
-    """The LMCache server of the lab's topology, and its decode engine three times over."""
+    """The LMCache server of the lab's topology, and its decode engine for each scene."""
     described = topology.set_up(topology.load("pd-nixl-multi"), [f"blocks={BLOCKS}"])
     server, usual = (role for role in described.roles if role.name in ("lmcache", "decode"))
     assert usual.environment is not None
@@ -141,8 +142,9 @@ async def play_scene(parts: Supervisor, peers: Peers, client: Client, decode: st
 
 async def play(work: Path, python: Path, path: list[Path]) -> Seen:
     placing.write_directory(bundle.contents(catalogue.load()), work / "bundle-now")
-    earlier = revisions.checkout(VERSION_0_1_0)
-    revisions.command_line("generate", "--out", str(work / "bundle-earlier"), path=earlier)
+    if "earlier" in SCENES:
+        earlier = revisions.checkout(VERSION_0_1_0)
+        revisions.command_line("generate", "--out", str(work / "bundle-earlier"), path=earlier)
     deployed = deployment(python, work, path)
     urls = {part.name: part.health.removesuffix("/health") for part in deployed.parts}
     (known,) = model.prompts(1, 2 * BLOCK_SIZE, seed=4)
@@ -186,7 +188,9 @@ def test_stock_gives_the_blocks_away_and_dies_when_their_kv_arrives(seen: Seen) 
     assert seen.assertion[-1] == "AssertionError"
 
 
+@by_hand
 def test_version_0_1_0_gives_them_away_and_lives_on_with_a_wrong_answer(seen: Seen) -> None:
+    """CI finds it wrong by drawn worlds (tests/simulation)."""
     earlier = seen.scenes["earlier"]
     assert not earlier.held
     assert earlier.answer is not None

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ WARMED_BY = (
 
 
 SERVED = "LIVEPATCH_TEST_WARM"
-"""The folder of a server that outlives a test run (`python interpreter.py FOLDER`): FIFOs `jobs` and `answers`."""
+"""The socket of a server that outlives a test run (`python interpreter.py SOCKET`), and forks for each that connects."""
 
 
 def engine_python() -> Path:
@@ -54,8 +55,11 @@ class Interpreter:
         self._server: subprocess.Popen[str] | None = None
         served = os.environ.get(SERVED)
         if served:
-            self._jobs: IO[str] = open(Path(served) / "jobs", "w", buffering=1)  # noqa: SIM115
-            self._answers: IO[str] = open(Path(served) / "answers")  # noqa: SIM115
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(served)
+                self._jobs: IO[str] = open(os.dup(connection.fileno()), "w", buffering=1)  # noqa: SIM115
+                self._answers: IO[str] = open(os.dup(connection.fileno()))  # noqa: SIM115
+            assert self._answer(SECONDS) == "ready"
             return
         self._log = directory / "warm.log"
         with self._log.open("wb") as log:
@@ -146,14 +150,14 @@ def _server(python: Path) -> list[str]:
     return [str(python), str(DRIVERS / "warm.py"), paths, *WARMED_BY]
 
 
-def serve(directory: Path) -> NoReturn:
-    """Become a server that takes its jobs from FIFOs in this folder, and does not end with who sends them."""
-    for number, name in enumerate(("jobs", "answers")):
-        os.mkfifo(directory / name)
-        # For reading and writing, so that it is open at both ends for as long as the server lives.
-        os.dup2(os.open(directory / name, os.O_RDWR), number)
+def serve(place: Path) -> NoReturn:
+    """Become a server that listens at this socket, and does not end with who connects."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(place))
+        listening.listen(64)
+        os.dup2(listening.fileno(), 0)
     command = _server(environments.engine())
-    os.execve(command[0], command, _environ({}, directory))
+    os.execve(command[0], command, _environ({}, place.parent))
 
 
 def reported(work: Path, patch: str, pid: int | None = None) -> dict[str, Any]:

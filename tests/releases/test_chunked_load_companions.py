@@ -20,13 +20,13 @@ OWN_CLASS = [release for form in COMPANIONS if OWN in form.code for release in f
 BEFORE_OWN_CLASS = [release for form in COMPANIONS if OWN not in form.code for release in form.releases]
 
 
-@pytest.mark.parametrize("lmcache", OWN_CLASS)
+@pytest.mark.parametrize("lmcache", executed.ends(OWN_CLASS))
 def test_lmcaches_own_class(lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """The class that LMCache ships counts in blocks to 0.4.6 and in tokens after."""
     check(drive(warm, tmp_path, "0.29.0", "lmcache", bundle=bundle, lmcache=lmcache, mixes="1"))
 
 
-@pytest.mark.parametrize("lmcache", BEFORE_OWN_CLASS)
+@pytest.mark.parametrize("lmcache", executed.first(BEFORE_OWN_CLASS))
 def test_the_built_in_class_beside_an_lmcache_without_one(
     lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
 ) -> None:
@@ -41,7 +41,7 @@ def test_lmcaches_own_class_stalls_too(lmcache: str, warm: interpreter.Interpret
         assert played["head_of_line"]["outcome"].startswith("stalls"), which
 
 
-@pytest.mark.parametrize("lmcache", executed.chosen(BEFORE_OWN_CLASS[:1], BEFORE_OWN_CLASS))
+@pytest.mark.parametrize("lmcache", executed.first(BEFORE_OWN_CLASS))
 def test_the_built_in_class_stalls_too(lmcache: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     for which, played in drive(warm, tmp_path, "0.16.0", "builtin", lmcache=lmcache, mixes="0").items():
         assert played["head_of_line"]["outcome"].startswith("stalls"), which

@@ -16,7 +16,7 @@ from vllm_livepatch.tools.releases import registry
 
 DRIVER = "connector_completions"
 RELEASES = executed.chosen(
-    ["0.14.1", "0.16.0", "0.19.1", "0.22.1", "0.26.0", "0.30.0", "0.33.0"],
+    ["0.14.1", "0.22.1", "0.33.0"],
     [pin.version for pin in registry.pins("vllm")],
 )
 
@@ -142,7 +142,7 @@ def test_vllm(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> No
     assert result["cases"] == expected(release)
 
 
-@pytest.mark.parametrize("release", OWN)
+@pytest.mark.parametrize("release", executed.ends([*OWN]))
 def test_lmcache(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """LMCache's own connector reports what reading it told."""
     releases = {"vllm": OWN[release]} if release == INSTALLED else {"vllm": OWN[release], "lmcache": release}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 
-RELEASES = ["0.21.0", "0.32.0", "0.33.0"]
+RELEASES = executed.ends(["0.21.0", "0.32.0", "0.33.0"])
 FUNCTION = "_free_blocks"
 PATCH = "stale-finished-recving"
 TARGET = f"vllm.v1.core.sched.scheduler:Scheduler.{FUNCTION}"

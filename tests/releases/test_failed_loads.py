@@ -96,7 +96,7 @@ def stock_of_groups(release: str, mode: str) -> dict[str, str]:
     return dict.fromkeys(GROUPS, RIGHT) | stale
 
 
-@pytest.mark.parametrize("release", executed.some(RELEASES))
+@pytest.mark.parametrize("release", executed.first(RELEASES))
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """Tokens that were sampled on lost KV are delivered, or the engine ends, or asks for the same load for ever."""
     result = warm.run(DRIVER, {"vllm": release}, tmp_path)
@@ -111,7 +111,7 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
         assert found == expected | stock_of_groups(release, mode) | {"later_small_pool_idle": small_pool}
 
 
-@pytest.mark.parametrize("release", executed.some(RELEASES))
+@pytest.mark.parametrize("release", executed.first(RELEASES))
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Whoever lost a load is computed here: every token is right, every request ends, nothing is left."""
     result = warm.run(DRIVER, {"vllm": release}, tmp_path, bundle=bundle)

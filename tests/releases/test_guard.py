@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from vllm_livepatch.tools.bundles import catalogue
 
-RELEASES = ["0.14.1", "0.21.0", "0.29.0", "0.33.0"]
+RELEASES = executed.ends(["0.14.1", "0.21.0", "0.29.0", "0.33.0"])
 MODULES = sorted({module for entry in catalogue.load().values() for module in entry.patch.modules})
 SILENT = {"code": 0, "logged": []}
 

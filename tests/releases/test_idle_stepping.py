@@ -19,7 +19,7 @@ DRIVER = PATCH.replace("-", "_")
 ENTRIES = catalogue.load()
 VARIANTS = ENTRIES[PATCH].patch.variants
 EVERY = [release for variant in VARIANTS if variant.verdict == "needed" for release in variant.releases]
-NEEDED = executed.some(EVERY)
+NEEDED = executed.first(EVERY)
 EARLIER = [release for variant in VARIANTS if variant.verdict == "not-present" for release in variant.releases]
 WITHOUT = executed.chosen(EARLIER[-1:], EARLIER)
 ALONE = {f"LIVEPATCH_{name.replace('-', '_').upper()}": "off" for name in ENTRIES if name != PATCH}

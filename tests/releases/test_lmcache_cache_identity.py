@@ -133,24 +133,24 @@ def compared(
     assert set(report["counters"]) == {"marked", "unidentified"}
 
 
-@pytest.mark.parametrize("release", executed.ends(VLLM))
+@pytest.mark.parametrize("release", executed.first(VLLM))
 def test_built_in(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     lmcache = "0.4.6" if Version(release) >= Version("0.20") else "0.4.3"
     compared("vllm", release, lmcache, "none", warm, bundle, tmp_path)
 
 
-@pytest.mark.parametrize("release", executed.ends(LMCACHE))
+@pytest.mark.parametrize("release", executed.first(LMCACHE))
 def test_own(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     compared("lmcache", "0.29.0", release, own_images(release), warm, bundle, tmp_path)
 
 
-@pytest.mark.parametrize("release", executed.ends(LMCACHE))
+@pytest.mark.parametrize("release", executed.first(LMCACHE))
 def test_in_process(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     images = "whole" if Version(release) >= Version("0.5.5") else "16 bits"
     compared(IN_PROCESS, "0.29.0", release, images, warm, bundle, tmp_path)
 
 
-@pytest.mark.parametrize("release", executed.ends(LMCACHE))
+@pytest.mark.parametrize("release", executed.first(LMCACHE))
 def test_not_looked_up(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """LMCache in the engine's process asserts that what was preempted has been looked up.
 

@@ -19,6 +19,8 @@ DRIVER = "lmcache_failed_loads"
 PATCH = "lmcache-failed-loads"
 CONNECTORS_PATCH = "failed-loads"
 RELEASES = [pin.version for pin in registry.pins("lmcache")]
+IN_CI = ["0.3.15", "0.4.2"]
+"""Those that the proof cannot be played on beside the newest vLLM, whose connector does not import them."""
 INSTALLED = "0.5.6"
 """What the engine's environment has: the whole wheel. This release cannot be imported without its compiled modules."""
 FIXED = "0.5.5"
@@ -79,7 +81,7 @@ def driven(
     return cases
 
 
-@pytest.mark.parametrize("release", executed.some(RELEASES))
+@pytest.mark.parametrize("release", executed.chosen(IN_CI, RELEASES))
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """To 0.5.4 a load that failed counts as one that succeeded: the request computes on what its blocks held before."""
     reports = driven(release, beside(release), warm, tmp_path)
@@ -89,7 +91,7 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
         assert reports == right(release)
 
 
-@pytest.mark.parametrize("release", executed.some(RELEASES))
+@pytest.mark.parametrize("release", executed.chosen(IN_CI, RELEASES))
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """The blocks of a failed load, and no others, are reported in the step that reports its end, once."""
     asked = {"LIVEPATCH_LMCACHE_FAILED_LOADS": "on"}  # where it is not needed it does no harm

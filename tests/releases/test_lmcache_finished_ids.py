@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import executed
 import interpreter
 import pytest
 from packaging.version import Version
@@ -72,13 +73,13 @@ def driven(release: str, warm: interpreter.Interpreter, work: Path, bundle: Path
     return cases
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", executed.first(RELEASES))
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """A request whose id was used before is never reported; one of several stores speaks for all."""
     assert driven(release, warm, tmp_path) == stock(release)
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", executed.first(RELEASES))
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Each request is reported once, with the last of its stores, and nothing is kept of it."""
     assert driven(release, warm, tmp_path, bundle) == PATCHED
@@ -88,7 +89,7 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     assert patch["counters"] == {"store_beside_another": beside, "store_after_another": 1}
 
 
-@pytest.mark.parametrize("release", ["0.14.1", "0.21.0", "0.27.1", "0.30.0", "0.33.0"])
+@pytest.mark.parametrize("release", executed.ends(["0.14.1", "0.21.0", "0.27.1", "0.30.0", "0.33.0"]))
 def test_the_engine_tells_each_end_once(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """So that an id that is told again is another request's: what the patch relies on."""
     ids = ("ends by its length", "aborted while it runs", "aborted as it is added", "reset with the cache")

@@ -20,10 +20,10 @@ from vllm_livepatch.tools.releases import registry
 DRIVER = "mooncake_asks"
 PATCHES = ("mooncake-failed-loads", "mooncake-lost-asks")
 EVERY = [pin.version for pin in registry.pins("vllm") if Version(pin.version) >= Version("0.16")]
-RELEASES = executed.some(EVERY)
+RELEASES = executed.ends(EVERY)
 GROUPS = [release for release in EVERY if Version("0.20") <= Version(release) < Version("0.30")]
 """Those whose connector serves models of several KV groups, and whose scheduler does not take their failed loads."""
-STOCK = executed.chosen(["0.16.0", "0.30.0", "0.33.0"], EVERY)
+STOCK = executed.first(EVERY)
 NOTHING, FAILED, OWN = "nothing is told", "failed", "its own"
 
 RIGHT = {

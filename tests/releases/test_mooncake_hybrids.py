@@ -22,7 +22,6 @@ MODELS = ["windows", "shared", "rows", "between", "mamba", "behind"]
 RELEASES = {
     "0.25.1": ["windows", "mamba"],
     "0.29.0": ["shared", "mamba"],
-    "0.32.0": ["rows"],
     "0.33.0": ["rows", "between", "mamba", "behind"],
 }
 """Which models in CI."""

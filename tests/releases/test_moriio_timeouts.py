@@ -137,7 +137,7 @@ def with_xgmi(cases: dict[str, str], release: str) -> dict[str, str]:
     return {**cases, "completed_by_waiting": "survives"} if release == "0.22.1" else cases
 
 
-@pytest.mark.parametrize("release", executed.some(NEEDED))
+@pytest.mark.parametrize("release", executed.first(NEEDED))
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """Each fault shows on the unpatched release."""
     arguments = [STOCK_SECONDS]
@@ -145,7 +145,7 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
     assert result["cases"] == with_xgmi(STOCK, release)
 
 
-@pytest.mark.parametrize("release", executed.some(NEEDED))
+@pytest.mark.parametrize("release", executed.first(NEEDED))
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     """Every wait ends, every request that failed is done once, the next is served, and each timeout is counted."""
     arguments = [PATCHED_SECONDS]

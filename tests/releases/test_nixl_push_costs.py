@@ -25,7 +25,7 @@ CALLS = 60
 """At most so many more calls for a registration than the release makes, whatever waits."""
 
 
-@pytest.mark.parametrize("release", executed.some(RELEASES))
+@pytest.mark.parametrize("release", executed.chosen(RELEASES[-1:], RELEASES))
 def test_nothing_is_opened_and_nothing_grows(
     release: str, warm: interpreter.Interpreter, engine_python: Path, bundle: Path, tmp_path: Path
 ) -> None:

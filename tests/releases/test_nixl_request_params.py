@@ -43,7 +43,7 @@ def in_groups(release: str) -> bool:
     return Version(release) >= Version("0.18")
 
 
-@pytest.mark.parametrize("release", executed.some(RELEASES))
+@pytest.mark.parametrize("release", executed.first(RELEASES))
 def test_stock(release: str, warm: interpreter.Interpreter, path: list[Path], tmp_path: Path) -> None:
     """One request ends the engine core, or waits for ever; too few blocks end the worker."""
     found = run(release, warm, path, tmp_path)
@@ -58,7 +58,7 @@ def test_stock(release: str, warm: interpreter.Interpreter, path: list[Path], tm
         assert len(cases["not_computed"]) > 5 or name == "mooncake_prefill", (name, cases)
 
 
-@pytest.mark.parametrize("release", executed.some(RELEASES))
+@pytest.mark.parametrize("release", executed.first(RELEASES))
 def test_patched(release: str, warm: interpreter.Interpreter, path: list[Path], bundle: Path, tmp_path: Path) -> None:
     """All of them are computed here, and leave nothing behind; those that are whole wait for their KV."""
     found = run(release, warm, path, tmp_path, bundle)

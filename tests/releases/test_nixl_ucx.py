@@ -50,13 +50,13 @@ def expected(release: str, mode: str | None, configured: str | None) -> dict[str
     }
 
 
-@pytest.mark.parametrize("release", executed.some(RELEASES))
+@pytest.mark.parametrize("release", executed.first(RELEASES))
 def test_stock(release: str, run: Any) -> None:
     """No agent gets a mode, and `kv_connector_extra_config` cannot give it one: NIXL's own default is peer."""
     assert run(release, "stock").agents == expected(release, None, None)
 
 
-@pytest.mark.parametrize("release", executed.some(RELEASES))
+@pytest.mark.parametrize("release", executed.first(RELEASES))
 def test_patched(release: str, run: Any) -> None:
     """Agents get `none`, whichever package they come from; what is configured, or passed by a caller, wins."""
     patched = run(release, "patched")

@@ -1,8 +1,8 @@
-"""The offline verdict is the process's: for every pinned release, and every patch of the catalogue.
+"""The offline verdict is the process's: for pinned releases, by hand for each, and every patch of the catalogue.
 
 Offline, the release is read by byte range out of its wheel, or from the cache of that. The process has the bundle and
 the release's whole sources on its path, and decides when its finders are asked for a target (driver/verdicts.py). Nothing
-of vLLM is executed for that, so any interpreter will do, and no release is left out.
+of vLLM is executed for that, so any interpreter will do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import executed
 import pytest
 from vllm_livepatch.sitecustomize.decision import module_of
 from vllm_livepatch.tools.bundles import catalogue
@@ -21,7 +22,11 @@ from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.releases import published, registry, sources
 
 DRIVER = Path(__file__).parent / "driver" / "verdicts.py"
-RELEASES = [(package, pin.version) for package in ("vllm", "lmcache") for pin in registry.pins(package)]
+RELEASES = [
+    (package, release)
+    for package in ("vllm", "lmcache")
+    for release in executed.ends([pin.version for pin in registry.pins(package)])
+]
 ENTRIES = catalogue.load()
 
 

@@ -19,6 +19,7 @@ if str(RELEASE_TESTS) not in sys.path:
 
 # Found by the line above, as by pytest's conftest.
 from interpreter import DRIVERS, Interpreter  # noqa: E402
+from interpreter import SERVED as SERVED  # noqa: E402
 from interpreter import engine_python as engine_python  # noqa: E402
 from interpreter import made_bundle as made_bundle  # noqa: E402
 

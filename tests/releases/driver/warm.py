@@ -10,7 +10,7 @@ and search path, imports `sitecustomize` if that path has one (as the interprete
 The modules' third-party imports are what is imported beforehand. They are found in a child for each of PATHS (JSON: a list
 of lists), since releases differ in them. A job is a line of JSON: `argv`, `environ`, `cwd`, `path` (to be searched first),
 `stdout` and `stderr` (files). It is answered by two lines: the child's pid, which leads a process group of its own, and its
-exit status.
+exit status. Where stdin is a socket that listens, who connects has a fork of this process, which takes its jobs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import inspect
 import json
 import os
 import runpy
+import socket
+import stat
 import sys
 import threading
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 OURS = ("vllm", "lmcache", "nixl", "mori", "aiter", "mooncake")
 """Packages of which every job brings its own: a release, or a stand-in."""
@@ -134,6 +136,19 @@ def leave(job: dict[str, Any]) -> NoReturn:
     os._exit(code)
 
 
+def connected() -> TextIO:
+    """Fork for each that connects. Return in the child: its stdin has the jobs, and this is where their answers go."""
+    with socket.socket(fileno=os.dup(0)) as listening:
+        while True:
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(ChildProcessError):
+                if os.fork() == 0:
+                    os.dup2(connection.fileno(), 0)
+                    return os.fdopen(os.dup(0), "w", buffering=1)
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+
 def main() -> None:
     """Answer jobs until there are no more."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -141,6 +156,8 @@ def main() -> None:
     warm_up(json.loads(sys.argv[1]), sys.argv[2:])
     gc.collect()
     gc.freeze()
+    if stat.S_ISSOCK(os.fstat(0).st_mode):
+        answers = connected()
     print("ready", file=answers)
     while line := sys.stdin.readline():
         child = os.fork()
