@@ -68,6 +68,10 @@ class _Loads:
         self.seen = 0  # how many of the running requests were counted
         self.coordinator = scheduler.kv_cache_manager.coordinator
         self.managers = self.coordinator.single_type_managers
+        self.latest: tuple[tuple[Any, ...], Any] = (
+            (),
+            None,
+        )  # the hit that was looked for last in this step, and for what
         self.asks_for = inspect.signature(self.managers[0].get_num_blocks_to_allocate).parameters
         adapter = self.connector.scheduler_adapter
         blocks = adapter.num_blocks_per_chunk() * getattr(self.connector, "vllm_block_size", scheduler.block_size)
@@ -80,6 +84,7 @@ class _Loads:
         self.part_tokens: int = 0 if whole else livepatch.options["max_tokens"]
         livepatch.on_stand_aside(self.put_back)
         self.connector.get_num_new_matched_tokens = livepatch.around(self.ask, self.matched, self.connector)
+        livepatch.around_its(self.coordinator, "find_longest_cache_hit", self.found)
 
     # What the connector's tracker counts in: tokens from LMCache 0.4.7, blocks before and in vLLM's own.
 
@@ -216,9 +221,7 @@ class _Loads:
             "num_local_computed_tokens": cached,
             "num_tokens_main_model": tokens,
         }
-        hits = [()] * len(self.managers)
-        if cached:
-            hits = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]
+        hits = self.hits(request) if cached else [()] * len(self.managers)
         total = 0
         for manager, hit in zip(self.managers, hits, strict=True):
             most = getattr(manager, "_max_admission_blocks_per_request", None)
@@ -233,6 +236,23 @@ class _Loads:
                 blocks = min(blocks, most - sum(not block.is_null for block in held))
             total += max(0, blocks)
         return total
+
+    def found(self, original: Callable[..., Any], coordinator: Any, *asked: Any, **named: Any) -> Any:
+        """Wraps the coordinator's `find_longest_cache_hit`. What the scheduler has looked for, it asks for next.
+
+        A prompt of 262,144 tokens has 16,384 blocks, and is looked for in each step in which it waits.
+        """
+        answer = original(*asked, **named)
+        self.latest = asked, answer[0]
+        return answer
+
+    def hits(self, request: Any) -> Any:
+        """The blocks of a request that the pool has, for each group."""
+        asked, found = self.latest
+        length = request.num_tokens - 1
+        if len(asked) == 2 and asked[0] is request.block_hashes and asked[1] == length:
+            return found
+        return self.coordinator.find_longest_cache_hit(request.block_hashes, length)[0]
 
     # Each step.
 
@@ -325,6 +345,7 @@ class _Loads:
 
     def end_step(self) -> None:
         """What found no blocks has arrived all the same: an abort must free its blocks at once."""
+        self.latest = (), None
         if self.stopped:
             self.stopped = False
             manager = self.scheduler.kv_cache_manager

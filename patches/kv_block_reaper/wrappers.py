@@ -27,8 +27,9 @@ NO_TIMEOUT_SECONDS = 600.0
 """Age for a connector that has no timeout of its own (MoRI-IO to 0.22.1, LMCache): others take eight minutes."""
 
 RENEWED_SECONDS = 3600.0
-"""Age for a lease that the other side renews (NIXL from 0.22.1), at least: its holder may wait in a queue for long, and
-only the workers hear of it. A lease that is renewed no more is theirs to end, after 30 s."""
+"""Age for a lease that the other side renews (NIXL from 0.22.1), at least, where somebody has asked for one: its holder
+may wait in a queue for longer, and only the workers hear of it. A lease that is renewed no more is theirs to end, after
+30 s; by itself this patch ends none."""
 
 REMEMBERED = 65536
 """How many freed ids are remembered, so that their completions are recognised when they come after all."""
@@ -93,7 +94,7 @@ def _age(connector: Any) -> float:
     side = getattr(connector, "connector_scheduler", None)
     timeout: float | None = None
     if kind == "Nixl":
-        lease = getattr(side, "_kv_lease_duration", None)
+        lease = _lease(connector)
         if lease is not None:
             # What a decode engine keeps for a second turn has a time of its own.
             return max(_beyond(max(lease, getattr(side, "decoder_kv_blocks_ttl", 0))), RENEWED_SECONDS)
@@ -103,6 +104,16 @@ def _age(connector: Any) -> float:
     elif kind == "MoRIIO":
         timeout = getattr(side, "_defer_timeout", None)
     return NO_TIMEOUT_SECONDS if timeout is None else _beyond(timeout)
+
+
+def renewed(connector: Any) -> bool:
+    """Whether a decode engine renews what it is to read, for as long as it waits for it: no time is past that lease."""
+    return family(connector) == "Nixl" and _lease(connector) is not None
+
+
+def _lease(connector: Any) -> float | None:
+    lease: float | None = getattr(getattr(connector, "connector_scheduler", None), "_kv_lease_duration", None)
+    return lease
 
 
 def _beyond(timeout: float) -> float:
@@ -130,6 +141,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return None
         names = " and ".join(sorted({family(leaf) for leaf in leaves(connector)}))
         if not livepatch.asked and not any(family(leaf) in needed_by for leaf in leaves(connector)):
+            livepatch.count("not_needed")
+            return None
+        if not (livepatch.asked or seconds) and any(map(renewed, leaves(connector))):
             livepatch.count("not_needed")
             return None
         own = default_age(connector)

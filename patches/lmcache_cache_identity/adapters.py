@@ -111,11 +111,21 @@ class Adapters:
             self._replaced(lora.lora_int_id)
         return adapter
 
-    def removed(self, number: int) -> None:
-        """The workers have dropped an adapter: whoever has its id from now on is read from files again."""
+    def is_new(self, lora: Any) -> bool:
+        """Whether nothing is known of an adapter's id."""
+        return lora.lora_int_id not in self._known
+
+    def forget(self, number: int) -> Adapter | None:
+        """Know nothing of an id any more; returns what was known of it."""
         adapter = self._known.pop(number, None)
         if adapter is not None:
             self._named[adapter.name].remove(adapter)
+        return adapter
+
+    def removed(self, number: int) -> None:
+        """The workers have dropped an adapter: whoever has its id from now on is read from files again."""
+        adapter = self.forget(number)
+        if adapter is not None:
             digest = None if adapter.lost else adapter.digest
             self._before[adapter.name] = digest if self._before.get(adapter.name, digest) == digest else None
             self._replaced(number)  # requests that run with it have it read again

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .identities import Identities
-from .marks import digest_of, images_of
+from .marks import Images, digest_of
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -79,7 +79,7 @@ class InProcess:
         if self.blends:
             self.livepatch.say("blending", "CacheBlend matches chunks without what is before them: it is not used here")
             return self.forgo()
-        more = images_of(request, 0, float("inf")) if self.narrow else []
+        more = Images(request.mm_features or ()).within(0, float("inf")) if self.narrow else []
         embeds = getattr(request, "prompt_embeds", None)
         if embeds is not None:
             more.append(("embeds", digest_of(embeds)))

@@ -6,6 +6,7 @@ A key is a hash over a chunk's ids and the hash before it, so a chunk that diffe
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,30 +24,35 @@ Identity = tuple[tuple[str, ...], ...]
 class Marks:
     """The marks of one request. They are made of its own ids, so that marking ids twice is marking them once."""
 
-    __slots__ = ("_embeds", "_made", "chunk", "identity", "request")
+    __slots__ = ("_alone", "_embeds", "_images", "_made", "chunk", "identity", "request")
 
     def __init__(self, request: Any, identity: Identity, chunk: int) -> None:
         """`chunk` is LMCache's, in tokens."""
         self.request = request
         self.identity = identity
         self.chunk = chunk
+        self._alone = repr((identity, []))
         self._embeds: dict[int, str] = {}
+        self._images = Images([])
         self._made: dict[int, tuple[list[int], int, list[int]]] = {}
         """A whole chunk's: of which ids, of how many images (a session gets more), and the marks."""
 
     def put(self, ids: list[int], start: int = 0) -> None:
         """Mark, in place, ids of which the first is the request's id number `start`."""
-        end, images = start + len(ids), len(self.request.mm_features or ())
-        for first in range(start - start % self.chunk, end, self.chunk):
-            made, at = self._made.get(first), first - start
-            if made is not None and at >= 0 and made[1] == images and made[0] == ids[at : at + WORDS]:
+        images, made_of = len(self.request.mm_features or ()), self._made.get
+        for first in range(start - start % self.chunk, start + len(ids), self.chunk):
+            made, at = made_of(first), first - start
+            if made is not None and at >= 0 and made[1] == images:
                 # As nearly always: a long request's ids are asked for in each step in which it gets a block.
-                if made[2]:
+                here = ids[at : at + WORDS]
+                if not made[2] or here == made[2]:  # the latter: marked before
+                    continue
+                if here == made[0]:
                     ids[at : at + WORDS] = made[2]
-                continue
-            for place, mark in enumerate(self._at(first), first):
-                if start <= place < end:
-                    ids[place - start] = mark
+                    continue
+            for place, mark in enumerate(self._at(first), at):
+                if 0 <= place < len(ids):
+                    ids[place] = mark
 
     def _at(self, first: int) -> list[int]:
         """The marks of the chunk that begins there; none where its KV depends on ids alone, or it is too short yet."""
@@ -58,7 +64,9 @@ class Marks:
         if made is not None and made[:2] == (ids, images):
             return made[2]
         more = self._more(first)
-        marks = marks_of((self.identity, more), tuple(ids)) if self.identity or more else []
+        marks: list[int] = []
+        if self.identity or more:
+            marks = marks_of(repr((self.identity, more)) if more else self._alone, tuple(ids))
         if len(all_ids) >= first + self.chunk:
             self._made[first] = ids, images, marks
         return marks
@@ -66,7 +74,10 @@ class Marks:
     def _more(self, first: int) -> list[tuple[Any, ...]]:
         """What decides the KV of one chunk, as vLLM's `generate_block_hash_extra_keys` has it for a block."""
         end = first + self.chunk
-        found = images_of(self.request, first, end)
+        features = self.request.mm_features or ()
+        if len(features) != len(self._images):
+            self._images = Images(features)
+        found = self._images.within(first, end) if features else []
         embeds = getattr(self.request, "prompt_embeds", None)
         if embeds is not None and first < len(embeds):
             if first not in self._embeds:
@@ -101,14 +112,25 @@ class MarkedIds(Sequence[int]):
         return ids
 
 
-def images_of(request: Any, first: int, end: float) -> list[tuple[Any, ...]]:
-    """The images, and where they begin, of which tokens lie in a part of a request."""
-    found: list[tuple[Any, ...]] = []
-    for feature in request.mm_features or ():
-        position = feature.mm_position
-        if position.offset < end and position.offset + position.length > first:
-            found.append(("mm", str(feature.identifier), position.offset))
-    return found
+class Images:
+    """The images of a request, to be looked up by place: a prompt may have thousands, and as many chunks."""
+
+    __slots__ = ("_all", "_begins", "_longest", "_order")
+
+    def __init__(self, features: Sequence[Any]) -> None:
+        self._all = tuple((one.mm_position.offset, one.mm_position.length, str(one.identifier)) for one in features)
+        self._order = sorted(range(len(self._all)), key=lambda number: self._all[number][0])
+        self._begins = tuple(self._all[number][0] for number in self._order)
+        self._longest = max((length for _, length, _ in self._all), default=0)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def within(self, first: int, end: float) -> list[tuple[Any, ...]]:
+        """Those of which tokens lie in a part of the request, and where they begin, in the request's own order."""
+        from_, to = bisect_right(self._begins, first - self._longest), bisect_left(self._begins, end)
+        found = [self._all[number] for number in sorted(self._order[from_:to])]
+        return [("mm", name, offset) for offset, length, name in found if offset + length > first]
 
 
 def more_than_ids(request: Any) -> bool:
@@ -116,11 +138,16 @@ def more_than_ids(request: Any) -> bool:
     return bool(request.mm_features) or getattr(request, "prompt_embeds", None) is not None
 
 
-def marks_of(identity: object, ids: tuple[int, ...]) -> list[int]:
+def marks_of(identity: str, ids: tuple[int, ...]) -> list[int]:
     """As many marks as there are ids, which go into them: they are not in the key otherwise."""
-    text = repr((identity, ids)).encode("utf-8", "surrogatepass")
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=20, person=b"livepatch-kv").digest(), "big")
-    return [1 << BITS | (digest >> BITS * place) & ((1 << BITS) - 1) for place in range(WORDS)]
+    hasher = _HASHER.copy()
+    hasher.update(f"({identity}, {ids!r})".encode("utf-8", "surrogatepass"))
+    digest = int.from_bytes(hasher.digest(), "big")
+    return [_ABOVE | digest >> shift & _ALL for shift in _SHIFTS]
+
+
+_HASHER = hashlib.blake2b(digest_size=20, person=b"livepatch-kv")
+_ABOVE, _ALL, _SHIFTS = 1 << BITS, (1 << BITS) - 1, tuple(BITS * place for place in range(WORDS))
 
 
 def digest_of(embeds: Any) -> str:

@@ -161,15 +161,22 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 Layers(impl, livepatch)
         return connector
 
-    def add_lora(_: Any, lora_request: Any, *rest: Any, **named: Any) -> None:
-        """Before the workers read it."""
+    def add_lora(original: Call, core: Any, lora_request: Any, *rest: Any, **named: Any) -> Any:
+        """Before the workers read it. What they could not read, nobody has asked for: its id is given to no other."""
+        new = adapters.is_new(lora_request)
         adapters.met(lora_request)
+        try:
+            return original(lora_request, *rest, **named)
+        except Exception:
+            if new:
+                adapters.forget(lora_request.lora_int_id)
+            raise
 
     def remove_lora(answer: Any, _: Any, lora_id: int, *rest: Any, **named: Any) -> None:
         adapters.removed(lora_id)
 
     return {
         CREATE: create,
-        f"{CORE}.add_lora": livepatch.lasting(livepatch.before(add_lora)),
+        f"{CORE}.add_lora": livepatch.lasting(add_lora),
         f"{CORE}.remove_lora": livepatch.lasting(livepatch.after(remove_lora)),
     }

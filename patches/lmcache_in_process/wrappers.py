@@ -52,6 +52,9 @@ class Taken:
 
 
 PARAMETERS = "kv_transfer_params"
+READ = "_livepatch_readable"
+"""Attribute of a request: its parameters, and those that sampling has, that were looked through."""
+TAGS, SPEC_NAME = "lmcache.tag.", "disagg_spec"
 SPEC = {"req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port"}
 """What LMCache reads of a client's `disagg_spec`."""
 
@@ -60,15 +63,19 @@ def readable(parameters: Any) -> Any:
     """Return what LMCache can read of a client's parameters: themselves, or some, or None. The rest ends the engine."""
     if not isinstance(parameters, dict):
         return None
-    kept = {name: value for name, value in parameters.items() if is_readable(name, value)}
-    return parameters if len(kept) == len(parameters) else kept or None
+    # Of a million names most are nobody's.
+    looked_at = [name for name in parameters if name.startswith(TAGS) or name == SPEC_NAME]
+    left_out = {name for name in looked_at if not is_readable(name, parameters[name])}
+    if not left_out:
+        return parameters
+    return {name: value for name, value in parameters.items() if name not in left_out} or None
 
 
 def is_readable(name: str, value: Any) -> bool:
     """Tell whether LMCache can read this one of a client's parameters."""
-    if name == "disagg_spec":
+    if name == SPEC_NAME:
         return isinstance(value, dict) and value.keys() >= SPEC and isinstance(value["receiver_host"], str)
-    return not (name.startswith("lmcache.tag.") and isinstance(value, list | dict))  # a tag is hashed, as part of keys
+    return not isinstance(value, list | dict)  # a tag is hashed, as part of keys
 
 
 def innermost(client: Any) -> Any:
@@ -100,8 +107,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         """Take what LMCache cannot read out of a client's parameters: the request's, and those that sampling has."""
         given = getattr(request, PARAMETERS, None)
         arguments = getattr(request.sampling_params, "extra_args", None) or {}
-        kept, kept_for_sampling = readable(given), readable(arguments.get(PARAMETERS))
-        if kept is given and kept_for_sampling is arguments.get(PARAMETERS):
+        for_sampling = arguments.get(PARAMETERS)
+        read, read_for_sampling = getattr(request, READ, (None, None))
+        if given is read and for_sampling is read_for_sampling:
+            return  # a client's may have a million entries, and a request that waits is asked for in each step
+        kept = readable(given)
+        kept_for_sampling = kept if for_sampling is given else readable(for_sampling)
+        setattr(request, READ, (kept, kept_for_sampling))
+        if kept is given and kept_for_sampling is for_sampling:
             return
         livepatch.tell("unreadable_parameters", "a client's kv_transfer_params have what LMCache cannot read: left out")
         setattr(request, PARAMETERS, kept)

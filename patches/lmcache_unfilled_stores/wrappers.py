@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 Call = Callable[..., Any]
-Store = tuple[int, Any, str]
+Store = tuple[int, "Name", str]
 """A worker's number, the key of what it stores, and the request. LMCache knows a store that was begun by the first two
 alone; requests may store the same, and to 0.4.7 processes of two containers may have one number.
 """
@@ -33,6 +33,30 @@ STORAGE = "lmcache.v1.distributed.storage_manager"
 MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer:EngineDrivenTransferModule"
 MODULE_0_4_7 = "lmcache.v1.multiprocess.modules.non_gpu_transfer:NonGPUTransferModule"
 """The same under another name. Its workers' registrations end by their goodbye alone."""
+
+
+class Name:
+    """The key of what is stored, as LMCache compares it. It has all of a prompt's token ids: to hash a million takes
+    ten milliseconds, and as long to see that two are the same. That is seen once: they have one key from then on.
+    """
+
+    __slots__ = ("hash", "key")
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        ids = getattr(key, "token_ids", None)
+        self.hash = hash(key) if ids is None else hash((len(ids), key.start, key.end))
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Name) or self.hash != other.hash:
+            return False
+        if self.key is not other.key and self.key != other.key:
+            return False
+        self.key = other.key
+        return True
 
 
 class Held:
@@ -80,6 +104,7 @@ class Stores:
         self.under_way = 0  # stores that were given room, and have not ended
         self.refused = 0  # stores that were given none meanwhile, and whose message has not come
         self.alone = True  # else a COMMIT_STORE may be of any of several stores
+        self.number = 0  # of objects for which room was made
         self.held: dict[Held, None] = {}  # changed by single calls, each under its L1's own lock
         self.kept: list[tuple[Any, Any]] = []  # L1 and memory, since the registration has ended
 
@@ -94,6 +119,7 @@ class Stores:
 
     def hold(self, aside: Callable[[], bool], storage: Any, keys: list[Any]) -> None:
         """Room was made for these keys."""
+        self.number += len(keys)
         for l1 in l1s(storage):
             with l1._lock:
                 for key in keys:
@@ -127,7 +153,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.turn = threading.Lock()  # held while a store begins or ends, or the registration does
-        self.stores: dict[Any, dict[str, Stores]] = {}
+        self.stores: dict[Name, dict[str, Stores]] = {}
         self.unheard = 0  # messages that may come yet of stores without room, by names whose other stores have ended
 
     def of(self, store: Store) -> Stores | None:
@@ -228,7 +254,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def hold(module: Any, worker: Worker, store: Store, answer: Any) -> None:
         stores = worker.begin(store)
-        keys = module._resolve_single_group_obj_keys(store[1])
+        keys = module._resolve_single_group_obj_keys(store[1].key)
         stores.hold(aside, module._ctx.storage_manager, [keys[index] for index in answer.context["chunk_indices"]])
         if store[0] not in registered(module):  # its goodbye came meanwhile, and found nothing
             ended(module, worker, store[0])
@@ -265,13 +291,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 livepatch.count("given_back", stores.free())
                 pending_of(module, store, worker.others(store))
                 return False  # too late to be given out, or several stores filled it in an order that is not known
-            pending_of(module, store, [] if stores is None else stores.reserved_keys())
+            keys = [] if stores is None else stores.reserved_keys()
+            # As nearly always: what LMCache finds is this store's, all of it, and it takes that out itself.
+            known = stores is not None and len(keys) == stores.number and not worker.others(store)
+            if not known:
+                pending_of(module, store, keys)
             try:
                 return original(key, instance_id, cpu_data, *rest, **named)
+            except BaseException:
+                known = False
+                raise
             finally:
                 if stores is not None:
                     stores.free()  # after an error LMCache has not ended it: the worker has copied, and nobody reads it
-                pending_of(module, store, worker.others(store))
+                if not known:
+                    pending_of(module, store, worker.others(store))
 
     def has_ended(worker: Worker, store: Store) -> Stores | None:
         """Notes that a store has ended. Returns all stores by its name where it was the last of them, else None."""
@@ -286,10 +320,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def pending_of(module: Any, store: Store, keys: list[Any]) -> None:
         """What LMCache finds reserved under a store's name."""
+        name = store[0], store[1].key
         with module._pending_shm_lock:
-            module._pending_shm_writes.pop(store[:2], None)
+            module._pending_shm_writes.pop(name, None)
             if keys:
-                module._pending_shm_writes[store[:2]] = keys
+                module._pending_shm_writes[name] = keys
 
     def sent(module: Any, worker: Worker, store: Store) -> None:
         """LMCache would leave the message out: there is room for its chunks already, of which nobody fills any."""
@@ -322,4 +357,5 @@ def registered(module: Any) -> Any:
 
 
 def store_of(module: Any, key: Any, instance_id: int) -> Store:
-    return (*module._make_transfer_key(key, instance_id), key.request_id)
+    number, name = module._make_transfer_key(key, instance_id)
+    return number, Name(name), key.request_id

@@ -34,7 +34,9 @@ class FullAttentionManager:
 
 
 def scheduler(connector: Any) -> Any:
-    coordinator = SimpleNamespace(single_type_managers=[FullAttentionManager()])
+    coordinator = SimpleNamespace(
+        single_type_managers=[FullAttentionManager()], find_longest_cache_hit=lambda hashes, tokens: ([[]],)
+    )
     return SimpleNamespace(
         connector=connector,
         block_size=16,
@@ -385,15 +387,36 @@ def test_a_request_that_ends_unlocks_what_it_has_not_loaded(
     assert unlocked == expected
 
 
-def test_only_a_request_that_comes_is_looked_up_in_the_prefix_cache() -> None:
-    """What runs holds its blocks: to look it up costs a walk over its blocks, and would count some of them twice."""
-    loads = with_pool(100, asks(320, computed=64, held=4))
+def with_looks(*running: Any) -> tuple[Any, list[int]]:
+    """Loads, and how many tokens the pool's prefix cache was looked through for, each time."""
     looked_up: list[int] = []
 
     def find_longest_cache_hit(hashes: Any, tokens: int) -> Any:
         looked_up.append(tokens)
         return ([list(range(tokens // 16))],)
 
-    loads.coordinator.find_longest_cache_hit = find_longest_cache_hit
+    scheduler = with_pool(100, *running).scheduler
+    scheduler.kv_cache_manager.coordinator.find_longest_cache_hit = find_longest_cache_hit
+    return patch._Loads(scheduler, context()), looked_up
+
+
+def test_only_a_request_that_comes_is_looked_up_in_the_prefix_cache() -> None:
+    """What runs holds its blocks: to look it up costs a walk over its blocks, and would count some of them twice."""
+    loads, looked_up = with_looks(asks(320, computed=64, held=4))
     assert loads.fits(asks(160), 64, 160)
     assert looked_up == [159]
+
+
+def test_what_the_scheduler_has_looked_up_is_not_looked_up_again() -> None:
+    """A long prompt that waits is looked up in each step: a walk over its blocks, which is most of what that costs."""
+    loads, looked_up = with_looks()
+    one, other = asks(160), asks(320)
+    loads.coordinator.find_longest_cache_hit(one.block_hashes, 159)
+    assert loads.fits(one, 64, 160)
+    assert looked_up == [159]
+    assert loads.fits(other, 64, 320), "of another request nothing was looked up"
+    assert looked_up == [159, 319]
+    loads.coordinator.find_longest_cache_hit(one.block_hashes, 159)
+    loads.end_step()
+    assert loads.fits(one, 64, 160)
+    assert looked_up == [159, 319, 159, 159], "the pool may have given the blocks to others since"

@@ -163,6 +163,22 @@ def test_by_itself_it_works_for_connectors_that_need_it(connector: Any, watches:
     assert livepatch.counters.get("not_needed", 0) == (not watches and connector is not None)
 
 
+@pytest.mark.parametrize(("seconds", "asked", "after"), [(0.0, False, None), (0.0, True, 3600), (900.0, False, 900)])
+def test_no_time_is_past_a_lease_that_is_renewed_unless_somebody_says_so(
+    seconds: float, asked: bool, after: float | None, clock: Clock
+) -> None:
+    """Decode renews for as long as its request waits, and then reads. The scheduler hears of neither."""
+    livepatch = context(asked=asked, facts={"needed_by": ["Nixl"]}, IDLE_SECONDS=seconds)
+    nixl = named("NixlPullConnector", type("NixlBaseConnector", (Connector,), {}), _kv_lease_duration=30)
+    scheduler = scheduler_class(reaper.wrappers(livepatch))(nixl)
+    scheduler.hold("a")
+    for now in (after or 1e6, (after or 1e6) + 1):
+        clock.now = now - 0.5
+        scheduler._update_after_schedule()
+        assert scheduler.freed == (["a"] if after is not None and now > after else [])
+    assert livepatch.counters.get("not_needed", 0) == (after is None)
+
+
 def test_the_age_is_above_the_connectors_own_timeout_of_children_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     envs = SimpleNamespace(VLLM_NIXL_ABORT_REQUEST_TIMEOUT=480, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=1000)
     monkeypatch.setitem(sys.modules, "vllm.envs", envs)

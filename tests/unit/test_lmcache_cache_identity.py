@@ -16,7 +16,7 @@ from vllm_livepatch.patches.lmcache_cache_identity.adapters import Adapter, Adap
 from vllm_livepatch.patches.lmcache_cache_identity.identities import Identities
 from vllm_livepatch.patches.lmcache_cache_identity.in_process import TAG, InProcess
 from vllm_livepatch.patches.lmcache_cache_identity.layers import Layers
-from vllm_livepatch.patches.lmcache_cache_identity.marks import WORDS, MarkedIds, Marks
+from vllm_livepatch.patches.lmcache_cache_identity.marks import WORDS, Images, MarkedIds, Marks
 from vllm_livepatch.sitecustomize.context import PatchContext
 
 from tests.unit.support import until
@@ -111,6 +111,37 @@ class TestMarks:
         assert marked(ids, (), images=(("dog", 15, 2),))[CHUNK] != image[CHUNK]
         assert marked(ids, (), images=(("cat", 14, 2),))[CHUNK] != image[CHUNK]
 
+    def test_images_that_lie_over_each_other_are_those_that_a_look_at_each_finds(self) -> None:
+        """As audio and video that are interleaved; nor need they come in the order of their places."""
+        placed = [
+            ("video", 3, 40),
+            ("audio", 9, 5),
+            ("cat", 33, 1),
+            ("dog", 20, 4),
+            ("cat", 20, 1),
+            ("at the end", 60, 9),
+        ]
+        images = Images(asked([], images=tuple(placed)).mm_features)
+        for first in range(0, 72, CHUNK):
+            for end in (first + CHUNK, float("inf")):
+                expected = [("mm", name, at) for name, at, length in placed if at < end and at + length > first]
+                assert images.within(first, end) == expected
+
+    def test_a_chunk_looks_at_no_image_that_lies_elsewhere(self) -> None:
+        """A video may have thousands of frames, and as many chunks."""
+        looked_at: list[int] = []
+
+        class Placed(SimpleNamespace):
+            @property
+            def mm_position(self) -> Any:
+                looked_at.append(self.number)
+                return SimpleNamespace(offset=CHUNK * self.number, length=2)
+
+        request = asked(list(range(100 * CHUNK)))
+        request.mm_features = [Placed(identifier="frame", number=number) for number in range(100)]
+        list(MarkedIds(Marks(request, (), CHUNK)))
+        assert len(looked_at) <= 4 * 100
+
     def test_a_streaming_session_gets_an_image_in_a_chunk_that_was_whole_before(self) -> None:
         """Its next prompt takes the place of the last id that was sampled."""
         request = asked(list(range(16)))
@@ -202,6 +233,25 @@ class TestAdapters:
         known.met(lora_of(files)).look()
         known.removed(1)
         assert known.shares_a_name(lora_of(files))  # it is not hashed yet: it may be another
+
+    def test_one_that_the_workers_could_not_read_is_not_remembered(self, files: Path, mocker: MockerFixture) -> None:
+        """Its name would be suspect for good: nothing is loaded or stored behind vLLM's own prefix cache then."""
+        mocker.patch("threading.Thread")
+        made = mocker.spy(wrappers, "Adapters")
+        add = wrappers.wrappers(context(mocker))[f"{wrappers.CORE}.add_lora"]
+        read = mocker.Mock(side_effect=ValueError("rank 64 is greater than max_lora_rank 16"))
+        with pytest.raises(ValueError, match="rank 64"):
+            add(read, mocker.Mock(), lora_of(files))
+        known: Adapters = made.spy_return
+        other = lora_of(files, 2)
+        (files / "adapter_config.json").write_text('{"r": 16}', encoding="utf-8")
+        assert add(mocker.Mock(return_value=True), mocker.Mock(), other)
+        known.met(other).look()
+        assert not known.shares_a_name(other)
+        # One that is known may be other weights on some workers.
+        with pytest.raises(ValueError, match="rank 64"):
+            add(read, mocker.Mock(), lora_of(files, 2, load_inplace=True))
+        assert known.identity(other) is None
 
     def test_requests_that_run_while_their_adapter_is_removed_have_it_read_again(
         self, files: Path, mocker: MockerFixture

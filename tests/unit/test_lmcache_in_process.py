@@ -243,3 +243,28 @@ def test_a_prefetch_that_failed() -> None:
     engine = Prefetch(removes=False, fails=True)
     engine.load()
     assert engine.events == {("loading", "r"): engine.future}
+
+
+class Given(dict[str, Any]):
+    """A client's parameters, and how often they were looked through."""
+
+    looked = 0
+
+    def __iter__(self) -> Any:
+        self.looked += 1
+        return super().__iter__()
+
+
+def test_a_clients_parameters_are_looked_through_once(made: Callable[..., Any]) -> None:
+    """There may be a million, and a request that waits for blocks is asked for in each step."""
+    given, asked = Given(a=1), request()
+    asked.kv_transfer_params = given
+    asked.sampling_params = SimpleNamespace(extra_args={"kv_transfer_params": given})
+    for _ in range(3):
+        made("get_num_new_matched_tokens", connector(synchronous()), asked, 0)
+    assert (given.looked, asked.kv_transfer_params) == (1, given)
+    others = Given({"lmcache.tag.a": [], "b": 1})  # a session's next prompt has sampling parameters of its own
+    asked.sampling_params = SimpleNamespace(extra_args={"kv_transfer_params": others})
+    made("get_num_new_matched_tokens", connector(synchronous()), asked, 0)
+    assert asked.sampling_params.extra_args == {"kv_transfer_params": {"b": 1}}
+    assert asked.kv_transfer_params is given

@@ -685,6 +685,25 @@ def test_a_store_costs_the_same_whatever_else_is_reserved(server: Server) -> Non
     assert costs[:2] == costs[2:]
 
 
+def test_a_long_prompts_key_is_hashed_by_lmcache_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has all of the prompt's token ids: with a million, each hash takes the server ten milliseconds."""
+    hashed: list[str] = []
+
+    def counted(key: Key) -> int:
+        hashed.append(key.name)
+        return 1
+
+    for name, value in {"token_ids": (1, 2, 3), "start": 0, "end": 3, "__hash__": counted}.items():
+        monkeypatch.setattr(Key, name, value, raising=False)
+    server.prepare("a")
+    assert server.commit("a") is True
+    assert hashed == ["a", "a"], "where it notes the store, and where it ends it"
+    server.prepare("a")
+    server.prepare("b")  # as long, of the same place in its prompt: another key
+    assert server.commit("b") is True
+    assert (server.committed[-1], server.l1.at("a").write_lock.is_locked()) == (("b", ["b"]), True)
+
+
 def test_a_message_that_comes_late_says_nothing_of_a_later_store(server: Server) -> None:
     """Who sends it was given no room while another copied, whose copy has ended meanwhile; a third copies now."""
     server.prepare("a")
