@@ -120,7 +120,7 @@ _KNOWN = re.compile(
 _PEM = re.compile(
     r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY).*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL
 )
-LONGEST = 8192
+LONGEST = 16384
 """Characters of a sentence."""
 _DEEP = 4  # names in front of a value, as in --env=FOO_TOKEN=value
 _SWITCHES = frozenset(("auto", "on", "off", "force", "strict", "none", "true", "false"))

@@ -398,13 +398,13 @@ def test_what_a_client_chooses_takes_no_time(begin: str, piece: str) -> None:
 
 def test_a_long_sentence_ends_between_two_words() -> None:
     """What follows in the same word may be by what a secret is known."""
-    begin = "refused: " + "of " * 2700
+    begin = "refused: " + "of " * 5400
     shown = sentence(f"{begin}https://user:{SECRET * 20}@host/ is unknown")
     assert shown.startswith("refused: of")
     assert shown.endswith(" characters more)")
     assert SECRET not in shown
-    assert len(shown) < 8300
-    whole = "refused: " + "of " * 2000
+    assert len(shown) < 16500
+    whole = "refused: " + "of " * 5000
     assert sentence(whole) == whole
 
 
