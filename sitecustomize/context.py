@@ -231,6 +231,9 @@ def to_stderr(message: str) -> None:
     line(message)
 
 
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+"""A client that names its request with a line's end would write lines of ours, with an escape into a terminal."""
+
 _unread: list[int] = []
 """The stderr that was waited for in vain, until it takes something again."""
 
@@ -242,7 +245,7 @@ def line(message: str) -> None:
     With LIVEPATCH_LOG=json it is an object: `time` (seconds since 1970), `logger`, `pid`, `message`.
     """
     message = redaction.sentence(message)
-    text = f"vllm-livepatch: {message}\n"
+    text = f"vllm-livepatch: {message.translate(_CONTROLS)}\n"
     if os.environ.get("LIVEPATCH_LOG", "").strip().lower() == "json":
         entry = {"time": round(time.time(), 3), "logger": "vllm-livepatch", "pid": os.getpid(), "message": message}
         text = json.dumps(entry) + "\n"

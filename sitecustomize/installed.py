@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from typing import Any
 
 from . import cache, executed_text, fingerprint
@@ -25,6 +25,18 @@ class Tree:
     def __init__(self, path: Sequence[str], packages: Mapping[str, Sequence[str] | None] | None = None) -> None:
         self.path = list(path)
         self._locations: dict[str, Sequence[str] | None] = dict(packages or {})
+        self._distributed: dict[tuple[str, ...], str | None] = {}
+
+    def distributed(self, package: str) -> str | None:
+        """Return the release of the distribution whose files include the package, None where there is none.
+
+        It is looked for once, not for each patch: to read what all have takes a tenth of a second or more.
+        """
+        asked = (package, *self.path)
+        if asked not in self._distributed:
+            own = (one for one in distributions(path=self.path) if _has(one, package))
+            self._distributed[asked] = next((one.version for one in own), None)
+        return self._distributed[asked]
 
     def source(self, module: str) -> str | None:
         """The text that the module is executed from, None where there is no such module or that is not known."""
@@ -81,6 +93,7 @@ class Overlay(Tree):
 
     def __init__(self, below: Tree, texts: Mapping[str, str], diffs: Mapping[str, Sequence[str]] | None = None) -> None:
         super().__init__(below.path, below._locations)
+        self._distributed = below._distributed
         self.below = below
         self.texts = texts
         self.diffs = diffs or {}
@@ -267,11 +280,11 @@ def release(package: str, tree: Tree) -> str | None:
             return written
     if not tree.has(package):
         return None  # without asking every distribution which files are its own
-    for distribution in distributions(path=tree.path):
-        files = distribution.files or ()
-        if any(file.parts == (package, "__init__.py") for file in files):
-            return distribution.version
-    return None
+    return tree.distributed(package)
+
+
+def _has(distribution: Distribution, package: str) -> bool:
+    return any(file.parts == (package, "__init__.py") for file in distribution.files or ())
 
 
 def _is_rocm(tree: Tree) -> bool:

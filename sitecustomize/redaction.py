@@ -51,20 +51,21 @@ _FLAG = re.compile(r"--?[a-z][a-z0-9_.-]*(=.*)?", re.DOTALL)  # a value that beg
 # The next words are its value, as where nothing quotes a header.
 _BEFORE = re.compile(r"(?:-[\w.-]+=)?[A-Za-z_][\w.-]*:(?:bearer|basic)?|bearer", re.IGNORECASE)
 _WHOLE = re.compile(r"(-*[A-Za-z_][\w.-]*\s*[:=]\s*)(.+)", re.DOTALL)  # NAME=value, --name=value, Header: value
-# No pattern may take more than one look at a place: a command line can hold a megabyte, and here the engine waits.
-# Quotes inside of quotes have a backslash in front.
+# No pattern may take more than one look at a place, or a bounded number: a command line can hold a megabyte, clients
+# choose what a sentence quotes, and the engine waits here. So two runs of blanks never meet, and a name that may begin
+# inside of another has a longest length. Quotes inside of quotes have a backslash in front.
 _QUOTED = r"""(?P<quote>\\{0,3}["'])?(?<![\w.-])(?P<name>[\w.-]+)"""
 # Between a name and its value, as programs have it: environ['NAME'] = value, NAME: str = value, NAME := value,
 # NAME == value, NAME => value.
 _SIGN = r"(?::\s*(?:str|bytes|Any|SecretStr)(?:\s*\|\s*None)?\s*=|[+!|?]?[:=]{1,3}>?)"
 # A name in quotes may also be the first of two arguments: setdefault('NAME', 'value').
-_NAME = _QUOTED + r"(?(quote)(?P=quote)(?:\s*\]?\s*%s|\s*,(?=\s*[bBfFrRuU]{0,2}\\{0,3}[\"']))|\s*\]?\s*%s)\s*"
+_NAME = _QUOTED + r"(?(quote)(?P=quote)\s*(?:(?:\]\s*)?%s|,(?=\s*[bBfFrRuU]{0,2}\\{0,3}[\"']))|\s*(?:\]\s*)?%s)\s*"
 _PAIR = re.compile(_NAME % (_SIGN, _SIGN))
 # In a sentence a colon may be one: only after a name in quotes it is what a dictionary shows.
 _NAMED = re.compile(_NAME % (_SIGN, "[+!|?]?:?={1,2}>?"))
 _NO_FLAG = r"""(?!\\{0,3}["']?--?[a-z][a-z0-9_.-]*(?:[=\s"'\\]|$))"""
 # Between the words of a list, as `repr` or JSON shows it, are quotes and a comma.
-_FLAGGED = re.compile(r"""(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)(?:\\{0,3}["'],)?\s+""" + _NO_FLAG)
+_FLAGGED = re.compile(r"""(?<![\w-])--?(?P<name>[A-Za-z][\w.-]{0,100})(?:\\{0,3}["'],)?\s+""" + _NO_FLAG)
 _MORE = re.compile(r"\s+" + _NO_FLAG)
 _MORE_QUOTED = re.compile(r",?\s+" + _NO_FLAG)
 # One in quotes, which may be cut off, or a word; and what follows in one piece, as of b'...', SecretStr('...').
@@ -107,7 +108,7 @@ _LOGIN_WORD = r"(?:-[A-Za-z]{0,8}[uU]|--(?:proxy-)?user)"
 _LOGIN_FLAG = re.compile(_LOGIN_WORD)
 _LOGIN = re.compile(
     rf"""(?<![^\s"'`(])((?:{_LOGIN_WORD}(?:\\{{0,3}}["'],)?[=\s]+|-[uU])\\{{0,3}}["']?(?!\d+:\d+(?:[\s"'\\]|$))"""
-    r"""[^\s:"'\\]*:)(?!//)[^\s"'\\]+"""
+    r"""[^\s:"'\\]{0,200}:)(?!//)[^\s"'\\]+"""
 )
 # Hugging Face, OpenAI and the like, GitHub, GitLab, Slack, AWS, Google, NVIDIA, Groq, DigitalOcean, Stripe, Docker,
 # npm, PyPI, Vault, Grafana, Replicate, Perplexity, xAI, Telegram; JSON web tokens.
@@ -119,6 +120,8 @@ _KNOWN = re.compile(
 _PEM = re.compile(
     r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY).*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL
 )
+LONGEST = 16384
+"""Characters of a sentence."""
 _DEEP = 4  # names in front of a value, as in --env=FOO_TOKEN=value
 _SWITCHES = frozenset(("auto", "on", "off", "force", "strict", "none", "true", "false"))
 
@@ -154,8 +157,16 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def sentence(text: str) -> str:
-    """A log line, or a report's sentence: errors in it may quote any text."""
-    return _without(_NAMED, _without_flagged(_forms(text)), _SWITCHES)
+    """A log line, or a report's sentence: errors in it may quote any text, of which a client may choose the length."""
+    return _without(_NAMED, _without_flagged(_forms(_shortened(text))), _SWITCHES)
+
+
+def _shortened(text: str) -> str:
+    """At most LONGEST characters, cut between two words: by what follows in its word many a secret is known."""
+    if len(text) <= LONGEST:
+        return text
+    begin = text[:LONGEST].rpartition(" ")[0]
+    return f"{begin} ... ({len(text) - len(begin)} characters more)"
 
 
 def is_secret(name: str) -> bool:
@@ -190,18 +201,18 @@ def _text(text: str, deep: int = _DEEP) -> str:
         name, rest = whole.groups()
         if is_secret(name):
             return text if _harmless(name, rest) else f"{name}{HIDDEN}"
-        if _LOGIN_FLAG.fullmatch(name.rstrip("= ")):
-            return f"{name}{_login(rest)}"
+        if deep and _LOGIN_FLAG.fullmatch(name.rstrip("= ")):
+            return f"{name}{_login(rest, deep - 1)}"
         if deep and (rest.startswith(("{", "[")) or _WHOLE.fullmatch(rest) is not None):
             return f"{name}{_text(rest, deep - 1)}"
     return _without(_PAIR, _without_flagged(_forms(text)))
 
 
-def _login(text: str) -> str:
+def _login(text: str, deep: int = _DEEP) -> str:
     """`user:password`, the word behind a flag that wants one."""
     user, _, password = text.partition(":")
     if not password or password.startswith("//") or (user.isdigit() and password.isdigit()):
-        return _text(text)
+        return _text(text, deep)
     return f"{user}:{HIDDEN}"
 
 

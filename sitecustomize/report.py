@@ -119,6 +119,7 @@ class ProcessReport:
         self._environ = environ
         self._about = dict(about)
         self.error: str | None = None
+        self._argv: list[str] = []  # as it is shown, once it was asked for: a long one takes a tenth of a second
         self._held: tuple[int, os.stat_result] | None = None  # the descriptor that has the lock, and its file
         self.begin()
 
@@ -138,10 +139,11 @@ class ProcessReport:
 
     def write(self, packages: Mapping[str, str | None], patches: list[dict[str, Any]]) -> None:
         host = os.uname().nodename
+        self._argv = self._argv or without_secrets(sys.orig_argv)
         content: dict[str, Any] = {
             "pid": self._pid,
             "host": host,
-            "argv": without_secrets(sys.orig_argv),
+            "argv": self._argv,
             "python": sys.executable,
             "started": self._started,
             **self._about,

@@ -33,14 +33,21 @@ Connect = Callable[[Any, Mapping[str, Any]], Mapping[str, tuple[str, str, str]]]
 class Read:
     """One request's KV on its way."""
 
-    __slots__ = ("blocks", "broken", "overdue", "peer", "since")
+    __slots__ = ("blocks", "broken", "come", "overdue", "peer", "since")
 
     def __init__(self, blocks: Sequence[int], peer: str) -> None:
         self.blocks = list(blocks)
         self.peer = peer
         self.since = time.monotonic()
         self.broken = ""  # why it can come to nothing any more, while what was begun of it may still be under way
+        self.come = 0  # how many of its first transfers have succeeded: no step looks at these again
         self.overdue = False  # logged
+
+    def left(self, statuses: Sequence[Any]) -> Sequence[Any]:
+        """Return its transfers from the first one on that has not succeeded. A step looks at few, of many layers."""
+        while self.come < len(statuses) and statuses[self.come].Succeeded():
+            self.come += 1
+        return statuses[self.come :]
 
 
 class Reads:
@@ -217,9 +224,11 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         """A read has ended when all its layers have: the release looks at the last one only, and at no failure."""
         reads, transfers = reads_of(worker), worker._recving_transfers
         unlike: dict[str, list[Any]] = {}  # what the release's method is not to see
+        left: dict[str, Sequence[Any]] = {}
         for request_id, statuses in list(transfers.items()):
             read = reads.under_way.get(request_id)
-            if (read is not None and read.broken) or not all(status.Succeeded() for status in statuses):
+            left[request_id] = statuses if read is None else read.left(statuses)
+            if (read is not None and read.broken) or not all(status.Succeeded() for status in left[request_id]):
                 unlike[request_id] = transfers.pop(request_id)
         try:
             done = original(*rest, **named)
@@ -230,18 +239,18 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
                 reads.ended.add(request_id)
         for request_id in [*unlike, *(name for name, read in reads.under_way.items() if read.broken)]:
             statuses = transfers.get(request_id, [])
-            pending = sum(in_progress(status) for status in statuses)
-            if pending:
-                look_at_time(reads, request_id, pending, len(statuses))
+            if any(map(in_progress, left.get(request_id, ()))):
+                look_at_time(reads, request_id, statuses)
             elif request_id in reads.under_way or request_id in transfers:
                 give_up(worker, reads, request_id, statuses)
         return done
 
-    def look_at_time(reads: Reads, request_id: str, pending: int, number: int) -> None:
+    def look_at_time(reads: Reads, request_id: str, statuses: Sequence[Any]) -> None:
         read = reads.under_way.get(request_id)
         if read is not None and not read.overdue and time.monotonic() - read.since > transfer_seconds:
             read.overdue = True
-            why = f"{pending} of {number} transfers are pending after {time.monotonic() - read.since:.1f} s"
+            pending = sum(map(in_progress, statuses))
+            why = f"{pending} of {len(statuses)} transfers are pending after {time.monotonic() - read.since:.1f} s"
             livepatch.tell("read_overdue", f"request {request_id} waits on for its KV from {read.peer}: {why}")
 
     def give_up(worker: Any, reads: Reads, request_id: str, statuses: Sequence[Any]) -> None:

@@ -1,12 +1,14 @@
 """Checks what a client or router sent as `kv_transfer_params`, before any connector reads it.
 
-Pure: a dictionary in, a sentence out. Ids and hosts go into messages between engines, so they must be printable text.
+Pure: a dictionary in, a sentence out. Ids and hosts go into messages between engines, so they must be text that can be
+encoded.
 
 Source: vllm PR#56585 (open), vllm#52234.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,9 +50,21 @@ Problem = str | None
 Check = Callable[[Any], bool]
 
 
+NO_NAME = re.compile(r"[\0-\x1f\x7f\ud800-\udfff]")
+
+
 def text(value: Any) -> bool:
-    """Return whether a value is an id or a name: printable, not empty, and of a bounded length."""
-    return type(value) is str and 0 < len(value) <= TEXT_CHARACTERS and value.isprintable()
+    """Return whether a value is an address: printable, not empty, and of a bounded length."""
+    return name(value) and value.isprintable()
+
+
+def name(value: Any) -> bool:
+    """Return whether a value is an id: not empty, of a bounded length, without control characters and halves of others.
+
+    An engine's ids hold what a client has sent as `X-Request-Id`. UTF-8 in that is read as Latin-1, of which some
+    characters cannot be printed.
+    """
+    return isinstance(value, str) and 0 < len(value) <= TEXT_CHARACTERS and NO_NAME.search(value) is None
 
 
 def port(value: Any) -> bool:
@@ -87,8 +101,8 @@ def optional(check: Check) -> Check:
 
 
 NAMES: dict[str, Check] = {
-    "remote_engine_id": text,
-    "remote_request_id": text,
+    "remote_engine_id": name,
+    "remote_request_id": name,
     "remote_host": text,
     "remote_port": port,
 }
@@ -103,19 +117,19 @@ PARALLEL: dict[str, Check] = {"dcp_size": size, "pp_size": size}
 
 PULL: dict[str, Check] = {**NAMES, **SHAPES, "remote_block_ids": blocks}
 PUSH: dict[str, Check] = {**NAMES, **SHAPES, "tp_size": size}
-MOONCAKE: dict[str, Check] = {"remote_engine_id": text, "remote_bootstrap_addr": text, "transfer_id": text}
+MOONCAKE: dict[str, Check] = {"remote_engine_id": name, "remote_bootstrap_addr": text, "transfer_id": name}
 MOONCAKE_DIRECT: dict[str, Check] = {"remote_host": text, "remote_port": port}
 """Mooncake of 0.14.1 and 0.15.1, where decode asks the worker itself."""
 
 
 def missing(parameters: Mapping[str, Any], checks: Mapping[str, Check]) -> Problem:
     """Return what is wrong with the fields of a load, None where each is there and right."""
-    for name, check in checks.items():
-        if not check(parameters.get(name)):
-            return f"{name} is {described(parameters[name])}" if name in parameters else f"{name} is missing"
-    for name, check in {"tp_size": size, **PARALLEL}.items():
-        if name in parameters and not check(parameters[name]):
-            return f"{name} is {described(parameters[name])}"
+    for field, check in checks.items():
+        if not check(parameters.get(field)):
+            return f"{field} is {described(parameters[field])}" if field in parameters else f"{field} is missing"
+    for field, check in {"tp_size": size, **PARALLEL}.items():
+        if field in parameters and not check(parameters[field]):
+            return f"{field} is {described(parameters[field])}"
     return None
 
 
@@ -140,4 +154,4 @@ def host_of(url: str) -> str:
 
 def without_ours(parameters: Mapping[str, Any], names: tuple[str, ...] = OURS) -> dict[str, Any] | None:
     """Return the parameters that are left for other connectors, None where there are none."""
-    return {name: value for name, value in parameters.items() if name not in names} or None
+    return {field: value for field, value in parameters.items() if field not in names} or None

@@ -78,7 +78,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if only(connector, "consumer"):
             return "do_remote_decode is set, and this engine only decodes"
         transfer = found.get("transfer_id")
-        return None if not transfer or given.text(transfer) else f"transfer_id is {given.described(transfer)}"
+        return None if not transfer or given.name(transfer) else f"transfer_id is {given.described(transfer)}"
 
     def refuse(request: Any, problem: str, left: dict[str, Any] | None, counter: str, follows: str) -> None:
         request.kv_transfer_params = left
@@ -94,7 +94,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def check(request: Any, found: Any, connector: Any) -> None:
         computed_here = "the prompt is computed here"
-        if type(found) is not dict:
+        if not isinstance(found, dict):
             refuse(request, f"they are {given.described(found)}", None, "refused", computed_here)
             return
         check_of_lmcache(request, found, connector)

@@ -55,6 +55,12 @@ class Engine:
     bound = partialmethod(step, 1)  # no function, and not to be called but through an instance
 
 
+def test_a_line_stays_one_whatever_a_client_has_named_its_request(capsys: pytest.CaptureFixture[str]) -> None:
+    context.line("request a\nvllm-livepatch: LIVEPATCH=off\x1b[2J\x85\u2028é: refused")
+    shown = r"request a\nvllm-livepatch: LIVEPATCH=off\x1b[2J\x85\u2028é: refused"
+    assert capsys.readouterr().err == f"vllm-livepatch: {shown}\n"
+
+
 @pytest.mark.parametrize(("name", "expected"), [("plain", (2,)), ("bound", (1, 2))])
 def test_a_wrapper_calls_what_the_release_would_have_called(name: str, expected: tuple[int, ...]) -> None:
     seen: list[Any] = []

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from vllm_livepatch.patches.moriio_timeouts import reads
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -136,10 +137,14 @@ class Transfer:
     def __init__(self, state: str) -> None:
         self.state = state
 
+    looks = 0  # at all of them
+
     def Succeeded(self) -> bool:
+        Transfer.looks += 1
         return self.state == "succeeded"
 
     def Failed(self) -> bool:
+        Transfer.looks += 1
         return self.state == "failed"
 
     def Message(self) -> str:
@@ -184,6 +189,20 @@ def test_a_read_whose_first_layer_is_pending_has_not_ended() -> None:
     worker._recving_transfers["one"][0].state = "succeeded"
     assert worker.pop_done() == {"one"}
     assert (worker.reads.take_ended(), worker.reads.take_failed()) == ({"one"}, set())
+
+
+@pytest.mark.parametrize("come", [0, 30, 60])
+def test_a_step_looks_at_a_few_of_many_layers(come: int, mocker: MockerFixture) -> None:
+    worker = Worker(*["succeeded"] * come, *["pending"] * (61 - come))
+    worker.reads.under_way["one"] = reads.Read([3, 4], "prefill:1")
+    worker.pop_done()
+    mocker.patch.object(Transfer, "looks", 0)
+    for _ in range(10):
+        assert worker.pop_done() == set()
+    assert Transfer.looks <= 10 * 5
+    for transfer in worker._recving_transfers["one"]:
+        transfer.state = "succeeded"
+    assert worker.pop_done() == {"one"}
 
 
 @pytest.mark.parametrize("known", [True, False])

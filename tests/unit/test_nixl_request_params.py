@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,3 +229,25 @@ def test_a_read_that_the_worker_does_not_know_how_to_do_has_failed() -> None:
 def test_a_value_is_described_in_a_few_words() -> None:
     assert parameters.described("x" * 500) == f"'{'x' * 56}..."
     assert parameters.described([1] * 500) == "a list"
+
+
+@pytest.mark.parametrize(
+    "one", ["p-\u65e5", "p-\u65e5".encode().decode("latin-1"), "p-\u00a0", "p-\u00ad", type("Id", (str,), {})("p")]
+)
+def test_any_id_that_can_be_encoded_is_one(one: str) -> None:
+    """An API server reads `X-Request-Id` as Latin-1."""
+    whole = {**PULL, "remote_request_id": one, "remote_engine_id": one}
+    assert left(whole) == (whole, {})
+
+
+@pytest.mark.parametrize("one", ["p\n", "p\0", "p\x7f", "p\ud800"])
+def test_no_other_text_is_one(one: str) -> None:
+    assert left({**PULL, "remote_request_id": one}) == (None, {"refused": 1})
+    assert left({**PULL, "remote_host": "\u00a0"}) == (None, {"refused": 1})
+
+
+def test_parameters_may_be_of_a_kind_of_dict() -> None:
+    """An engine in the program's own process is given what the program has."""
+    whole = OrderedDict(PULL)
+    found, counted = left(whole)
+    assert (found is whole, counted) == (True, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -382,6 +383,29 @@ def test_names_without_an_end_in_front_of_a_value() -> None:
     """A command line can hold a megabyte: no stack is as deep as that."""
     (shown,) = without_secrets(["a=" * 100_000 + f"TOKEN={SECRET}"])
     assert SECRET not in shown
+
+
+@pytest.mark.parametrize("piece", [" ", "\n", "-a.", "(-u", "`-u", "(--user=(-u", "--user=", "a =", "x"])
+@pytest.mark.parametrize("begin", ["request ", "basic", "--api-key", "key"])
+def test_what_a_client_chooses_takes_no_time(begin: str, piece: str) -> None:
+    """A client names its request; 20 kB of blanks once took 10 s, in which the engine served nobody."""
+    text = begin + piece * (20_000 // len(piece))
+    before = time.process_time()
+    sentence(text)
+    without_secrets([text])
+    assert time.process_time() - before < 2
+
+
+def test_a_long_sentence_ends_between_two_words() -> None:
+    """What follows in the same word may be by what a secret is known."""
+    begin = "refused: " + "of " * 5400
+    shown = sentence(f"{begin}https://user:{SECRET * 20}@host/ is unknown")
+    assert shown.startswith("refused: of")
+    assert shown.endswith(" characters more)")
+    assert SECRET not in shown
+    assert len(shown) < 16500
+    whole = "refused: " + "of " * 5000
+    assert sentence(whole) == whole
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,18 @@ def test_a_fork_right_after_the_import_is_as_quiet_as_without(patched: Sandbox, 
     assert len(done.lines) == 1
 
 
+def test_a_long_command_line_is_looked_at_once(tmp_path: Path, mocker: MockerFixture) -> None:
+    """A thousand adapters take a tenth of a second, and a report comes each second while counters change."""
+    looks = mocker.patch.object(report, "without_secrets", return_value=["shown"])
+    mine = report.ProcessReport({"LIVEPATCH_STATE_DIR": str(tmp_path)}, {})
+    for _ in range(3):
+        mine.write({}, [])
+        mine.begin()  # as in a forked child
+    assert looks.call_count == 1
+    (file, *_) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text(encoding="utf-8"))["argv"] == ["shown"]
+
+
 def test_a_report_that_cannot_be_written_to_its_end_leaves_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

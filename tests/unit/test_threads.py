@@ -119,11 +119,16 @@ def test_nothing_is_imported_or_read_while_our_lock_is_held(sandbox: Sandbox) ->
     assert done.out == "['patched', 7] ['patched', 8]\n['applied'] []\n", done.err
 
 
-def test_an_interpreter_that_allows_no_daemon_threads(patched: Sandbox) -> None:
-    """A subinterpreter: neither the cache nor the report gets its thread, and the patch is applied."""
+@pytest.mark.parametrize("version", ["3.10", "3.11"])
+@pytest.mark.parametrize("isolated", [True, False])
+def test_an_interpreter_that_allows_no_daemon_threads(patched: Sandbox, version: str, isolated: bool) -> None:
+    """A subinterpreter: neither the cache nor the report gets its thread, and the patch is applied.
+
+    One that is not isolated allows daemon threads, and ends the process when it ends before them.
+    """
     inner = "import fakeengine.scheduler as module; print(module.Scheduler().step(7), flush=True)"
-    outer = f"import _xxsubinterpreters as inner; made = inner.create(); inner.run_string(made, {inner!r}); inner.destroy(made)"
-    done = patched.python(outer, python=str(interpreters.find("3.11") or interpreters.find("3.10")))
+    make = f"made = inner.create(isolated={isolated}); inner.run_string(made, {inner!r}); inner.destroy(made)"
+    done = patched.python(f"import _xxsubinterpreters as inner; {make}", python=str(interpreters.find(version)))
     assert (done.code, done.out, len(done.lines)) == (0, PATCHED, 1), done.err
     assert "; applied=around " in done.greeting
     assert done.greeting.endswith("; LIVEPATCH=off turns it off")

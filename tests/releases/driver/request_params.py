@@ -28,12 +28,14 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 BLOCKS = [[1, 2, 3]]
+CLIENTS_ID = "\u65e5".encode().decode("latin-1")
+"""Of a client that sends `X-Request-Id` in UTF-8, as the API server reads it: one of its characters cannot be printed."""
 NIXL = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_block_ids": BLOCKS,
     "remote_engine_id": "prefill",
-    "remote_request_id": "p-1",
+    "remote_request_id": f"p-{CLIENTS_ID}",
     "remote_host": "127.0.0.1",
     "remote_port": 5600,
     "tp_size": 1,
@@ -43,7 +45,7 @@ MOONCAKE = {
     "do_remote_decode": False,
     "remote_engine_id": "prefill",
     "remote_bootstrap_addr": "http://127.0.0.1:8998",
-    "transfer_id": "t-1",
+    "transfer_id": f"t-{CLIENTS_ID}",
     "remote_host": "127.0.0.1",
     "remote_port": 5600,
 }
