@@ -68,8 +68,10 @@ class _Loads:
         self.seen = 0  # how many of the running requests were counted
         self.coordinator = scheduler.kv_cache_manager.coordinator
         self.managers = self.coordinator.single_type_managers
-        # The hit that was looked for last in this step, behind what it was looked for.
-        self.latest: tuple[tuple[Any, ...], Any] = (), None
+        self.latest: tuple[tuple[Any, ...], Any] = (
+            (),
+            None,
+        )  # the hit that was looked for last in this step, and for what
         self.asks_for = inspect.signature(self.managers[0].get_num_blocks_to_allocate).parameters
         adapter = self.connector.scheduler_adapter
         blocks = adapter.num_blocks_per_chunk() * getattr(self.connector, "vllm_block_size", scheduler.block_size)
