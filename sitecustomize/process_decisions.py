@@ -43,10 +43,17 @@ class Decider:
         self._too_late = frozenset(modules)
 
     def decide(self, states: Iterable[PatchState]) -> None:
-        """Source changes first, all of the packages': wrappers are decided on, and wrap, what those make of it."""
+        """Source changes first, all of the packages', and those of modules of others that the patches call: wrappers
+        are decided on, and wrap, what those make of it.
+        """
         states = list(states)
         packages = {state.patch.package for state in states}
-        changes = [state for state in self._patches.all if state.patch.diff and state.patch.package in packages]
+        modules = {module_of(name) for state in states for name in state.patch.names}
+        changes = [
+            state
+            for state in self._patches.all
+            if state.patch.diff and (state.patch.package in packages or not modules.isdisjoint(state.patch.modules))
+        ]
         for state in [*changes, *(state for state in states if not state.patch.diff)]:
             if state.decision is None:
                 self.decide_anew(state)
