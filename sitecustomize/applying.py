@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from . import guard, no_function, patch_code, wrapping
+from . import guard, nesting, no_function, patch_code, wrapping
 from .context import PatchContext
 from .decision import Patch
 from .outcomes import Reporter
@@ -114,14 +114,12 @@ class Applier:
         there = {step.target for step in own}
         wrappers = {target: wrapper for target, wrapper in made.items() if target not in there}
         forced = state.decision is not None and state.decision.reason == "forced"
-
-        def stand_in(original: Any, wrapper: Callable[..., Any], target: str) -> Any:
-            if isinstance(wrapper, no_function.Proxy):
-                return no_function.in_place_of(original, wrapper, context, target)
-            return guard.in_place_of(original, wrapper, context, target)
-
+        over = nesting.over(wrappers, self._patches.outer[state.patch.name], self._patches.all)
+        stand_in = functools.partial(self._stand_in, state)
         try:
-            planned = wrapping.planned(wrappers, stand_in, known, self._sources.files(), forced)
+            files, beneath = self._sources.files(), nesting.beneath(over)
+            planned = wrapping.planned(wrappers, stand_in, known, files, forced, beneath)
+            again = nesting.again(over, planned, self._made_again)
         except wrapping.ApplyError:
             with self._patches.lock:  # somebody else's may be what another thread of ours has put there
                 if any(other.applied is not steps for other, steps in zip(self._patches.all, before, strict=True)):
@@ -130,9 +128,11 @@ class Applier:
         with self._patches.lock:
             if context.aside:  # a target that was there before has raised meanwhile
                 return True
-            if state.applied is not applied or not all(map(wrapping.is_as_planned, planned)):
+            as_planned = (step.target in beneath or wrapping.is_as_planned(step) for step in planned)
+            if state.applied is not applied or not nesting.are_there(over) or not all(as_planned):
                 return False
-            wrapping.put_in_place(planned)
+            with nesting.lifted(over, again):
+                wrapping.put_in_place(planned)
             state.applied = own + planned  # whoever comes now leaves these to this thread
             changes = [step for step in planned if step.by is not None]
             if not changes:
@@ -144,6 +144,15 @@ class Applier:
             if changes and state.state != "failed":
                 state.settle_applied(len(state.applied), len(state.targets), "targets")
         return True
+
+    def _stand_in(self, state: PatchState, original: Any, wrapper: Callable[..., Any], target: str) -> Any:
+        context = self._context(state)
+        if isinstance(wrapper, no_function.Proxy):
+            return no_function.in_place_of(original, wrapper, context, target)
+        return guard.in_place_of(original, wrapper, context, target)
+
+    def _made_again(self, state: PatchState, original: Any, target: str) -> Any:
+        return self._stand_in(state, original, state.wrappers[target], target)
 
     def _raised(self, state: PatchState, detail: str) -> None:
         """A wrapper's own error: the patch stands aside. Printed, and no more: what serves already is not ended."""

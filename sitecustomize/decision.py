@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .conditions import ROCM, When
-from .matching import drifted, is_listed, matched, module_of
+from .matching import drifted, is_listed, matched
+from .order import Order
 from .release_order import age_of
 
 Verdict = Literal["needed", "unverified", "proven", "fixed-upstream", "not-present", "drifted"]
@@ -95,6 +96,7 @@ class Patch:
     group: str = ""  # what one runs that it is about: LIVEPATCH_GROUP_NAME switches all patches of it
     proofs: tuple[Proof, ...] = ()  # `generate --proofs` puts them there
     when: When = field(default_factory=When)  # conditions, of which each must hold
+    order: Order = field(default_factory=Order)  # how it stands to other patches
     must: bool = False  # where it is wanted and not applied, the process ends as under strict
 
     @property
@@ -170,6 +172,7 @@ class Environment:
     errors: tuple[str, ...] = ()  # values that are no values: one sentence each
     notes: tuple[str, ...] = ()  # names of ours that mean nothing, a sentence each; under strict they count as errors
     traced: bool = False  # a patch changes traced code here; found out only for patches whose `auto` asks
+    instead: str = ""  # a patch that is applied instead of the one that is decided on; found out for that one alone
     platform: str = sys.platform
     variables: Mapping[str, str] = field(default_factory=dict)  # those that conditions name
     keep: bool = False  # LIVEPATCH_STATE_KEEP: a process that ends leaves its report
@@ -190,6 +193,11 @@ class Decision:
     reason: str  # one word
     detail: str  # a sentence
     variant: Variant | None = None
+
+
+def module_of(path: str) -> str:
+    """The module of `module:qualname`."""
+    return path.partition(":")[0]
 
 
 def decide(patch: Patch, installed: Installed, environment: Environment) -> Decision:
@@ -233,6 +241,11 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         where = {"rocm": " outside ROCm", "traced": " where no patch changes traced code"}.get(patch.auto, "")
         why = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
         return Decision(verdict, False, False, "optional", why, variant)
+    if environment.instead and (asked or verdict in (*APPLIED, "drifted")):
+        why = (
+            f"{environment.instead} is applied instead of it ({variable(environment.instead)}=off ends that); {detail}"
+        )
+        return Decision(verdict, False, False, "replaced", why, variant)
     if verdict == "drifted" and toggle == "force" and not (gone or disproven):
         nearest = variant or (patch.variants[-1] if patch.variants else None)
         return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", nearest)

@@ -10,11 +10,6 @@ if TYPE_CHECKING:
     from .decision import Installed, Patch, Variant
 
 
-def module_of(path: str) -> str:
-    """The module of `module:qualname`."""
-    return path.partition(":")[0]
-
-
 def matched(patch: Patch, package: str, installed: Installed) -> Variant | None:
     """The form whose names, and no others, have the code that is installed."""
     return next((form for form in patch.forms(package) if not differences(patch, package, form, installed)), None)
@@ -32,9 +27,8 @@ def is_listed(release: str | None, form: Variant) -> bool:
 def drifted(patch: Patch, package: str, installed: Installed) -> str:
     """What a package's code has that no form of it has, in a few words."""
     names, forms = patch.names_of(package), [form for form in patch.forms(package) if form.code]
-    unknown = [
-        installed.unknown[module] for module in dict.fromkeys(map(module_of, names)) if module in installed.unknown
-    ]
+    modules = dict.fromkeys(name.partition(":")[0] for name in names)
+    unknown = [installed.unknown[module] for module in modules if module in installed.unknown]
     if unknown:
         return f"runs code that cannot be looked at: {'; '.join(unknown)}"
     lost = [name for name in names if installed.code.get(name) is None and all(name in form.code for form in forms)]

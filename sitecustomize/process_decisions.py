@@ -101,7 +101,9 @@ class Decider:
             found = installed.look(patch, changed, self._fingerprints.of_names, self._texts)
             releases = {patch.package: found.release, **found.companions}
             traced = patch.auto == "traced" and bool(self.patch_set())
-            decision = decide(patch, found, dataclasses.replace(self._patches.environment, traced=traced))
+            instead = self._instead_of(patch)
+            environment = dataclasses.replace(self._patches.environment, traced=traced, instead=instead)
+            decision = decide(patch, found, environment)
             early = sorted(self._too_late.intersection(map(module_of, patch.targets_of(decision.variant))))
             if decision.apply and early:
                 detail = f"imported before the bundle was armed: {', '.join(early)}"
@@ -123,6 +125,17 @@ class Decider:
                 state = self._pending.pop(0) if self._pending else None
             if state is not None:
                 self._on_decided(state)
+
+    def _instead_of(self, patch: Patch) -> str:
+        """The patch that is applied instead of this one; empty where there is none."""
+        others = [state for state in self._patches.all if patch.name in state.patch.order.instead_of]
+        for state in (state for state in others if state.decision is None):
+            if state.patch.diff:  # those of its package are being decided on
+                self.decide_anew(state)
+            else:
+                self.decide([state])
+        applied = (state for state in others if state.decision is not None and state.decision.apply)
+        return next((state.patch.name for state in applied if state.state != "failed"), "")
 
     def patch_set(self) -> str:
         """What the patches make of the code that torch.compile traces, as a digest; empty where they leave it alone.

@@ -57,6 +57,8 @@ def displaced(entry: Entry, shipped: Iterable[Patch], tree_of: TreeOf) -> tuple[
     """The patches that the diff turns off, with the releases; and why some releases could not be looked at."""
     changes = entry.changes()
     modules = {change.module for change in changes}
+    left_out = entry.patch.order.instead_of
+    shipped = [patch for patch in shipped if patch.name not in left_out]
     concerned = [patch for patch in shipped if modules.intersection(map(module_of, patch.names))]
     fingerprints = cache.Fingerprints(cache.directory(os.environ)).of_names
     found: dict[str, list[str]] = {}

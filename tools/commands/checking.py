@@ -93,6 +93,7 @@ def find(question: Question) -> Answer:
     entries = catalogue.load(question.patch_dirs, own=not question.only)
     if question.proofs is not None:
         entries = proofs.with_proofs(entries, question.proofs)
+    catalogue.go_together(entries.values())
     required = [known(entries, name) for name in question.required]
     patches = [entry.patch for entry in entries.values()]
     packages_of_all = sorted({package for patch in patches for package in patch.packages})

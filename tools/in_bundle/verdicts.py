@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...sitecustomize import cache, installed, settings
+from ...sitecustomize import cache, installed, order, settings
 from ...sitecustomize.changes import Change, HunkError
 from ...sitecustomize.decision import Decision, Installed, Patch, decide, module_of
 from ...sitecustomize.facts import to_patch
@@ -83,12 +83,16 @@ def judge(
     answers: dict[str, Judged] = {}
     texts: dict[str, str] = {}
     diffs: dict[str, list[str]] = {}
-    for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
+    by_name = {patch.name: patch for patch in chosen}
+    first = sorted(by_name, key=lambda name: (not by_name[name].diff, by_name[name].auto == "traced", name))
+    for patch in map(by_name.__getitem__, order.placed(first, order.left_out(chosen))):
         found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts, diffs), of_names)
         if found.release is not None or any(found.code.get(name) for name in patch.names_of(patch.package)):
             packages[patch.package] = found.release
         packages.update(found.companions)
-        decision = decide(patch, found, environment)
+        others = (answer for answer in answers.values() if patch.name in answer.patch.order.instead_of)
+        instead = next((answer.patch.name for answer in others if answer.decision.apply), "")
+        decision = decide(patch, found, dataclasses.replace(environment, instead=instead))
         if decision.apply and patch.diff and changes is not None:
             try:
                 texts.update(placed(changes[patch.name], installed.Overlay(tree, texts)))
