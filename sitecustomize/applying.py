@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from . import guard, nesting, no_function, patch_code, wrapping
+from . import covered, guard, nesting, no_function, patch_code, wrapping
 from .context import PatchContext
 from .decision import Patch
 from .outcomes import Reporter
@@ -24,14 +24,21 @@ class Applier:
     """`patch_set` is what each patch's context gives its code by that name."""
 
     def __init__(
-        self, patches: PatchStates, sources: SourceChanges, root: str, reporter: Reporter, patch_set: Callable[[], str]
+        self,
+        patches: PatchStates,
+        sources: SourceChanges,
+        root: str,
+        reporter: Reporter,
+        patch_set: Callable[[], str],
+        shipped: Collection[str] = (),
     ) -> None:
-        """`root` is the package that the patches' code is imported from."""
+        """`root` is the package that the patches' code is imported from; `shipped` are those that fit each other."""
         self._patches = patches
         self._sources = sources
         self._root = root
         self._reporter = reporter
         self._patch_set = patch_set
+        self._shipped = frozenset(shipped)
 
     def apply(self, state: PatchState, targets: Sequence[str]) -> None:
         """Apply the patch to these of its targets; whatever goes wrong is in `state` afterwards."""
@@ -145,14 +152,26 @@ class Applier:
                 state.settle_applied(len(state.applied), len(state.targets), "targets")
         return True
 
-    def _stand_in(self, state: PatchState, original: Any, wrapper: Callable[..., Any], target: str) -> Any:
+    def _stand_in(
+        self, state: PatchState, original: Any, wrapper: Callable[..., Any], target: str, shared: bool = False
+    ) -> Any:
+        """What stands at a target; `shared`: around another patch's wrapper, also if that is not in place yet."""
         context = self._context(state)
+        if state.patch.name not in self._shipped and (shared or nesting.standing(original, self._patches.all)):
+            passed = functools.partial(self._passed, original, target, state.patch.name)
+            wrapper = covered.watched(wrapper, context, passed)
         if isinstance(wrapper, no_function.Proxy):
             return no_function.in_place_of(original, wrapper, context, target)
         return guard.in_place_of(original, wrapper, context, target)
 
     def _made_again(self, state: PatchState, original: Any, target: str) -> Any:
-        return self._stand_in(state, original, state.wrappers[target], target)
+        return self._stand_in(state, original, state.wrappers[target], target, True)
+
+    def _passed(self, original: Any, target: str, by: str) -> None:
+        """A patch's wrapper has answered without its original, so without those that stand beneath."""
+        for state, _ in nesting.standing(original, self._patches.all):
+            if state.context is not None:
+                state.context.passed(target, by)
 
     def _raised(self, state: PatchState, detail: str) -> None:
         """A wrapper's own error: the patch stands aside. Printed, and no more: what serves already is not ended."""

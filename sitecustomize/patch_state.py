@@ -56,12 +56,19 @@ class PatchState:
 
     def described(self) -> dict[str, Any]:
         """The object that `status --json` shows for this patch."""
+        counted = {} if self.context is None or self.state != "applied" else dict(self.context.covered)
+        covered = sorted(counted.items())
+        passed = (
+            f"passed by {times} times on {target} by {name}, which answered without calling its original"
+            for (target, name), times in covered
+        )
+        detail = "; ".join(filter(None, [self.detail, *passed]))
         return {
             "name": self.patch.name,
             "version": self.patch.version,
             "state": self.state,
-            "reason": self.reason,
-            "detail": None if self.detail is None else redaction.sentence(self.detail),
+            "reason": self.reason or ("covered" if covered else None),
+            "detail": redaction.sentence(detail) if detail else self.detail,
             "verdict": None if self.decision is None else self.decision.verdict,
             "targets": [*self.targets, *self.patch.added],
             "counters": {} if self.context is None else dict(self.context.counters),

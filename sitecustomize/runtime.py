@@ -39,7 +39,8 @@ class Runtime:
         self._sources = SourceChanges(place)
         self._decider = Decider(self.patches, self._sources, catalogue, place, self.reporter.decided)
         self.reporter.decide_rest = functools.partial(self._decider.decide, self.patches.all)
-        self._applier = Applier(self.patches, self._sources, root, self.reporter, self._decider.patch_set)
+        shipped, patch_set = catalogue.get("shipped", ()), self._decider.patch_set
+        self._applier = Applier(self.patches, self._sources, root, self.reporter, patch_set, shipped)
         self._looked_at = {module_of(name) for state in self.patches.all for name in state.patch.names}
         self._applied: list[PatchState] = []  # since an outermost import ended
         self._looked_for_gone = False

@@ -136,7 +136,7 @@ def reported(sandbox: Sandbox, *names: str) -> list[tuple[str, str | None]]:
     return [found[name] for name in names]
 
 
-def judged(sandbox: Sandbox, cli: Cli, **environ: str) -> dict[str, tuple[bool, str, str]]:
+def judged(sandbox: Sandbox, cli: Cli, **environ: str) -> dict[str, tuple[str, str]]:
     """By patch, what both forms of `check` say of it: they agree."""
     question = ["check", "--json"]
     of_bundle = finish([PYTHON, sandbox.bundle, *question], sandbox.environ(path=[sandbox.site], **environ))
@@ -303,7 +303,8 @@ def test_ours_say_nothing_that_cannot_be() -> None:
 
 @pytest.mark.parametrize("key", ["inside", "outside", "instead_of"])
 def test_two_that_say_how_they_go_together_are_not_warned_of(sandbox: Sandbox, cli: Cli, key: str) -> None:
-    sandbox.patch("first", **{key: ["second"]})
+    says: dict[str, Any] = {key: ["second"]}
+    sandbox.patch("first", **says)
     sandbox.patch("second")
     place = ["--patch-dir", str(sandbox.patches)]
     choice = ["--patch", "first", "--patch", "second"]
