@@ -126,7 +126,7 @@ class Applier:
         try:
             files, beneath = self._sources.files(), nesting.beneath(over)
             planned = wrapping.planned(wrappers, stand_in, known, files, forced, beneath)
-            again = nesting.again(over, planned, self._made_again)
+            again = nesting.again(over, planned, functools.partial(self._made_again, state.patch.name))
         except wrapping.ApplyError:
             with self._patches.lock:  # somebody else's may be what another thread of ours has put there
                 if any(other.applied is not steps for other, steps in zip(self._patches.all, before, strict=True)):
@@ -138,8 +138,7 @@ class Applier:
             as_planned = (step.target in beneath or wrapping.is_as_planned(step) for step in planned)
             if state.applied is not applied or not nesting.are_there(over) or not all(as_planned):
                 return False
-            with nesting.lifted(over, again):
-                wrapping.put_in_place(planned)
+            nesting.put(planned, over, again)
             state.applied = own + planned  # whoever comes now leaves these to this thread
             changes = [step for step in planned if step.by is not None]
             if not changes:
@@ -153,24 +152,25 @@ class Applier:
         return True
 
     def _stand_in(
-        self, state: PatchState, original: Any, wrapper: Callable[..., Any], target: str, shared: bool = False
+        self, state: PatchState, original: Any, wrapper: Callable[..., Any], target: str, inner: Sequence[str] = ()
     ) -> Any:
-        """What stands at a target; `shared`: around another patch's wrapper, also if that is not in place yet."""
+        """What stands at a target. `inner`: patches whose wrappers stand beneath, and are not in place yet."""
         context = self._context(state)
-        if state.patch.name not in self._shipped and (shared or nesting.standing(original, self._patches.all)):
+        beneath = {*inner, *(one.state.patch.name for one in nesting.standing(original, self._patches.all))}
+        if beneath and not self._shipped.issuperset({state.patch.name, *beneath}):
             passed = functools.partial(self._passed, original, target, state.patch.name)
             wrapper = covered.watched(wrapper, context, passed)
         if isinstance(wrapper, no_function.Proxy):
             return no_function.in_place_of(original, wrapper, context, target)
         return guard.in_place_of(original, wrapper, context, target)
 
-    def _made_again(self, state: PatchState, original: Any, target: str) -> Any:
-        return self._stand_in(state, original, state.wrappers[target], target, True)
+    def _made_again(self, inner: str, state: PatchState, original: Any, target: str) -> Any:
+        return self._stand_in(state, original, state.wrappers[target], target, [inner])
 
     def _passed(self, original: Any, target: str, by: str) -> None:
         """A patch's wrapper has answered without its original, so without those that stand beneath."""
         for state, _ in nesting.standing(original, self._patches.all):
-            if state.context is not None:
+            if state.context is not None and not self._shipped.issuperset((by, state.patch.name)):
                 state.context.passed(target, by)
 
     def _raised(self, state: PatchState, detail: str) -> None:

@@ -1,13 +1,12 @@
 """Wrappers of several patches around one target: which stand there, and how one is put beneath others.
 
 A patch whose modules are imported late may have to stand inside of another that is there already. That one, and what
-stands over it, is made anew around it: calls miss none of them, but for the moment in which the names are set.
+stands over it, is made anew around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -76,14 +75,14 @@ def are_there(those: Iterable[Standing]) -> bool:
     return all(map(wrapping.in_place, outermost.values()))
 
 
-@contextmanager
-def lifted(those: Sequence[Standing], made: Sequence[wrapping.Applied]) -> Iterator[None]:
-    """Take them away while another is put beneath, then put what was made of them; where that fails, as it was."""
-    wrapping.undo(one.step for one in those)
+def put(planned: Iterable[wrapping.Applied], those: Sequence[Standing], made: Sequence[wrapping.Applied]) -> None:
+    """Put what is planned in place, beneath what was made of those: at once, so that no call misses one of them.
+
+    Raises ApplyError with everything as it was.
+    """
+    outermost = {step.target: step for step in (*planned, *made)}
     try:
-        yield
-        for step in made:
-            wrapping.put_in_place([step])
+        wrapping.put_in_place(outermost.values())
     except BaseException:
         for one in those:
             one.step.put(one.step.wrapper)

@@ -73,7 +73,6 @@ def test_by_way_of_one_that_is_not_applied(sandbox: Sandbox) -> None:
 
 
 LATE = """
-import fakeengine.scheduler as taken
 from fakeengine.scheduler import Scheduler
 step = Scheduler.step
 print(Scheduler().step(7))
@@ -102,6 +101,39 @@ def test_one_that_comes_late_is_put_beneath_those_that_it_is_inside_of(sandbox: 
         "late": ("applied", None, {"calls": 3}),
         "over": ("applied", None, {"calls": 3}),
     }
+
+
+def test_other_names_and_other_threads_find_the_new_one_at_once(sandbox: Sandbox) -> None:
+    """The program has imported the function by its name; another thread calls it all the while, and misses nobody."""
+    sandbox.patch("around", [WORK], code=NAMED)
+    sandbox.patch("late", [STEP, WORK], code=NAMED, inside=["around"])
+    sandbox.patch("over", [WORK], code=NAMED)
+    sandbox.generate()
+    done = sandbox.python("""
+        import threading
+        from fakeengine import worker
+        from fakeengine.worker import work
+        found, stop = set(), threading.Event()
+        def calls():
+            while not stop.is_set():
+                found.add(str(worker.work(7)))
+        thread = threading.Thread(target=calls)
+        thread.start()
+        print(work(8))
+        import fakeengine.scheduler
+        print(work(8))
+        while len(found) < 2:
+            stop.wait(0.01)
+        stop.set()
+        thread.join()
+        print(*sorted(found))
+    """)
+    assert done.out.splitlines() == [
+        "['over', 'around', 8]",
+        "['over', 'around', 'late', 8]",
+        "['over', 'around', 'late', 7] ['over', 'around', 7]",
+    ]
+    assert not done.others
 
 
 def test_where_it_cannot_be_put_there_the_others_stand_as_they_stood(sandbox: Sandbox) -> None:
