@@ -115,8 +115,8 @@ class Runtime:
             self.reporter.not_applied(*failed)
         for state in states:
             if state.state == "failed":  # then those that it would have been instead of
-                left_out = state.patch.order.instead_of
-                self._refused_after_all((one for one in self.patches.all if one.patch.name in left_out), True)
+                left_out = [one for one in self.patches.all if one.patch.name in state.patch.order.instead_of]
+                self._refused_after_all((one for one in left_out if one.reason == "replaced"), True)
         self._look_at_relied_on()
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)

@@ -123,3 +123,11 @@ def test_the_warning_says_what_comes_back(
         f"mine disables told {disables}; without it, requests wait for ever. Answers are right",
         f"mine disables untold {disables}",
     ]
+
+
+def test_what_a_diff_is_instead_of_is_no_loss(sandbox: Sandbox, mine: Callable[[str], catalogue.Entry]) -> None:
+    sandbox.patch("wraps-it")
+    sandbox.patch("calls-it", ["fakeengine.scheduler:Scheduler.free"], calls=[STEP])
+    file = mine(DIFF).folder / "patch.toml"
+    file.write_text(f'instead_of = ["wraps-it"]\n{file.read_text()}')
+    assert of(sandbox, catalogue.read(file.parent)) == ({"calls-it": "1.0"}, "")

@@ -203,6 +203,15 @@ def test_where_it_does_not_apply_the_other_does(sandbox: Sandbox) -> None:
     assert sandbox.python(USE_STEP).out == "['around', 7]\n"
 
 
+def test_what_would_not_be_applied_either_is_said_once(sandbox: Sandbox) -> None:
+    sandbox.patch("drifts", variant=[])
+    sandbox.patch("mine", code="def wrappers(livepatch):\n    raise ValueError('no')", instead_of=["drifts", "nobody"])
+    sandbox.generate()
+    done = sandbox.python(USE_STEP)
+    assert done.out == STOCK
+    assert [line.split()[1] for line in done.others] == ["mine", "drifts"]
+
+
 @pytest.mark.parametrize("name", ["after", "mine"])
 def test_where_it_cannot_be_put_in_place_the_other_is_applied_after_all(sandbox: Sandbox, name: str) -> None:
     """Whichever of the two comes first by its name."""
