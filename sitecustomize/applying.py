@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from . import guard, no_function, patch_code, wrapping
+from . import covered, guard, nesting, no_function, patch_code, wrapping
 from .context import PatchContext
 from .decision import Patch
 from .outcomes import Reporter
@@ -24,14 +24,21 @@ class Applier:
     """`patch_set` is what each patch's context gives its code by that name."""
 
     def __init__(
-        self, patches: PatchStates, sources: SourceChanges, root: str, reporter: Reporter, patch_set: Callable[[], str]
+        self,
+        patches: PatchStates,
+        sources: SourceChanges,
+        root: str,
+        reporter: Reporter,
+        patch_set: Callable[[], str],
+        shipped: Collection[str] = (),
     ) -> None:
-        """`root` is the package that the patches' code is imported from."""
+        """`root` is the package that the patches' code is imported from; `shipped` are those that fit each other."""
         self._patches = patches
         self._sources = sources
         self._root = root
         self._reporter = reporter
         self._patch_set = patch_set
+        self._shipped = frozenset(shipped)
 
     def apply(self, state: PatchState, targets: Sequence[str]) -> None:
         """Apply the patch to these of its targets; whatever goes wrong is in `state` afterwards."""
@@ -114,14 +121,12 @@ class Applier:
         there = {step.target for step in own}
         wrappers = {target: wrapper for target, wrapper in made.items() if target not in there}
         forced = state.decision is not None and state.decision.reason == "forced"
-
-        def stand_in(original: Any, wrapper: Callable[..., Any], target: str) -> Any:
-            if isinstance(wrapper, no_function.Proxy):
-                return no_function.in_place_of(original, wrapper, context, target)
-            return guard.in_place_of(original, wrapper, context, target)
-
+        over = nesting.over(wrappers, self._patches.outer[state.patch.name], self._patches.all)
+        stand_in = functools.partial(self._stand_in, state)
         try:
-            planned = wrapping.planned(wrappers, stand_in, known, self._sources.files(), forced)
+            files, beneath = self._sources.files(), nesting.beneath(over)
+            planned = wrapping.planned(wrappers, stand_in, known, files, forced, beneath)
+            again = nesting.again(over, planned, functools.partial(self._made_again, state.patch.name))
         except wrapping.ApplyError:
             with self._patches.lock:  # somebody else's may be what another thread of ours has put there
                 if any(other.applied is not steps for other, steps in zip(self._patches.all, before, strict=True)):
@@ -130,9 +135,10 @@ class Applier:
         with self._patches.lock:
             if context.aside:  # a target that was there before has raised meanwhile
                 return True
-            if state.applied is not applied or not all(map(wrapping.is_as_planned, planned)):
+            as_planned = (step.target in beneath or wrapping.is_as_planned(step) for step in planned)
+            if state.applied is not applied or not nesting.are_there(over) or not all(as_planned):
                 return False
-            wrapping.put_in_place(planned)
+            nesting.put(planned, over, again)
             state.applied = own + planned  # whoever comes now leaves these to this thread
             changes = [step for step in planned if step.by is not None]
             if not changes:
@@ -144,6 +150,28 @@ class Applier:
             if changes and state.state != "failed":
                 state.settle_applied(len(state.applied), len(state.targets), "targets")
         return True
+
+    def _stand_in(
+        self, state: PatchState, original: Any, wrapper: Callable[..., Any], target: str, inner: Sequence[str] = ()
+    ) -> Any:
+        """What stands at a target. `inner`: patches whose wrappers stand beneath, and are not in place yet."""
+        context = self._context(state)
+        beneath = {*inner, *(one.state.patch.name for one in nesting.standing(original, self._patches.all))}
+        if beneath and not self._shipped.issuperset({state.patch.name, *beneath}):
+            passed = functools.partial(self._passed, original, target, state.patch.name)
+            wrapper = covered.watched(wrapper, context, passed)
+        if isinstance(wrapper, no_function.Proxy):
+            return no_function.in_place_of(original, wrapper, context, target)
+        return guard.in_place_of(original, wrapper, context, target)
+
+    def _made_again(self, inner: str, state: PatchState, original: Any, target: str) -> Any:
+        return self._stand_in(state, original, state.wrappers[target], target, [inner])
+
+    def _passed(self, original: Any, target: str, by: str) -> None:
+        """A patch's wrapper has answered without its original, so without those that stand beneath."""
+        for state, _ in nesting.standing(original, self._patches.all):
+            if state.context is not None and not self._shipped.issuperset((by, state.patch.name)):
+                state.context.passed(target, by)
 
     def _raised(self, state: PatchState, detail: str) -> None:
         """A wrapper's own error: the patch stands aside. Printed, and no more: what serves already is not ended."""

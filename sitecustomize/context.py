@@ -48,6 +48,7 @@ class PatchContext:
         self.facts = facts
         self.asked = asked  # by name, with `on` or `force`: also where it is not needed by default
         self.counters: dict[str, int] = {}
+        self.covered: dict[tuple[str, str], int] = {}  # by target, and by whose wrapper answered without ours
         self.patch_set = patch_set  # a digest of what patches make of code that torch.compile traces
         self._changed = changed
         self._logged: dict[str, tuple[float, int]] = {}  # kind: when, and how often since
@@ -63,6 +64,12 @@ class PatchContext:
             return
         self.counters[kind] = self.counters.get(kind, 0) + number
         self._changed()
+
+    def passed(self, target: str, by: str) -> None:
+        """Another patch's wrapper has answered a call, which does not come to this patch's beneath it."""
+        if not guard.traced():
+            self.covered[target, by] = self.covered.get((target, by), 0) + 1
+            self.count("covered")
 
     def say(self, kind: str, message: str) -> None:
         """One line on stderr, at most one every 30 seconds for each kind; what was held back is counted.
@@ -194,6 +201,7 @@ class PatchContext:
     def forget(self) -> None:
         """Begin anew, as a forked child does."""
         self.counters.clear()
+        self.covered.clear()
         self._logged.clear()
 
 

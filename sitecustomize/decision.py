@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .conditions import ROCM, When
-from .release_order import age_of, public_release
+from .matching import drifted, is_listed, matched
+from .order import Order
+from .release_order import age_of
 
 Verdict = Literal["needed", "unverified", "proven", "fixed-upstream", "not-present", "drifted"]
 APPLIED: tuple[Verdict, ...] = ("needed", "unverified", "proven")
@@ -94,6 +96,7 @@ class Patch:
     group: str = ""  # what one runs that it is about: LIVEPATCH_GROUP_NAME switches all patches of it
     proofs: tuple[Proof, ...] = ()  # `generate --proofs` puts them there
     when: When = field(default_factory=When)  # conditions, of which each must hold
+    order: Order = field(default_factory=Order)  # how it stands to other patches
     must: bool = False  # where it is wanted and not applied, the process ends as under strict
 
     @property
@@ -169,6 +172,7 @@ class Environment:
     errors: tuple[str, ...] = ()  # values that are no values: one sentence each
     notes: tuple[str, ...] = ()  # names of ours that mean nothing, a sentence each; under strict they count as errors
     traced: bool = False  # a patch changes traced code here; found out only for patches whose `auto` asks
+    instead: str = ""  # a patch that is applied instead of the one that is decided on; found out for that one alone
     platform: str = sys.platform
     variables: Mapping[str, str] = field(default_factory=dict)  # those that conditions name
     keep: bool = False  # LIVEPATCH_STATE_KEEP: a process that ends leaves its report
@@ -207,13 +211,15 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         asks = toggle in ("on", "force")
         if came in ("fixed-upstream", "not-present") and not asks:  # whatever a diff made of the code since
             verdict, detail, variant = came, f"{why}; a diff changes {', '.join(installed.replaced)}", form
-        elif came in ("needed", "unverified") and installed.diffs:
-            changes = f"the diff {' and '.join(installed.diffs)} changes {', '.join(installed.replaced)}"
-            detail = f"{why}, and {changes}, code of which this patch knows only the release's own form"
+        elif installed.diffs:
+            alone = came in ("needed", "unverified")
+            detail = _changed(installed, why if alone else detail, alone)
         needs = needs or (came in ("needed", "unverified") and not asks)
     asked = verdict == "fixed-upstream" and toggle in ("on", "force") and variant is not None and variant.applies
     if asked or verdict in ("needed", "unverified"):  # it would be applied, and run the companions' code
         found, why = _with_companions(patch, installed, verdict, detail)
+        if found == "drifted" and installed.diffs and not installed.replaced.keys() <= {*patch.names_of(patch.package)}:
+            why = _changed(installed, why)
         asked = asked and (found != "drifted" or toggle == "force")
         if asked or verdict in ("needed", "unverified"):
             verdict, detail = found, why
@@ -235,6 +241,11 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         where = {"rocm": " outside ROCm", "traced": " where no patch changes traced code"}.get(patch.auto, "")
         why = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
         return Decision(verdict, False, False, "optional", why, variant)
+    if environment.instead and (asked or verdict in (*APPLIED, "drifted")):
+        why = (
+            f"{environment.instead} is applied instead of it ({variable(environment.instead)}=off ends that); {detail}"
+        )
+        return Decision(verdict, False, False, "replaced", why, variant)
     if verdict == "drifted" and toggle == "force" and not (gone or disproven):
         nearest = variant or (patch.variants[-1] if patch.variants else None)
         return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", nearest)
@@ -250,6 +261,12 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         return Decision(verdict, False, False, "unneeded", why, variant)
     reason = "disproven" if disproven else "gone" if gone else verdict
     return Decision(verdict, False, wanted, reason, detail, variant)
+
+
+def _changed(installed: Installed, detail: str, alone: bool = False) -> str:
+    """The sentence on code that drifted, and which diffs change what of it. `alone`: nothing else makes it drift."""
+    said = f"{detail}, and the diff {' and '.join(installed.diffs)} changes {', '.join(installed.replaced)}"
+    return f"{said}, code of which this patch knows only the release's own form" if alone else said
 
 
 def _proved(
@@ -293,13 +310,13 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
         return "not-present", f"{patch.package} is not installed", None
     if is_gone(patch, installed):
         without = (form for form in patch.variants if form.verdict == "not-present")
-        listed = next((form for form in without if _is_listed(installed.release, form)), None)
+        listed = next((form for form in without if is_listed(installed.release, form)), None)
         if listed is not None:
             return "not-present", f"{release} has no {patch.targets[0]}", listed
         return "drifted", f"{release} has no {patch.targets[0]}, and is no release of which that is known", None
-    variant = _matched(patch, patch.package, installed)
+    variant = matched(patch, patch.package, installed)
     if variant is None:
-        return "drifted", f"{release} {_drifted(patch, patch.package, installed)}", None
+        return "drifted", f"{release} {drifted(patch, patch.package, installed)}", None
     if variant.verdict == "not-present":
         return "not-present", f"{release} does not have the code that this patch changes", variant
     if variant.verdict == "fixed-upstream":
@@ -308,7 +325,7 @@ def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | N
             f"{release} {'has the change already' if patch.diff else 'no longer has the fault'}",
             variant,
         )
-    if _is_listed(installed.release, variant):
+    if is_listed(installed.release, variant):
         known = "is what the diff applies to exactly" if patch.diff else "has the fault"
         return "needed", f"{release} {known}", variant
     return "unverified", f"{release} is not listed, but its code is that of {variant.releases[-1]}", variant
@@ -333,11 +350,11 @@ def judge_companion(patch: Patch, package: str, installed: Installed) -> tuple[V
         return "not-present", f"{package} is not installed", None
     given = installed.companions[package]
     release = f"{package} {given or 'of unknown release'}"
-    variant = _matched(patch, package, installed)
-    listed = variant is not None and _is_listed(given, variant)
+    variant = matched(patch, package, installed)
+    listed = variant is not None and is_listed(given, variant)
     # One that nobody listed, and that has none of the names, may have the code under others.
     if variant is None or (variant.verdict == "not-present" and not listed):
-        return "drifted", f"{release} {_drifted(patch, package, installed)}", None
+        return "drifted", f"{release} {drifted(patch, package, installed)}", None
     if variant.verdict == "not-present":
         return "not-present", f"{release} does not have the code that the patch relies on yet", variant
     if listed:
@@ -366,47 +383,6 @@ def _with_companions(patch: Patch, installed: Installed, verdict: Verdict, detai
         if found == "unverified":
             verdict, detail = "unverified" if verdict == "needed" else verdict, f"{detail}; {why}"
     return verdict, detail
-
-
-def _matched(patch: Patch, package: str, installed: Installed) -> Variant | None:
-    """The form whose names, and no others, have the code that is installed."""
-    return next((form for form in patch.forms(package) if not differences(patch, package, form, installed)), None)
-
-
-def differences(patch: Patch, package: str, form: Variant, installed: Installed) -> list[str]:
-    """The names of a package whose code is not that of one of its forms."""
-    return [name for name in patch.names_of(package) if form.code.get(name) != installed.code.get(name)]
-
-
-def _is_listed(release: str | None, form: Variant) -> bool:
-    return release is not None and not {release, public_release(release)}.isdisjoint(form.releases)
-
-
-def _drifted(patch: Patch, package: str, installed: Installed) -> str:
-    """What a package's code has that no form of it has, in a few words."""
-    names, forms = patch.names_of(package), [form for form in patch.forms(package) if form.code]
-    unknown = [
-        installed.unknown[module] for module in dict.fromkeys(map(module_of, names)) if module in installed.unknown
-    ]
-    if unknown:
-        return f"runs code that cannot be looked at: {'; '.join(unknown)}"
-    lost = [name for name in names if installed.code.get(name) is None and all(name in form.code for form in forms)]
-    if lost:
-        return f"has no {', '.join(lost)}"
-    if not forms:
-        return f"has code that was never verified: {', '.join(names)}"
-    nearest = min(reversed(forms), key=lambda form: len(differences(patch, package, form, installed)))
-    differs = differences(patch, package, nearest, installed)
-    known = {name: {form.code.get(name) for form in forms} for name in names}
-    unknown = [
-        name
-        for name in names
-        if installed.code.get(name) not in known[name] or (name in differs and installed.code.get(name) is None)
-    ]
-    return "has code that was never verified: " + (
-        ", ".join(unknown)
-        or f"a combination of names, each known by itself (not that of {nearest.releases[-1]}: {', '.join(differs)})"
-    )
 
 
 def variable(patch: str, option: str = "") -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from .conditions import When
 from .decision import UNKNOWN, Option, Patch, PatchError, Proof, Variant, module_of
+from .order import Order
 
 FORMAT = 1
 """The form of a patch folder's entries that this version reads. Another form has another number."""
@@ -35,6 +36,7 @@ _ENTRIES = {
     "about",
 }
 _ENTRIES |= {"diff", "added", "traced"}  # of source changes
+_ENTRIES |= set(Order.__dataclass_fields__)
 
 
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]*")
@@ -64,6 +66,7 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         per_module=bool(facts.get("per_module", False)),
         must=facts.get("must", False),
         when=_when(name, facts.get("when", {})),
+        order=_order(name, facts),
         about=dict(facts.get("about", {})),
         version=facts.get("version"),
         group=_text(name, facts, "group") if "group" in facts else "",
@@ -120,6 +123,24 @@ def _when(name: str, entry: Any) -> When:
     if platform is not None and (not isinstance(platform, str) or not platform):
         raise PatchError(f"patch {name}: when.platform is a text, such as linux or rocm, not {platform!r}")
     return When(dict(environ), platform or "")
+
+
+def _order(name: str, facts: Mapping[str, Any]) -> Order:
+    """Of a diff, whose place is beneath all wrappers, only which patches it is instead of."""
+    keys = list(Order.__dataclass_fields__)
+    astray = [key for key in keys if key in facts.get("about", {})]
+    if astray:
+        raise PatchError(f"patch {name}: {astray[0]} stands above [about], which is for people")
+    named = {key: tuple(one.replace("_", "-") for one in _texts(name, facts, key)) for key in keys}
+    for key, others in named.items():
+        if name in others:
+            raise PatchError(f"patch {name}: {key} names the patch itself")
+        if others and "diff" in facts and key != "instead_of":
+            raise PatchError(f"patch {name}: a diff stands beneath all wrappers: it has no {key}")
+    both = sorted(set(named["inside"]) & set(named["outside"]))
+    if both:
+        raise PatchError(f"patch {name}: inside and outside both name {both[0]}")
+    return Order(**named)
 
 
 def _proof(name: str, entry: Mapping[str, Any]) -> Proof:

@@ -106,6 +106,11 @@ class _Raised:
 _NOT_ASKED = object()
 
 
+def is_unasked(wrapped: Wrapped, later: bool = False) -> bool:
+    """Whether the original was never called; `later`: by a coroutine or a generator, which its guard has left."""
+    return wrapped._answer is (None if later else _NOT_ASKED)
+
+
 class _Always:
     """The state of a patch, for a wrapper that goes on after its patch has stood aside."""
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import redaction, settings
+from . import order, redaction, settings
 from .context import PatchContext
 from .decision import Decision, Patch
 from .facts import to_patch
@@ -56,12 +56,19 @@ class PatchState:
 
     def described(self) -> dict[str, Any]:
         """The object that `status --json` shows for this patch."""
+        counted = {} if self.context is None or self.state != "applied" else dict(self.context.covered)
+        covered = sorted(counted.items())
+        passed = (
+            f"passed by {times} times on {target} by {name}, which answered without calling its original"
+            for (target, name), times in covered
+        )
+        detail = "; ".join(filter(None, [self.detail, *passed]))
         return {
             "name": self.patch.name,
             "version": self.patch.version,
             "state": self.state,
-            "reason": self.reason,
-            "detail": None if self.detail is None else redaction.sentence(self.detail),
+            "reason": self.reason or ("covered" if covered else None),
+            "detail": redaction.sentence(detail) if detail else self.detail,
             "verdict": None if self.decision is None else self.decision.verdict,
             "targets": [*self.targets, *self.patch.added],
             "counters": {} if self.context is None else dict(self.context.counters),
@@ -77,6 +84,9 @@ class PatchStates:
         self.environment = settings.read(patches, environ)
         self.settings = settings.changed_settings(patches, self.environment)  # what differs from the defaults
         self.all = [PatchState(patch) for patch in patches]
+        self.outer = order.outer(patches)  # by patch, whose wrappers must stand outside of its own
+        by_name = {state.patch.name: state for state in self.all}
+        self._inner_first = [by_name[name] for name in order.placed(by_name, self.outer)]
         self.packages: dict[str, str | None] = {}  # releases, by package, once a patch of it was decided on
         self.new_lock()
 
@@ -85,8 +95,8 @@ class PatchStates:
         return [step for state in self.all for step in state.applied]
 
     def of(self, module: str) -> list[PatchState]:
-        """The patches of which a target is in this module."""
-        return [state for state in self.all if module in (*state.patch.modules, *state.patch.added)]
+        """The patches of which a target is in this module; whose wrapper stands inside of another's comes first."""
+        return [state for state in self._inner_first if module in (*state.patch.modules, *state.patch.added)]
 
     def new_lock(self) -> None:
         """Over these records; anew in a forked child.

@@ -43,10 +43,17 @@ class Decider:
         self._too_late = frozenset(modules)
 
     def decide(self, states: Iterable[PatchState]) -> None:
-        """Source changes first, all of the packages': wrappers are decided on, and wrap, what those make of it."""
+        """Source changes first, all of the packages', and those of modules of others that the patches call: wrappers
+        are decided on, and wrap, what those make of it.
+        """
         states = list(states)
         packages = {state.patch.package for state in states}
-        changes = [state for state in self._patches.all if state.patch.diff and state.patch.package in packages]
+        modules = {module_of(name) for state in states for name in state.patch.names}
+        changes = [
+            state
+            for state in self._patches.all
+            if state.patch.diff and (state.patch.package in packages or not modules.isdisjoint(state.patch.modules))
+        ]
         for state in [*changes, *(state for state in states if not state.patch.diff)]:
             if state.decision is None:
                 self.decide_anew(state)
@@ -94,7 +101,9 @@ class Decider:
             found = installed.look(patch, changed, self._fingerprints.of_names, self._texts)
             releases = {patch.package: found.release, **found.companions}
             traced = patch.auto == "traced" and bool(self.patch_set())
-            decision = decide(patch, found, dataclasses.replace(self._patches.environment, traced=traced))
+            instead = self._instead_of(patch)
+            environment = dataclasses.replace(self._patches.environment, traced=traced, instead=instead)
+            decision = decide(patch, found, environment)
             early = sorted(self._too_late.intersection(map(module_of, patch.targets_of(decision.variant))))
             if decision.apply and early:
                 detail = f"imported before the bundle was armed: {', '.join(early)}"
@@ -116,6 +125,17 @@ class Decider:
                 state = self._pending.pop(0) if self._pending else None
             if state is not None:
                 self._on_decided(state)
+
+    def _instead_of(self, patch: Patch) -> str:
+        """The patch that is applied instead of this one; empty where there is none."""
+        others = [state for state in self._patches.all if patch.name in state.patch.order.instead_of]
+        for state in (state for state in others if state.decision is None):
+            if state.patch.diff:  # those of its package are being decided on
+                self.decide_anew(state)
+            else:
+                self.decide([state])
+        applied = (state for state in others if state.decision is not None and state.decision.apply)
+        return next((state.patch.name for state in applied if state.state != "failed"), "")
 
     def patch_set(self) -> str:
         """What the patches make of the code that torch.compile traces, as a digest; empty where they leave it alone.

@@ -9,7 +9,7 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -39,7 +39,8 @@ class Runtime:
         self._sources = SourceChanges(place)
         self._decider = Decider(self.patches, self._sources, catalogue, place, self.reporter.decided)
         self.reporter.decide_rest = functools.partial(self._decider.decide, self.patches.all)
-        self._applier = Applier(self.patches, self._sources, root, self.reporter, self._decider.patch_set)
+        shipped, patch_set = catalogue.get("shipped", ()), self._decider.patch_set
+        self._applier = Applier(self.patches, self._sources, root, self.reporter, patch_set, shipped)
         self._looked_at = {module_of(name) for state in self.patches.all for name in state.patch.names}
         self._applied: list[PatchState] = []  # since an outermost import ended
         self._looked_for_gone = False
@@ -108,12 +109,14 @@ class Runtime:
             self._sources.arriving.discard(module.__name__)
             return  # somebody's private copy: no caller reaches it by its name
         wrapping.executed(module)
-        failed: list[PatchState] = []
-        for state in sorted(self.patches.of(module.__name__), key=lambda state: not state.patch.diff):
-            if not self._apply_where_loaded(state):
-                failed.append(state)
+        states = sorted(self.patches.of(module.__name__), key=lambda state: not state.patch.diff)
+        failed = [state for state in states if not self._apply_where_loaded(state)]
         if failed:
             self.reporter.not_applied(*failed)
+        for state in states:
+            if state.state == "failed":  # then those that it would have been instead of
+                left_out = [one for one in self.patches.all if one.patch.name in state.patch.order.instead_of]
+                self._refused_after_all((one for one in left_out if one.reason == "replaced"), True)
         self._look_at_relied_on()
         self.reporter.imported()
         self.reporter.soon(_RECHECK_SECONDS)
@@ -230,12 +233,17 @@ class Runtime:
         """Apply a patch that was refused before, and the patches that apply only beside one of traced code."""
         if not self._apply_where_loaded(state):
             self.reporter.not_applied(state, importing=importing)
-        for beside in self.patches.all if state.patch.traced else ():
-            if beside.patch.auto == "traced" and beside.decision is not None and not beside.decision.apply:
-                self._decider.decide_anew(beside)
-                self._apply_where_loaded(beside)
-                if beside.missing:
-                    self.reporter.not_applied(beside, importing=importing)
+        if state.patch.traced:
+            self._refused_after_all((one for one in self.patches.all if one.patch.auto == "traced"), importing)
+
+    def _refused_after_all(self, states: Iterable[PatchState], importing: bool) -> None:
+        """Decide anew on those of these that were refused, and apply what applies now."""
+        for state in states:
+            if state.decision is not None and not state.decision.apply:
+                self._decider.decide_anew(state)
+                self._apply_where_loaded(state)
+                if state.missing:
+                    self.reporter.not_applied(state, importing=importing)
 
     def _read_back_again(self, state: PatchState) -> None:
         """The outermost import in which a patch was applied has ended: was a target replaced as it was imported?"""

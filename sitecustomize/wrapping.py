@@ -67,6 +67,7 @@ def planned(
     known: Iterable[Applied],
     files: Mapping[str, str],
     force: bool,
+    beneath: Mapping[str, Any],
 ) -> list[Applied]:
     """What is to be put in place of every target (module:qualname). Changes nothing; may read sources.
 
@@ -74,7 +75,8 @@ def planned(
     somebody who would call it unpatched.
 
     `known` is what we put in place before, `files` those of modules whose source we changed: neither counts as somebody
-    else's. `force` takes a target that somebody else replaced since its module was written.
+    else's. `force` takes a target that somebody else replaced since its module was written. `beneath` has what a
+    wrapper goes around, at those targets where it is not what stands there.
     """
     ours = {id(step.wrapper) for step in known}
     for target in wrappers:
@@ -87,6 +89,7 @@ def planned(
     steps: list[Applied] = []
     for target, wrapper in wrappers.items():
         owner, attribute, original = _resolve(target)
+        original = beneath.get(target, original)
         if target in changes:
             steps.append(Applied(target, owner, attribute, original, original, by=changes[target]))
             continue
@@ -131,7 +134,7 @@ def _aliases(targets: Sequence[str], ours: Collection[int]) -> dict[str, list[ca
 
 def is_as_planned(step: Applied) -> bool:
     """Whether what is to be replaced still stands there."""
-    return _lookup(step.target, step.owner) is step.original
+    return lookup(step.target, step.owner) is step.original
 
 
 def put_in_place(steps: Iterable[Applied]) -> None:
@@ -144,7 +147,7 @@ def put_in_place(steps: Iterable[Applied]) -> None:
             step.put(step.wrapper)
         for step in steps:
             if not in_place(step):
-                raise ApplyError("readback", f"{step.target}, looked up again, is {described(_lookup(step.target))}")
+                raise ApplyError("readback", f"{step.target}, looked up again, is {described(lookup(step.target))}")
             for owner, attribute, inner in step.aliases:
                 found, wanted = vars(owner).get(attribute), function_of(step.wrapper) if inner else step.wrapper
                 if found is not wanted:
@@ -167,7 +170,7 @@ def change(step: Applied) -> None:
     try:
         step.by.change(module)
     finally:
-        step.wrapper, step.has_run = _lookup(step.target, step.owner), True
+        step.wrapper, step.has_run = lookup(step.target, step.owner), True
     if not _holds(step):
         raise ApplyError("readback", f"{step.target}, looked at again, is not as the patch's own code says that it is")
 
@@ -261,7 +264,7 @@ def _spec(module: Any) -> Any:
 
 def in_place(step: Applied) -> bool:
     """Whether a fresh look-up of the target finds our wrapper itself."""
-    return _lookup(step.target, step.owner) is step.wrapper
+    return lookup(step.target, step.owner) is step.wrapper
 
 
 def overtaken_by(step: Applied) -> str | None:
@@ -273,7 +276,7 @@ def overtaken_by(step: Applied) -> str | None:
     """
     if not is_loaded(step.target.partition(":")[0]):
         return None
-    found = _lookup(step.target, step.owner)
+    found = lookup(step.target, step.owner)
     if step.by is not None:
         return None if not step.has_run or _holds(step) else f"{described(found)}, or changed"
     there = reaches(found, step.wrapper) or (step.code is not None and reaches(found, step.code))
@@ -350,7 +353,7 @@ def _missing(target: str) -> ApplyError:
     return ApplyError("missing", f"{target} is not there in the loaded module")
 
 
-def _lookup(target: str, below: Any = None) -> Any:
+def lookup(target: str, below: Any = None) -> Any:
     try:
         return _resolve(target, below)[2]
     except ApplyError:

@@ -328,7 +328,10 @@ def new(
 @app.command()
 def ready(place: Annotated[Path, typer.Argument(metavar="DIR", help="A patch's folder, or a directory.")]) -> None:
     """What a patch's folder still lacks before it can be shipped. Exit 1 where something is missing."""
-    found = {folder: scaffold.missing(folder) for folder in locking.folders(place)}
+    folders = locking.folders(place)
+    own = {entry.patch.name: entry for entry in map(catalogue.read, folders)}
+    catalogue.go_together({**catalogue.load(), **own}.values())
+    found = {folder: scaffold.missing(folder) for folder in folders}
     for folder, lacking in found.items():
         for sentence in lacking or ["ready"]:
             command.say(f"{folder.name.replace('_', '-')}: {sentence}")

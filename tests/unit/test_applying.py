@@ -24,7 +24,9 @@ class World:
         self.state = PatchState(PATCH)
         self.state.decision = Decision("needed", True, True, "needed", "", variant)
         environment = Environment("auto", {}, {"one": {}})
-        patches: Any = SimpleNamespace(all=[self.state], environment=environment, lock=threading.RLock())
+        patches: Any = SimpleNamespace(
+            all=[self.state], environment=environment, lock=threading.RLock(), outer={"one": frozenset()}
+        )
         self.reporter = mocker.Mock()
         sources: Any = SimpleNamespace(files=dict)
         self.applier = applying.Applier(patches, sources, "root", self.reporter, str)
@@ -107,7 +109,7 @@ def test_another_thread_that_was_faster_is_seen(mocker: MockerFixture) -> None:
 
     mocker.patch.object(wrapping, "planned", side_effect=other_thread)
     assert not world.applier._put_around(world.state, context, {"engine.a:f": around})
-    mocker.patch.object(wrapping, "planned", return_value=["a step"])
+    mocker.patch.object(wrapping, "planned", return_value=[SimpleNamespace(target="engine.a:f")])
     mocker.patch.object(wrapping, "is_as_planned", return_value=False)
     assert not world.applier._put_around(world.state, context, {"engine.a:f": around})
     put.assert_not_called()

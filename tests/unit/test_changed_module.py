@@ -402,6 +402,52 @@ def test_what_a_diff_keeps_from_being_applied_is_said_of_it(engine: Sandbox, cli
     assert "its code cannot be shown" not in done.out
 
 
+def test_wrappers_stand_around_what_a_diff_leaves_as_it_was(engine: Sandbox) -> None:
+    """Lines move, and the rest of the class changes: the wrapped method is the one that is known."""
+    engine.patch("around", [f"{SCHEDULER}:Scheduler.step"])
+    above = ("class Scheduler:", "MORE = 1\n\n\nclass Scheduler:\n    limit = 3\n")
+    diff_patch(engine, {"fakeengine/scheduler.py": above}, name="higher-up")
+    diff_patch(engine, FURTHER_DOWN)
+    engine.generate()
+    done = engine.python(USE_BOTH)
+    assert (done.out, done.others) == ("['patched', 7]\nchanged too\n", [])
+    assert state(engine, "around") == state(engine) == state(engine, "higher-up") == ("applied", None)
+    (found,) = check.check([engine.entries()["around"].patch], check.directory_tree(engine.site, ["fakeengine"]))[1]
+    assert found.decision.apply
+
+
+def test_a_diff_of_a_second_package_is_named_by_who_relies_on_it(engine: Sandbox, cli: Cli) -> None:
+    """Decided on first, also in a process that does not import that package."""
+    called = "otherengine.io:send"
+    engine.write({"otherengine/__init__.py": "", "otherengine/io.py": "def send(item):\n    return [item]\n"})
+    companion = {"package": "otherengine", "releases": ["1.0"], "code": engine.fingerprints(called)}
+    step = f"{SCHEDULER}:Scheduler.step"
+    own = {"releases": ["1.0"], "code": engine.fingerprints(step)}
+    engine.patch("around", [step], calls=[called], variant=[own], companion=[companion])
+    change = {"otherengine/io.py": ("[item]", "[item, item]")}
+    diff_patch(engine, change, package="otherengine")
+    engine.generate()
+    done = engine.python(USE)
+    said = f"has code that was never verified: {called}, and the diff diffed changes {called}"
+    assert (done.out, state(engine, "around")) == (STOCK, ("skipped", "drifted"))
+    assert engine.reported("around")["detail"].endswith(said)
+    asked = cli("check", "--site-packages", str(engine.site), "--patch-dir", str(engine.patches), "--only", "--json")
+    assert next(one["detail"] for one in json.loads(asked.out)["patches"]).endswith(said)
+
+
+def test_a_diff_of_code_that_had_drifted_before_is_named(engine: Sandbox) -> None:
+    free = f"{SCHEDULER}:Scheduler.free"
+    step = f"{SCHEDULER}:Scheduler.step"
+    variant = {"releases": ["1.0"], "code": {**engine.fingerprints(step), free: "0" * 16}}
+    engine.patch("around", [step], calls=[free], variant=[variant])
+    diff_patch(engine, STEP)
+    engine.generate()
+    engine.python(USE)
+    assert engine.reported("around")["detail"] == (
+        f"fakeengine 1.0 has code that was never verified: {step}, {free}, and the diff diffed changes {step}"
+    )
+
+
 @pytest.mark.parametrize(
     ("toggle", "code", "reason"), [("auto", 0, "fixed-upstream"), ("on", 78, "drifted"), ("off", 0, "off")]
 )

@@ -105,3 +105,29 @@ def test_only_what_is_shipped_is_compared(sandbox: Sandbox) -> None:
     sandbox.patch()
     shipped = {name for name, entry in catalogue.load([sandbox.patches]).items() if displaced.is_shipped(entry.folder)}
     assert shipped == set(catalogue.load())
+
+
+def test_the_warning_says_what_comes_back(
+    sandbox: Sandbox, mine: Callable[[str], catalogue.Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the words of the patch's own folder: its sentences where it has some, else its few words."""
+    monkeypatch.setattr(displaced, "is_shipped", lambda folder: folder.parent == sandbox.patches)
+    sandbox.patch("told", about={"fault": "stuck", "without": "requests wait\nfor ever. Answers are right"})
+    sandbox.patch("short", about={"fault": "stuck"})
+    sandbox.patch("untold")
+    entries = [*sandbox.entries().values(), mine(DIFF.replace("2.0", "1.0"))]
+    disables = "on fakeengine 1.0: it changes the same code"
+    found = [line for line in displaced.warnings(entries, lambda *_: Tree([str(sandbox.site)])) if "disables" in line]
+    assert sorted(found) == [
+        f"mine disables short {disables}; without it, stuck",
+        f"mine disables told {disables}; without it, requests wait for ever. Answers are right",
+        f"mine disables untold {disables}",
+    ]
+
+
+def test_what_a_diff_is_instead_of_is_no_loss(sandbox: Sandbox, mine: Callable[[str], catalogue.Entry]) -> None:
+    sandbox.patch("wraps-it")
+    sandbox.patch("calls-it", ["fakeengine.scheduler:Scheduler.free"], calls=[STEP])
+    file = mine(DIFF).folder / "patch.toml"
+    file.write_text(f'instead_of = ["wraps-it"]\n{file.read_text()}')
+    assert of(sandbox, catalogue.read(file.parent)) == ({"calls-it": "1.0"}, "")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm_livepatch.sitecustomize import guard, no_function
 from vllm_livepatch.sitecustomize.context import PatchContext
-from vllm_livepatch.tools.bundles import bundle, forms
+from vllm_livepatch.tools.bundles import bundle
+from vllm_livepatch.tools.in_bundle import forms
 
-from tests.unit.support import STEP, Cli, Done, Sandbox, finish
+from tests.unit.support import PYTHON, STEP, Cli, Done, Sandbox, finish
 
 MODULE = "fakeengine.scheduler"
 SOURCE = """\
@@ -396,10 +396,36 @@ def test_lock_refuses_it_and_new_names_what_can(engine: Sandbox, cli: Cli, tmp_p
         assert (done.code, words in done.err) == (2, True), done.err
 
 
-def test_a_bundles_own_check_knows_the_code_and_not_the_form(engine: Sandbox) -> None:
-    engine.patch(targets=[f"{MODULE}:LIMIT"], code=LARGER)
+NEEDS_THE_ENGINE = f"import fakeengine.scheduler\n{PLAIN}"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("LIMIT", LARGER, ""),
+        ("LIMIT", PLAIN, "it is a value, which no wrapper can stand for"),
+        ("Kind.FAST", PLAIN, "it is a member of an enumeration"),
+        ("Kind.FAST", "raise SystemExit", "it is a member of an enumeration"),
+        ("cached", PLAIN, "its decorator makes a callable of C of it"),
+        ("cached", PROXIED, ""),
+        ("LIMIT", "raise ValueError", ""),
+        ("LIMIT", NEEDS_THE_ENGINE, ""),
+        ("Scheduler.step", "import os; os._exit(3)", ""),
+    ],
+)
+def test_a_bundles_own_check_knows_the_form(engine: Sandbox, cli: Cli, name: str, code: str, said: str) -> None:
+    """As `check` does, by the standard library. It imports nothing that is patched, and no code that need not be run."""
+    engine.patch(targets=[f"{MODULE}:{name}"], code=code)
     engine.generate()
-    assert finish([sys.executable, engine.bundle, "check"], engine.environ()).code == 0
+    done = finish([PYTHON, engine.bundle, "check", "--json"], engine.environ())
+    (found,) = json.loads(done.out)["patches"]
+    assert (done.code, found["reason"]) == ((1, "unwrappable") if said else (0, "needed"))
+    assert not said or f"{MODULE}:{name}: {said}" in found["detail"]
+    if code != NEEDS_THE_ENGINE:
+        (elsewhere,) = json.loads(checked(engine, cli, "--json").out)["patches"]
+        assert {**elsewhere, "detail": found["detail"]} == found
+    assert finish([PYTHON, engine.bundle, "doctor"], engine.environ()).code == (1 if said else 0)
+    assert engine.reports() == []
 
 
 def test_what_the_source_does_not_have_is_not_refused_for_its_form() -> None:

@@ -368,7 +368,7 @@ def wrapped(original: Any, wrapper: Any, target: str) -> Any:
 
 
 def step_for(engine: Any, target: str = "fake_engine:work", **more: Any) -> wrapping.Applied:
-    (step,) = wrapping.planned({target: lambda item: ["patched", item]}, wrapped, (), {}, force=False)
+    (step,) = wrapping.planned({target: lambda item: ["patched", item]}, wrapped, (), {}, force=False, beneath={})
     return step
 
 
@@ -377,7 +377,7 @@ def test_what_no_wrapper_can_stand_for_is_not_wrapped(engine: Any) -> None:
         raise guard.Unwrappable("an abstract method")
 
     with pytest.raises(wrapping.ApplyError) as caught:
-        wrapping.planned({"fake_engine:work": print}, refuses, (), {}, force=False)
+        wrapping.planned({"fake_engine:work": print}, refuses, (), {}, force=False, beneath={})
     assert caught.value.reason == "unwrappable"
     assert "fake_engine:work" in caught.value.detail
 

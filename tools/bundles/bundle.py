@@ -19,6 +19,7 @@ from vllm_livepatch.sitecustomize import cache, fingerprint
 from vllm_livepatch.tools import in_bundle
 from vllm_livepatch.tools.bundles import patch_files, sbom, whole_texts
 from vllm_livepatch.tools.bundles.catalogue import Entry
+from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.bundles.placing import write_directory
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.in_bundle.verifying import MANIFEST, verified
@@ -137,6 +138,7 @@ def _patches(entries: Mapping[str, Entry], with_wrapt: bool) -> dict[str, bytes]
         "wrapt": with_wrapt,
         "patches": {name: item.facts for name, item in sorted(entries.items())},
         "digests": {name: digest_of(item.folder) for name, item in sorted(entries.items())},
+        "shipped": sorted(name for name, item in entries.items() if is_shipped(item.folder)),
         "texts": whole_texts.read(item.patch for item in entries.values()),
         "changes": {
             name: [change.to_json() for change in item.changes()]

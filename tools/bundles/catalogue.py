@@ -11,6 +11,7 @@ from vllm_livepatch import patches as own_patches
 from vllm_livepatch.sitecustomize.changes import Change
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.sitecustomize.order import contradiction
 from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.diffs import reading
 from vllm_livepatch.tools.errors import UserError
@@ -86,4 +87,12 @@ def choose(entries: dict[str, Entry], names: Sequence[str]) -> dict[str, Entry]:
     chosen = {name: entry for name, entry in entries.items() if not names or name in wanted}
     if any(entry.patch.traced for entry in chosen.values()) and KEEPS_APART in entries:
         chosen[KEEPS_APART] = entries[KEEPS_APART]
+    go_together(chosen.values())
     return chosen
+
+
+def go_together(entries: Iterable[Entry]) -> None:
+    """Raises UserError where what patches say of each other (inside, outside, instead_of) cannot be."""
+    why = contradiction(entry.patch for entry in entries)
+    if why:
+        raise UserError(why)

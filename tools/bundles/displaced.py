@@ -7,8 +7,9 @@ patch's verified variants is refused as drifted. Here the same decision is made 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from vllm_livepatch import patches as own_patches
 from vllm_livepatch.sitecustomize import cache, installed
@@ -30,14 +31,21 @@ def warnings(entries: Iterable[Entry], tree_of: TreeOf = published.tree) -> Iter
     """
     every = list(entries)
     shipped = [entry.patch for entry in every if is_shipped(entry.folder)]
+    abouts = {patch.name: patch.about for patch in shipped}
     for entry in every:
         if entry.patch.diff:
             found, unread = displaced(entry, shipped, tree_of)
             for name, releases in found.items():
                 where = f"{entry.patch.package} {releases}"
-                yield f"{entry.patch.name} disables {name} on {where}: it changes the same code"
+                yield f"{entry.patch.name} disables {name} on {where}: it changes the same code{_lost(abouts[name])}"
             if unread:
                 yield f"whether {entry.patch.name} disables other patches is not known: {unread}"
+
+
+def _lost(about: Mapping[str, Any]) -> str:
+    """What a user has without the patch, in the words of its own patch.toml."""
+    lost = " ".join(str(about.get("without") or about.get("fault") or "").split())
+    return f"; without it, {lost}" if lost else ""
 
 
 def is_shipped(folder: Path) -> bool:
@@ -49,6 +57,8 @@ def displaced(entry: Entry, shipped: Iterable[Patch], tree_of: TreeOf) -> tuple[
     """The patches that the diff turns off, with the releases; and why some releases could not be looked at."""
     changes = entry.changes()
     modules = {change.module for change in changes}
+    left_out = entry.patch.order.instead_of
+    shipped = [patch for patch in shipped if patch.name not in left_out]
     concerned = [patch for patch in shipped if modules.intersection(map(module_of, patch.names))]
     fingerprints = cache.Fingerprints(cache.directory(os.environ)).of_names
     found: dict[str, list[str]] = {}

@@ -17,20 +17,18 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_livepatch.sitecustomize import fingerprint, guard, no_function, settings
-from vllm_livepatch.sitecustomize.context import PatchContext
+from vllm_livepatch.sitecustomize import fingerprint, guard, no_function
 from vllm_livepatch.sitecustomize.decision import Patch, Variant, module_of
 from vllm_livepatch.sitecustomize.installed import Tree
-from vllm_livepatch.tools.bundles import forms
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import forms
+from vllm_livepatch.tools.in_bundle.verdicts import made_by
 
 
 def made(folder: Path, patch: Patch, variant: Variant | None = None) -> dict[str, Any]:
     """The wrappers that a patch's code makes for a form of the code. Runs that code. Raises UserError."""
-    options = settings.read([patch], {}).options[patch.name]
-    context = PatchContext(patch.name, options, {} if variant is None else variant.facts, lambda: None)
     try:
-        return dict(_module(folder).wrappers(context))
+        return made_by(_module(folder), patch, variant)
     except (Exception, SystemExit) as error:
         raise UserError(f"{folder}: its code makes no wrappers: {type(error).__name__}: {error}") from error
 

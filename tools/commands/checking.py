@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
-from vllm_livepatch.sitecustomize.decision import module_of
-from vllm_livepatch.tools.bundles import catalogue, forms, leading, shared
+from vllm_livepatch.tools.bundles import catalogue, leading, shared
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.commands import explanation
 from vllm_livepatch.tools.compatibility import check, pairs
@@ -93,6 +91,7 @@ def find(question: Question) -> Answer:
     entries = catalogue.load(question.patch_dirs, own=not question.only)
     if question.proofs is not None:
         entries = proofs.with_proofs(entries, question.proofs)
+    catalogue.go_together(entries.values())
     required = [known(entries, name) for name in question.required]
     patches = [entry.patch for entry in entries.values()]
     packages_of_all = sorted({package for patch in patches for package in patch.packages})
@@ -116,7 +115,11 @@ def find(question: Question) -> Answer:
         packages[name] = installed.release(name, tree)
     if not packages and all(tree.origin(f"{package}.__init__") is None for package in packages_of_all):
         raise UserError(f"{where} has neither {' nor '.join(packages_of_all)}: there is nothing to check")
-    answers = check.with_holders(_with_forms(answers, entries, tree), tree)
+    shipped = [name for name, entry in entries.items() if is_shipped(entry.folder)]
+    answers = verdicts.with_forms(
+        answers, shipped, tree, lambda patch, variant: leading.made(entries[patch.name].folder, patch, variant)
+    )
+    answers = check.with_holders(answers, tree)
     if question.diff:
         answers = check.explained(answers, tree, others)
     pair = pairs.of_tree(tree)
@@ -126,39 +129,6 @@ def find(question: Question) -> Answer:
     names = check.distributions_of(packages, tree)
     together = tuple(shared.sentences(entries[one.patch.name] for one in answers if one.decision.apply))
     return Answer(packages, answers, described, unmet, unserved, unusable, names, together)
-
-
-def _with_forms(
-    answers: Iterable[check.Checked], entries: Mapping[str, catalogue.Entry], tree: installed.Tree
-) -> list[check.Checked]:
-    """The answers; a patch that a process would refuse, because no such wrapper can stand for a target, is refused.
-
-    Runs the code of patches that do not come with this project, where they name something else than functions.
-    """
-    return [
-        answer if not (why := _unfit(entries[answer.patch.name], answer, tree)) else _refused(answer, why)
-        for answer in answers
-    ]
-
-
-def _unfit(entry: catalogue.Entry, answer: check.Checked, tree: installed.Tree) -> str:
-    patch = answer.patch
-    if not answer.decision.apply or patch.diff or is_shipped(entry.folder):
-        return ""
-    wrappers: Mapping[str, Any] = {}
-    with suppress(UserError):  # code that needs the target itself, say: a process has that
-        wrappers = leading.made(entry.folder, patch, answer.decision.variant)
-    for target in patch.targets_of(answer.decision.variant):
-        source = tree.source(module_of(target))
-        why = "" if source is None else forms.refused(source, target.partition(":")[2], wrappers.get(target))
-        if why:
-            return f"{target}: {why}"
-    return ""
-
-
-def _refused(answer: check.Checked, why: str) -> check.Checked:
-    decision = dataclasses.replace(answer.decision, apply=False, reason="unwrappable", detail=why)
-    return dataclasses.replace(answer, decision=decision)
 
 
 def tree_of(targets: Sequence[str], release: str | None, site_packages: Path | None) -> installed.Tree:

@@ -49,6 +49,7 @@ SEEN = ("ends", "wrong", "stuck", "mooncake", "slow")
 MEANINGS = {
     "partly": "the other targets' modules are not imported in this process. Where they never are, nothing is amiss",
     "bypassed": "the class named overrides the patched method without calling it: its objects run without the patch",
+    "covered": "another patch's wrapper has answered calls by itself, which this patch did not see",
     "raised": "an error of the patch's own. The release's own code answers now; report the error",
     "overwritten": "somebody else replaced the patched code later: this process may run without the patch",
     "foreign": "somebody else had replaced the code before: this process runs without the patch",

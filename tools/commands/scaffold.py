@@ -16,11 +16,12 @@ from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.sitecustomize.settings import GROUPS
 from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundles import catalogue, forms, leading, patch_files
+from vllm_livepatch.tools.bundles import catalogue, leading, patch_files
 from vllm_livepatch.tools.bundles.patch_files import PROOF
 from vllm_livepatch.tools.commands.rendering import FAULT, SEEN
 from vllm_livepatch.tools.diffs.folder import folder_of
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle import forms
 from vllm_livepatch.tools.releases import published
 from vllm_livepatch.tools.releases.sources import SourcesError
 

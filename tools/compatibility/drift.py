@@ -19,12 +19,12 @@ from vllm_livepatch.sitecustomize.decision import (
     Installed,
     Patch,
     Variant,
-    differences,
     judge,
     judge_companion,
     module_of,
 )
 from vllm_livepatch.sitecustomize.installed import Tree
+from vllm_livepatch.sitecustomize.matching import differences
 from vllm_livepatch.tools.compatibility import moved
 from vllm_livepatch.tools.releases.sources import SourcesError
 

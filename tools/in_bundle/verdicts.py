@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from ...sitecustomize import cache, installed, settings
+from ...sitecustomize import cache, installed, order, patch_code, settings
 from ...sitecustomize.changes import Change, HunkError
-from ...sitecustomize.decision import Decision, Installed, Patch, decide, module_of
+from ...sitecustomize.context import PatchContext
+from ...sitecustomize.decision import Decision, Installed, Patch, Variant, decide, module_of
 from ...sitecustomize.facts import to_patch
 from ...sitecustomize.redaction import sentence
 from ...sitecustomize.source_changes import no_place, placed
+from . import forms
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Catalogue:
     version: str
     patches: tuple[Patch, ...]
     changes: Mapping[str, tuple[Change, ...]]  # of the diffs among them, by name
+    shipped: tuple[str, ...] = ()  # the patches of this project, by name
 
 
 def catalogue() -> Catalogue:
@@ -59,6 +63,7 @@ def catalogue() -> Catalogue:
         content["version"],
         tuple(to_patch(name, facts) for name, facts in sorted(content["patches"].items())),
         {name: tuple(Change.from_json(change) for change in each) for name, each in changes},
+        tuple(content["shipped"]),
     )
 
 
@@ -83,12 +88,16 @@ def judge(
     answers: dict[str, Judged] = {}
     texts: dict[str, str] = {}
     diffs: dict[str, list[str]] = {}
-    for patch in sorted(chosen, key=lambda patch: (not patch.diff, patch.auto == "traced", patch.name)):
+    by_name = {patch.name: patch for patch in chosen}
+    first = sorted(by_name, key=lambda name: (not by_name[name].diff, by_name[name].auto == "traced", name))
+    for patch in map(by_name.__getitem__, order.placed(first, order.left_out(chosen))):
         found = installed.look(patch, tree if patch.diff else installed.Overlay(tree, texts, diffs), of_names)
         if found.release is not None or any(found.code.get(name) for name in patch.names_of(patch.package)):
             packages[patch.package] = found.release
         packages.update(found.companions)
-        decision = decide(patch, found, environment)
+        others = (answer for answer in answers.values() if patch.name in answer.patch.order.instead_of)
+        instead = next((answer.patch.name for answer in others if answer.decision.apply), "")
+        decision = decide(patch, found, dataclasses.replace(environment, instead=instead))
         if decision.apply and patch.diff and changes is not None:
             try:
                 texts.update(placed(changes[patch.name], installed.Overlay(tree, texts)))
@@ -122,4 +131,48 @@ def together(patches: Iterable[Patch], of_names: installed.OfNames) -> installed
 
 def here(found: Catalogue) -> tuple[dict[str, str | None], list[Judged]]:
     """The verdicts for what this interpreter, as it was started, would import."""
-    return judge(found.patches, installed.Process(), found.changes)
+    tree = installed.Process()
+    packages, answers = judge(found.patches, tree, found.changes)
+    return packages, with_forms(answers, found.shipped, tree, _made)
+
+
+_Answer = TypeVar("_Answer", bound=Judged)
+
+
+def with_forms(
+    answers: Iterable[_Answer],
+    shipped: Collection[str],
+    tree: installed.Tree,
+    made: Callable[[Patch, Variant | None], Mapping[str, Any]],
+) -> list[_Answer]:
+    """The answers; a patch that a process would refuse, because no such wrapper can stand for a target, is refused.
+
+    Those of this project fit. `made` gives the wrappers of another, where it names something else than functions.
+    """
+    found = []
+    for answer in answers:
+        patch, decision = answer.patch, answer.decision
+        if decision.apply and not patch.diff and patch.name not in shipped:
+            why = forms.unfit(patch, decision.variant, tree, functools.partial(made, patch, decision.variant))
+            if why:
+                decision = dataclasses.replace(decision, apply=False, reason="unwrappable", detail=why)
+        found.append(dataclasses.replace(answer, decision=decision))
+    return found
+
+
+def made_by(code: Any, patch: Patch, variant: Variant | None) -> dict[str, Any]:
+    """The wrappers that a patch's module makes for a form of the code. Runs that code, and raises what it raises."""
+    options = settings.read([patch], {}).options[patch.name]
+    facts = {} if variant is None else variant.facts
+    return dict(code.wrappers(PatchContext(patch.name, options, facts, lambda: None)))
+
+
+def _made(patch: Patch, variant: Variant | None) -> dict[str, Any]:
+    """The same of this bundle's patch. Its package is not imported for it: code that asks for that makes none."""
+    barred = [package for package in patch.packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(barred))  # type: ignore[arg-type]
+    try:
+        return made_by(patch_code.load(__name__.partition(".")[0], patch.name), patch, variant)
+    finally:
+        for package in barred:
+            del sys.modules[package]

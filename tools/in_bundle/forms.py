@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from vllm_livepatch.sitecustomize import fingerprint
-from vllm_livepatch.sitecustomize.no_function import ONLY_A_DIFF, AfterImport, Proxy
+from ...sitecustomize import fingerprint
+from ...sitecustomize.decision import Patch, Variant, module_of
+from ...sitecustomize.installed import Tree
+from ...sitecustomize.no_function import ONLY_A_DIFF, AfterImport, Proxy
 
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
 _KEPT = frozenset({"lru_cache", "cache"})
@@ -44,6 +48,27 @@ def refused(source: str, qualname: str, wrapper: Any = None) -> str:
         if names & _KEPT:
             return "its decorator makes a callable of C of it, for which livepatch.wrapt(wrapper) can stand"
     return ""
+
+
+def unfit(patch: Patch, variant: Variant | None, tree: Tree, made: Callable[[], Mapping[str, Any]]) -> str:
+    """The first target for which no such wrapper can stand, and why; empty where each can.
+
+    `made` runs the patch's code, and is asked where a target is no plain function: only then the form matters.
+    """
+    sources = {target: tree.source(module_of(target)) for target in patch.targets_of(variant)}
+    there = {target: source for target, source in sources.items() if source is not None}
+    wrappers: Mapping[str, Any] = {}
+    if any(refused(source, target.partition(":")[2], _usual) for target, source in there.items()):
+        with suppress(Exception, SystemExit):  # code that needs the target itself, say: a process has that
+            wrappers = made()
+    found = (
+        (target, refused(source, target.partition(":")[2], wrappers.get(target))) for target, source in there.items()
+    )
+    return next((f"{target}: {why}" for target, why in found if why), "")
+
+
+def _usual() -> None:
+    """Stands for a wrapper of the usual form."""
 
 
 def _beyond(node: ast.AST | None, owner: ast.AST | None) -> str:
