@@ -46,11 +46,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def kept(result: dict[str, Any]) -> dict[str, Any]:
-    """What the tables and the picture take of a result.
+    """What the tables and the picture take of a result, and its command line.
 
     Raises KeyError where it does not say when, with which revision and where it was made.
     """
-    made(result)
+    _ = [result[known] for known in ("date", "revision", "machine")]
     setups = {}
     for name, setup in result["setups"].items():
         counted = [
@@ -59,7 +59,7 @@ def kept(result: dict[str, Any]) -> dict[str, Any]:
         own = {key: value for key, value in setup.items() if key not in _NOT_KEPT}
         completed = {"completed": setup["per_second"]["completed"]} if "per_second" in setup else {}
         setups[name] = own | {"status": [{"patches": counted}], "per_second": completed}
-    return {**result, "setups": setups}
+    return {**result, "command": command(result), "setups": setups}
 
 
 def command(result: dict[str, Any]) -> str:
@@ -107,11 +107,11 @@ def command(result: dict[str, Any]) -> str:
 
 
 def markdown(place: Path) -> str:
-    """The results that are kept there, by name: a table with a row a setup, then each run's command.
+    """The results that are kept there, by name: a table with a row a setup, then the remarks of `NAME.txt` on a run.
 
-    A column is left out where no setup has a figure for it. Remarks on a run are in `NAME.txt` beside it.
+    A column is left out where no setup has a figure for it.
     """
-    found, runs = [], []
+    found, remarks = [], []
     for file in sorted(place.glob("*.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
         figures = {called: cells for called, *cells in summary.rows(result)}
@@ -119,24 +119,18 @@ def markdown(place: Path) -> str:
             own = [_short(figures[called][number]) for called in _COLUMNS]
             found.append([f"`{file.stem}`", setup, *own])
         note = file.with_suffix(".txt")
-        lines = [f"- `{file.stem}` ({made(result)})", f"    - `{command(result)}`"]
-        lines += [f"    - {note.read_text(encoding='utf-8').strip()}"] if note.is_file() else []
-        runs += lines
+        if note.is_file():
+            remarks.append(f"- `{file.stem}`: {note.read_text(encoding='utf-8').strip()}")
     columns = zip(["run", "setup", *_COLUMNS.values()], *found, strict=True)
     shown = [column for column in columns if any(cell != "-" for cell in column[1:])]
     header, *rows = (f"| {' | '.join(row)} |" for row in zip(*shown, strict=True))
-    return "\n".join([header, "|---" * len(shown) + "|", *rows, "", *runs, ""])
+    return "\n".join([header, "|---" * len(shown) + "|", *rows, "", *remarks, *([""] * bool(remarks))])
 
 
 def _short(cell: str) -> str:
     """A cell without the engines that held nothing; `0` where that is all of them."""
     held = [part for part in re.split(r", (?!else)(?=\w+ \d)|\n", cell) if not re.fullmatch(r"\w+ 0(\.0%| s)", part)]
     return "<br>".join(held) or "0"
-
-
-def made(result: dict[str, Any]) -> str:
-    """When, with what and where a result was made."""
-    return f"{result['date']}, revision {result['revision']}, {result['machine']}"
 
 
 @app.command()

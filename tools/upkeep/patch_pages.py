@@ -42,11 +42,11 @@ def page(patch: Patch) -> str:
             f"{_within(_first(one['what']))}. What protects the blocks and the request: {_within(one['protects'])}",
             "",
         ]
-        lines += [f"Evidence: {_within(one['evidence'])}. [All patches](../never-wrong.md).", ""]
+        lines += [f"Evidence: {_within(one['evidence'])}.", ""]
     if "own_error" in about:
         error = about["own_error"]
         lines += ["## If its own code raises", "", f"What it may have changed: {_within(error['changed'])}.", ""]
-        lines += [f"What is done about it: {_within(error['done'])}. [All patches](../own-errors.md).", ""]
+        lines += [f"What is done about it: {_within(error['done'])}.", ""]
     lines += ["## Where it applies", "", *_where(patch), ""]
     lines += ["## Turn it on and off", "", *_switch(patch), ""]
     if patch.options:
@@ -64,11 +64,12 @@ def page(patch: Patch) -> str:
     lines += [f"- {entry.replace('_', ' ')}: {_text(about[entry])}" for entry in _SOURCES if entry in about]
     if about.get("threads"):
         lines.append(f"- threads: {', '.join(map(_link, about['threads']))}")
-    lines += [f"- more: [{file}](../{file})" for file in about.get("more", ())]
+    if about.get("more"):
+        lines.append(f"- more: {', '.join(f'[{file}](../{file})' for file in about['more'])}")
     return "\n".join(lines).rstrip() + "\n"
 
 
-_SOURCES = ("origin", "upstream", "last_update", "attacked")
+_SOURCES = ("origin", "upstream")
 _REPOSITORIES = {
     "vllm": "vllm-project/vllm",
     "vllm-ascend": "vllm-project/vllm-ascend",
@@ -156,9 +157,8 @@ def _within(text: str) -> str:
 def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
     """The tables of the pages about all patches, by page, below docs, and block. Raises UserError."""
     gives_up = ["| patch | what it gives up or frees |", "|---|---|"]
-    errors = ["| patch | what it may have changed when it raises |", "|---|---|"]
     mooncake = ["| patch | works in | by default |", "|---|---|---|"]
-    off, front = ["| off | then |", "|---|---|"], ["| patch | without it |", "|---|---|"]
+    front = ["| patch | without it |", "|---|---|"]
     reports = ["| thread | without the patch | releases | mended by |", "|---|---|---|---|"]
     seen: dict[str, dict[str, list[str]]] = {part: {} for part in rendering.SEEN}
     for patch in [patch for _, some in sections(patches, lambda patch: patch) for patch in some]:
@@ -166,9 +166,6 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
         for one in about.get("gives_up", ()):
             name = f"[`{patch.name}`](patches/{patch.name}.md)" + (f", {one['part']}" if "part" in one else "")
             gives_up.append(f"| {name} | {_cell(one['what'])} |")
-        if "own_error" in about:
-            raised = f"[`{patch.name}`](patches/{patch.name}.md#if-its-own-code-raises)"
-            errors.append(f"| {raised} | {_cell(about['own_error']['changed'])} |")
         if "mooncake" in about:
             default = rendering.DEFAULTS.get(patch.auto, "on")
             mooncake.append(f"| `{patch.name}` | {_cell(about['mooncake'])} | {default} |")
@@ -177,10 +174,8 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
             default = f", {rendering.DEFAULTS[patch.auto]}" if patch.auto in rendering.DEFAULTS else ""
             fault = _cell(about.get("fault", ""))
             reports.append(f"| {_threads(about['threads'])} | {fault} | {needed} | `{patch.name}`{default} |")
-        first = _cell(about.get("without", "")).partition(". ")[0]
-        if first:
-            off.append(f"| [`{patch.name}`](patches/{patch.name}.md#turn-it-on-and-off) | {first} |")
         if about.get("readme"):
+            first = _cell(about.get("without", "")).partition(". ")[0]
             front.append(f"| [`{patch.name}`](docs/patches/{patch.name}.md) | {first} |")
         for one in about.get("seen", ()):
             if one["under"] not in seen:
@@ -193,9 +188,7 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
         ("field-reports.md", ""): "\n".join(reports),
         ("never-wrong.md", ""): "\n".join(gives_up),
         ("operate.md", ""): "\n".join(mooncake),
-        ("own-errors.md", ""): "\n".join(errors),
         ("recipes.md", ""): recipes.table(patches, lambda patch: _spans(patch).get("needed", "none"), _link),
-        ("status.md", ""): "\n".join(off),
         ("../README.md", ""): "\n".join(front),
     }
     for part, rows in seen.items():

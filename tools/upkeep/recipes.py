@@ -1,4 +1,4 @@
-"""What docs/recipes.md has of each patch: what it replaces in a recipe that edits site-packages, and in which files."""
+"""What docs/recipes.md has of each patch: what it replaces in a recipe that edits site-packages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from vllm_livepatch.tools.commands import matrix, rendering
 from vllm_livepatch.tools.in_bundle.grouping import sections
 
 _THREAD = re.compile(r"\b(?:vllm|LMCache) PR#\d+")
-_FILES = """
-## Files that a recipe edits
-
-A file that `doctor` names is in this table. A patch here is for code in it: `vllm-livepatch show NAME` says which.
-
-| file in site-packages | patches |
-|---|---|
-"""
 
 
 def table(patches: Sequence[Patch], spans: Callable[[Patch], str], link: Callable[[str], str]) -> str:
@@ -31,9 +23,4 @@ def table(patches: Sequence[Patch], spans: Callable[[Patch], str], link: Callabl
                 default = rendering.DEFAULTS.get(patch.auto, "on")
                 name = f"[`{patch.name}`](patches/{patch.name}.md)"
                 lines.append(f"| {what} | {name} | {needed} | {default} | {one['delete']} |")
-    files: dict[str, list[str]] = {}
-    for patch in patches:
-        for module in patch.modules:
-            files.setdefault(f"{module.replace('.', '/')}.py", []).append(f"`{patch.name}`")
-    rows = [f"| `{file}` | {', '.join(names)} |" for file, names in sorted(files.items())]
-    return "\n".join(lines) + "\n" + _FILES + "\n".join(rows)
+    return "\n".join(lines)
