@@ -23,6 +23,7 @@ INJECTED = {
     "lost-completions": "SHARE",
     LOST_PREFILLS: "SHARE",
     "slow-lmcache": "SECONDS",
+    "slow-offload": "SECONDS",
     "slow-transfer": "SECONDS",
 }
 """Faults inside the parts, patches that ride in with every setup's bundle; and which option the number after `=` is."""

