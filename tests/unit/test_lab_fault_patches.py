@@ -299,6 +299,66 @@ def test_mooncakes_worker_is_given_the_cpu_only_there_and_only_while_it_is_made(
     assert context.counters == ({"on_cpu": 1} if cpu else {})
 
 
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("mooncake_store_on_cpu", [""]), ("simple_offload_on_cpu", [".worker", ".copy_backend"])],
+)
+@pytest.mark.parametrize("cpu", [True, False])
+def test_events_of_a_gpu_count_as_done_only_on_a_cpu(
+    name: str, modules: list[str], cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = module(name)
+    torch = SimpleNamespace(zeros=list)
+    package = getattr(patch, "PACKAGE", None) or patch.MODULE
+    releases = [ModuleType(package + suffix) for suffix in modules]
+    for release in releases:
+        vars(release)["torch"] = torch
+        monkeypatch.setitem(sys.modules, release.__name__, release)
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    context = PatchContext(name.replace("_", "-"), {}, {}, lambda: None)
+    (wrapper,) = patch.wrappers(context).values()
+    assert [wrapper(lambda: "registered", None) for _ in range(2)] == ["registered"] * 2
+    for release in releases:
+        seen = vars(release)["torch"]
+        assert (seen is torch) != cpu
+        if cpu:
+            event = getattr(seen, "Event", None) or seen.cuda.Event
+            assert event().query()
+            assert seen.zeros is list, "else it is torch"
+
+
+def test_offloaded_blocks_are_copied_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy = pytest.importorskip("numpy")
+    patch = module("simple_offload_on_cpu")
+    worker, backend = ModuleType(f"{patch.PACKAGE}.worker"), ModuleType(f"{patch.PACKAGE}.copy_backend")
+    for release in (worker, backend):
+        vars(release)["torch"] = SimpleNamespace()
+        monkeypatch.setitem(sys.modules, release.__name__, release)
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    (wrapper,) = patch.wrappers(PatchContext("simple-offload-on-cpu", {}, {}, lambda: None)).values()
+    wrapper(lambda: None, None)
+    engine, host = numpy.arange(12).reshape(4, 3), numpy.zeros((2, 3), dtype=int)
+    regions = vars(backend)["build_params"]({"layer": engine}, {"layer": host}, object(), src_access_order=1)
+    vars(backend)["copy_blocks"]([3, 1], [0, 1], regions)
+    assert host.tolist() == [[9, 10, 11], [3, 4, 5]]
+
+
+def test_a_copy_of_the_offload_begins_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = module("slow_offload")
+    slept: list[float] = []
+    monkeypatch.setattr(patch.time, "sleep", slept.append)
+    context = PatchContext("slow-offload", {"SECONDS": 0.25}, {}, lambda: None)
+    (wrapper,) = patch.wrappers(context).values()
+    asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    asked.put("a copy")
+    asked.put(None)
+    wrapper(lambda q, device: slept.append(q.get()) or slept.append(q.get()), asked, "cpu")  # type: ignore[func-returns-value]
+    assert slept == [0.25, "a copy", None]
+    assert context.counters == {"delayed": 1}
+
+
 @pytest.mark.parametrize("computed", [True, False])
 def test_an_engine_pauses_after_a_step_that_computed_nothing(computed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     patch = module("empty_steps")
@@ -314,7 +374,8 @@ def test_an_engine_pauses_after_a_step_that_computed_nothing(computed: bool, mon
 def test_each_is_a_patch_that_is_never_on_by_itself() -> None:
     known = catalogue.load([faults.PATCHES])
     needed = {name for topology in options.names() for name in load(topology).changes}
-    assert needed == {"mooncake-on-cpu", "multi-connector-metrics"}
+    on_cpu = {"mooncake-on-cpu", "mooncake-store-on-cpu", "simple-offload-on-cpu"}
+    assert needed == {*on_cpu, "multi-connector-metrics"}
     own = needed - set(catalogue.load())
     assert {known[name].patch.auto for name in own} == {"off"}
     assert not needed & set(faults.INJECTED)

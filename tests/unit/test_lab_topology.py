@@ -17,14 +17,18 @@ from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.lab import options, printing, proxy, topology
 
 NAMES = [
+    "cpu-offload",
     "engine",
     "lmcache",
     "lmcache-forgets",
+    "mooncake-store",
     "pd-mooncake",
     "pd-mooncake-both",
     "pd-mooncake-lmcache",
     "pd-nixl",
+    "pd-nixl-cpu-offload",
     "pd-nixl-lmcache",
+    "pd-nixl-mooncake-store",
     "pd-nixl-multi",
 ]
 KUBERNETES = "1.34"
@@ -39,7 +43,10 @@ def option(command: Any, name: str) -> str:
 
 def test_the_topologies_are_those_of_the_documentation() -> None:
     assert options.names() == NAMES
-    with pytest.raises(UserError, match=r"no topology 'pd-nxil': there are engine, lmcache, lmcache-forgets, pd-"):
+    with pytest.raises(
+        UserError,
+        match=r"no topology 'pd-nxil': there are cpu-offload, engine, lmcache, lmcache-forgets, mooncake-store, pd-",
+    ):
         topology.load("pd-nxil")
 
 
@@ -179,7 +186,7 @@ def test_kubernetes_manifests_are_what_its_schemas_ask_for(name: str) -> None:
         spec = deployment["spec"]["template"]["spec"]
         (container,) = spec["containers"]
         variables = {entry["name"]: entry for entry in container["env"]}
-        injected = role.kind not in ("router", "proxy")
+        injected = role.kind not in ("router", "proxy", "store")
         assert ("PYTHONPATH" in variables) == ("LIVEPATCH_KV_BLOCK_REAPER" in variables) == injected
         assert {entry["mountPath"] for entry in container["volumeMounts"]} >= ({printing.BUNDLE} if injected else set())
         for word in container["command"]:
@@ -203,7 +210,7 @@ def test_the_schemas_would_find_a_mistake() -> None:
 def test_scripts_start_each_part_once_with_its_words_intact(form: str, name: str, tmp_path: Path) -> None:
     """Run the script where each program only notes how it was called, and there is a cluster of four nodes."""
     described = topology.load(name)
-    for program in ("vllm", "lmcache", "vllm-router", "python"):
+    for program in ("vllm", "lmcache", "vllm-router", "python", "mooncake_master"):
         note = f'#!/bin/sh\nprintf "%s\\0" {program} "$@" "$PYTHONPATH" >"{tmp_path}/called.$$"\n'
         _program(tmp_path / program, note)
     _program(tmp_path / "curl", "#!/bin/sh\n")
@@ -212,7 +219,7 @@ def test_scripts_start_each_part_once_with_its_words_intact(form: str, name: str
     script = tmp_path / "script"
     script.write_text(f"{printing.FORMS[form](described, TOGGLES)}\nwait\n", encoding="utf-8")
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-4]"}
-    subprocess.run(["bash", str(script)], env=environment, check=False, timeout=30)
+    subprocess.run(["bash", str(script)], env=environment, check=False, timeout=30, cwd=tmp_path)
     called = [file.read_text(encoding="utf-8").split("\0") for file in tmp_path.glob("called.*")]
     assert len(called) == len(described.roles)
     for words in called:
@@ -220,6 +227,10 @@ def test_scripts_start_each_part_once_with_its_words_intact(form: str, name: str
             assert json.loads(option(words, "--kv-transfer-config"))["kv_role"].startswith("kv_")
         if words[0] in ("vllm", "lmcache") and form == "slurm":
             assert words[-2] == printing.BUNDLE
+    for role in described.roles:
+        if role.mooncake_store is not None:
+            stored = json.loads((tmp_path / f"{role.name}-store.json").read_text("utf-8"))
+            assert stored["master_server_address"].endswith(":50051")
     if form == "slurm":
         nodes = (tmp_path / "nodes").read_text(encoding="utf-8").split()
         assert sorted(nodes) == [f"--nodelist=n{number + 1}" for number in range(len(described.roles))]

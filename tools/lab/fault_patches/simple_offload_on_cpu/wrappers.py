@@ -1,4 +1,4 @@
-"""SimpleCPUOffloadConnector's thread copies by torch where vLLM runs on a CPU: no fault, the lab cannot run without it."""
+"""SimpleCPUOffloadConnector copies by torch where vLLM runs on a CPU: no fault, the lab cannot run without it."""
 
 from __future__ import annotations
 
