@@ -94,7 +94,7 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         if strange:
             raise PatchError(f"{subject} names {', '.join(strange)}, which is neither a target nor a call")
         if not patch.targets_of(variant) and variant.verdict != "not-present":
-            raise PatchError(f"{subject} has no target")
+            raise PatchError(f"{subject} has no target: there it is not-present, whatever its verdict says")
     for package, companions in patch.companions.items():
         names = set(patch.names_of(package))
         if not names or names & set(patch.targets):

@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .earlier_form import spread
+
 if TYPE_CHECKING:
     from .context import PatchContext
 
@@ -104,6 +106,7 @@ class _Raised:
 
 
 _NOT_ASKED = object()
+_MEANT = object()
 
 
 def is_unasked(wrapped: Wrapped, later: bool = False) -> bool:
@@ -115,43 +118,6 @@ class _Always:
     """The state of a patch, for a wrapper that goes on after its patch has stood aside."""
 
     aside = False
-
-
-def spread(wrapper: Callable[..., Any], form: str = "method") -> Callable[..., Any]:
-    """A wrapper in the form of today. That of before is wrapt's (wrapped, instance, args, kwargs), and of a look
-    (instance, args, kwargs) or (instance, args, kwargs, answer): known by these two names.
-
-    `form`: what it is for, a `method`, a `function`, or a look `before` or `after`.
-    """
-    at = 1 if form in ("before", "after") else 2
-    if _parameters(wrapper)[at : at + 2] != ("args", "kwargs"):
-        return wrapper
-    given: Any = wrapper
-    forms: dict[str, Callable[..., Any]] = {
-        "method": lambda wrapped, instance, *args, **kwargs: given(wrapped, instance, args, kwargs),
-        "function": lambda wrapped, *args, **kwargs: given(wrapped, None, args, kwargs),
-        "before": lambda instance, *args, **kwargs: given(instance, args, kwargs),
-        "after": lambda answer, instance, *args, **kwargs: given(instance, args, kwargs, answer),
-    }
-    return forms[form]
-
-
-def _parameters(wrapper: Any) -> tuple[str, ...]:
-    """The names of the parameters that a call of it fills, also of a partial, a decorated function or an object."""
-    filled = 0
-    while not hasattr(wrapper, "__code__") or hasattr(wrapper, "__wrapped__"):
-        if isinstance(wrapper, functools.partial):
-            filled += len(wrapper.args)
-            wrapper = wrapper.func
-        elif hasattr(wrapper, "__wrapped__"):
-            wrapper = wrapper.__wrapped__
-        elif isinstance(getattr(type(wrapper), "__call__", None), types.FunctionType):  # noqa: B004
-            wrapper = type(wrapper).__call__.__get__(wrapper)
-        else:
-            return ()
-    filled += getattr(wrapper, "__self__", None) is not None
-    code = wrapper.__code__
-    return tuple(code.co_varnames[filled : code.co_argcount])
 
 
 def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, context: PatchContext, target: str) -> Any:
@@ -239,10 +205,9 @@ def of_method(original: Any, wrapper: Wrapper, context: PatchContext, target: st
         try:
             return wrapper(wrapped, instance, *args, **kwargs)
         except Exception as error:
-            if _meant(error, wrapped):
+            answer = _answered(error, wrapped, original, (instance, *args), kwargs, stand_aside)
+            if answer is _MEANT:
                 raise
-            stand_aside(error)
-            answer = wrapped._answer
         finally:
             wrapped._answer = None
         return original(instance, *args, **kwargs) if answer is _NOT_ASKED else _again(answer)
@@ -292,10 +257,9 @@ def of_function(
         try:
             return wrapper(wrapped, *of, *args, **kwargs)
         except Exception as error:
-            if _meant(error, wrapped):
+            answer = _answered(error, wrapped, original, args, kwargs, stand_aside)
+            if answer is _MEANT:
                 raise
-            stand_aside(error)
-            answer = wrapped._answer
         finally:
             wrapped._answer = None
         return original(*args, **kwargs) if answer is _NOT_ASKED else _again(answer)
@@ -317,12 +281,49 @@ def _called(original: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     return _bound(original, instance)(*args, **kwargs)
 
 
-def _meant(error: Exception, wrapped: Wrapped) -> bool:
-    """Whether an error is the caller's: the release's own, or one that a wrapper raises on purpose."""
+def _answered(
+    error: Exception,
+    wrapped: Wrapped,
+    original: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stand_aside: Callable[[Exception], None],
+) -> Any:
+    """What the release's own code has answered, where an error is the wrapper's own; _MEANT, where it is the caller's:
+    the release's, or one that a wrapper raises on purpose.
+    """
     answer = wrapped._answer
-    if type(answer) is _Raised and answer.error is error:
+    raised = answer.error if type(answer) is _Raised else None
+    if type(raised) is TypeError and not traced() and _at_the_call(raised) and _takes(original, args, kwargs):
+        answer = _NOT_ASKED  # the wrapper called it with what it does not take, so that nothing of it ran
+    elif raised is error:
+        return _MEANT
+    elif not traced():
+        if getattr(error, _DELIBERATE, False):
+            return _MEANT
+        if answer is _NOT_ASKED and not _takes(original, args, kwargs):
+            return _NOT_ASKED  # the caller's own mistake, of which the release is to tell
+    stand_aside(error)
+    return answer
+
+
+def _at_the_call(error: Exception) -> bool:
+    """Whether it was raised by a call in this module, and not in what was called."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_globals is globals()
+
+
+def _takes(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of Python's can be called so; true where that is not known."""
+    try:
+        inspect.signature(original).bind(*args, **kwargs)
+    except TypeError:
+        return not isinstance(original, (types.FunctionType, types.MethodType))
+    except Exception:
         return True
-    return not traced() and getattr(error, _DELIBERATE, False)
+    return True
 
 
 def traced() -> bool:

@@ -434,6 +434,10 @@ def from_diff(
         Path | None,
         typer.Option("--site-packages", metavar="DIR", help="Judge it on what is installed there: a nightly."),
     ] = None,
+    fixed: Annotated[
+        list[str] | None,
+        typer.Option("--fixed-upstream", metavar="VERSION", help="It has the change in another form; repeatable."),
+    ] = None,
 ) -> None:
     """A unified diff becomes a patch folder, judged on every pinned release. Exit 1 where it applies to none.
 
@@ -452,6 +456,7 @@ def from_diff(
             tell,
             release or (),
             site_packages,
+            fixed or (),
         )
     diffing.show(outcome, Console())
     if outcome.folder is None:

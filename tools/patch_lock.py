@@ -96,7 +96,12 @@ def read(folder: Path) -> dict[str, Any]:
     if not lock.exists():  # all in one file, as before there was a lock, or not locked yet
         return said
     try:
-        return joined(said, _parsed(lock.read_text("utf-8")))
+        parsed = _parsed(lock.read_text("utf-8"))
+        strange = {name for entry in (parsed, *parsed.get("variant", [])) for name in entry.get("code", {})}
+        strange -= {*said.get("targets", []), *said.get("calls", [])}
+        if strange:
+            raise UserError(f"{NAME} is older: it has {min(strange)}. vllm-livepatch lock {folder} writes it anew")
+        return joined(said, parsed)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{NAME} is not as a tool writes it: {error!r}") from error
 

@@ -548,6 +548,30 @@ def test_a_folder_is_made_anew_and_keeps_what_a_person_wrote(tmp_path: Path, rel
     assert tomllib.loads(file.read_text("utf-8"))["title"] == "Mine"
 
 
+def test_a_release_that_has_it_in_another_form(tmp_path: Path, releases: Callable[..., None]) -> None:
+    releases(v1_0=OLD, v1_1=OLD.replace("[item]", "list((item, item))"), v1_2=None)
+    mine = tmp_path / "mine"
+    from_diff.make(PLAIN.encode(), "work-twice", mine)
+    assert listed(mine) == [(("1.0",), "needed")]
+    assert "variant" not in tomllib.loads((mine / "work_twice" / "patch.toml").read_text("utf-8")), "nothing in the way"
+    outcome = from_diff.make(PLAIN.encode(), "work-twice", mine, releases=["1.0"], fixed=["vllm==1.1"])
+    assert [(item.release, item.verdict) for item in outcome.judged] == [("1.0", "needed"), ("1.1", "fixed-upstream")]
+    assert listed(mine) == [(("1.0",), "needed"), (("1.1",), "fixed-upstream")]
+    from_diff.make(PLAIN.encode(), "work-twice", mine, releases=["1.0"])
+    assert listed(mine) == [(("1.0",), "needed"), (("1.1",), "fixed-upstream")], "what was said of it stays"
+    with pytest.raises(UserError, match=r"--fixed-upstream 9: no such release of vllm was judged|vllm 9 is not pinned"):
+        from_diff.make(PLAIN.encode(), "work-twice", mine, fixed=["9"])
+
+
+def test_two_releases_alone_are_no_range(tmp_path: Path, releases: Callable[..., None]) -> None:
+    releases(v1_0=OLD, v1_1=None)
+    nightly = installed_release(tmp_path / "nightly", "0.9.dev7+gabc", OLD)
+    made = from_diff.make(PLAIN.encode(), "work-twice", tmp_path / "mine", releases=["1.0"], site_packages=nightly)
+    text = io.StringIO()
+    from_diff.show(made, Console(file=text, width=200))
+    assert text.getvalue().splitlines()[1].startswith("vllm 0.9.dev7+gabc, 1.0  applies")
+
+
 def test_the_table_calls_no_release_needed(tmp_path: Path, releases: Callable[..., None]) -> None:
     releases(v1_0=OLD, v1_1=NEW)
     text = io.StringIO()

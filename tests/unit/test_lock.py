@@ -163,7 +163,23 @@ def test_a_release_without_the_code_is_known_as_one(new_patch: Callable[..., Pat
     folder = new_patch([])
     done = cli("lock", str(folder), "--release", "1.0", "--release", "4.0")
     assert "fakeengine 4.0 has none of its targets" in (done.out + done.err)
+    assert "locked for 1.0 (1 form of the code)" in (done.out + done.err)
     assert locked(folder) == [(("1.0",), "needed"), (("4.0",), "not-present")]
+
+
+def test_a_lock_that_is_older_than_what_patch_toml_names(new_patch: Callable[..., Path], cli: Cli) -> None:
+    folder = new_patch([], calls=[f"{STEP.partition(':')[0]}:Scheduler"])
+    assert cli("lock", str(folder), "--release", "1.0").code == 0
+    file = folder / "patch.toml"
+    file.write_text(file.read_text("utf-8").replace(':Scheduler"', ':Scheduler.other"'), "utf-8")
+    done = cli("ready", str(folder))
+    assert done.code == 2
+    older = (
+        f"patch.lock is older: it has {STEP.partition(':')[0]}:Scheduler. vllm-livepatch lock {folder} writes it anew"
+    )
+    assert older in done.err
+    cli("lock", str(folder))
+    assert "older" not in cli("ready", str(folder)).err
 
 
 def test_a_nightly_that_the_registry_does_not_have(sandbox: Sandbox, new_patch: Callable[..., Path], cli: Cli) -> None:

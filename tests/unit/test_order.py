@@ -168,13 +168,17 @@ def reported(sandbox: Sandbox, *names: str) -> list[tuple[str, str | None]]:
     return [found[name] for name in names]
 
 
+def place_of(sandbox: Sandbox) -> list[str]:
+    return ["--site-packages", str(sandbox.site), "--patch-dir", str(sandbox.patches), "--only"]
+
+
 def judged(sandbox: Sandbox, cli: Cli, **environ: str) -> dict[str, tuple[str, str]]:
     """By patch, what both forms of `check` say of it: they agree."""
     question = ["check", "--json"]
     of_bundle = finish([PYTHON, sandbox.bundle, *question], sandbox.environ(path=[sandbox.site], **environ))
-    place = ["--site-packages", str(sandbox.site), "--patch-dir", str(sandbox.patches), "--only"]
     found = [
-        {one["name"]: one for one in json.loads(done.out)["patches"]} for done in (of_bundle, cli(*question, *place))
+        {one["name"]: one for one in json.loads(done.out)["patches"]}
+        for done in (of_bundle, cli(*question, *place_of(sandbox)))
     ]
     assert found[0] == found[1]
     return {name: (one["reason"], one["detail"]) for name, one in found[0].items()}
@@ -191,6 +195,8 @@ def test_one_is_applied_instead_of_another(sandbox: Sandbox, cli: Cli) -> None:
     assert sandbox.reported("around")["detail"] == detail
     assert sandbox.reported("around")["verdict"] == "needed"
     assert judged(sandbox, cli)["around"] == ("replaced", detail)
+    (row,) = [line for line in cli("check", *place_of(sandbox)).out.splitlines() if line.startswith("around ")]
+    assert row.split() == ["around", "needed", "no", "mine", "instead", "of", "it"]
 
 
 def test_where_it_does_not_apply_the_other_does(sandbox: Sandbox) -> None:

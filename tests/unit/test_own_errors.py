@@ -110,6 +110,55 @@ def test_an_error_of_the_release_passes_as_it_is() -> None:
     assert not patched.context.aside
 
 
+def with_its_instance(original: Any, release: Any, number: Any, *rest: Any, **named: Any) -> Any:
+    return original(release, number, *rest, **named)  # it is bound already
+
+
+def with_too_little(original: Any, release: Any, number: Any, *rest: Any, **named: Any) -> Any:
+    try:
+        return original()
+    except TypeError as error:
+        raise Broken from error
+
+
+@pytest.mark.parametrize("wrapper", [with_its_instance, with_too_little])
+@pytest.mark.parametrize("inner", [True, False], ids=["around another patch", "alone"])
+def test_a_wrapper_that_calls_it_with_what_it_does_not_take_is_the_one_to_blame(wrapper: Any, inner: bool) -> None:
+    def right(original: Any, release: Any, number: Any, *rest: Any, **named: Any) -> Any:
+        return original(number + 0, *rest, **named)
+
+    patched = Patched(right if inner else wrapper)
+    outer = PatchContext("outer", {}, {}, lambda: None, failed=patched.logged.append)
+    if inner:
+        original = vars(patched.release)["step"]
+        patched.release.step = guard.in_place_of(original, wrapper, outer, "engine:Release.step")
+    release = patched.release()
+    assert [release.step(number, also=1) for number in (7, 8)] == [[7], [8]]
+    assert release.calls == [(7, 1), (8, 1)]
+    assert (patched.context.aside, outer.aside) == ((False, True) if inner else (True, False))
+    assert len(patched.logged) == 1
+
+
+@pytest.mark.parametrize("given", [(), (1, 2)])
+def test_a_caller_that_calls_it_with_what_it_does_not_take_is_told_so_by_the_release(given: tuple[int, ...]) -> None:
+    def wrapper(original: Any, release: Any, number: Any, *rest: Any, **named: Any) -> Any:
+        return original(number + 0, *rest, **named)
+
+    patched = Patched(wrapper)
+    with pytest.raises(TypeError, match=r"Release\.step\(\)|step\(\)"):
+        patched.release().step(*given)
+    assert not patched.context.aside, "no patch made that mistake"
+
+
+def test_a_type_error_of_the_release_is_its_own() -> None:
+    patched = Patched(lambda original, release, *rest, **named: original(*rest, **named))
+    error = TypeError("in it")
+    with pytest.raises(TypeError) as caught:
+        patched.release().step(error)
+    assert caught.value is error
+    assert not patched.context.aside
+
+
 def in_finally(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         return wrapped(*args, **kwargs)

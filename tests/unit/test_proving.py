@@ -338,7 +338,7 @@ def test_a_patch_that_changed_since_is_not_taken_for_proven(drifted: Sandbox, cl
     [
         ('{"A": step} if stock else {"B": right}', "patched: a case of stock's was not played: A"),
         ('{"A": step, 1: right}', "its proof has a case whose name is no text"),
-        ('{"A": step, "B": later}', "a case gives something to be awaited, and is not awaited"),
+        ('{"A": step, "B": later}', "B: a case gives something to be awaited, and is not awaited"),
     ],
 )
 def test_cases_that_cannot_be_compared_prove_nothing(drifted: Sandbox, cli: Cli, cases: str, detail: str) -> None:

@@ -112,17 +112,33 @@ def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:
     ("target", "line"),
     [
         (f"{MODULE}:Scheduler.stepp", "has no Scheduler.stepp; did you mean Scheduler.step?"),
-        (f"{MODULE}:Scheduler.limit", "is no function"),
+        (f"{MODULE}:Kind.ONE", "is no function, and a wrapper stands for functions and methods; "),
         ("fakeengine.nowhere:x", "there is no module fakeengine.nowhere"),
         ("fakeengine.scheduler", "is not module:qualname"),
     ],
 )
 def test_a_target_that_is_none(sandbox: Sandbox, out: Path, cli: Cli, target: str, line: str) -> None:
+    module = sandbox.site / "fakeengine/scheduler.py"
+    module.write_text(f"{module.read_text()}\nimport enum\nclass Kind(enum.Enum):\n    ONE = 1\n")
     place = ["--out", str(out), "--site-packages", str(sandbox.site)]
     done = cli("new", "my-fix", "--target", STEP, "--target", target, *place)
     assert done.code == 2
     assert line in done.err
     assert not (out / "my_fix").exists()
+
+
+def test_for_what_is_no_function_the_form_is_after_import(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    assert made(cli, sandbox, f"{MODULE}:Scheduler.limit") == 0
+    folder = out / "my_fix"
+    text = (folder / "wrappers.py").read_text("utf-8")
+    assert "livepatch.after_import(change_limit, is_there_limit)" in text
+    text = text.replace("    def is_there", "        module.Scheduler.limit = 7\n\n    def is_there")
+    (folder / "wrappers.py").write_text(text.replace("limit is not None", "limit == 7"), "utf-8")
+    assert cli("lock", str(folder), "--site-packages", str(sandbox.site)).code == 0
+    sandbox.generate()
+    done = sandbox.python(f"import {MODULE} as m; print(m.Scheduler.limit)")
+    assert done.out == "7\n", done
+    assert sandbox.reported("my-fix")["state"] == "applied"
 
 
 def test_names_that_are_taken_or_none(sandbox: Sandbox, out: Path, cli: Cli) -> None:

@@ -10,7 +10,10 @@ from vllm_livepatch.tools.bundles import catalogue, shared
 
 from tests.unit.support import STEP, WORK, Cli, Sandbox
 
-LINE = f"first and second have one target, {STEP}: each call goes through the wrappers of all of them"
+LINE = (
+    f"first and second have one target, {STEP}: each call goes through the wrappers of all of them. "
+    "inside, outside or instead_of in one's patch.toml says how they stand to each other"
+)
 
 
 def test_check_and_generate_name_both(sandbox: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_livepatch.sitecustomize import fingerprint, guard, no_function
+from vllm_livepatch.sitecustomize import earlier_form, fingerprint, guard, no_function
 from vllm_livepatch.sitecustomize.decision import Patch, Variant, module_of
 from vllm_livepatch.sitecustomize.installed import Tree
 from vllm_livepatch.tools.errors import UserError
@@ -75,7 +75,7 @@ def _differs(wrapper: Any, node: ast.FunctionDef | ast.AsyncFunctionDef, in_clas
     looks = isinstance(wrapper, (guard.Before, guard.After))
     function: Callable[..., Any] = wrapper.look if looks else wrapper
     form = "method" if not looks else "before" if isinstance(wrapper, guard.Before) else "after"
-    if guard.spread(function, form) is not function:
+    if earlier_form.spread(function, form) is not function:
         return ""  # the form of before: it takes them apart by itself
     parameters = list(inspect.signature(function).parameters.values())
     if not isinstance(wrapper, guard.Before):
@@ -85,6 +85,8 @@ def _differs(wrapper: Any, node: ast.FunctionDef | ast.AsyncFunctionDef, in_clas
     own = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     decorators = {getattr(one, "id", "") for one in node.decorator_list}
     if in_class and "staticmethod" not in decorators:
+        if names and names[0] in own[1:]:
+            return f"its wrapper names {names[0]} where it is given the instance"
         names, own = names[1:], own[1:]  # the instance, under a better name than `self`
     if names != own[: len(names)]:
         return f"its wrapper names {', '.join(names)}, and its parameters begin with {', '.join(own) or 'nothing'}"

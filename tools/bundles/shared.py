@@ -21,7 +21,10 @@ def sentences(entries: Iterable[Entry]) -> Iterator[str]:
     for target, those in by_target.items():
         if any(_may_not_fit(one, other) for one, other in combinations(those, 2)):
             names = [entry.patch.name for entry in those]
-            yield f"{' and '.join(names)} have one target, {target}: each call goes through the wrappers of all of them"
+            yield (
+                f"{' and '.join(names)} have one target, {target}: each call goes through the wrappers of all of them. "
+                "inside, outside or instead_of in one's patch.toml says how they stand to each other"
+            )
 
 
 def _may_not_fit(one: Entry, other: Entry) -> bool:

@@ -101,6 +101,8 @@ def _short(answer: Checked, stops: Sequence[Stop]) -> str:
     off = OFF.get(answer.patch.auto, "off by default") if decision.reason == "optional" else ""
     if changed or (off and decision.verdict in APPLIED):
         return "; ".join(filter(None, (off, changed)))
+    if decision.reason == "replaced":
+        return f"{decision.detail.partition(' ')[0]} instead of it"
     last = decision.detail.rpartition("; ")[2]
     return last if len(last) <= FAULT else ""
 

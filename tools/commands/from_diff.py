@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -59,11 +60,13 @@ def make(
     tell: Callable[[str], None] = lambda line: None,
     releases: Sequence[str] = (),
     site_packages: Path | None = None,
+    fixed: Sequence[str] = (),
 ) -> Outcome:
     """Read the diff, judge it, and write the patch if any release can use it. Raises UserError.
 
     It is judged on every pinned release, or on `releases` and on what is installed in `site_packages` alone. A folder
-    that was made of this diff before keeps what it has of other releases. `tell` is given warnings.
+    that was made of this diff before keeps what it has of other releases. `fixed` are releases that are known to have
+    the change in another form. `tell` is given warnings.
     """
     name = name.replace("_", "-")
     shipped = catalogue.load()
@@ -73,12 +76,17 @@ def make(
     diff = reading.parse(data, include, exclude)
     judged: list[judging.Judged] = []
     unread: list[tuple[str, str]] = []
-    for release, place in _asked(diff.package, releases, site_packages):
+    fixed = [one.removeprefix(f"{diff.package}==") for one in fixed]
+    beside = fixed if releases or site_packages is not None else []
+    for release, place in _asked(diff.package, [*releases, *beside], site_packages):
         if isinstance(place, sources.SourcesError):
             unread.append((release, str(place)))
         else:
             modules = functools.partial(_modules, place, diff.package)
-            judged.append(judging.judge(diff, release, Tree([str(place)]).source, modules))
+            judged.append(judging.judge(diff, release, Tree([str(place)]).source, modules, release in fixed))
+    strange = sorted({*fixed} - {release for release, _ in unread} - {item.release for item in judged})
+    if strange:
+        raise UserError(f"--fixed-upstream {strange[0]}: no such release of {diff.package} was judged")
     if not judged:
         raise UserError(f"no release of {diff.package} can be read: {unread[0][1] if unread else 'none is pinned'}")
     applies = any(item.verdict == "needed" for item in judged)
@@ -95,9 +103,10 @@ def show(outcome: Outcome, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("release", "verdict", "why"):
         table.add_column(column, overflow="fold")
-    for (verdict, detail), alike in itertools.groupby(outcome.judged, lambda item: (item.verdict, item.detail)):
+    judged = sorted(outcome.judged, key=lambda item: Version(item.release))
+    for (verdict, detail), alike in itertools.groupby(judged, lambda item: (item.verdict, item.detail)):
         releases = [item.release for item in alike]
-        span = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
+        span = ", ".join(releases) if len(releases) < 3 else f"{releases[0]} to {releases[-1]}"
         table.add_row(
             f"{package} {span}", APPLIES if verdict == "needed" else rendering.coloured(verdict), Text(detail)
         )

@@ -63,7 +63,8 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
     yield from (f"{patch.name}: {' '.join(one)} has none of its targets" for one in lacking if one[1] not in own)
     codes |= {one: {} for one in lacking}
     if not any(set(patch.targets) & code.keys() for code in codes.values()):
-        raise UserError(f"patch {patch.name}: none of these releases has {patch.targets[0]}")
+        lacks = f"patch {patch.name}: none of these releases has {patch.targets[0]}"
+        raise UserError(f"{lacks}: name one that has it as well, and these become not-present")
     if is_shipped(folder):  # a release that lacks the code is one of which that is known
         others = [(patch.package, pin.version) for pin in registry.all_pins(patch.package) if pin.version not in own]
         found = zip(others, _each(lambda one: _code(patch, one, asked, before), others), strict=True)
@@ -82,7 +83,7 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
                 raise UserError(f"patch {patch.name}, {' '.join(one)}: {why}")
     releases_file.write(folder / patch_lock.NAME, text)
     nowhere = [name for name in patch.names if not any(name in form.code for form in forms)]
-    count = sum(form.package == patch.package for form in forms)
+    count = sum(form.package == patch.package and bool(form.code) for form in forms)
     locked = [version for (package, version), code in codes.items() if package == patch.package and code]
     which = ", ".join(locked) if len(locked) <= FEW else f"{len(locked)} releases"
     lost = f"; none has {', '.join(nowhere)}" if nowhere else ""

@@ -48,6 +48,12 @@ targets = [
 {targets}
 ]
 
+# [[option]]  # a variable, LIVEPATCH_{variable}_LIMIT: wrappers.py reads livepatch.options["LIMIT"]
+# name = "LIMIT"
+# default = 8
+# minimum = 1
+# help = "what it says, in a sentence"
+
 [about]
 fault = "{todo}: {most} characters"
 symptom = "{todo}: what a user sees, with the words of the log"
@@ -81,6 +87,15 @@ done = ""  # what is then done about it
 _FUNCTION = """
     {prefix}def {name}({parameters}) -> Any:
         {answer}
+"""
+
+
+_AFTER_IMPORT = """
+    def change_{name}(module: Any) -> None:
+        \"\"\"{todo}: what is put where {qualname} stands, in the module that has been imported.\"\"\"
+
+    def is_there_{name}(module: Any) -> bool:
+        return module.{qualname} is not None  # {todo}: whether it is, as callers find it
 """
 
 
@@ -120,8 +135,13 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
         while called in used:
             called += "_"
         used.add(called)
-        functions.append(_function(node, called, "." in target.partition(":")[2]))
-        entries.append(f'        "{target}": {called},')
+        qualname = target.partition(":")[2]
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            functions.append(_function(node, called, "." in qualname))
+            entries.append(f'        "{target}": {called},')
+        else:
+            functions.append(_AFTER_IMPORT.format(name=called, qualname=qualname, todo=TODO))
+            entries.append(f'        "{target}": livepatch.after_import(change_{called}, is_there_{called}),')
     code = [
         f'"""{TODO}: what is so with this patch, in one line."""',
         "",
@@ -143,6 +163,7 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
     files = {
         "patch.toml": _TOML.format(
             todo=TODO,
+            variable=folder.name.upper(),
             most=FAULT,
             package=package,
             targets=listed,
@@ -176,11 +197,11 @@ def _found(tree: Tree, target: str) -> ast.AST:
         raise UserError(f"there is no module {module}")
     parsed = fingerprint.parsed(source)
     node = fingerprint.find(parsed, qualname)
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return node
     if node is not None:
-        why = forms.refused(source, qualname) or "docs/wrappers.md has the forms for callables, classes and values"
-        raise UserError(f"{target} is no function, and a wrapper stands for functions and methods; {why}")
+        why = forms.refused(source, qualname)
+        if why:
+            raise UserError(f"{target} is no function, and a wrapper stands for functions and methods; {why}")
+        return node
     near = difflib.get_close_matches(qualname, _functions(parsed), 1)
     raise UserError(f"{module} has no {qualname}" + (f"; did you mean {near[0]}?" if near else ""))
 
@@ -192,9 +213,8 @@ def _functions(tree: ast.Module) -> Iterator[str]:
         yield from (front + one.name for one in inner if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
-def _function(node: ast.AST, name: str, in_class: bool) -> str:
+def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str, in_class: bool) -> str:
     """A wrapper that changes nothing, with the parameters that its target has no default for."""
-    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     own = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
     own = own[: len(own) - len(node.args.defaults)]
     first: list[str] = []

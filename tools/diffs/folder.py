@@ -77,8 +77,9 @@ def write(diff: Diff, name: str, origin: str, judged: Sequence[Judged], out: Pat
             "set_aside": [f"{path}: {why}" for path, why in diff.aside],
             "drifted": _drifted(judged, said.get("about", {}).get("drifted", []) if before else []),
         },
-        "variant": [{"releases": have_it, "verdict": "fixed-upstream", "applies": False}] if have_it else [],
     }
+    if have_it:
+        facts["variant"] = [{"releases": have_it, "verdict": "fixed-upstream", "applies": False}]
     about = {**said.get("about", {}), **facts["about"], "origin": said.get("about", {}).get("origin", origin)}
     facts = {**facts, **{name: value for name, value in said.items() if name not in OURS}, "about": about}
     names = list(dict.fromkeys(name for item in known for name in item.code))

@@ -24,11 +24,15 @@ class Judged:
     detail: str = ""
 
 
-def judge(diff: Diff, release: str, source: imports.Source, modules: Modules | None = None) -> Judged:
+def judge(
+    diff: Diff, release: str, source: imports.Source, modules: Modules | None = None, fixed: bool = False
+) -> Judged:
     """One release, given the text of any of its modules. With `modules` it is also seen to that no other module imports
-    a name that the diff takes away.
+    a name that the diff takes away. `fixed`: somebody has seen that this release has it in another form.
     """
     sources = {change.module: source(change.module) for change in diff.changes}
+    if fixed:
+        return Judged(release, "fixed-upstream", _fingerprints(diff, sources), "as --fixed-upstream says")
     try:
         made, moved = _made(diff, sources, source)
     except HunkError as error:

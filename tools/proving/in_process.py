@@ -51,6 +51,19 @@ def finding(case: Any) -> str | None:
         return str(result.raised(error))
 
 
+def findings(cases: Any) -> dict[str, str | None]:
+    """The finding of each case. Raises NotBuilt, which names the case."""
+    import result
+
+    found: dict[str, str | None] = {}
+    for sentence, case in cases.items():
+        try:
+            found[sentence] = finding(case)
+        except result.NotBuilt as error:
+            raise result.NotBuilt(f"{sentence}: {error}") from error
+    return found
+
+
 def end_with_caller() -> None:
     """End this process, and what it started, when who waits for it has ended: the pipe that is its stdin ends then."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
@@ -75,7 +88,7 @@ def main() -> None:
     result.begin_driver()
     found: dict[str, Any]
     try:
-        found = {"cases": {sentence: finding(case) for sentence, case in cases_of(Path(proof)).items()}}
+        found = {"cases": findings(cases_of(Path(proof)))}
         if not found["cases"]:
             found = {"trouble": "its proof has no case for this code"}
         elif not all(isinstance(sentence, str) for sentence in found["cases"]):

@@ -96,7 +96,11 @@ def trouble(error: BaseException) -> str:
     """An error in a line: of what type, what it says, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     said = (str(error).splitlines() or [""])[0]
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, NotBuilt) and error.__cause__ is not None:
+        return said  # which has it of its cause
+    ours = [frame for frame in frames if _is_ours(frame.filename)]
+    places = [f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in (*frames[-1:], *ours[-1:])]
+    where = f" ({', by '.join(dict.fromkeys(places))})" if places else ""
     return f"{said}{where}" if isinstance(error, NotBuilt) else f"{type(error).__name__}: {said}{where}"
 
 
