@@ -391,9 +391,8 @@ def test_lock_refuses_it_and_new_names_what_can(engine: Sandbox, cli: Cli, tmp_p
     engine.patch(targets=[f"{MODULE}:LIMIT"], code=PLAIN, variant=[])
     done = cli("lock", str(engine.patches / "around"), *place)
     assert (done.code, "it is a value, which no wrapper can stand for" in done.err) == (2, True)
-    for name, words in (("Kind.FAST", "a diff can change"), ("LIMIT", "docs/wrappers.md has the forms")):
-        done = cli("new", "mine", "--target", f"{MODULE}:{name}", "--out", str(tmp_path), *place)
-        assert (done.code, words in done.err) == (2, True), done.err
+    done = cli("new", "mine", "--target", f"{MODULE}:Kind.FAST", "--out", str(tmp_path), *place)
+    assert (done.code, "a diff can change" in done.err) == (2, True), done.err
 
 
 NEEDS_THE_ENGINE = f"import fakeengine.scheduler\n{PLAIN}"
