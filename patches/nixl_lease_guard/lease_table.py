@@ -11,7 +11,8 @@ import ctypes
 import hashlib
 import mmap
 import re
-from collections import OrderedDict
+
+from ...sitecustomize.kit import Remembered
 
 DIGEST = 16
 ENTRIES = 8
@@ -44,7 +45,7 @@ class LeaseTable:
         # while others may read it.
         self._held: dict[int, list[bytes]] = {}
         # Digests of ids whose lease ended unread, oldest first: a client may choose an id of many kilobytes.
-        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._ended: Remembered[bytes, None] = Remembered(REMEMBERED)
         self.free_landings = list(range(LANDINGS))
         _KEPT.append(self)
 
@@ -79,9 +80,7 @@ class LeaseTable:
         held[held.index(digest)] = FREE
         self._write(number)
         if unread:
-            self._ended[digest] = None
-            if len(self._ended) > REMEMBERED:
-                self._ended.popitem(last=False)
+            self._ended.remember(digest, None)
         return True
 
     def _write(self, number: int) -> None:

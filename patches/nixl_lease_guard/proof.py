@@ -41,6 +41,9 @@ def cases() -> dict[str, Callable[[], str | None]]:
         "from a prefill worker without the patch a read under a lease is a load": case(
             "prefill_without", lambda found: well(found["in_time"])
         ),
+        "a read that begins after its lease has ended, of a model with sleep mode, is a failed load": case(
+            "asleep", own_or_failed
+        ),
     }
 
 

@@ -42,7 +42,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     # queue. From 0.30.0 the request itself is named.
     hybrid: str = livepatch.facts.get("hybrid", "")
     made: list[LeaseTable] = []
-    making: list[Any] = []  # the worker that is being made
+    making: list[list[tuple[Any, LeaseTable]]] = []  # of the worker that is being made: its agent, with its table
     taken: list[type] = []  # agents' classes with our methods
 
     # The agent
@@ -76,25 +76,31 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return original(agent, agent_name, *rest, **named)
         table = LeaseTable()
         original(agent, name_with(agent_name, table), *rest, **named)
+        making[-1].append((agent, table))
+
+    def guarded(agent: Any, table: LeaseTable) -> None:
         try:
             agent.register_memory([(table.address, table.size, 0, "")], "DRAM")
         except Exception as error:  # others find that out when they shake hands
             livepatch.count("unguarded")
             livepatch.say("unguarded", f"NIXL does not take the memory for leases, nothing is checked: {error}")
-            return None
+            return
         made.append(table)
         setattr(agent, _GUARD, Guard(livepatch, table))
-        return None
 
     def begin(original: Call, worker: Any, *rest: Any, **named: Any) -> Any:
-        """The worker makes its agent."""
+        """The worker makes its agent, and from 0.33.0 with sleep mode only then what the agent keeps memory with."""
         for package in PACKAGES:
             take(getattr(sys.modules.get(f"{package}._api"), "nixl_agent", None))
-        making.append(worker)
+        agents: list[tuple[Any, LeaseTable]] = []
+        making.append(agents)
         try:
-            return original(*rest, **named)
+            result = original(*rest, **named)
         finally:
             making.pop()
+        for agent, table in agents:
+            guarded(agent, table)
+        return result
 
     # Prefill: what is in the lease table
 

@@ -19,7 +19,7 @@ from vllm_livepatch.tools.releases import registry
 DRIVER = "lease_guard"
 PATCH = "nixl-lease-guard"
 RELEASES = [pin.version for pin in registry.pins("vllm")]
-LATE = ("late", "same_id", "aborted", "passed", "hybrid")
+LATE = ("late", "same_id", "aborted", "passed", "hybrid", "asleep")
 
 WELL = {"contents": ["its own"], "failed": False, "invalid": None}
 WRONG = {"contents": ["another's"], "failed": False, "invalid": None}
@@ -67,8 +67,8 @@ def test_patched(
     assert (patch["state"], patch["verdict"], patch["reason"]) == ("applied", "needed", None), patch
     assert patch["counters"] == {
         "lease_held": 2,  # in_time, and again's first
-        "lease_lost": 9,
-        "lease_ended": 7,  # all of LATE's but `aborted`, `stopped`, and the one before `passed`
+        "lease_lost": 10,
+        "lease_ended": 8,  # all of LATE's but `aborted`, `stopped`, and the one before `passed`
         "not_vouched": 1,  # same_id's second request
         "peer_unguarded": 1,
     }

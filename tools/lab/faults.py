@@ -24,6 +24,7 @@ INJECTED = {
     LOST_PREFILLS: "SHARE",
     "slow-lmcache": "SECONDS",
     "slow-offload": "SECONDS",
+    "slow-store": "SECONDS",
     "slow-transfer": "SECONDS",
 }
 """Faults inside the parts, patches that ride in with every setup's bundle; and which option the number after `=` is."""

@@ -377,10 +377,20 @@ def played(model_config: Any, directory: Path) -> dict[str, Callable[[], dict[st
         without.listen()
         return {"in_time": in_time(Story(without, decode)), "late": late(Story(without, decode))}
 
+    def asleep() -> dict[str, Any]:
+        """Both are of a model that may sleep: from 0.33.0 an agent is then made without a backend, which comes after."""
+        without.deaf()
+        model_config.enable_sleep_mode = True
+        sides = Side(model_config), Side(model_config)
+        model_config.enable_sleep_mode = False
+        sides[0].listen()
+        return late(Story(*sides))
+
     return {
         **{case.__name__: functools.partial(case, story) for case in CASES},
         "decode_without": lambda: in_time(Story(prefill, without)),
         "prefill_without": prefill_without,
+        "asleep": asleep,
     }
 
 
