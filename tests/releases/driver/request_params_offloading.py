@@ -238,22 +238,27 @@ def of_limit(model_config: Any, limit: Any) -> Any:
     return stored
 
 
-def has_peers() -> bool:
-    return importlib.util.find_spec(P2P) is not None
+def there(module: str) -> bool:
+    """Whether the release has a module, and what it is in."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def has_limits() -> bool:
     """Whether the state amid a block is stored."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
-
-    return hasattr(scheduler.OffloadingConnectorScheduler, "_build_partial_tail_store_jobs")
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
+    scheduler = importlib.import_module(module) if there(module) else None
+    kind = getattr(scheduler, "OffloadingConnectorScheduler", None)
+    return hasattr(kind, "_build_partial_tail_store_jobs")
 
 
 def play(model_config: Any) -> dict[str, Any]:
     """What this release has of these."""
     os.environ["PYTHONHASHSEED"] = "0"  # the tier asks for it
     found: dict[str, Any] = {}
-    if has_peers():
+    if there(P2P):
         found["peers"] = of_peers(model_config)
     if has_limits():
         found["limits"] = {repr(limit): of_limit(model_config, limit) for limit in LIMITS}
