@@ -8,6 +8,7 @@ Source: vllm PR#56585 (open), vllm#52234.
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,14 +44,22 @@ MARKS = ("_remote_blocks_processed", "_p_side_truncated")
 
 LIMIT = "lmcache.max_offload_tokens"
 """Of LMCache's server, from its 0.5.6 on: so many tokens of the request are stored. The engine counts with it."""
-STATISTICS = "cached_token_stats"
-"""Of LMCache's server, from its 0.4.6 on: the answer says how many tokens were cached."""
+STATISTICS = frozenset(("cached_token_stats", "num_lmcache_extra_cached_tokens"))
+"""Of LMCache's server, from its 0.4.6 on, and of vLLM's own connector: the answer says how many tokens were cached."""
+
+PEERS = ("remote_prefiller", "remote_kv_source", "remote_decoder")
+PEERS_BEFORE = ("prefill", "decode")
+"""Of the OffloadingConnector's P2P tier, and what it called them to vLLM 0.26.0: another engine, in an object."""
+PEERS_TO_SERVE = ("remote_decoder", "decode")
+"""Of these, those who read here: such an object has no address."""
 
 Problem = str | None
 Check = Callable[[Any], bool]
 
 
 NO_NAME = re.compile(r"[\0-\x1f\x7f\ud800-\udfff]")
+HOST = re.compile(r"[A-Za-z0-9\[:][A-Za-z0-9.\-:%;\[\]_*]{0,1023}")
+"""What ZeroMQ takes as a host. It raises at anything else, in the engine core."""
 
 
 def text(value: Any) -> bool:
@@ -67,24 +76,34 @@ def name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= TEXT_CHARACTERS and NO_NAME.search(value) is None
 
 
+def host(value: Any) -> bool:
+    return isinstance(value, str) and HOST.fullmatch(value) is not None
+
+
+def whole(value: Any) -> bool:
+    """Return whether a value is a whole number; a caller in the engine's own process may send numpy's."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def port(value: Any) -> bool:
     """Return whether a value is a port. A decimal string is one: the originals write it into an address as it is."""
     if type(value) is str:
         return value.isascii() and value.isdigit() and len(value) <= 5 and int(value) in PORTS
-    return type(value) is int and value in PORTS
+    return whole(value) and int(value) in PORTS
 
 
 def size(value: Any) -> bool:
-    return type(value) is int and value in SIZES
+    return whole(value) and int(value) in SIZES
 
 
 def count(value: Any) -> bool:
-    return type(value) is int and value in BLOCKS
+    """Return whether a value is a number of a block, or of tokens. Only for an `int`, `in` of a range is quick."""
+    return value in BLOCKS if type(value) is int else whole(value) and int(value) in BLOCKS
 
 
 def number(value: Any) -> bool:
     """Return whether a value is a finite number. JSON as Python reads it has NaN and infinities."""
-    return type(value) in (int, float) and abs(value) < 1e18
+    return abs(int(value)) < 1e18 if whole(value) else isinstance(value, float) and abs(value) < 1e18
 
 
 def blocks(value: Any) -> bool:
@@ -131,6 +150,17 @@ def missing(parameters: Mapping[str, Any], checks: Mapping[str, Check]) -> Probl
         if field in parameters and not check(parameters[field]):
             return f"{field} is {described(parameters[field])}"
     return None
+
+
+def odd_peer(peer: Any, served: bool) -> Problem:
+    """Return what is wrong with another engine of the P2P tier. With what is missing the tier loads nothing."""
+    if peer is None:
+        return None
+    if not isinstance(peer, dict):
+        return f"is {described(peer)}"
+    checks = {"kv_request_id": name} if served else {"kv_request_id": name, "remote_host": host, "remote_port": port}
+    odd = next((field for field, check in checks.items() if peer.get(field) and not check(peer[field])), None)
+    return None if odd is None else f"has {odd} {described(peer[odd])}"
 
 
 def limit(value: Any) -> bool:

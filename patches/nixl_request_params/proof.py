@@ -1,4 +1,4 @@
-"""Real schedulers with NIXL's and Mooncake's connectors, and real NIXL workers: parameters that do not fit do no harm.
+"""Real schedulers with NIXL's, Mooncake's and the OffloadingConnector, and real NIXL workers: parameters do no harm.
 
 NIXL is needed. Where Mooncake's transfer engine is not installed, an empty one has its place: no scheduler calls it.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import request_params as driver
+import request_params_offloading as offloading
 
 WELL = {"contents": ["its own"], "failed": False, "invalid": None}
 LOADS = ("waits", "computed")
@@ -35,6 +36,7 @@ def cases() -> dict[str, Callable[[], str | None] | str | None]:
     for name, (connector, role) in driver.connectors().items():
         played = driver.play(model_config, connector, role)
         found |= {f"{name}: {sentence}": wrong for sentence, wrong in of_scheduler(played).items()}
+    found |= of_offloading(offloading.play(model_config))
     played_by_workers = functools.cache(lambda: driver.workers(model_config, directory))
     return found | of_workers(played_by_workers)
 
@@ -62,11 +64,44 @@ def of_scheduler(played: dict[str, Any]) -> dict[str, str | None]:
         found["a request that loads, and that another engine is to load, ends no engine"] = unless(
             played["both"], *LOADS
         )
+    if "numpy" in played:
+        found["a request whose numbers are numpy's waits for its KV"] = unless(played["numpy"], "waits")
     if "read_back" in played:
         found["a request whose KV may be read back is computed"] = unless(played["read_back"], "computed")
         held = played["clients_that_left"]
         found["clients that leave before their KV could be asked for leave no block held"] = (
             None if held == 0 else f"{held} blocks are held" if isinstance(held, int) else str(held)
+        )
+    return found
+
+
+def of_offloading(played: dict[str, Any]) -> dict[str, str | None]:
+    """What is wrong with what came of requests on the OffloadingConnector, where the release has this."""
+    found: dict[str, str | None] = {}
+    if "peers" in played:
+        peers = played["peers"]
+        odd = peers["odd"]
+        found |= {
+            "P2P tier: requests that name another engine oddly are computed here, and hold no block afterwards": (
+                f"{len(odd)} are not: {'; '.join(odd[:3])}" if odd else None
+            ),
+            "P2P tier: a request that names another engine well waits for it": unless(peers["well"], "waits"),
+            "P2P tier: and that engine is talked to": None if peers["sessions"] == 1 else f"{peers['sessions']} are",
+            "P2P tier: a request that another engine is to load is computed": unless(peers["served"], "computed"),
+            "P2P tier: a request that names no other engine is computed": unless(peers["neither"], "computed"),
+        }
+        if "asks" in peers:
+            found["P2P tier: a request that asks another engine first waits for it"] = unless(peers["asks"], "waits")
+            found["P2P tier: two requests with one id end no engine"] = unless(peers["shared"], *LOADS)
+    for limit, stored in played.get("limits", {}).items():
+        found[f"of a Mamba hybrid's prompt, max_offload_tokens {limit} ends no engine"] = (
+            None if isinstance(stored, int) else str(stored)
+        )
+    if "limits" in played:
+        limits = played["limits"]
+        within = [limit for limit in ("96", "-1", "True", "'16'", "[16]", "1000") if limits[limit] != limits["None"]]
+        found["of a Mamba hybrid's prompt, what is within max_offload_tokens is stored"] = (
+            f"less is stored with {', '.join(within)}" if within else None
         )
     return found
 

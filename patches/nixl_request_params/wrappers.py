@@ -8,6 +8,8 @@ Source: vllm PR#56585 (open), vllm#52234; LMCache's part is reported nowhere. Th
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,12 @@ CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 NIXL_PUSH = "NixlPushConnector"
 NIXL = ("NixlConnector", "NixlPullConnector", NIXL_PUSH)
 MOONCAKE = "MooncakeConnector"
+PARAMETERS = "kv_transfer_params"
 LMCACHE = "LMCacheMPConnector"
+OFFLOADING = f"{CONNECTORS}.offloading.scheduler:OffloadingConnectorScheduler"
+P2P = "P2PSecondaryTierManager"
+P2P_MODULE = "vllm.v1.kv_offload.tiering.p2p.manager"
+HOSTS = "LIVEPATCH_NIXL_REQUEST_PARAMS_HOSTS"
 UNUSABLE = (AssertionError, LookupError, TypeError, ValueError, ArithmeticError, NotImplementedError)
 """What a worker raises at numbers of blocks that do not fit: nothing is read yet."""
 
@@ -42,6 +49,13 @@ def kinds_of(connector: Any) -> Iterator[tuple[str, Any]]:
                 yield found, leaf
 
 
+def has_peers(leaf: Any) -> bool:
+    """Return whether a connector is an OffloadingConnector with a P2P tier."""
+    manager = getattr(getattr(leaf, "connector_scheduler", None), "manager", None)
+    tiers = getattr(manager, "secondary_tiers", None)
+    return isinstance(tiers, list) and any(type(tier).__name__ == P2P for tier in tiers)
+
+
 def only(connector: Any, role: str) -> bool:
     """Return whether a Mooncake engine is a `producer`, which only prefills, or a `consumer`, which only decodes."""
     half = connector.connector_scheduler
@@ -50,6 +64,7 @@ def only(connector: Any, role: str) -> bool:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     mooncake = given.MOONCAKE_DIRECT if livepatch.facts.get("mooncake_direct") else given.MOONCAKE
+    peers = given.PEERS_BEFORE if livepatch.facts.get("peers_before") else given.PEERS
     hosts = frozenset(host.strip() for host in livepatch.options["HOSTS"].split(",") if host.strip())
 
     def problem_of_load(found: Mapping[str, Any], kind: str, connector: Any, loads: bool = True) -> str | None:
@@ -67,7 +82,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             url = found.get("remote_bootstrap_addr") if checks.keys() == given.MOONCAKE.keys() else None
             host = found.get("remote_host") if url is None else given.host_of(url)
             if host not in hosts and (loads or host is not None):
-                return f"the host {given.described(host)} is not one of LIVEPATCH_NIXL_REQUEST_PARAMS_HOSTS"
+                return f"the host {given.described(host)} is not one of {HOSTS}"
         return problem
 
     def problem_of_send(found: Mapping[str, Any], kind: str, connector: Any) -> str | None:
@@ -96,8 +111,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         computed_here = "the prompt is computed here"
         if not isinstance(found, dict):
             refuse(request, f"they are {given.described(found)}", None, "refused", computed_here)
+            arguments = getattr(request.sampling_params, "extra_args", None)
+            if arguments and arguments.get(PARAMETERS) is found:  # some connectors read them there
+                request.sampling_params.extra_args = {**arguments, PARAMETERS: None}
             return
-        check_of_lmcache(request, found, connector)
+        for leaf in leaves(connector):
+            check_of_lmcache(request, found, leaf)
+            check_of_peers(request, found, leaf)
         load, send = found.get("do_remote_prefill"), found.get("do_remote_decode")
         for number, (kind, one) in enumerate(kinds_of(connector)):
             for mark in given.MARKS:
@@ -117,17 +137,31 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                     refuse(request, unread, left, "refused_return", "what another engine has of it is computed here")
                     return
 
-    def check_of_lmcache(request: Any, found: dict[str, Any], connector: Any) -> None:
+    def check_of_lmcache(request: Any, found: dict[str, Any], leaf: Any) -> None:
         """Leave out a limit that is no number, and have LMCache's connector know a request whose statistics it will be
         asked for: it looks for them also where the client leaves before the request was looked at."""
-        for leaf in leaves(connector):
-            if not any(kind.__name__ == LMCACHE for kind in type(leaf).__mro__):
-                continue
-            if not given.limit(found.get(given.LIMIT)):
-                problem = f"{given.LIMIT} is {given.described(found.pop(given.LIMIT))}"
-                refuse(request, problem, found, "refused", "it is left out")
-            if given.STATISTICS in found and hasattr(leaf, "_get_or_create_request_tracker"):
-                leaf._get_or_create_request_tracker(request)
+        if not any(kind.__name__ == LMCACHE for kind in type(leaf).__mro__):
+            return
+        if not given.limit(found.get(given.LIMIT)):
+            problem = f"{given.LIMIT} is {given.described(found.pop(given.LIMIT))}"
+            refuse(request, problem, found, "refused", "it is left out")
+        if not given.STATISTICS.isdisjoint(found) and hasattr(leaf, "_get_or_create_request_tracker"):
+            leaf._get_or_create_request_tracker(request)
+
+    def check_of_peers(request: Any, found: dict[str, Any], leaf: Any) -> None:
+        """Leave out another engine that the OffloadingConnector's P2P tier cannot read, or must not load from."""
+        if not has_peers(leaf):
+            return
+        for peer in peers:
+            served = peer in given.PEERS_TO_SERVE
+            problem = given.odd_peer(found.get(peer), served)
+            if problem is None and hosts and not served and found.get(peer):
+                host = found[peer].get("remote_host")
+                if host and host not in hosts:
+                    problem = f"has the host {given.described(host)}, which is not one of {HOSTS}"
+            if problem is not None:
+                del found[peer]
+                refuse(request, f"{peer} {problem}", found, "refused", "it is left out")
 
     def problem_of_return(found: Mapping[str, Any], connector: Any) -> str | None:
         """Return why prefill cannot read back what decode has computed of an earlier turn."""
@@ -135,6 +169,51 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if getattr(half, "use_host_buffer", False) or not getattr(half, "is_bidirectional_kv_xfer_enabled", False):
             return "they name KV to read back, which is not enabled here"
         return problem_of_load(found, NIXL[0], connector)
+
+    def _build_partial_tail_store_jobs(
+        original: Call, scheduler: Any, scheduler_output: Any, *rest: Any, **named: Any
+    ) -> Any:
+        return original(within_limits(scheduler, scheduler_output), *rest, **named)
+
+    def within_limits(scheduler: Any, output: Any) -> Any:
+        """Leave out ends of prompts that are beyond what their clients let be stored: the release asserts on these."""
+        state = getattr(output, "kv_connector_block_state", None)  # from 0.29.0
+        ends = getattr(output, "partial_tail_offloads", None) if state is None else state.boundary_state_offloads
+        if not ends:
+            return output
+        kept = {name: within_limit(scheduler, name, of) for name, of in ends.items()}
+        left_out = sum(map(len, ends.values())) - sum(map(len, kept.values()))
+        if not left_out:
+            return output
+        livepatch.count("beyond_limit", left_out)
+        output, kept = copy.copy(output), {name: of for name, of in kept.items() if of}
+        if state is None:
+            output.partial_tail_offloads = kept
+        else:
+            output.kv_connector_block_state = copy.copy(state)
+            output.kv_connector_block_state.boundary_state_offloads = kept
+        return output
+
+    def within_limit(scheduler: Any, name: str, ends: list[Any]) -> list[Any]:
+        status = scheduler._req_status.get(name)
+        limit = None if status is None else status.max_offload_tokens
+        return [end for end in ends if end[2] <= limit] if limit else ends
+
+    def submit_load(original: Call, tier: Any, job_metadata: Any, *rest: Any, **named: Any) -> Any:
+        """Fail a load by an id that another request asks by as well: the release asserts that this one has asked."""
+        if peers is given.PEERS_BEFORE:  # which do not ask
+            return original(job_metadata, *rest, **named)
+        module = sys.modules[type(tier).__module__]
+        source = job_metadata.req_context.get_state(module.P2PSourceInfo)
+        session = None if source is None else tier._sessions.get(source.peer_id)
+        asked = None if session is None else session._client._requests.get(source.kv_request_id)
+        if asked is None or not asked.probed or all(asked.probes.get(key) is True for key in job_metadata.keys):
+            return original(job_metadata, *rest, **named)
+        name = given.described(source.kv_request_id)
+        livepatch.tell("shared_id", f"two requests have the kv_request_id {name}: what one would load is computed here")
+        tier._failed_req_ids.add(source.kv_request_id)
+        tier._finished_jobs.append(module.JobResult(job_id=job_metadata.job_id, success=False))
+        return None
 
     def _read_blocks_for_req(original: Call, worker: Any, req_id: str, *rest: Any, **named: Any) -> Any:
         try:
@@ -166,6 +245,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     return {
         "vllm.v1.core.sched.scheduler:Scheduler.add_request": add_request,
+        f"{OFFLOADING}._build_partial_tail_store_jobs": _build_partial_tail_store_jobs,
+        f"{P2P_MODULE}:{P2P}.submit_load": submit_load,
         f"{CONNECTORS}.nixl_connector:NixlConnectorWorker._read_blocks_for_req": _read_blocks_for_req,
         f"{CONNECTORS}.nixl.worker:NixlConnectorWorker._read_blocks_for_req": _read_blocks_for_req,
         f"{CONNECTORS}.nixl.pull_worker:NixlPullConnectorWorker._read_blocks_for_req": _read_blocks_for_req,

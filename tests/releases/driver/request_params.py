@@ -22,6 +22,7 @@ from typing import Any
 
 import lease_guard
 import nixl_agents
+import numpy
 import real_scheduler as real
 import vllm
 from vllm.config import KVTransferConfig
@@ -170,6 +171,9 @@ def play(model_config: Any, connector: str, role: str) -> dict[str, Any]:
         found["prefill"] = Engine(model_config, connector, role).outcome(
             {"do_remote_decode": True, "transfer_id": "t-2"}
         )
+        if "remote_block_ids" in fields:
+            ours = {"remote_block_ids": [[*numpy.array(BLOCKS[0])]], "tp_size": numpy.int64(1)}
+            found["numpy"] = engine.outcome({**whole, **ours})
     if connector == "NixlConnector":
         back = {**NIXL, "do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": 40}
         found["read_back"] = Engine(model_config, connector, role).outcome(back)
