@@ -77,6 +77,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         table = LeaseTable()
         original(agent, name_with(agent_name, table), *rest, **named)
         making[-1].append((agent, table))
+        return None
 
     def guarded(agent: Any, table: LeaseTable) -> None:
         try:

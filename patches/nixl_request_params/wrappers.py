@@ -56,6 +56,10 @@ def has_peers(leaf: Any) -> bool:
     return isinstance(tiers, list) and any(type(tier).__name__ == P2P for tier in tiers)
 
 
+def is_lmcache(leaf: Any) -> bool:
+    return any(kind.__name__ == LMCACHE for kind in type(leaf).__mro__)
+
+
 def only(connector: Any, role: str) -> bool:
     """Return whether a Mooncake engine is a `producer`, which only prefills, or a `consumer`, which only decodes."""
     half = connector.connector_scheduler
@@ -138,15 +142,21 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
                     return
 
     def check_of_lmcache(request: Any, found: dict[str, Any], leaf: Any) -> None:
-        """Leave out a limit that is no number, and have LMCache's connector know a request whose statistics it will be
-        asked for: it looks for them also where the client leaves before the request was looked at."""
-        if not any(kind.__name__ == LMCACHE for kind in type(leaf).__mro__):
-            return
-        if not given.limit(found.get(given.LIMIT)):
+        """Leave out a limit that is no number."""
+        if is_lmcache(leaf) and not given.limit(found.get(given.LIMIT)):
             problem = f"{given.LIMIT} is {given.described(found.pop(given.LIMIT))}"
             refuse(request, problem, found, "refused", "it is left out")
-        if not given.STATISTICS.isdisjoint(found) and hasattr(leaf, "_get_or_create_request_tracker"):
-            leaf._get_or_create_request_tracker(request)
+
+    def before_the_end(scheduler: Any, request: Any, *rest: Any, **named: Any) -> None:
+        """Ask LMCache's connector for no statistics of a request that it has not looked at: it asserts that it has."""
+        found = request.kv_transfer_params
+        if not found or scheduler.connector is None or given.STATISTICS.isdisjoint(found):
+            return
+        for leaf in leaves(scheduler.connector):
+            if is_lmcache(leaf) and request.request_id not in getattr(leaf, "request_trackers", ()):
+                request.kv_transfer_params = {name: found[name] for name in found if name not in given.STATISTICS}
+                livepatch.count("no_statistics")
+                return
 
     def check_of_peers(request: Any, found: dict[str, Any], leaf: Any) -> None:
         """Leave out another engine that the OffloadingConnector's P2P tier cannot read, or must not load from."""
@@ -245,6 +255,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     return {
         "vllm.v1.core.sched.scheduler:Scheduler.add_request": add_request,
+        "vllm.v1.core.sched.scheduler:Scheduler._connector_finished": livepatch.before(before_the_end),
         f"{OFFLOADING}._build_partial_tail_store_jobs": _build_partial_tail_store_jobs,
         f"{P2P_MODULE}:{P2P}.submit_load": submit_load,
         f"{CONNECTORS}.nixl_connector:NixlConnectorWorker._read_blocks_for_req": _read_blocks_for_req,

@@ -33,7 +33,7 @@ def right(lmcache: str) -> dict[str, Any]:
     answered = {f"answered: {name}": [[0, True], [PROMPT, True]] for name in names}
     if Version(lmcache) >= LIMITED:
         answered["answered: limit"] = [[0, True], [CHUNK, True]]
-    return answered | {f"left: {name}": [[0, True], 0] for name in names}
+    return answered | {f"left: {name}": [[0, True], 0] for name in names} | {"session: statistics": [0, True]}
 
 
 def ends(lmcache: str) -> set[str]:

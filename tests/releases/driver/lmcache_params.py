@@ -55,11 +55,25 @@ def left(server: Any, number: int, params: Any) -> Any:
     return [engine.run(request(number, None)), len(engine.connector.request_trackers)]
 
 
+def session(server: Any, number: int, params: Any) -> Any:
+    """A session's second chunk comes with them while its first is queued; another request's KV of that chunk is stored."""
+    identity.Engine(server, adapters=False).run(request(number + 50, None))
+    engine = identity.Engine(server, adapters=False)
+    engine.enter()
+    begun, more, end = request(number, None), request(number + 50, params), request(number, None)
+    for chunk, resumable in ((begun, True), (more, True), (end, False)):
+        chunk.request_id, chunk.resumable = begun.request_id, resumable
+        engine.scheduler.add_request(chunk)
+    engine.scheduler.add_request = lambda request: None  # it is there
+    return engine.run(begun)
+
+
 def main() -> None:
     identity.PLAYED[0] = "lmcache"
     importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
     server: Any = identity.Server() if identity.serves_without_a_gpu() else identity.Messages()
     cases = [(play, name) for play in (answered, left) for name in PARAMS]
+    cases += [(session, "statistics")]
     came = {
         f"{play.__name__}: {name}": attempted(
             lambda play=play, number=number, name=name: play(server, number, PARAMS[name])
