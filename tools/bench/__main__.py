@@ -29,7 +29,6 @@ with ending.needing("lab", "bench"):
         chunked_load,
         figures,
         git_apply,
-        idle_steps,
         long,
         moriio_wait,
         name_resolution,
@@ -58,7 +57,6 @@ BENCHMARKS: dict[str, Callable[[], Figures]] = {
         changed_import,
         bundle_size,
         git_apply,
-        idle_steps,
         chunked_load,
         name_resolution,
     )
