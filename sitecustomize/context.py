@@ -9,6 +9,7 @@ import select
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
@@ -56,7 +57,7 @@ class PatchContext:
         self._failed = failed
         self._first = threading.Lock()  # taken by the first error, and kept
         self._put_back: list[Callable[[], None]] = []
-        self._lasting: list[object] = []
+        self._lasting: weakref.WeakSet[object] = weakref.WeakSet()  # else an engine's would be held for ever
 
     def count(self, kind: str, number: int = 1) -> None:
         """Add to a counter that `status` shows; not where torch.compile traces: it would count once, not each call."""
@@ -108,7 +109,7 @@ class PatchContext:
 
     def lasting(self, wrapper: _Wrapper) -> _Wrapper:
         """Let a wrapper go on after the patch has stood aside, for what the patch did before; it asks `aside`."""
-        self._lasting.append(wrapper)
+        self._lasting.add(wrapper)
         return wrapper
 
     def before(self, look: Callable[..., None]) -> guard.Before:
@@ -145,7 +146,7 @@ class PatchContext:
         return no_function.AfterImport(change, holds)
 
     def lasts(self, wrapper: object) -> bool:
-        return any(wrapper is one for one in self._lasting)
+        return wrapper in self._lasting
 
     def around(
         self,

@@ -30,6 +30,7 @@ finding: set[tuple[str, int]] = set()  # (module, thread): who looks for what ri
 inside: set[int] = set()  # threads that import or run code of ours
 forking: set[int] = set()  # threads that are about to fork
 watched: dict[int, Any] = {}  # by thread: a reference to the lock of its outermost import
+sizes: dict[int, int] = {}  # by thread: of sys.modules when that import began; none where code of ours ran in it
 damages: list[Exception] = []  # why there is no runtime
 fork_hooks: list[bool] = []
 
@@ -157,6 +158,7 @@ def watch() -> bool:
         lock = found()
         if getattr(lock, "owner", None) == me:
             watched[me] = ref(lock, ended)
+            sizes[me] = len(sys.modules)
             return True
     return False
 
@@ -174,12 +176,14 @@ class Alone:
 
 def ended(reference: Any) -> None:
     """An outermost import has ended. Without a target in it, as where only the finder in front of ours was watched, the
-    runtime stays unloaded."""
-    if HOOK in sys.modules or not TARGETS.keys().isdisjoint(sys.modules):
+    runtime stays unloaded. One that failed, and left no module, is none to look at: code may try it in each call."""
+    threads = [thread for thread, of in list(watched.items()) if of is reference]
+    grown = any(sizes.get(thread) != len(sys.modules) for thread in threads)
+    if grown and (HOOK in sys.modules or not TARGETS.keys().isdisjoint(sys.modules)):
         call_hook("ended")
-    for thread, of in list(watched.items()):
-        if of is reference:
-            watched.pop(thread, None)
+    for thread in threads:
+        if watched.get(thread) is reference:
+            del watched[thread]
 
 
 def part_of_import(function: Any) -> Any:
@@ -236,6 +240,7 @@ def call_hook(what: str, *arguments: Any) -> Any:
     Its child would inherit the locks of what is being imported here, and nobody who gives them back.
     """
     me = get_ident()
+    sizes.pop(me, None)
     nested = me in inside
     for _ in range(FORK_WAITS):
         inside.add(me)

@@ -66,7 +66,7 @@ class Wrapped:
 class Before:
     """In a wrapper's place: `look(instance, ...)`, then the release's own code, as it was called."""
 
-    __slots__ = ("look",)
+    __slots__ = ("__weakref__", "look")
 
     def __init__(self, look: Callable[..., None]) -> None:
         self.look = look
@@ -75,7 +75,7 @@ class Before:
 class After:
     """In a wrapper's place: the release's own code, then `look(answer, instance, ...)`."""
 
-    __slots__ = ("look",)
+    __slots__ = ("__weakref__", "look")
 
     def __init__(self, look: Callable[..., None]) -> None:
         self.look = look
@@ -89,7 +89,7 @@ class Shortcut:
     function: it does what cannot raise, and leaves all else to `guarded`.
     """
 
-    __slots__ = ("make", "wrapper")
+    __slots__ = ("__weakref__", "make", "wrapper")
 
     def __init__(self, make: Callable[[Any, Any], Callable[..., Any]], wrapper: Wrapper | Before | After) -> None:
         self.make = make

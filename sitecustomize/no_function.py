@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Proxy:
     """In a wrapper's place, for a callable that is no function of Python: wrapt's proxy stands there."""
 
-    __slots__ = ("wrapper",)
+    __slots__ = ("__weakref__", "wrapper")
 
     def __init__(self, wrapper: guard.Wrapper) -> None:
         self.wrapper = wrapper
@@ -36,7 +36,7 @@ class AfterImport:
     then and later.
     """
 
-    __slots__ = ("change", "holds")
+    __slots__ = ("__weakref__", "change", "holds")
 
     def __init__(self, change: Callable[[ModuleType], object], holds: Callable[[ModuleType], object]) -> None:
         self.change = change

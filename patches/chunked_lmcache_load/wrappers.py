@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+PART_TOKENS = 32768
+"""So much one request loads at a time where MAX_TOKENS is not set and the pool has no room to spare for a whole load.
+Each further part costs steps."""
 
 KEPT_AS = "_livepatch_loads"
 ARRIVED = "_livepatch_arrived"
@@ -68,10 +73,8 @@ class _Loads:
         self.seen = 0  # how many of the running requests were counted
         self.coordinator = scheduler.kv_cache_manager.coordinator
         self.managers = self.coordinator.single_type_managers
-        self.latest: tuple[tuple[Any, ...], Any] = (
-            (),
-            None,
-        )  # the hit that was looked for last in this step, and for what
+        self.latest: tuple[tuple[Any, ...], Any] = (), None
+        """The hit that was looked for last in this step, and for what."""
         self.asks_for = inspect.signature(self.managers[0].get_num_blocks_to_allocate).parameters
         adapter = self.connector.scheduler_adapter
         blocks = adapter.num_blocks_per_chunk() * getattr(self.connector, "vllm_block_size", scheduler.block_size)
@@ -81,8 +84,9 @@ class _Loads:
             or getattr(scheduler, "defer_async_loads", False)
             or getattr(scheduler, "aux_output_connector", None) is not None
         )
-        self.part_tokens: int = 0 if whole else livepatch.options["max_tokens"]
-        livepatch.on_stand_aside(self.put_back)
+        given: int = livepatch.options["max_tokens"]
+        self.is_given = given >= 0
+        self.part_tokens = 0 if whole else given if self.is_given else PART_TOKENS
         self.connector.get_num_new_matched_tokens = livepatch.around(self.ask, self.matched, self.connector)
         livepatch.around_its(self.coordinator, "find_longest_cache_hit", self.found)
 
@@ -134,14 +138,15 @@ class _Loads:
         if not answer and not self.loads:
             return answer, later
         end = num_computed_tokens + answer
-        if (self.loads or self.scheduler.running) and not self.fits(request, num_computed_tokens, end):
+        room = self.room(request, num_computed_tokens, end)
+        if (self.loads or self.scheduler.running) and room < 0:
             self.refused = name
             self.livepatch.count("held_back")
             return (answer, later) if self.look_no_further() else (None, False)
         self.let_in.append(request)
         if not answer:
             return answer, later
-        at = self.part_end(num_computed_tokens, end)
+        at = end if self.can_spare(room) else self.part_end(num_computed_tokens, end)
         self.loads[name] = _Load(request, tracker, num_computed_tokens, at, end, locked)
         if self.changed is not None:
             self.changed.append(request)  # the scheduler gives it blocks next
@@ -181,13 +186,19 @@ class _Loads:
         chunks = max((start + self.part_tokens) // self.chunk, start // self.chunk + 1)
         return min(end, chunks * self.chunk)
 
-    def fits(self, request: Any, cached: int, end: int) -> bool:
-        """Whether there are blocks for all of a request, beside those that loads and running prefills still need.
+    def room(self, request: Any, cached: int, end: int) -> int:
+        """Blocks that are free beside all of a request, and all that loads and running prefills still need; less than 0
+        where it does not fit.
 
         What is before `cached` is in the pool, what is before `end` will be loaded.
         """
-        needed = self.needed(request, cached, end) + self.begun()
-        return bool(needed <= self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+        free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free - self.needed(request, cached, end) - self.begun()
+
+    def can_spare(self, room: int) -> bool:
+        """Whether all blocks of a load can be taken at once: each request that runs can still compute a chunk."""
+        grows = self.chunk // self.managers[0].block_size
+        return not self.is_given and room >= grows * len(self.scheduler.running)
 
     def begun(self) -> int:
         """Blocks that all loads and all running prefills still take from the pool.
@@ -402,6 +413,14 @@ class _Loads:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
     """A look at each scheduler that is made: what it calls in each step is wrapped where its connector asks for it."""
+    all_loads: weakref.WeakSet[_Loads] = weakref.WeakSet()  # an engine that is dropped goes, and takes its own along
+
+    def put_back() -> None:
+        with contextlib.ExitStack() as each:
+            for loads in all_loads:
+                each.callback(loads.put_back)
+
+    livepatch.on_stand_aside(put_back)
 
     def made(_: None, scheduler: Any, *rest: Any, **named: Any) -> None:
         """Serve a scheduler whose connector is LMCache's MP connector. One with another has nothing of this patch."""
@@ -410,6 +429,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             return
         loads = _Loads(scheduler, livepatch)
         setattr(scheduler, KEPT_AS, loads)
+        all_loads.add(loads)
 
         def schedule(original: Callable[..., Any], scheduler: Any, *rest: Any, **named: Any) -> Any:
             loads.begin_step()

@@ -114,9 +114,13 @@ class Pings:
         waiting = [] if healthy else [future for future in (*self.unanswered, *sent) if not future.query()]
         self.unanswered = waiting[-UNANSWERED:]
 
+    def is_slow(self) -> bool:
+        """Whether a ping was answered after its time: a busy server lives, and is lost for good to shorter pings."""
+        return any(future.query() for future in self.unanswered)
+
     def due(self) -> bool:
         """Whether a lost server may be pinged before the interval is over."""
-        return len(self.unanswered) < UNANSWERED or any(future.query() for future in self.unanswered)
+        return len(self.unanswered) < UNANSWERED or self.is_slow()
 
 
 def clock() -> float:
@@ -151,14 +155,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def look_up(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
         if adapter._heartbeats is not None and not adapter._heartbeats:
             start_heartbeats(adapter)
-        # From 0.5.5 on LMCache does not wait for a lookup, but looks at its clock from step to step. Only the scheduler
-        # calls this adapter. `reset_cache` reads the same time-out, and is no step's wait: it has LMCache's own.
-        own = adapter._mq_timeout
-        adapter._mq_timeout = min(own, seconds)
-        try:
-            return ask(original, adapter, *rest, **named)
-        finally:
-            adapter._mq_timeout = own
+        return ask(original, adapter, *rest, **named)
 
     def start_heartbeats(adapter: Any) -> None:
         """To 0.5.5 LMCache starts none, as if no heartbeats were all: a lookup that times out is a scheduler's last."""
@@ -300,7 +297,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def execute(original: Call, beat: Any, *rest: Any, **named: Any) -> Any:
         """A heartbeat: the first ping that was sent to a lost server, and answered, registers its worker again."""
         adapter = getattr(beat._recover_callback, "__self__", None)  # a worker's, or None
-        waits = adapter is None or copies_in_the_step(adapter)  # a step does, for this server
+        # Whether a step does, for this server. From 0.5.5 on a scheduler's only looks whether a lookup is answered.
+        waits = hasattr(beat, "_mq_client") if adapter is None else copies_in_the_step(adapter)
         health, pings = beat._health_event, vars(beat).get(_PINGS)
         if pings is None:
             pings = vars(beat)[_PINGS] = Pings(beat._interval)
@@ -309,7 +307,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         def ping() -> Any:
             if adapter is not None:
                 beats(adapter)
-            longest = BACK_SECONDS if not health.is_set() else PING_SECONDS if waits else pings.interval
+            longest = pings.interval
+            if not health.is_set() and not pings.is_slow():
+                longest = BACK_SECONDS
+            elif health.is_set() and waits:
+                longest = PING_SECONDS
             beat._interval = min(pings.interval, longest)  # the ping's time-out
             sent: list[Any] = []
             asking.sent = sent

@@ -9,6 +9,7 @@ import os
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +103,8 @@ class Adapters:
             if not self._threads:
                 # Two, so that those that are known do not become unknown while a big one is hashed.
                 for new in (True, False):
-                    thread = threading.Thread(target=self._look, args=(new,), name="livepatch-adapters", daemon=True)
+                    given = (weakref.ref(self), self._wake, new)
+                    thread = threading.Thread(target=_look, args=given, name="livepatch-adapters", daemon=True)
                     self._threads.append(thread)
                     thread.start()
         elif not adapter.lost and (adapter.request != _same(lora) or getattr(lora, "load_inplace", False)):
@@ -145,30 +147,28 @@ class Adapters:
         # Of very many by one name, as where each training step loads its own, the first that differs is enough.
         return any(digest is None or digest != mine.digest for digest in itertools.chain(before, others))
 
-    def _look(self, new: bool) -> None:
-        """Of those that were not hashed yet, or of the others. An error ends an adapter's identity, not the thread."""
-        while True:
-            if new:
-                self._wake.clear()
-            took = 0.0  # without the hashing of new adapters
-            for adapter in list(self._known.values()):
-                if adapter.lost or (adapter.digest is None) is not new:
-                    continue
-                began = time.monotonic()
-                try:
-                    adapter.look()
-                except Exception as error:
-                    adapter.lost = f"its files cannot be hashed ({type(error).__name__})"
-                if not new or adapter.digest is None:
-                    took += time.monotonic() - began
-                if adapter.lost:
-                    self._say(adapter)
-            rest = max(LOOK_SECONDS, SHARE * took)
-            if new:
-                self._wake.wait(rest)
-            else:
-                self._fresh = FRESH_SECONDS + 2 * (rest + took)
-                time.sleep(rest)
+    def look(self, new: bool) -> float:
+        """Look at those that were not hashed yet, or at the others; returns how long to rest, in seconds.
+
+        An error ends an adapter's identity, not the thread.
+        """
+        took = 0.0  # without the hashing of new adapters
+        for adapter in list(self._known.values()):
+            if adapter.lost or (adapter.digest is None) is not new:
+                continue
+            began = time.monotonic()
+            try:
+                adapter.look()
+            except Exception as error:
+                adapter.lost = f"its files cannot be hashed ({type(error).__name__})"
+            if not new or adapter.digest is None:
+                took += time.monotonic() - began
+            if adapter.lost:
+                self._say(adapter)
+        rest = max(LOOK_SECONDS, SHARE * took)
+        if not new:
+            self._fresh = FRESH_SECONDS + 2 * (rest + took)
+        return rest
 
     def _replaced(self, number: int) -> None:
         for replaced in self.on_replaced:
@@ -177,6 +177,19 @@ class Adapters:
     def _say(self, adapter: Adapter) -> None:
         which = f"adapter {adapter.name} (id {adapter.request[0]})"
         self._said(f"{which}: {adapter.lost}. Its requests neither load from LMCache nor store there")
+
+
+def _look(of: weakref.ref[Adapters], wake: threading.Event, new: bool) -> None:
+    """A thread's life, which ends with the engine: a process may make and drop many."""
+    while (adapters := of()) is not None:
+        if new:
+            wake.clear()
+        rest = adapters.look(new)
+        del adapters
+        if new:
+            wake.wait(rest)
+        else:
+            time.sleep(rest)
 
 
 def _same(lora: Any) -> tuple[Any, ...]:

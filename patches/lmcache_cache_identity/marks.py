@@ -31,7 +31,7 @@ class Marks:
         self.request = request
         self.identity = identity
         self.chunk = chunk
-        self._alone = repr((identity, []))
+        self._alone = begun(identity, [])
         self._embeds: dict[int, str] = {}
         self._images = Images([])
         self._made: dict[int, tuple[list[int], int, list[int]]] = {}
@@ -39,16 +39,25 @@ class Marks:
 
     def put(self, ids: list[int], start: int = 0) -> None:
         """Mark, in place, ids of which the first is the request's id number `start`."""
-        images, made_of = len(self.request.mm_features or ()), self._made.get
+        request, made_of = self.request, self._made.get
+        images, number = len(request.mm_features or ()), len(request.all_token_ids)
+        alone = bool(self.identity) and not images and getattr(request, "prompt_embeds", None) is None
         for first in range(start - start % self.chunk, start + len(ids), self.chunk):
             made, at = made_of(first), first - start
-            if made is not None and at >= 0 and made[1] == images:
-                # As nearly always: a long request's ids are asked for in each step in which it gets a block.
+            if at >= 0:
                 here = ids[at : at + WORDS]
-                if not made[2] or here == made[2]:  # the latter: marked before
-                    continue
-                if here == made[0]:
-                    ids[at : at + WORDS] = made[2]
+                if made is not None and made[1] == images:
+                    # As nearly always: a long request's ids are asked for in each step in which it gets a block.
+                    if not made[2] or here == made[2]:  # the latter: marked before
+                        continue
+                    if here == made[0]:
+                        ids[at : at + WORDS] = made[2]
+                        continue
+                elif alone and made is None and len(here) == WORDS and here[0] < _ABOVE:
+                    # A long prompt has thousands of chunks, all of which are marked in one step.
+                    marks = ids[at : at + WORDS] = marks_of(self._alone, here)
+                    if first + self.chunk <= number:
+                        self._made[first] = here, images, marks
                     continue
             for place, mark in enumerate(self._at(first), at):
                 if 0 <= place < len(ids):
@@ -61,12 +70,12 @@ class Marks:
         if len(ids) < WORDS:
             return []
         made, images = self._made.get(first), len(self.request.mm_features or ())
-        if made is not None and made[:2] == (ids, images):
+        if made is not None and made[0] == ids and made[1] == images:
             return made[2]
         more = self._more(first)
         marks: list[int] = []
         if self.identity or more:
-            marks = marks_of(repr((self.identity, more)) if more else self._alone, tuple(ids))
+            marks = marks_of(begun(self.identity, more) if more else self._alone, ids)
         if len(all_ids) >= first + self.chunk:
             self._made[first] = ids, images, marks
         return marks
@@ -138,16 +147,29 @@ def more_than_ids(request: Any) -> bool:
     return bool(request.mm_features) or getattr(request, "prompt_embeds", None) is not None
 
 
-def marks_of(identity: str, ids: tuple[int, ...]) -> list[int]:
+def begun(identity: Identity, more: list[tuple[Any, ...]]) -> Any:
+    """A hasher of what decides a chunk's KV beside its ids: a copy of it is cheaper than the text once more."""
+    return hashlib.blake2b(
+        f"({(identity, more)!r}, ".encode("utf-8", "surrogatepass"), digest_size=20, person=b"livepatch-kv"
+    )
+
+
+_ABOVE, _ALL = 1 << BITS, (1 << BITS) - 1
+
+
+def marks_of(begun: Any, ids: list[int], above: int = _ABOVE, all_: int = _ALL) -> list[int]:
     """As many marks as there are ids, which go into them: they are not in the key otherwise."""
-    hasher = _HASHER.copy()
-    hasher.update(f"({identity}, {ids!r})".encode("utf-8", "surrogatepass"))
-    digest = int.from_bytes(hasher.digest(), "big")
-    return [_ABOVE | digest >> shift & _ALL for shift in _SHIFTS]
-
-
-_HASHER = hashlib.blake2b(digest_size=20, person=b"livepatch-kv")
-_ABOVE, _ALL, _SHIFTS = 1 << BITS, (1 << BITS) - 1, tuple(BITS * place for place in range(WORDS))
+    hasher = begun.copy()
+    hasher.update(b"(%d, %d, %d, %d, %d))" % tuple(ids))
+    of = int.from_bytes(hasher.digest(), "big")
+    # No loop: it costs as much as the digest.
+    return [
+        above | of & all_,
+        above | of >> 30 & all_,
+        above | of >> 60 & all_,
+        above | of >> 90 & all_,
+        above | of >> 120 & all_,
+    ]
 
 
 def digest_of(embeds: Any) -> str:

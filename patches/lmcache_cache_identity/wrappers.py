@@ -37,6 +37,9 @@ SETTLED = "_livepatch_settled"
 LOOKED_UP = "_livepatch_looked_up"
 """Attribute of a tracker: the ids that it was looked up by before it lost its identity, and that its locks are of."""
 
+ADAPTERS = "_livepatch_adapters"
+"""Attribute of a scheduler's connector: the adapters of its engine. A process may have several engines."""
+
 IDENTITY = "_livepatch_identity"
 """Attribute of a request: the first that it had. A request that was preempted gets a new tracker."""
 
@@ -54,6 +57,9 @@ class Multiprocess:
         adapter = connector.scheduler_adapter
         blocks = adapter.num_blocks_per_chunk() * getattr(connector, "vllm_block_size", 1)
         self.chunk: int = getattr(adapter, "lmcache_tokens_per_chunk", blocks)
+        lazy = getattr(connector, "_lazy_offload_manager", None)
+        if hasattr(lazy, "_rebind_tokens"):
+            livepatch.around_its(lazy, "_rebind_tokens", livepatch.lasting(self.rebind))
         for owner, name, wrapper in (
             (connector, "_get_or_create_request_tracker", self.track),
             (connector, "get_num_new_matched_tokens", self.matched),
@@ -134,6 +140,15 @@ class Multiprocess:
             ids.marks.put(token_ids)
         return original(token_ids, *rest, request_id=request_id, **named)
 
+    def rebind(self, original: Call, _: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
+        """LMCache's lazy offload appends to the ids of before. Of a chunk that had too few of them for marks, the last
+        alone would be marked."""
+        bound = original(metadata, *rest, **named)
+        ids = getattr(self.trackers.get(metadata.request_id), "all_token_ids", None)
+        if isinstance(ids, MarkedIds):
+            ids.marks.put(bound.op.token_ids)
+        return bound
+
 
 def _put(tracker: Any, ids: Any) -> None:
     tracker.all_token_ids = ids
@@ -142,18 +157,20 @@ def _put(tracker: Any, ids: Any) -> None:
 
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
-    adapters = Adapters(lambda sentence: livepatch.say("adapter", sentence))
-
     def create(original: Call, _: Any, config: Any, role: Any, *rest: Any, **named: Any) -> Any:
         connector = original(config, role, *rest, **named)
         if role.name == "SCHEDULER":
+            adapters = Adapters(lambda sentence: livepatch.say("adapter", sentence))
             fingerprint = livepatch.options["FINGERPRINT"]
             identities = Identities(adapters, config.lora_config is not None, fingerprint)
             for one in leaves(connector):
                 if hasattr(one, "request_trackers") and hasattr(one, "scheduler_adapter"):
                     Multiprocess(one, identities, livepatch)
-                if hasattr(one, "_lmcache_engine"):
+                elif hasattr(one, "_lmcache_engine"):
                     InProcess(one._lmcache_engine, identities, livepatch)
+                else:
+                    continue
+                setattr(connector, ADAPTERS, adapters)
             return connector
         for one in (connector, *getattr(connector, "_connectors", ())):
             impl = getattr(one, "_lmcache_engine", None)
@@ -163,6 +180,9 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def add_lora(original: Call, core: Any, lora_request: Any, *rest: Any, **named: Any) -> Any:
         """Before the workers read it. What they could not read, nobody has asked for: its id is given to no other."""
+        adapters = _of(core)
+        if adapters is None:
+            return original(lora_request, *rest, **named)
         new = adapters.is_new(lora_request)
         adapters.met(lora_request)
         try:
@@ -172,11 +192,19 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
                 adapters.forget(lora_request.lora_int_id)
             raise
 
-    def remove_lora(answer: Any, _: Any, lora_id: int, *rest: Any, **named: Any) -> None:
-        adapters.removed(lora_id)
+    def remove_lora(answer: Any, core: Any, lora_id: int, *rest: Any, **named: Any) -> None:
+        adapters = _of(core)
+        if adapters is not None:
+            adapters.removed(lora_id)
 
     return {
         CREATE: create,
         f"{CORE}.add_lora": livepatch.lasting(add_lora),
         f"{CORE}.remove_lora": livepatch.lasting(livepatch.after(remove_lora)),
     }
+
+
+def _of(core: Any) -> Adapters | None:
+    """The adapters of an engine; None where it has no LMCache."""
+    found: Adapters | None = getattr(core.scheduler.connector, ADAPTERS, None)
+    return found

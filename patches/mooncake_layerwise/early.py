@@ -17,7 +17,7 @@ import copy
 import itertools
 import sys
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class Writes:
         self._asks: dict[int, Ask] = {}  # by the identity of the ask's metadata
         self._failed: list[tuple[str, frozenset[int], float]] = []  # of writes that failed: the transfer, prefill's
         # blocks that were read, and the `perf_counter` until which a rest is taken to read them
-        self._waiting: deque[Part] = deque()  # for a place
+        self._waiting: OrderedDict[Part, None] = OrderedDict()  # for a place, the oldest first
         self._places = max(1, worker.num_sender_workers // 2)
         own = worker.kv_cache_config.kv_cache_groups[self._group.index]
         self._block_bytes = max(1, own.kv_cache_spec.page_size_bytes * len(own.layer_names))
@@ -203,7 +203,7 @@ class Writes:
         if part.under_way is not None or self._next(part) is None or part in self._waiting:
             return
         if not self._places:
-            self._waiting.append(part)
+            self._waiting[part] = None
             return
         self._places -= 1
         part.under_way = asyncio.ensure_future(self._write(part))
@@ -259,14 +259,14 @@ class Writes:
         finally:
             part.under_way = None
             self._places += 1
-            self._waiting.append(part)  # behind those that wait
+            self._waiting[part] = None  # behind those that wait
             self._go_on()
 
     def _go_on(self) -> None:
         """A place is free. Nobody awaits the task that calls this: an error would be lost with it."""
         try:
             for _ in range(len(self._waiting)):
-                self._begin(self._waiting.popleft())
+                self._begin(self._waiting.popitem(last=False)[0])
         except Exception as error:
             self._livepatch.stand_aside("writing early", error)
 

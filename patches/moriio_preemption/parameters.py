@@ -40,8 +40,16 @@ HOST = re.compile(r"[A-Za-z0-9\[:][A-Za-z0-9.\-:%\[\]_]{0,253}")
 Check = Callable[[Any], bool]
 
 
+NO_NAME = re.compile(r"[\0-\x1f\x7f\ud800-\udfff]")
+
+
 def text(value: Any) -> bool:
-    return type(value) is str and 0 < len(value) <= TEXT_CHARACTERS and value.isprintable()
+    """Return whether a value is an id: not empty, of a bounded length, without control characters and halves of others.
+
+    An engine's ids hold what a client has sent as `X-Request-Id`. UTF-8 in that is read as Latin-1, of which some
+    characters cannot be printed.
+    """
+    return isinstance(value, str) and 0 < len(value) <= TEXT_CHARACTERS and NO_NAME.search(value) is None
 
 
 def host(value: Any) -> bool:

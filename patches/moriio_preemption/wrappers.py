@@ -62,7 +62,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def refuse(request: Any, problem: str) -> None:
         found = request.kv_transfer_params
-        request.kv_transfer_params = given.without_ours(found) if type(found) is dict else None
+        request.kv_transfer_params = given.without_ours(found) if isinstance(found, dict) else None
         livepatch.tell(
             "refused",
             f"request {request.request_id}: its kv_transfer_params cannot be used, {problem}: "
@@ -71,7 +71,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     def problem_of(half: Any, block_size: int, request: Any, found: Any) -> str | None:
         """Return why a connector cannot do what the parameters ask for, None where it can or is asked for nothing."""
-        if type(found) is not dict:
+        if not isinstance(found, dict):
             return f"they are {given.described(found)}"
         load, send = found.get("do_remote_prefill"), found.get("do_remote_decode")
         if not load and not send:

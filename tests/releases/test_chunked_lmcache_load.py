@@ -207,6 +207,42 @@ def test_twice_the_hits_take_twice_the_work(
             assert max(grows.values()) <= AT_MOST, (mode, kind, grows)
 
 
+@pytest.mark.parametrize("release", executed.first(RELEASES))
+def test_a_long_hit_takes_no_more_steps_than_on_stock(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """The pool has room for all of it, so it is loaded at once; in parts where MAX_TOKENS says so."""
+    releases = {"vllm": release, "lmcache": lmcache_of(release)}
+    came = {}
+    for which, given in ("stock", {}), ("patched", {TOGGLE: "on"}), ("parts", {f"{TOGGLE}_MAX_TOKENS": "32768"}):
+        work = tmp_path / which
+        work.mkdir()
+        came[which] = warm.run(
+            "chunked_load_scale",
+            releases,
+            work,
+            bundle=None if which == "stock" else bundle,
+            environ={TOGGLE: "on", **given},
+            arguments=[which_class(release), "long", "1"],
+        )["worlds"]
+    for mode, stock in came["stock"].items():
+        found = {which: worlds[mode]["1"] for which, worlds in came.items()}
+        assert {world["outcome"] for world in found.values()} == {"finishes"}, mode
+        assert {world["loaded"] for world in found.values()} == {stock["1"]["loaded"]}, mode
+        assert found["patched"]["steps"] <= stock["1"]["steps"] < found["parts"]["steps"], mode
+
+
+@pytest.mark.parametrize("release", executed.first(RELEASES))
+def test_whole_loads_and_parts_beside_each_other(
+    release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """By default a load is whole where the pool has room to spare, else in parts: nothing stalls, and all is loaded."""
+    which = "builtin lmcache" if Version(release) >= Version(OWN_CLASS_FROM) else "builtin"
+    environ = {TOGGLE: "on", "PART_TOKENS": str(PART_TOKENS)}
+    check(drive(warm, tmp_path, release, which, bundle=bundle, environ=environ), largest=2048)
+    assert interpreter.reported(tmp_path, PATCH)["counters"]["further_parts"] > 5
+
+
 @pytest.mark.parametrize("release", SOME)
 def test_what_has_arrived_stops_nobody(
     release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path

@@ -166,6 +166,14 @@ def test_locks(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> N
     assert came == {"replaced_while_it_waits": OWN}
 
 
+def test_an_engine_that_is_dropped_goes(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
+    """With the patches that are on beside it, as on stock."""
+    for folder, given in ("stock", None), ("patched", bundle):
+        work = tmp_path / folder
+        work.mkdir()
+        assert driven("lmcache", "0.29.0", INSTALLED, warm, work, "dropped", bundle=given) == {"dropped": True}
+
+
 @pytest.mark.parametrize(("whose", "vllm", "lmcache"), [("vllm", "0.33.0", "0.4.6"), ("lmcache", "0.29.0", INSTALLED)])
 def test_ten_thousand_images(
     whose: str, vllm: str, lmcache: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path

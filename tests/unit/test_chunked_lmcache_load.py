@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,10 +122,10 @@ def test_a_scheduler_with_another_connector_or_none_has_nothing_of_this_patch(co
 @pytest.mark.parametrize(
     ("environ", "toggle", "tokens"),
     [
-        ({}, "auto", 32768),
+        ({}, "auto", -1),
         ({f"{TOGGLE}_MAX_TOKENS": "4096"}, "auto", 4096),
         ({FROM_THE_FIELD: "4096"}, "auto", 4096),
-        ({f"{TOGGLE}_MAX_TOKENS": ""}, "auto", 32768),  # counts as unset
+        ({f"{TOGGLE}_MAX_TOKENS": ""}, "auto", -1),  # counts as unset
         ({f"{TOGGLE}_MAX_TOKENS": "0"}, "off", 0),
         ({FROM_THE_FIELD: "0"}, "off", 0),
         ({TOGGLE: "on", f"{TOGGLE}_MAX_TOKENS": "0"}, "on", 0),
@@ -137,7 +139,7 @@ def test_options(environ: dict[str, str], toggle: str, tokens: int) -> None:
 @pytest.mark.parametrize("value", ["-1", "many", "1.5"])
 def test_what_is_no_number_of_tokens_counts_as_the_default(value: str) -> None:
     found = settings.read([catalogue.load()[NAME].patch], {f"{TOGGLE}_MAX_TOKENS": value})
-    assert (found.toggles[NAME], found.options[NAME]["max_tokens"]) == ("auto", 32768)
+    assert (found.toggles[NAME], found.options[NAME]["max_tokens"]) == ("auto", -1)
     assert f"{TOGGLE}_MAX_TOKENS" in found.errors[0]
 
 
@@ -195,7 +197,7 @@ class Pool(FullAttentionManager):
         return -(-num_tokens // self.block_size) - held
 
 
-def with_pool(free: int, *running: Any, lookahead: int = 0, max_model_len: int = 4096) -> Any:
+def with_pool(free: int, *running: Any, lookahead: int = 0, max_model_len: int = 4096, given: int = 32768) -> Any:
     made = scheduler(lmcache(64))
     pool = Pool()
     pool.req_to_blocks = {other.request_id: other.held for other in running}
@@ -207,7 +209,7 @@ def with_pool(free: int, *running: Any, lookahead: int = 0, max_model_len: int =
     made.running = list(running)
     made.num_lookahead_tokens = lookahead
     made.max_model_len = max_model_len
-    return patch._Loads(made, context())
+    return patch._Loads(made, context(given))
 
 
 def asks(tokens: int, computed: int = 0, held: int = 0) -> Any:
@@ -234,19 +236,19 @@ def asks(tokens: int, computed: int = 0, held: int = 0) -> Any:
 def test_a_request_fits_where_its_first_answer_does(tokens: int, lookahead: int, longest: int, blocks: int) -> None:
     for free, fits in ((blocks, True), (blocks - 1, False)):
         loads = with_pool(free, lookahead=lookahead, max_model_len=longest)
-        assert loads.fits(asks(tokens), 0, tokens) is fits
+        assert (loads.room(asks(tokens), 0, tokens) >= 0) is fits
 
 
 def test_what_is_cached_takes_no_block() -> None:
-    assert with_pool(7).fits(asks(160), 64, 160)
-    assert not with_pool(6).fits(asks(160), 64, 160)
+    assert with_pool(7).room(asks(160), 64, 160) == 0
+    assert with_pool(6).room(asks(160), 64, 160) == -1
 
 
 def test_a_prefill_that_runs_keeps_what_it_still_needs() -> None:
     """320 tokens take 21 blocks with the answer's first; it has 4 so far."""
     prefill, done = asks(320, computed=64, held=4), asks(48, computed=48, held=3)
-    assert with_pool(10 + 17, prefill, done).fits(asks(159), 0, 159)
-    assert not with_pool(10 + 16, prefill, done).fits(asks(159), 0, 159)
+    assert with_pool(10 + 17, prefill, done).room(asks(159), 0, 159) == 0
+    assert with_pool(10 + 16, prefill, done).room(asks(159), 0, 159) == -1
 
 
 def test_a_sliding_window_takes_no_more_than_its_own_most() -> None:
@@ -257,7 +259,7 @@ def test_a_sliding_window_takes_no_more_than_its_own_most() -> None:
         (manager,) = loads.managers
         manager._max_admission_blocks_per_request = 8
         manager.req_to_blocks[prefill.request_id] = [SimpleNamespace(is_null=number == 0) for number in range(4)]
-        assert loads.fits(asks(159), 0, 159) is fits
+        assert (loads.room(asks(159), 0, 159) >= 0) is fits
 
 
 @pytest.mark.parametrize(("start", "end", "released"), [(64, 128, [(64, 128)]), (64, 64, []), (128, 64, [])])
@@ -334,6 +336,25 @@ def test_who_does_not_fit_finds_no_blocks_until_the_step_ends() -> None:
     assert pool.allocate_slots(one, 16) == "blocks of 16-0"
 
 
+@pytest.mark.parametrize(
+    ("given", "free", "at"),
+    [
+        (-1, 6400 + 1 + 4, 102_400),  # whole: the one that runs can compute a chunk of 64 beside it
+        (-1, 6400 + 1 + 3, 32_768),
+        (32_768, 20_000, 32_768),  # as an operator has said
+        (0, 20_000, 102_400),
+    ],
+)
+def test_a_load_is_whole_where_the_pool_can_spare_its_blocks(given: int, free: int, at: int) -> None:
+    loads = with_pool(free, asks(48, computed=48, held=3), max_model_len=1 << 20, given=given)
+    loads.part_tokens = patch.PART_TOKENS if given else 0  # as of one group of full attention
+    asked = asks(102_400)
+    loads.connector.request_trackers[asked.request_id] = SimpleNamespace(
+        num_lmcache_hit_tokens=102_400, num_stored_tokens=0
+    )
+    assert loads.bounded(lambda request, computed: (102_400, True), asked, 0) == (at, True)
+
+
 def load_of(loads: Any, state: str, at: int) -> tuple[Any, list[tuple[int, int]]]:
     """A load of 192 tokens of which `at` are there; and what is unlocked from now on."""
     unlocked: list[tuple[int, int]] = []
@@ -357,10 +378,19 @@ def test_where_the_patch_stands_aside_each_load_is_the_releases_again(
     state: str, hit: int, expected: list[tuple[int, int]]
 ) -> None:
     """One that was not let in may be loaded whole; of one that was, what is not loaded any more is unlocked."""
-    loads = with_pool(100)
+    livepatch = context()
+    schedulers = [with_pool(100).scheduler for _ in range(2)]
+    for one in schedulers:
+        one.schedule = one._connector_finished = lambda: None
+        patch.wrappers(livepatch)[INIT].look(None, one)
+    gone = weakref.ref(schedulers.pop()._livepatch_loads)
+    del one
+    gc.collect()
+    assert gone() is None, "an engine that is dropped is held by nobody"
+    loads = schedulers[0]._livepatch_loads
     load, unlocked = load_of(loads, state, 64)
     loads.loads["one"] = load
-    loads.livepatch.withdraw()
+    livepatch.withdraw()
     assert (load.tracker.num_lmcache_hit_tokens, unlocked) == (hit, expected)
 
 
@@ -403,7 +433,7 @@ def with_looks(*running: Any) -> tuple[Any, list[int]]:
 def test_only_a_request_that_comes_is_looked_up_in_the_prefix_cache() -> None:
     """What runs holds its blocks: to look it up costs a walk over its blocks, and would count some of them twice."""
     loads, looked_up = with_looks(asks(320, computed=64, held=4))
-    assert loads.fits(asks(160), 64, 160)
+    assert loads.room(asks(160), 64, 160) >= 0
     assert looked_up == [159]
 
 
@@ -412,11 +442,11 @@ def test_what_the_scheduler_has_looked_up_is_not_looked_up_again() -> None:
     loads, looked_up = with_looks()
     one, other = asks(160), asks(320)
     loads.coordinator.find_longest_cache_hit(one.block_hashes, 159)
-    assert loads.fits(one, 64, 160)
+    assert loads.room(one, 64, 160) >= 0
     assert looked_up == [159]
-    assert loads.fits(other, 64, 320), "of another request nothing was looked up"
+    assert loads.room(other, 64, 320) >= 0, "of another request nothing was looked up"
     assert looked_up == [159, 319]
     loads.coordinator.find_longest_cache_hit(one.block_hashes, 159)
     loads.end_step()
-    assert loads.fits(one, 64, 160)
+    assert loads.room(one, 64, 160) >= 0
     assert looked_up == [159, 319, 159, 159], "the pool may have given the blocks to others since"

@@ -25,6 +25,8 @@ CHUNK = 8
 WAIT = 20.0
 BASE = (("base",),)
 OTHER = (("lora", "a", "digest", "False"),)
+MARKS = [1637606731, 1285500256, 1875400377, 1953402653, 1378518888]
+"""By version 9, of OTHER before the ids 1000 to 1004."""
 
 
 def asked(ids: list[int], *, lora: Any = None, images: tuple[Any, ...] = ()) -> Any:
@@ -86,6 +88,16 @@ class TestMarks:
         once = list(ids)
         made = mocker.spy(Marks, "_at")
         assert list(ids) == once
+        made.assert_not_called()
+
+    def test_marks_are_those_of_the_versions_before(self) -> None:
+        """What engines have stored is found after an upgrade."""
+        assert marked(list(range(1000, 1016)), OTHER)[:WORDS] == MARKS
+
+    def test_of_a_long_prompt_each_mark_is_made_by_one_call(self, mocker: MockerFixture) -> None:
+        """32 prompts of 16,384 tokens, asked for at once, took three times as long as on stock."""
+        made = mocker.spy(Marks, "_at")
+        list(MarkedIds(Marks(asked(list(range(64 * CHUNK))), BASE, CHUNK)))
         made.assert_not_called()
 
     @pytest.mark.parametrize("part", [slice(3, 11), slice(None, 5), slice(-3, None), slice(0, 24, 2), slice(9, 9)])
@@ -237,21 +249,61 @@ class TestAdapters:
     def test_one_that_the_workers_could_not_read_is_not_remembered(self, files: Path, mocker: MockerFixture) -> None:
         """Its name would be suspect for good: nothing is loaded or stored behind vLLM's own prefix cache then."""
         mocker.patch("threading.Thread")
-        made = mocker.spy(wrappers, "Adapters")
         add = wrappers.wrappers(context(mocker))[f"{wrappers.CORE}.add_lora"]
+        known = Adapters(mocker.Mock())
+        core = mocker.Mock(**{"scheduler.connector._livepatch_adapters": known})
         read = mocker.Mock(side_effect=ValueError("rank 64 is greater than max_lora_rank 16"))
         with pytest.raises(ValueError, match="rank 64"):
-            add(read, mocker.Mock(), lora_of(files))
-        known: Adapters = made.spy_return
+            add(read, core, lora_of(files))
         other = lora_of(files, 2)
         (files / "adapter_config.json").write_text('{"r": 16}', encoding="utf-8")
-        assert add(mocker.Mock(return_value=True), mocker.Mock(), other)
+        assert add(mocker.Mock(return_value=True), core, other)
         known.met(other).look()
         assert not known.shares_a_name(other)
         # One that is known may be other weights on some workers.
         with pytest.raises(ValueError, match="rank 64"):
-            add(read, mocker.Mock(), lora_of(files, 2, load_inplace=True))
+            add(read, core, lora_of(files, 2, load_inplace=True))
         assert known.identity(other) is None
+
+    def test_two_engines_of_a_process_have_adapters_of_their_own(self, files: Path, mocker: MockerFixture) -> None:
+        mocker.patch("threading.Thread")
+        wrap = wrappers.wrappers(context(mocker))
+        config, scheduler = mocker.Mock(), SimpleNamespace(name="SCHEDULER")
+        cores = []
+        for name in ("org/a", "org/b"):
+            made = wrap[wrappers.CREATE](mocker.Mock(return_value=connector()), None, config, scheduler)
+            cores.append(SimpleNamespace(scheduler=SimpleNamespace(connector=made)))
+            wrap[f"{wrappers.CORE}.add_lora"](mocker.Mock(), cores[-1], lora_of(files, 1, name))
+        known = [core.scheduler.connector._livepatch_adapters for core in cores]
+        assert [[one.name, one.lost] for each in known for one in each._known.values()] == [
+            ["org/a", ""],
+            ["org/b", ""],
+        ]
+        wrap[f"{wrappers.CORE}.remove_lora"].look(True, cores[0], 1)
+        assert [len(each._known) for each in known] == [0, 1]
+
+    def test_an_engine_without_lmcache_hashes_nothing(self, files: Path, mocker: MockerFixture) -> None:
+        wrap = wrappers.wrappers(context(mocker))
+        other = mocker.Mock(spec=["get_num_new_matched_tokens"])
+        made = wrap[wrappers.CREATE](
+            mocker.Mock(return_value=other), None, mocker.Mock(), SimpleNamespace(name="SCHEDULER")
+        )
+        for found in (made, None):
+            core = SimpleNamespace(scheduler=SimpleNamespace(connector=found))
+            assert wrap[f"{wrappers.CORE}.add_lora"](mocker.Mock(return_value=True), core, lora_of(files))
+            wrap[f"{wrappers.CORE}.remove_lora"].look(True, core, 1)
+
+    def test_threads_end_with_the_engine(self, files: Path, mocker: MockerFixture) -> None:
+        mocker.patch.object(adapters, "LOOK_SECONDS", 0.001)
+        known = Adapters(mocker.Mock())
+        one = known.met(lora_of(files))
+        until(lambda: one.digest is not None)
+        threads = known._threads
+        assert all(thread.is_alive() for thread in threads)
+        del known
+        for thread in threads:
+            thread.join(WAIT)
+            assert not thread.is_alive()
 
     def test_requests_that_run_while_their_adapter_is_removed_have_it_read_again(
         self, files: Path, mocker: MockerFixture
@@ -465,6 +517,32 @@ class TestReplaced:
         one = SimpleNamespace(req_id="r", save_spec=save, token_ids=[1] * 16, disagg_spec=None)
         impl.build_connector_meta(SimpleNamespace(requests=[one]))
         assert not save.can_save
+
+
+class TestLazyOffload:
+    def test_ids_that_are_appended_to_a_requests_first_have_all_marks_of_their_chunk(
+        self, files: Path, mocker: MockerFixture
+    ) -> None:
+        """Of a chunk's first three ids nothing is marked yet; of its next, the last two were, and the first three not."""
+        mocker.patch("threading.Thread")
+        known = Adapters(mocker.Mock())
+        known.met(lora_of(files)).look()
+        made = connector()
+        ledger: list[int] = []
+
+        def rebind(metadata: Any) -> Any:
+            ledger.extend(metadata.op.token_ids[len(ledger) :])
+            return SimpleNamespace(op=SimpleNamespace(token_ids=ledger))
+
+        made._lazy_offload_manager = SimpleNamespace(_rebind_tokens=rebind)
+        wrappers.Multiprocess(made, Identities(known, True, ""), context(mocker))
+        request = asked(list(range(CHUNK + 3)), lora=lora_of(files))
+        tracker = made._get_or_create_request_tracker(request)
+        for _ in range(2):
+            operation = SimpleNamespace(request_id="r", op=SimpleNamespace(token_ids=list(tracker.all_token_ids)))
+            made._lazy_offload_manager._rebind_tokens(operation)
+            assert ledger == list(tracker.all_token_ids)
+            request.all_token_ids.extend(range(CHUNK + 3, 2 * CHUNK))
 
 
 class TestErrors:

@@ -1088,6 +1088,29 @@ def test_blocks_of_a_prefill_that_was_given_up_after_a_failed_write_are_held_as_
     run(case)
 
 
+def test_who_waits_for_a_place_already_is_found_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer of each step looks at all parts: with hundreds that wait, the square of these."""
+    compared = []
+
+    class Counted(Part):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return self is other
+
+    cache = SimpleNamespace(layer_names=["l"], kv_cache_spec=SimpleNamespace(page_size_bytes=1))
+    worker = SimpleNamespace(num_sender_workers=2, kv_cache_config=SimpleNamespace(kv_cache_groups=[cache]))
+    writes = early.Writes(PatchContext("mooncake-layerwise", {}, {}, lambda: None), worker)
+    writes._places = 0
+    monkeypatch.setattr(early.Writes, "_next", lambda self, part: ([1], None))
+    parts = [Counted(SimpleNamespace(), "d", f"t{n}", [10]) for n in range(50)]  # type: ignore[arg-type]
+    for part in parts * 2:
+        writes._begin(part)
+    assert list(writes._waiting) == parts
+    assert compared == []
+
+
 def test_of_what_is_given_back_nothing_begins_while_what_is_under_way_is_awaited() -> None:
     """There are two places to write: the third of those that ask waits for one."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,8 @@ def left(params: Any, connector: Any, **facts: bool) -> Any:
         {**LOAD, "remote_notify_port": "61005", "remote_block_ids": (1, 2, 3, 4)},
         {**LOAD, "tp_size": None, "remote_dp_size_local": 0, "remote_hosts": ["10.0.0.1", "pod-2.prefill"]},
         {"another": "connector's"},
+        {**LOAD, "transfer_id": "tx-\u65e5".encode().decode("latin-1"), "remote_engine_id": "p\u65e5"},
+        OrderedDict(LOAD),
     ],
 )
 def test_what_can_be_used_is_left_as_it_is(params: Any) -> None:
@@ -127,7 +130,7 @@ def test_a_size_of_nobody_knows_what() -> None:
         *(
             (name, value)
             for name in ("transfer_id", "remote_engine_id")
-            for value in (None, "", 7, ["a"], "x" * 5000, "\n")
+            for value in (None, "", 7, ["a"], "x" * 5000, "\n", "\ud800")
         ),
         *(("remote_host", value) for value in (None, "", 7, "a b", "x/y", "-", ["h"])),
         *(("remote_notify_port", value) for value in (None, "", 0, -1, 65535, "x", [1])),

@@ -108,6 +108,33 @@ def test_a_finder_in_front_of_ours_that_takes_no_target_loads_nothing(patched: S
     assert patched.reports() == []
 
 
+def test_with_a_finder_in_front_of_ours_an_import_that_fails_is_not_looked_at(patched: Sandbox) -> None:
+    """Code may try it in each call. One that leaves a module, or executes a target anew, is."""
+    done = patched.python(
+        f"import fakeengine.scheduler\nNAMES = ''\n{IN_FRONT}"
+        """
+from _vllm_livepatch.sitecustomize.runtime import Runtime
+looks, look = [], Runtime.look
+Runtime.look = lambda runtime, importing: (looks.append(1) if importing else None, look(runtime, importing))
+def count(step):
+    looks.clear()
+    step()
+    return len(looks)
+def fails():
+    for _ in range(3):
+        try:
+            import fakeengine.nothing
+        except ImportError:
+            pass
+def imports():
+    import fakeengine.worker
+import importlib
+print(count(fails), count(imports), count(lambda: importlib.reload(fakeengine.scheduler)), count(fails))
+"""
+    )
+    assert (done.code, done.out) == (0, "0 1 1 0\n"), done.err
+
+
 @pytest.mark.parametrize("toggle", ["off", "optional", "not needed"])
 def test_a_patch_that_nobody_wants_is_not_bypassed(sandbox: Sandbox, toggle: str) -> None:
     facts = {"auto": "off"} if toggle == "optional" else {}

@@ -20,6 +20,7 @@ begin_driver()
 import gc
 import importlib
 import logging
+import os
 import random
 import sys
 import tempfile
@@ -195,8 +196,11 @@ def found(mixes: int, connectors: Iterable[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Play everything with all connector classes asked for."""
+    """Play everything with all connector classes asked for. PART_TOKENS: the patch's own, for a pool of this size."""
     quiet()
+    patch = sys.modules.get("_vllm_livepatch.patches.chunked_lmcache_load.wrappers")
+    if patch is not None and "PART_TOKENS" in os.environ:
+        vars(patch)["PART_TOKENS"] = int(os.environ["PART_TOKENS"])
     hide_later_adapter()
     imported = time.perf_counter()
     worlds = found(int(sys.argv[1]), sys.argv[2:])

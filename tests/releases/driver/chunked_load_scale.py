@@ -3,8 +3,8 @@
 
     chunked_load_scale.py builtin|lmcache CASE HITS...
 
-CASE is `fits` (a pool of all prompts), `crowd` (of a quarter), `fails` (as `fits`; each load fails once) or `time` (as
-`fits`; CPU seconds of each step). Counted are the instructions of Python that run in files of the patches, by patch,
+CASE is `fits` (a pool of all prompts), `crowd` (of a quarter), `fails` (as `fits`; each load fails once), `time` (as
+`fits`; CPU seconds of each step) or `long` (as `fits`; prompts of LONG blocks, stored but for the last chunk). Counted are the instructions of Python that run in files of the patches, by patch,
 whatever the machine: of the longest step, and of all. See paged_world.py for what is real and what is stood in for.
 """
 
@@ -30,6 +30,7 @@ from result import outcome_of, print_result
 PATCHES = "/_vllm_livepatch/patches/"
 BLOCKS = 6
 """A prompt's; the first chunk, of four, is stored."""
+LONG = 5120
 OUTPUTS = 4
 """Tokens of an answer."""
 
@@ -77,11 +78,12 @@ class Steps:
 
 def play(mode: str, model_config: Any, connector: tuple[str, str], case: str, hits: int) -> dict[str, Any]:
     """Run one world; return what it came to and what its steps took."""
-    paged_world.POOL_BLOCKS = real.NUM_BLOCKS = 1 + (BLOCKS + 1) * (hits if case != "crowd" else max(1, hits // 4))
+    blocks, hit = (LONG, LONG * BLOCK - CHUNK) if case == "long" else (BLOCKS, CHUNK)
+    paged_world.POOL_BLOCKS = real.NUM_BLOCKS = 1 + (blocks + 1) * (hits if case != "crowd" else max(1, hits // 4))
     paged_world.STEP_TOKENS = hits * BLOCKS * BLOCK
     options = {"max_num_seqs": hits, "max_num_batched_tokens": max(real.MAX_MODEL_LEN, paged_world.STEP_TOKENS)}
-    made: dict[str, Any] = {"hit": CHUNK, "outputs": OUTPUTS, "failing_loads": int(case == "fails")}
-    plans = [Plan(f"hit{n}", tokens(f"hit{n}", BLOCKS), **made) for n in range(hits)]
+    made: dict[str, Any] = {"hit": hit, "outputs": OUTPUTS, "failing_loads": int(case == "fails")}
+    plans = [Plan(f"hit{n}", tokens(f"hit{n}", blocks), **made) for n in range(hits)]
     world = World(mode, model_config, connector, plans, options=options)
     steps = Steps(world.scheduler, timed=case == "time")
     outcome = outcome_of(world.run)
@@ -99,6 +101,8 @@ def play(mode: str, model_config: Any, connector: tuple[str, str], case: str, hi
 def main() -> None:
     """Play the case with both scheduler classes, for each number of hits."""
     connector = base.connector_alone(sys.argv[1])
+    if sys.argv[2] == "long":
+        real.MAX_MODEL_LEN = (LONG + 1) * BLOCK
     played: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as directory:
         model_config = real.make_model_config(Path(directory))

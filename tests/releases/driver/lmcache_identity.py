@@ -25,6 +25,7 @@ import pickle
 import sys
 import tempfile
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +97,7 @@ class Engine:
         self.scheduler = real.scheduler_of("Scheduler", vllm_config)
         self.weights: dict[int, str] = {}
         self.loaded: dict[str, int] = {}  # tokens that came from LMCache
-        self.known: tuple[Any, Any, Any] = {}, {}, {}
+        self.core = SimpleNamespace(model_executor=MagicMock(), scheduler=self.scheduler)
         connector = self.scheduler.connector
         self.connector = connector._connectors[0] if multi else connector
         allocated = connector.update_state_after_alloc
@@ -131,17 +132,19 @@ class Engine:
             worker.register_kv_caches({"layer0": cache})
         return worker, cache
 
-    def enter(self) -> None:
-        """This engine's process is another than the others': let the patch know this one's adapters."""
-        for one in registries():
-            one._known, one._named, one._before = self.known
+    @property
+    def adapters(self) -> dict[int, Any]:
+        """What the patch, where there is one, knows of this engine's adapters, by their ids."""
+        known = getattr(self.scheduler.connector, "_livepatch_adapters", None)
+        return known._known if known is not None else {}
 
     def load(self, lora: Any) -> None:
         """As `/v1/load_lora_adapter` does, in this engine's process."""
-        self.enter()
-        EngineCore.add_lora(SimpleNamespace(model_executor=MagicMock()), lora)
+        EngineCore.add_lora(self.core, lora)
         self.read(lora)
-        settled(lora)
+        adapter = self.adapters.get(lora.lora_int_id)
+        if adapter is not None:
+            until(lambda: bool(adapter.lost) or adapter.digest is not None)
 
     def read(self, lora: Any) -> None:
         """A worker reads an adapter that it does not have, or that is to be read again."""
@@ -150,7 +153,6 @@ class Engine:
 
     def run(self, request: Any) -> list[Any]:
         """A request until it has been answered: how many tokens came from LMCache, and whether its KV is right."""
-        self.enter()
         self.scheduler.add_request(request)
         if request.lora_request is not None:
             self.read(request.lora_request)
@@ -236,25 +238,6 @@ def left_by(request: Any, weights: dict[int, str], tokens: int) -> list[float]:
             state.update(embeds[place].numpy().tobytes())
         values.append(float(int.from_bytes(state.digest()[:3], "big")))
     return values
-
-
-def registries() -> list[Any]:
-    """The patch's knowledge of adapters: one object of the process, and none in a stock one."""
-    if not REGISTRIES and "_vllm_livepatch" in sys.modules:  # to look through all objects takes a second
-        gc.unfreeze()  # what is frozen is not listed: the interpreter that this one was forked of has frozen what it had
-        REGISTRIES.extend(one for one in gc.get_objects() if type(one).__name__ == "Adapters")
-    return REGISTRIES
-
-
-REGISTRIES: list[Any] = []
-
-
-def settled(lora: Any) -> None:
-    """Wait until the patch, where there is one, knows an adapter or knows that it never will."""
-    for one in registries():
-        adapter = one._known.get(lora.lora_int_id)
-        if adapter is not None:
-            until(lambda adapter=adapter: bool(adapter.lost) or adapter.digest is not None)
 
 
 class Asked(Request):  # type: ignore[misc]
@@ -402,7 +385,7 @@ def changed_files(server: Server) -> list[Any]:
     engine.load(lora)
     came = [engine.run(request(lora, prompt=10))]
     Path(lora.lora_path, "adapter_model.safetensors").write_text("after!")
-    until(lambda: all(one._known[1].lost for one in registries()))
+    until(lambda: all(one.lost for one in engine.adapters.values()))
     engine.scheduler.reset_prefix_cache()
     engine.weights[1] = "after!"
     return [*came, engine.run(request(lora, prompt=10))]
@@ -422,7 +405,7 @@ def replaced_while_it_waits(server: Server) -> list[Any]:
 
     def scheduled() -> Any:
         if waits.request_id in trackers and trackers[waits.request_id].num_lmcache_hit_tokens and taken:
-            EngineCore.remove_lora(SimpleNamespace(model_executor=MagicMock()), lora.lora_int_id)
+            EngineCore.remove_lora(engine.core, lora.lora_int_id)
             schedule()
             pool.free_blocks(taken)
             taken.clear()
@@ -432,6 +415,21 @@ def replaced_while_it_waits(server: Server) -> list[Any]:
     engine.run(waits)
     until(lambda: server.ask("evict") and not server.ask("keys"))
     return came
+
+
+def dropped(server: Server) -> bool:
+    """An engine of this process is given up, as `del llm` does: nobody holds its scheduler, worker and cache."""
+    engine = Engine(server)
+    lora = adapter("a", 1, "weights of a")
+    engine.load(lora)
+    engine.run(request(lora, prompt=21))
+    for connector in (engine.scheduler.connector, *engine.workers):
+        connector.shutdown()
+    held = [weakref.ref(one) for one in (engine.scheduler, engine.scheduler.connector, *engine.workers, *engine.caches)]
+    del engine, connector
+    gc.unfreeze()  # what is frozen is not collected: the interpreter that this one was forked of has frozen what it had
+    gc.collect()
+    return all(one() is None for one in held)
 
 
 def images(server: Server) -> list[Any]:
@@ -501,6 +499,7 @@ CASES: tuple[Callable[[Server], Any], ...] = (
     salts,
     plain,
     many_images,
+    dropped,
     replaced_while_it_waits,
 )
 

@@ -49,7 +49,6 @@ def left(server: Any, number: int, params: Any) -> Any:
     """Its client leaves while it is queued; the next is answered."""
     engine = identity.Engine(server, adapters=False)
     asked = request(number, params)
-    engine.enter()
     engine.scheduler.add_request(asked)
     engine.scheduler.finish_requests(asked.request_id, RequestStatus.FINISHED_ABORTED)
     return [engine.run(request(number, None)), len(engine.connector.request_trackers)]

@@ -37,6 +37,8 @@ ROUNDS = 60
 """Steps without any progress after which a request counts as one that waits for ever."""
 KV_FIRST = importlib.util.find_spec(f"{common.__package__}.moriio_layout") is None
 """Whether keys and values are a cache's first dimension, as to 0.23.0; later its blocks are."""
+CLIENTS_ID = "\u65e5".encode().decode("latin-1")
+"""Of a client that sends `X-Request-Id` in UTF-8, as the API server reads it: one of its characters cannot be printed."""
 FOREIGN = 77.0
 """What another request would have left in a block."""
 
@@ -136,7 +138,7 @@ class Two:
         return {
             "do_remote_decode": False,
             "do_remote_prefill": False,
-            "transfer_id": f"tx-{next(self._numbers)}",
+            "transfer_id": f"tx-{CLIENTS_ID}-{next(self._numbers)}",
             "remote_block_ids": None,
             "remote_engine_id": None,
             "remote_host": HOST,
