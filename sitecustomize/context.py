@@ -57,7 +57,7 @@ class PatchContext:
         self._failed = failed
         self._first = threading.Lock()  # taken by the first error, and kept
         self._put_back: list[Callable[[], None]] = []
-        self._lasting: weakref.WeakSet[object] = weakref.WeakSet()  # else an engine's would be held for ever
+        self._lasting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # else engines would stay
 
     def count(self, kind: str, number: int = 1) -> None:
         """Add to a counter that `status` shows; not where torch.compile traces: it would count once, not each call."""
@@ -109,7 +109,7 @@ class PatchContext:
 
     def lasting(self, wrapper: _Wrapper) -> _Wrapper:
         """Let a wrapper go on after the patch has stood aside, for what the patch did before; it asks `aside`."""
-        self._lasting.add(wrapper)
+        self._lasting[id(wrapper)] = wrapper
         return wrapper
 
     def before(self, look: Callable[..., None]) -> guard.Before:
@@ -146,7 +146,7 @@ class PatchContext:
         return no_function.AfterImport(change, holds)
 
     def lasts(self, wrapper: object) -> bool:
-        return wrapper in self._lasting
+        return self._lasting.get(id(wrapper)) is wrapper
 
     def around(
         self,
