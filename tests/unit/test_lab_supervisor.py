@@ -160,6 +160,21 @@ def test_the_death_of_a_part_cancels_the_guarded_work(tmp_path: Path) -> None:
     assert gone(int(str(record(tmp_path, "second")["pid"])))
 
 
+def test_a_part_that_is_killed_again_before_it_serves_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    async def killed_twice() -> None:
+        async with Supervisor(tmp_path) as supervisor:
+            await supervisor.start([server("slow", "import time, os\nos.path.exists('again') and time.sleep(60)")])
+            supervisor.kill("slow")
+            (tmp_path / "again").touch()
+            back = asyncio.create_task(supervisor.restart("slow"))
+            await asyncio.sleep(0)  # it has been launched
+            assert not back.done()
+            supervisor.kill("slow")
+            await asyncio.wait_for(back, 30)
+
+    asyncio.run(killed_twice())
+
+
 def test_guarded_work_returns_its_result_and_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "_LINGER_SECONDS", 0.2)
 

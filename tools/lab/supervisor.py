@@ -158,10 +158,11 @@ class Supervisor:
                 process.kill()
         running.process.wait()
         running.stopped = False
+        running.up.set()  # who brings it back waits no more
         self._say(f"{name} was killed")
 
     async def restart(self, name: str) -> None:
-        """Bring a killed part back, as it was, and return when it serves. Raises ``PartFailed``."""
+        """Bring a killed part back, as it was, and return when it serves, or was killed again. Raises ``PartFailed``."""
         index = self._running.index(self._part(name))
         self._running[index] = running = self._launch(self._running[index].part, mode="ab")
         self._look_after(running)
