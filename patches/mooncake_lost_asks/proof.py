@@ -190,31 +190,6 @@ def odd_id(outcome: str) -> list[Judged]:
     return loads(outcome)
 
 
-def two_legs(outcome: str, let_go: bool, other_let_go: bool) -> list[Judged]:
-    """Two prefills of one transfer end, and decode asks for the first"""
-    return [*loads(outcome), comes_back(let_go), comes_back(other_let_go)]
-
-
-def two_legs_later(outcome: str, later: str) -> list[Judged]:
-    """Two prefills of one transfer end, decode asks for the first, and then for the second"""
-    return [*loads(outcome), told(later)]
-
-
-def two_legs_at_once(outcome: str, let_go: bool, other_let_go: bool) -> list[Judged]:
-    """Two prefills of one transfer end in one step, and decode asks for the first"""
-    return [*loads(outcome), comes_back(let_go), comes_back(other_let_go)]
-
-
-def two_legs_in_turn(outcome: str, let_go: bool, beside: str) -> list[Judged]:
-    """Of two prefills of one transfer the second ends when the first was sent, in one step with another's"""
-    return [*loads(outcome), comes_back(let_go), *loads(beside)]
-
-
-def two_legs_one_aborted(outcome: str, let_go: bool) -> list[Judged]:
-    """Of two prefills of one transfer the first has ended, and the second is aborted"""
-    return [*loads(outcome), comes_back(let_go)]
-
-
 def let_go_beside(beside: str, outcome: str, let_go: bool) -> list[Judged]:
     """A client hangs up when the prefill of another load of the same message ends, and its own begins after that"""
     return [*loads(beside), (True, "") if outcome == OWN else told(outcome), comes_back(let_go)]
@@ -241,11 +216,6 @@ EVERY: tuple[Judge, ...] = (
     slots,
     stray,
     odd_id,
-    two_legs,
-    two_legs_at_once,
-    two_legs_in_turn,
-    two_legs_one_aborted,
-    two_legs_later,
 )
 
 

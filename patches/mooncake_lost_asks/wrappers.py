@@ -270,14 +270,10 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     async def recorded(original: Call, worker: Any, metadata: Any, *rest: Any, **named: Any) -> None:
         dropped: list[Any] = []
-        begun_anew: Any = None
         try:
             dropped = before(worker, metadata)
-            begun_anew = unknown(worker, metadata)
         except Exception as error:
             livepatch.stand_aside("noting prefills", error)
-        if begun_anew is not None:
-            await original(begun_anew, *rest, **named)
         await original(metadata, *rest, **named)
         for entry in dropped:
             entry.ready.set()  # whoever waits for it finds that it is kept no more
@@ -291,16 +287,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         """What is dropped now, of all that is kept. The release stops at the first that it does not know."""
         asks, kept = asks_of(worker), worker.reqs_need_send
         metadata.reqs_to_send = {name: (named(of), blocks) for name, (of, blocks) in metadata.reqs_to_send.items()}
-        second = give_back(worker, metadata)
         begun_now = {transfer for transfer, _ in metadata.reqs_to_send.values()}
         for transfer in begun_now:
             asks.given_up.pop(hash(transfer), None)
             if transfer in asks.let_go and not asks.let_go[transfer].asks and not begun_for(kept, transfer):
                 del asks.let_go[transfer]  # what was let go has ended; this is another
-        for transfer in second:
-            asks.give_up(transfer)  # who asks when the first was sent is told that nothing comes
         given_up = metadata.reqs_not_processed - gone_on(metadata, kept)
-        given_up = {transfer for transfer in given_up if transfer not in kept or not kept[transfer].ready.is_set()}
         for transfer in given_up:
             asks.give_up(transfer)
             asks.let_go.pop(transfer, None)  # this was its prefill: one that comes after it is another
@@ -308,43 +300,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if given_up:
             livepatch.count("given_up", len(given_up))
         return [kept[transfer] for transfer in metadata.reqs_not_processed if transfer in kept]
-
-    def give_back(worker: Any, metadata: Any) -> set[str]:
-        """Free the blocks of prefills that have ended, and that another one of their transfer has come before.
-
-        That one is sent, to whoever asks first, and is kept for as long as the release would keep the second. Returns
-        these transfers.
-        """
-        kept, ended, second = worker.reqs_need_send, set(), set()
-        for name, (transfer, blocks) in list(metadata.reqs_to_send.items()):
-            first = kept.get(transfer)
-            there = first is not None and first.ready.is_set() and first.p_req_id != name
-            if not blocks or not (there or transfer in ended):
-                ended.update([transfer] if blocks else [])
-                continue
-            if there:
-                seconds = vars(sys.modules[type(worker).__module__])["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
-                first.expire_time = time.perf_counter() + seconds
-            del metadata.reqs_to_send[name]
-            worker.finished_sending_reqs.add(name)
-            second.add(transfer)
-            livepatch.tell("second", f"{name} has the transfer_id of another prompt that has ended: that one is sent")
-        return second
-
-    def unknown(worker: Any, metadata: Any) -> Any:
-        """What begins prefills that end, and of which nothing is kept: another of their transfer was sent, or given up.
-
-        The release stops at such a one, and forgets what is behind it.
-        """
-        kept = worker.reqs_need_send
-        begun: dict[str, Any] = {
-            name: (of, []) for name, (of, blocks) in metadata.reqs_to_send.items() if blocks and of not in kept
-        }
-        if not begun:
-            return None
-        part = copy.copy(metadata)
-        part.reqs_to_send, part.reqs_not_processed = begun, set()
-        return part
 
     def record_send_reqs(original: Call, worker: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
         return recorded(original, worker, metadata, *rest, **named)

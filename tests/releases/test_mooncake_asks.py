@@ -55,11 +55,6 @@ RIGHT = {
     "slots": [OWN, True, True, OWN],
     "stray": [True, OWN],
     "odd_id": OWN,
-    "two_legs": [OWN, True, True],
-    "two_legs_at_once": [OWN, True, True],
-    "two_legs_in_turn": [OWN, True, OWN],
-    "two_legs_one_aborted": [OWN, True],
-    "two_legs_later": [OWN, FAILED],
 }
 
 
@@ -116,12 +111,6 @@ def stock(release: str) -> dict[str, Any]:
         "slots": [NOTHING, False, True, OWN],
         "stray": [False, NOTHING],
         "odd_id": NOTHING,
-        "two_legs": ["wrong: [104.0, 105.0]", False, True],
-        "two_legs_at_once": ["wrong: [104.0, 105.0]", False, True],
-        # Behind `slots` and `stray` nobody is served; alone, the first is: [OWN, True, NOTHING].
-        "two_legs_in_turn": [NOTHING, False, NOTHING],
-        "two_legs_one_aborted": [NOTHING, False],
-        "two_legs_later": [NOTHING, NOTHING],
         **one_of_two,
     }
 

@@ -618,68 +618,6 @@ class seconds:
         os.environ[ABORT] = "600"
 
 
-def two_legs(pair: Pair, name: str = "twice") -> Any:
-    """Two prefill requests come with one transfer, and both end. Decode asks for the first."""
-    first = pair.leg(name, [1, 2], None)
-    second = prefilling(f"p-{name}-2", name, 2)
-    pair.prefill.admit(second, [4, 5])
-    pair.prefill.step()
-    pair.end(first, [1, 2])
-    pair.end(second, [4, 5])
-    pair.ask(name, [1, 2])
-    return pair.loaded(name, [1, 2]), pair.let_go(name, 10), pair.let_go(f"{name}-2", 10)
-
-
-def two_legs_later(pair: Pair) -> Any:
-    """The same; decode asks for the second, too."""
-    came = two_legs(pair, "twice-asked")
-    pair.decode.received.discard("d-twice-asked")
-    pair.ask("twice-asked", [4, 5])
-    return came[0], pair.loaded("twice-asked", [4, 5])
-
-
-def two_legs_at_once(pair: Pair) -> Any:
-    """The same, and both end in one step."""
-    first, second = (prefilling(f"p-at-a-time{more}", "at-a-time", 2) for more in ("", "-2"))
-    pair.prefill.admit(first, [1, 2])
-    pair.prefill.step()
-    pair.prefill.admit(second, [4, 5])
-    pair.prefill.step()
-    pair.prefill.finish(first, [1, 2], "FINISHED_LENGTH_CAPPED")
-    pair.end(second, [4, 5])
-    pair.ask("at-a-time", [1, 2])
-    return pair.loaded("at-a-time", [1, 2]), pair.let_go("at-a-time", 10), pair.let_go("at-a-time-2", 10)
-
-
-def two_legs_in_turn(pair: Pair) -> Any:
-    """The second ends when the first was sent, in one step with another's."""
-    first = pair.leg("in-turn", [1, 2], None)
-    second, beside = prefilling("p-in-turn-2", "in-turn", 2), prefilling("p-in-turn-3", "beside-in-turn", 2)
-    pair.prefill.admit(second, [4, 5])
-    pair.prefill.step()
-    pair.prefill.admit(beside, [7, 8])
-    pair.prefill.step()
-    pair.end(first, [1, 2])
-    pair.ask("in-turn", [1, 2])
-    loaded, let_go = pair.loaded("in-turn", [1, 2]), pair.let_go("in-turn", 10)
-    pair.prefill.finish(second, [4, 5], "FINISHED_LENGTH_CAPPED")
-    pair.end(beside, [7, 8])
-    pair.ask("beside-in-turn", [7, 8])
-    return loaded, let_go, pair.loaded("beside-in-turn", [7, 8])
-
-
-def two_legs_one_aborted(pair: Pair) -> Any:
-    """The client of the second hangs up when the first has ended."""
-    first = pair.leg("one-left", [1, 2], None)
-    second = prefilling("p-one-left-2", "one-left", 2)
-    pair.prefill.admit(second, [4, 5])
-    pair.prefill.step()
-    pair.end(first, [1, 2])
-    pair.end(second, [4, 5], "FINISHED_ABORTED")
-    pair.ask("one-left", [1, 2])
-    return pair.loaded("one-left", [1, 2]), pair.let_go("one-left", 10)
-
-
 ABORT = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
 CASES = (
     in_turn,
@@ -698,17 +636,7 @@ CASES = (
     broken,
 )
 LET_GO = (tried_again, tried_again_first, let_go_first, let_go_before, let_go_last, let_go_amid, let_go_beside)
-LAST = (
-    two_legs,
-    two_legs_at_once,
-    waiting,
-    slots,
-    stray,
-    odd_id,
-    two_legs_in_turn,
-    two_legs_one_aborted,
-    two_legs_later,
-)
+LAST = (waiting, slots, stray, odd_id)
 
 
 def played(wanted: Iterable[str] = (), kind: type[Pair] = Pair) -> dict[str, Any]:
