@@ -28,7 +28,7 @@ _WORDS = frozenset(
             "sas",
             "totp",
         ),
-        *("webhook", "webhooks"),
+        *("ak", "sk", "webhook", "webhooks"),  # an object store's access key and secret key
     )
 )
 _ENDS = (
@@ -61,8 +61,9 @@ _SIGN = r"(?::\s*(?:str|bytes|Any|SecretStr)(?:\s*\|\s*None)?\s*=|[+!|?]?[:=]{1,
 # A name in quotes may also be the first of two arguments: setdefault('NAME', 'value').
 _NAME = _QUOTED + r"(?(quote)(?P=quote)\s*(?:(?:\]\s*)?%s|,(?=\s*[bBfFrRuU]{0,2}\\{0,3}[\"']))|\s*(?:\]\s*)?%s)\s*"
 _PAIR = re.compile(_NAME % (_SIGN, _SIGN))
-# In a sentence a colon may be one: only after a name in quotes it is what a dictionary shows.
-_NAMED = re.compile(_NAME % (_SIGN, "[+!|?]?:?={1,2}>?"))
+# In a sentence a colon may be one: only after a name in quotes it is what a dictionary shows, and after one that no
+# sentence has, such as X-Api-Key, what a header or YAML shows.
+_NAMED = re.compile(_NAME % (_SIGN, r"(?:[+!|?]?:?={1,2}>?|(?:(?<=_key|-Key|oken|cret|word)|(?<=api-key)):(?=\s))"))
 _NO_FLAG = r"""(?!\\{0,3}["']?--?[a-z][a-z0-9_.-]*(?:[=\s"'\\]|$))"""
 # Between the words of a list, as `repr` or JSON shows it, are quotes and a comma.
 _FLAGGED = re.compile(r"""(?<![\w-])--?(?P<name>[A-Za-z][\w.-]{0,100})(?:\\{0,3}["'],)?\s+""" + _NO_FLAG)
@@ -76,6 +77,11 @@ _VALUE = re.compile(rf"""(?:{_QUOTES}|{_WORD})(?:{_WORD}|"[^"\n]{{0,999}}"|'[^'\
 _USER = re.compile(r"(://)[^/\s\"']+(@)")  # to the last one: a password may hold another
 # The same where no scheme is in front, as a proxy's may be. An image's digest comes behind such a sign, too.
 _HOST = re.compile(r"""(?<![^\s"'`=,;(\[{])([^\s"'`=,;(\[{:@/]{0,100}:)(?!//)[^\s"']{1,200}@(?=[\w\[])(?!sha256:)""")
+# Whatever scheme there is: `Authorization: Token ...`. The two that are known stay to be seen.
+_HEADER = re.compile(
+    r"""(authorization\\{0,3}["']?\s*[:=]\s*\\{0,3}["']?)(?!bearer|basic|\*\*\*)(?:[a-z-]{1,20}[^\S\n]+)?[^\s"'\\]+""",
+    re.IGNORECASE,
+)
 _SCHEME = re.compile(r"\b(bearer|basic)(\s+)[^\s\"']+", re.IGNORECASE)
 # Slack's, Discord's, Teams' and others': who has such an address may write there.
 _HOOK = re.compile(r"""(://[^\s"'?#]{0,200}?hook[^\s/"'?#]{0,100}[/?])[^\s"']+""", re.IGNORECASE)
@@ -242,13 +248,19 @@ def _without(names: re.Pattern[str], text: str, shown: Collection[str] = ()) -> 
         if found.start() < end or not is_secret(found["name"]):
             continue
         value = _VALUE.match(text, found.end())
-        if value is None:
+        if value is None or (shown and _ends_a_place(text, found)):
             continue
         word = value[0].strip("\\\"'")
         if word.lower() not in shown and not _harmless(found["name"], word):
             parts += [text[end : value.start()], HIDDEN]
             end = value.end()
     return "".join((*parts, text[end:]))
+
+
+def _ends_a_place(text: str, found: re.Match[str]) -> bool:
+    """Whether a name with a colon alone is the end of where something went wrong, as in module:Class.next_token: ..."""
+    lone = text[found.end("name") : found.end()].strip() == ":"
+    return lone and ("." in found["name"] or text[found.start() - 1 : found.start()] == ":")
 
 
 def _forms(text: str) -> str:
@@ -260,6 +272,7 @@ def _forms(text: str) -> str:
     text = _USER.sub(rf"\1{HIDDEN}\2", text)
     text = _HOST.sub(rf"\1{HIDDEN}@", text)
     text = _LOGIN.sub(rf"\1{HIDDEN}", text)
+    text = _HEADER.sub(rf"\1{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
     return _KNOWN.sub(rf"\1{HIDDEN}", text)
 
@@ -277,8 +290,20 @@ def _json(text: str) -> Any:
 def _inside(value: Any, secret: str = "") -> Any:
     """`secret` is the name that makes it one."""
     if isinstance(value, dict):
-        return {key: _inside(part, key if is_secret(key) else secret) for key, part in value.items()}
+        named = [name for name in (value.get("name"), value.get("key")) if isinstance(name, str) and is_secret(name)]
+        secret = secret or "".join(named[:1] if "value" in value else [])
+        return {
+            key: part if part in named else _inside(part, key if is_secret(key) else secret)
+            for key, part in value.items()
+        }
     if isinstance(value, list):
+        if (
+            len(value) == 2
+            and isinstance(value[0], str)
+            and re.fullmatch(r"\w[\w.]*", value[0])
+            and is_secret(value[0])
+        ):
+            return [value[0], _inside(value[1], value[0])]
         if not secret and value and all(isinstance(part, str) for part in value):
             return without_secrets(value)  # a command line
         return [_inside(part, secret) for part in value]

@@ -278,6 +278,24 @@ def test_any_command_line_is_shown_with_as_many_words(line: list[str]) -> None:
     assert len(without_secrets(line)) == len(line)
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["--env", f'[{{"name": "HF_TOKEN", "value": "{SECRET}"}}]'], '[{"name": "HF_TOKEN", "value": "***"}]'),
+        (
+            ["--env", f'[{{"key": "api_key", "value": {{"a": "{SECRET}"}}}}]'],
+            '[{"key": "api_key", "value": {"a": "***"}}]',
+        ),
+        (["--env", f'[["HF_TOKEN", "{SECRET}"], ["PORT", "80"]]'], '[["HF_TOKEN", "***"], ["PORT", "80"]]'),
+        (["--env", '[{"name": "PORT", "value": "80"}]'], '[{"name": "PORT", "value": "80"}]'),
+        (["--sk", SECRET], HIDDEN),
+        ([f"--header=Authorization=Token {SECRET}"], f"--header=Authorization={HIDDEN}"),
+    ],
+)
+def test_a_secret_beside_its_name(given: list[str], shown: str) -> None:
+    assert without_secrets(given)[-1] == shown
+
+
 @pytest.mark.parametrize("name", ["--tokenizer", "model", "--kv-transfer-config", "PATH", "--ssl-keyfile", "KEYBOARD"])
 def test_names_that_are_none(name: str) -> None:
     assert not is_secret(name)
@@ -308,6 +326,10 @@ SENTENCES = {
     f"401 for Bearer {SECRET}": f"401 for Bearer {HIDDEN}",
     f"ProxyError(user:{SECRET}@host:80)": f"ProxyError(user:{HIDDEN}@host:80)",
     f"no model at hf_{SECRET * 2}": f"no model at hf_{HIDDEN}",
+    f"401: X-Api-Key: {SECRET} in it": f"401: X-Api-Key: {HIDDEN} in it",
+    f"401: Authorization: Token {SECRET}": f"401: Authorization: {HIDDEN}",
+    f"{{'Authorization': 'Token {SECRET}'}}": f"{{'Authorization': {HIDDEN}}}",
+    f"YAML has access_token: {SECRET}": f"YAML has access_token: {HIDDEN}",
 }
 
 
@@ -325,6 +347,8 @@ def test_what_is_shown_of_a_sentence(text: str) -> None:
         "LIVEPATCH_CHUNKED_LMCACHE_LOAD_MAX_TOKENS='8192' is not a whole number of at least 1",
         "lmcache.utils:CacheEngineKey.to_string was replaced later by other.key: a function",
         "TypeError: expected 3 tokens, got 4 (wrappers.py, line 12)",
+        "vllm.a:Scheduler.next_token: TypeError: it is None",
+        "vllm.a:make_key: TypeError: it is None",
     ],
 )
 def test_what_is_no_secret_of_a_sentence_is_shown(text: str) -> None:

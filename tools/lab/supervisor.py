@@ -162,7 +162,7 @@ class Supervisor:
         self._say(f"{name} was killed")
 
     async def restart(self, name: str) -> None:
-        """Bring a killed part back, as it was, and return when it serves, or was killed again. Raises ``PartFailed``."""
+        """Bring a killed part back, as it was, and return when it serves or was killed again. Raises ``PartFailed``."""
         index = self._running.index(self._part(name))
         self._running[index] = running = self._launch(self._running[index].part, mode="ab")
         self._look_after(running)
