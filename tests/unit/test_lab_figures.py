@@ -83,13 +83,12 @@ def test_what_is_noted_of_a_run_stands_under_the_table(tmp_path: Path) -> None:
     assert figures.markdown(tmp_path).partition("\n\n")[2] == "- `two`: It is older than the other.\n"
 
 
-@pytest.mark.parametrize("name", ["layerwise", "layerwise-before"])
-def test_the_table_of_what_leaves_early_is_made_of_what_is_kept(name: str) -> None:
-    """`bench.layerwise --kept tests/results/NAME.json --write docs/layerwise.md --table NAME` puts it there."""
-    kept = json.loads((ROOT / f"tests/results/{name}.json").read_text("utf-8"))
+def test_the_table_of_what_leaves_early_is_made_of_what_is_kept() -> None:
+    """`bench.layerwise --kept tests/results/layerwise.json --write docs/layerwise.md --table layerwise` puts it there."""
+    kept = json.loads((ROOT / "tests/results/layerwise.json").read_text("utf-8"))
     assert {"command", "date", "revision", "machine"} <= kept.keys()
     page = (ROOT / "docs/layerwise.md").read_text("utf-8")
-    assert matrix.block(page, name).strip() == layerwise.markdown(kept).strip()
+    assert matrix.block(page, "layerwise").strip() == layerwise.markdown(kept).strip()
 
 
 def test_what_the_page_says_of_the_goals_of_what_leaves_early_is_so() -> None:

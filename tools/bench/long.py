@@ -44,8 +44,7 @@ def kept(checkout: Path, work: Path, python: Path | None = None) -> dict[str, Lo
     docs, results = checkout / "docs", checkout / "tests/results"
     gpu = str(python or _PYTHON)
     found = {"figures/idle_stepping": _by_itself(results / "figures/idle_stepping.json", docs / "idle-stepping.md")}
-    for name in ("layerwise", "layerwise-before"):
-        found[name] = _layerwise(docs, results, name)
+    found["layerwise"] = _layerwise(docs, results, "layerwise")
     found["simulation"] = _simulation(docs, results, work)
     found["gpu"] = _gpu(checkout, work, gpu)
     for file in sorted(results.glob("lab*/*.json")):

@@ -35,8 +35,7 @@ _COLUMNS = {
     "undisturbed outputs that differ from those without a connector": "differ without load",
     "longest wait for an answer": "longest wait",
     "KV usage at the end": "KV usage at the end",
-    "after the load, back in": "after the load, back in",
-    "blocks held with no request left, and the CPU meanwhile": "blocks held with no request left",
+    "blocks held with no request left, and the CPU meanwhile": "held with no request left",
 }
 """Columns of a page's table, by what `summary.rows` calls them: what two setups of one run can be compared by."""
 # The end of a log is full of one machine's paths; a message of upstream's may be. No table has the curves.
@@ -129,6 +128,7 @@ def markdown(place: Path) -> str:
 
 def _short(cell: str) -> str:
     """A cell without the engines that held nothing; `0` where that is all of them."""
+    cell = re.sub(r"; [^;)]* cores, else [^)]*\)", ")", cell)  # no run had the machine for itself
     held = [part for part in re.split(r", (?!else)(?=\w+ \d)|\n", cell) if not re.fullmatch(r"\w+ 0(\.0%| s)", part)]
     return "<br>".join(held) or "0"
 
