@@ -58,6 +58,7 @@ class PatchContext:
         self._first = threading.Lock()  # taken by the first error, and kept
         self._put_back: list[Callable[[], None]] = []
         self._lasting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # else engines would stay
+        self._lasting_for_good: list[object] = []
 
     def count(self, kind: str, number: int = 1) -> None:
         """Add to a counter that `status` shows; not where torch.compile traces: it would count once, not each call."""
@@ -109,7 +110,10 @@ class PatchContext:
 
     def lasting(self, wrapper: _Wrapper) -> _Wrapper:
         """Let a wrapper go on after the patch has stood aside, for what the patch did before; it asks `aside`."""
-        self._lasting[id(wrapper)] = wrapper
+        try:
+            self._lasting[id(wrapper)] = wrapper
+        except TypeError:  # its class has slots, and no place for a weak reference
+            self._lasting_for_good.append(wrapper)
         return wrapper
 
     def before(self, look: Callable[..., None]) -> guard.Before:
@@ -146,7 +150,7 @@ class PatchContext:
         return no_function.AfterImport(change, holds)
 
     def lasts(self, wrapper: object) -> bool:
-        return self._lasting.get(id(wrapper)) is wrapper
+        return self._lasting.get(id(wrapper)) is wrapper or any(wrapper is one for one in self._lasting_for_good)
 
     def around(
         self,

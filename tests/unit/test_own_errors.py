@@ -615,6 +615,23 @@ def test_a_lasting_wrapper_goes_on_and_is_guarded_still() -> None:
     assert len(patched.logged) == 1
 
 
+@pytest.mark.parametrize("slots", [("calls",), ("calls", "__weakref__")])
+def test_an_object_that_wraps_may_last_whatever_its_class_has(slots: tuple[str, ...]) -> None:
+    def call(wrapper: Any, original: Any, release: Any, *rest: Any, **named: Any) -> Any:
+        wrapper.calls += 1
+        return original(*rest, **named)
+
+    patched = Patched(before)
+    wrapper: Any = type("Wrapper", (), {"__slots__": slots, "__call__": call})()
+    wrapper.calls = 0
+    release = patched.release()
+    patched.context.around_its(release, "depth", patched.context.lasting(wrapper))
+    release.step(7)
+    assert patched.context.aside
+    release.depth(0)
+    assert wrapper.calls == 1, "it goes on"
+
+
 @pytest.mark.parametrize(("lasting", "then"), [(True, ["lasting", 8]), (False, 8)])
 def test_a_functions_wrapper_goes_on_only_if_it_is_lasting(lasting: bool, then: Any) -> None:
     """Of a module's function, and of a static method."""
