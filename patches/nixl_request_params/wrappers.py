@@ -255,7 +255,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     return {
         "vllm.v1.core.sched.scheduler:Scheduler.add_request": add_request,
-        "vllm.v1.core.sched.scheduler:Scheduler._connector_finished": livepatch.before(before_the_end),
+        "vllm.v1.core.sched.scheduler:Scheduler._connector_finished": livepatch.before(before_the_end),  # type: ignore[dict-item]
         f"{OFFLOADING}._build_partial_tail_store_jobs": _build_partial_tail_store_jobs,
         f"{P2P_MODULE}:{P2P}.submit_load": submit_load,
         f"{CONNECTORS}.nixl_connector:NixlConnectorWorker._read_blocks_for_req": _read_blocks_for_req,

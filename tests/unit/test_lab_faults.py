@@ -39,8 +39,8 @@ def test_a_fault_says_what_when_and_for_how_long(text: str, expected: Fault) -> 
 def test_another_fault_is_an_error_that_names_those_there_are(text: str) -> None:
     with pytest.raises(
         UserError,
-        match="disconnects, late-reads, late-requests, link, lost-completions, lost-prefills, slow-lmcache, "
-        "slow-transfer, kill-prefill, stop-prefill, kill-decode, stop-decode",
+        match="disconnects, late-reads, late-requests, link, lost-completions, lost-prefills, "
+        "slow-lmcache, slow-offload, slow-store, slow-transfer, kill-prefill, stop-prefill, kill-decode, stop-decode",
     ):
         parse([text], PARTS)
 

@@ -57,7 +57,7 @@ class MooncakeConnector:
 def left(params: Any, connector: Any = None, hosts: str = "") -> tuple[Any, dict[str, int]]:
     """What a request is left with, and what was counted."""
     context = PatchContext("nixl-request-params", {"HOSTS": hosts}, {}, lambda: None)
-    request = SimpleNamespace(request_id="r", kv_transfer_params=params)
+    request = SimpleNamespace(request_id="r", kv_transfer_params=params, sampling_params=None)
     scheduler = SimpleNamespace(connector=NixlConnector() if connector is None else connector)
     wrappers.wrappers(context)[ADD](lambda request: None, scheduler, request)
     return request.kv_transfer_params, dict(context.counters)
