@@ -58,7 +58,6 @@ def session(server: Any, number: int, params: Any) -> Any:
     """A session's second chunk comes with them while its first is queued; another request's KV of that chunk is stored."""
     identity.Engine(server, adapters=False).run(request(number + 50, None))
     engine = identity.Engine(server, adapters=False)
-    engine.enter()
     begun, more, end = request(number, None), request(number + 50, params), request(number, None)
     for chunk, resumable in ((begun, True), (more, True), (end, False)):
         chunk.request_id, chunk.resumable = begun.request_id, resumable
