@@ -93,7 +93,8 @@ def test_patched(pair: tuple[str, str], warm: interpreter.Interpreter, bundle: P
     assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
     counters = patch["counters"]
     assert counters["lookup_given_back"] >= len(MODES) * 4, counters  # queued, and pending, with each client
-    assert counters["unreadable_parameters"] >= len(MODES) * (2 * 8 + 1), counters
+    # Five objects, in two cases. What is no object nixl-request-params takes away before.
+    assert counters["unreadable_parameters"] >= len(MODES) * 2 * 5, counters
     assert counters["lookup_not_answered"] >= len(MODES) * len(TIMED_OUT), counters
     if Version(pair[1]) <= Version("0.5.0"):
         # From 0.5.1 on LMCache itself leaves them alone.
