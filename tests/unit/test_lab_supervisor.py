@@ -163,7 +163,7 @@ def test_the_death_of_a_part_cancels_the_guarded_work(tmp_path: Path) -> None:
 def test_a_part_that_is_killed_again_before_it_serves_is_waited_for_by_nobody(tmp_path: Path) -> None:
     async def killed_twice() -> None:
         async with Supervisor(tmp_path) as supervisor:
-            await supervisor.start([server("slow", "import time, os\nos.path.exists('again') and time.sleep(60)")])
+            await supervisor.start([server("slow", "import os, signal\nos.path.exists('again') and signal.pause()")])
             supervisor.kill("slow")
             (tmp_path / "again").touch()
             back = asyncio.create_task(supervisor.restart("slow"))
