@@ -125,6 +125,27 @@ def no_leg(outcome: str, left: bool) -> list[Judged]:
     return [told(outcome)]
 
 
+def tried_again_unheard(outcome: str, let_go: bool) -> list[Judged]:
+    """A client has hung up before prefill heard of it, and tries again by the same transfer: decode asks first"""
+    return [*loads(outcome), comes_back(let_go)]
+
+
+def tried_again_apart(outcome: str, let_go: bool) -> list[Judged]:
+    """A client has hung up amid its prefill, and tries again by the same transfer: decode asks first"""
+    return [*loads(outcome), comes_back(let_go)]
+
+
+def tried_again_at_once(outcome: str, let_go: bool) -> list[Judged]:
+    """A client has hung up amid its prefill, and the new one begins in the step in which that one is given up"""
+    return [*loads(outcome), comes_back(let_go)]
+
+
+def tried_again_twice(outcome: str, let_go: bool, early: bool, again: str, let_go_again: bool) -> list[Judged]:
+    """A client tries again amid its prefill, loads what that computed, and comes by the same transfer once more"""
+    gone = (not early, "prefill lets go of blocks that nobody has loaded")
+    return [*loads(outcome, again), comes_back(let_go), gone, comes_back(let_go_again)]
+
+
 def let_go_first(outcome: str, let_go: bool) -> list[Judged]:
     """A client has hung up, and decode asks after it has let go of the transfer"""
     return [told(outcome), comes_back(let_go)]
@@ -190,6 +211,21 @@ def odd_id(outcome: str) -> list[Judged]:
     return loads(outcome)
 
 
+def two_legs(outcome: str, let_go: bool, other_let_go: bool) -> list[Judged]:
+    """Two prefills of one transfer end, and decode asks for the first"""
+    return [*loads(outcome), comes_back(let_go), comes_back(other_let_go)]
+
+
+def two_legs_in_turn(outcome: str, let_go: bool, beside: str) -> list[Judged]:
+    """Of two prefills of one transfer the second ends when the first was sent, in one step with another's"""
+    return [*loads(outcome), comes_back(let_go), *loads(beside)]
+
+
+def two_legs_one_aborted(outcome: str, let_go: bool) -> list[Judged]:
+    """Of two prefills of one transfer the first has ended, and the second is aborted"""
+    return [*loads(outcome), comes_back(let_go)]
+
+
 def let_go_beside(beside: str, outcome: str, let_go: bool) -> list[Judged]:
     """A client hangs up when the prefill of another load of the same message ends, and its own begins after that"""
     return [*loads(beside), (True, "") if outcome == OWN else told(outcome), comes_back(let_go)]
@@ -206,6 +242,10 @@ EVERY: tuple[Judge, ...] = (
     no_leg,
     tried_again,
     tried_again_first,
+    tried_again_unheard,
+    tried_again_apart,
+    tried_again_at_once,
+    tried_again_twice,
     let_go_first,
     let_go_before,
     let_go_last,
@@ -216,6 +256,9 @@ EVERY: tuple[Judge, ...] = (
     slots,
     stray,
     odd_id,
+    two_legs,
+    two_legs_in_turn,
+    two_legs_one_aborted,
 )
 
 

@@ -61,12 +61,18 @@ class _Asks:
         self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none
         self.waiting: Counter[str] = Counter()  # asks for blocks under way, by transfer
         # Hashes of transfers whose prefill was given up, oldest first: a client may choose a transfer of megabytes.
-        self.given_up: Remembered[int, None] = Remembered(REMEMBERED)
+        # Whether decode had let go of it: its client may try again, and decode may ask before that prefill begins.
+        self.given_up: Remembered[int, bool] = Remembered(REMEMBERED)
         self.let_go: Remembered[str, _LetGo] = Remembered(REMEMBERED_LET_GO)  # by transfer, oldest first
         self.counting: dict[str, asyncio.Task[None]] = {}  # the release counts who let go, by transfer
 
     def give_up(self, transfer: str) -> None:
-        self.given_up.remember(hash(transfer), None)
+        """Its prefill was given up: one that begins after it is another."""
+        self.given_up.remember(hash(transfer), self.let_go.pop(transfer, None) is not None)
+
+    def may_come_again(self, transfer: str) -> bool:
+        """Whether decode has let go of a transfer: who asks for it after that may be a client that tries again."""
+        return self.was_let_go(transfer) is not None or self.given_up.get(hash(transfer), False)
 
     def let(self, transfer: str, release: Call, meta: Any) -> None:
         let = self.let_go.get(transfer) or _LetGo()
@@ -86,6 +92,7 @@ class _Answers:
     def __init__(self, worker: Any, identity: bytes, socket: Any, failed: Callable[[Exception], None]) -> None:
         self._worker, self._identity, self._socket, self._failed = worker, identity, socket, failed
         self.left: dict[str, str] = {}  # requests that are not answered yet, and their transfers
+        self.sent: set[str] = set()  # transfers of requests that have their blocks
 
     async def send_multipart(self, parts: Any) -> None:
         identity, data = parts
@@ -100,6 +107,7 @@ class _Answers:
         response = self._worker._xfer_resp_decoder.decode(data)
         if response.status.name not in ("CONTINUE", "FINISH"):
             return data
+        self.sent.update(self.left[name] for name in response.ok_reqs or () if name in self.left)
         for name in (*(response.ok_reqs or ()), *(response.err_reqs or ())):
             self.left.pop(name, None)
         last, kept = response.status.name == "FINISH", self._worker.reqs_need_send
@@ -164,7 +172,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             transfers = list(answers.left.values())
             asks_of(worker).waiting.update(transfers)
             for transfer in transfers if asks_us_alone(worker, meta) else ():
-                if transfer not in worker.reqs_need_send and asks_of(worker).was_let_go(transfer) is not None:
+                if transfer not in worker.reqs_need_send and asks_of(worker).may_come_again(transfer):
                     seconds = vars(sys.modules[type(worker).__module__])["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
                     asyncio.get_running_loop().call_later(seconds / LATE_SHARE, too_late, worker, transfer)
             if transfers:
@@ -173,25 +181,22 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             livepatch.say("error", f"an ask could not be served: {type(error).__name__}: {error}")
             await answers.say("ERROR", why=str(error))
         finally:
-            ended(worker, transfers)
+            ended(worker, transfers, answers.sent)
 
     async def taken(release: Call, worker: Any, answers: _Answers, meta: Any) -> None:
         """Take from an ask, and answer, what lets go, and what will not come. The release serves the rest."""
-        asks, kept, alone = asks_of(worker), worker.reqs_need_send, asks_us_alone(worker, meta)
+        asks, kept = asks_of(worker), worker.reqs_need_send
         empty = {name: of for name, of in meta.req_blocks.items() if not any_blocks(of[1])}
         rest = {name: of for name, of in meta.req_blocks.items() if name not in empty}
         for name, (transfer, _) in empty.items():
             part = copy.copy(meta)
             part.req_blocks = {name: empty[name]}
-            let_go(worker, transfer, release, part, alone)
+            let_go(worker, transfer, release, part)
         if empty:
             livepatch.count("let_go", len(empty))
 
         def over(transfer: str) -> bool:
-            if hash(transfer) in asks.given_up and transfer not in kept:
-                return True
-            let = asks.was_let_go(transfer) if alone else None
-            return let is not None and bool(let.asks or begun_for(kept, transfer))  # else another prefill may come
+            return hash(transfer) in asks.given_up and transfer not in kept and not asks.may_come_again(transfer)
 
         # Earlier decode engines take the end of what was no load for the end of one, and die of it.
         done = list(empty) if livepatch.facts.get("empty_is_no_load") else []
@@ -212,19 +217,20 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             done, answered = [], True
         meta.req_blocks = rest
 
-    def let_go(worker: Any, transfer: str, release: Call, part: Any, alone: bool) -> None:
+    def let_go(worker: Any, transfer: str, release: Call, part: Any) -> None:
         """Decode wants nothing of a transfer any more: who waits for a prefill that has not begun waits no more."""
-        kept = worker.reqs_need_send
-        entry = kept.get(transfer)
-        if hash(transfer) not in asks_of(worker).given_up or entry is not None:
-            asks_of(worker).let(transfer, release, part)
-        if alone:
+        asks, kept = asks_of(worker), worker.reqs_need_send
+        if hash(transfer) in asks.given_up and transfer not in kept:
+            asks.given_up.remember(hash(transfer), True)
+        else:
+            asks.let(transfer, release, part)
+        if asks_us_alone(worker, part):
             wait_no_more(kept, transfer)
         count(worker, transfer)
 
     def too_late(worker: Any, transfer: str) -> None:
         """No prefill has begun again for what was let go: who asked for it is told so."""
-        if transfer in asks_of(worker).let_go and wait_no_more(worker.reqs_need_send, transfer):
+        if asks_of(worker).may_come_again(transfer) and wait_no_more(worker.reqs_need_send, transfer):
             livepatch.count("refused")
 
     def count(worker: Any, transfer: str) -> None:
@@ -248,10 +254,13 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         finally:
             del asks_of(worker).counting[transfer]
 
-    def ended(worker: Any, transfers: list[str]) -> None:
+    def ended(worker: Any, transfers: list[str], sent: set[str]) -> None:
         """Forget what nobody waits for, and no prefill has begun for."""
-        waiting, kept = asks_of(worker).waiting, worker.reqs_need_send
+        asks, kept = asks_of(worker), worker.reqs_need_send
+        waiting = asks.waiting
         for transfer in transfers:
+            if transfer in sent and transfer not in kept and transfer in asks.let_go:
+                asks.let_go[transfer].asks.clear()  # a client tried again and was served: the next prefill is another
             waiting[transfer] -= 1
             if waiting[transfer]:
                 continue
@@ -270,10 +279,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
 
     async def recorded(original: Call, worker: Any, metadata: Any, *rest: Any, **named: Any) -> None:
         dropped: list[Any] = []
+        begun_anew: Any = None
         try:
             dropped = before(worker, metadata)
+            begun_anew = unknown(worker, metadata)
         except Exception as error:
             livepatch.stand_aside("noting prefills", error)
+        if begun_anew is not None:
+            await original(begun_anew, *rest, **named)
         await original(metadata, *rest, **named)
         for entry in dropped:
             entry.ready.set()  # whoever waits for it finds that it is kept no more
@@ -287,19 +300,63 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         """What is dropped now, of all that is kept. The release stops at the first that it does not know."""
         asks, kept = asks_of(worker), worker.reqs_need_send
         metadata.reqs_to_send = {name: (named(of), blocks) for name, (of, blocks) in metadata.reqs_to_send.items()}
+        second = give_back(worker, metadata)
         begun_now = {transfer for transfer, _ in metadata.reqs_to_send.values()}
         for transfer in begun_now:
             asks.given_up.pop(hash(transfer), None)
             if transfer in asks.let_go and not asks.let_go[transfer].asks and not begun_for(kept, transfer):
                 del asks.let_go[transfer]  # what was let go has ended; this is another
-        given_up = metadata.reqs_not_processed - gone_on(metadata, kept)
+        for transfer in second:
+            asks.give_up(transfer)  # who asks when the first was sent is told that nothing comes
+        going_on = gone_on(metadata, kept)
+        for name, (transfer, _) in metadata.reqs_to_send.items():
+            if transfer in metadata.reqs_not_processed & going_on and kept[transfer].p_req_id not in ("", name):
+                asks.let_go.pop(transfer, None)  # likewise: given up in the step in which another began
+        given_up = metadata.reqs_not_processed - going_on
+        given_up = {transfer for transfer in given_up if transfer not in kept or not kept[transfer].ready.is_set()}
         for transfer in given_up:
             asks.give_up(transfer)
-            asks.let_go.pop(transfer, None)  # this was its prefill: one that comes after it is another
         metadata.reqs_not_processed = {transfer for transfer in given_up if transfer in kept or transfer in begun_now}
         if given_up:
             livepatch.count("given_up", len(given_up))
         return [kept[transfer] for transfer in metadata.reqs_not_processed if transfer in kept]
+
+    def give_back(worker: Any, metadata: Any) -> set[str]:
+        """Free the blocks of prefills that have ended, and that another one of their transfer has come before.
+
+        That one is sent, to whoever asks first, and is kept for as long as the release would keep the second. Returns
+        these transfers.
+        """
+        kept, ended, second = worker.reqs_need_send, set(), set()
+        for name, (transfer, blocks) in list(metadata.reqs_to_send.items()):
+            first = kept.get(transfer)
+            there = first is not None and first.ready.is_set() and first.p_req_id != name
+            if not blocks or not (there or transfer in ended):
+                ended.update([transfer] if blocks else [])
+                continue
+            if there:
+                seconds = vars(sys.modules[type(worker).__module__])["envs"].VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+                first.expire_time = time.perf_counter() + seconds
+            del metadata.reqs_to_send[name]
+            worker.finished_sending_reqs.add(name)
+            second.add(transfer)
+            livepatch.tell("second", f"{name} has the transfer_id of another prompt that has ended: that one is sent")
+        return second
+
+    def unknown(worker: Any, metadata: Any) -> Any:
+        """What begins prefills that end, and of which nothing is kept: another of their transfer was sent, or given up.
+
+        The release stops at such a one, and forgets what is behind it.
+        """
+        kept = worker.reqs_need_send
+        begun: dict[str, Any] = {
+            name: (of, []) for name, (of, blocks) in metadata.reqs_to_send.items() if blocks and of not in kept
+        }
+        if not begun:
+            return None
+        part = copy.copy(metadata)
+        part.reqs_to_send, part.reqs_not_processed = begun, set()
+        return part
 
     def record_send_reqs(original: Call, worker: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
         return recorded(original, worker, metadata, *rest, **named)

@@ -104,6 +104,7 @@ class Pair:
         places = [number + ELSEWHERE for number in blocks]
         self.decode.fill(places, -OWN)
         self.decode.invalid.difference_update(places)  # another's, of a case before
+        self.decode.received.discard(f"d-{name}")  # it asks once more
         self.decode.admit(request, places)
         self.decode.step()
         return request
@@ -286,11 +287,62 @@ def tried_again_first(pair: Pair) -> Any:
     return pair.loaded("once", [4, 5]), pair.let_go("once")
 
 
+def tried_again_unheard(pair: Pair) -> Any:
+    """A client hangs up before prefill hears of it, and tries again: decode asks before prefill's leg comes."""
+    pair.lets_go("unheard")
+    pair.ask("unheard", [1, 2])
+    pair.arrived("unheard")
+    pair.leg("unheard", [1, 2])
+    return pair.loaded("unheard", [1, 2]), pair.let_go("unheard")
+
+
+def tried_again_apart(pair: Pair) -> Any:
+    """A client hangs up amid its prefill, and tries again: decode asks before the new prefill begins."""
+    first = pair.leg("apart", [1, 2], None)
+    pair.lets_go("apart")
+    pair.end(first, [1, 2], "FINISHED_ABORTED")
+    pair.ask("apart", [4, 5])
+    pair.arrived("apart")
+    pair.leg("apart", [4, 5])
+    return pair.loaded("apart", [4, 5]), pair.let_go("apart")
+
+
+def tried_again_at_once(pair: Pair) -> Any:
+    """The same; the new prefill begins in the step in which the first one is given up, and decode asks after that."""
+    first = pair.leg("quickly", [1, 2], None)
+    pair.lets_go("quickly")
+    pair.prefill.finish(first, [1, 2], "FINISHED_ABORTED")
+    second = prefilling("p-quickly-2", "quickly", 2)
+    pair.prefill.admit(second, [4, 5])
+    pair.prefill.step()
+    pair.turns()
+    pair.ask("quickly", [4, 5])
+    pair.arrived("quickly")
+    pair.end(second, [4, 5])
+    return pair.loaded("quickly", [4, 5]), pair.let_go("quickly-2")
+
+
+def tried_again_twice(pair: Pair) -> Any:
+    """A client hangs up and tries again amid its first prefill, which ends: it loads what that one computed."""
+    first = pair.leg("under-way", [1, 2], None)
+    pair.lets_go("under-way")
+    pair.ask("under-way", [1, 2])
+    pair.arrived("under-way")
+    pair.end(first, [1, 2])
+    loaded = pair.loaded("under-way", [1, 2]), pair.let_go("under-way")
+    pair.prefill.sent.remove("p-under-way")
+    pair.leg("under-way", [4, 5])
+    kept = pair.let_go("under-way", 0.5)
+    pair.ask("under-way", [4, 5])
+    return *loaded, kept, pair.loaded("under-way", [4, 5]), pair.let_go("under-way")
+
+
 def let_go_before(pair: Pair) -> Any:
     """The same where both legs are sent at once, and prefill's comes last: it is for nobody."""
     pair.lets_go("early")
-    pair.ask("early", [1, 2])
-    outcome = pair.loaded("early", [1, 2])
+    with seconds("8"):  # the patch takes a part of it
+        pair.ask("early", [1, 2])
+        outcome = pair.loaded("early", [1, 2])
     untouched = pair.given_to_others([1, 2])
     pair.leg("early", [1, 2])
     return outcome, pair.let_go("early", 60), untouched()
@@ -618,6 +670,75 @@ class seconds:
         os.environ[ABORT] = "600"
 
 
+def two_legs(pair: Pair, name: str = "twice") -> Any:
+    """Two prefill requests come with one transfer, and both end. Decode asks for the first."""
+    first = pair.leg(name, [1, 2], None)
+    second = prefilling(f"p-{name}-2", name, 2)
+    pair.prefill.admit(second, [4, 5])
+    pair.prefill.step()
+    pair.end(first, [1, 2])
+    pair.end(second, [4, 5])
+    pair.ask(name, [1, 2])
+    return pair.loaded(name, [1, 2]), pair.let_go(name), pair.let_go(f"{name}-2")
+
+
+def two_legs_later(pair: Pair) -> Any:
+    """The same; decode asks for the second, too."""
+    came, *_ = two_legs(pair, "twice-asked")
+    if came != "its own":
+        return came, came
+    pair.ask("twice-asked", [4, 5])
+    return came, pair.loaded("twice-asked", [4, 5])
+
+
+def two_legs_at_once(pair: Pair) -> Any:
+    """The same, and both end in one step."""
+    first, second = (prefilling(f"p-at-a-time{more}", "at-a-time", 2) for more in ("", "-2"))
+    pair.prefill.admit(first, [1, 2])
+    pair.prefill.step()
+    pair.prefill.admit(second, [4, 5])
+    pair.prefill.step()
+    pair.prefill.finish(first, [1, 2], "FINISHED_LENGTH_CAPPED")
+    pair.end(second, [4, 5])
+    pair.ask("at-a-time", [1, 2])
+    return pair.loaded("at-a-time", [1, 2]), pair.let_go("at-a-time"), pair.let_go("at-a-time-2")
+
+
+def two_legs_in_turn(pair: Pair) -> Any:
+    """The second ends when the first was sent, in one step with another's."""
+    first = pair.leg("one-by-one", [1, 2], None)
+    second, beside = (
+        prefilling("p-one-by-one-2", "one-by-one", 2),
+        prefilling("p-beside-one-by-one", "beside-one-by-one", 2),
+    )
+    pair.prefill.admit(second, [4, 5])
+    pair.prefill.step()
+    pair.prefill.admit(beside, [7, 8])
+    pair.prefill.step()
+    pair.end(first, [1, 2])
+    pair.ask("one-by-one", [1, 2])
+    loaded = pair.loaded("one-by-one", [1, 2])
+    if loaded != "its own" or not pair.let_go("one-by-one"):
+        return loaded, False, loaded
+    pair.prefill.finish(second, [4, 5], "FINISHED_LENGTH_CAPPED")
+    pair.end(beside, [7, 8])
+    pair.ask("beside-one-by-one", [7, 8])
+    return loaded, True, pair.loaded("beside-one-by-one", [7, 8])
+
+
+def two_legs_one_aborted(pair: Pair) -> Any:
+    """The client of the second hangs up when the first has ended."""
+    first = pair.leg("one-left", [1, 2], None)
+    second = prefilling("p-one-left-2", "one-left", 2)
+    pair.prefill.admit(second, [4, 5])
+    pair.prefill.step()
+    pair.end(first, [1, 2])
+    pair.end(second, [4, 5], "FINISHED_ABORTED")
+    pair.ask("one-left", [1, 2])
+    loaded = pair.loaded("one-left", [1, 2])
+    return loaded, loaded == "its own" and pair.let_go("one-left")
+
+
 ABORT = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
 CASES = (
     in_turn,
@@ -635,8 +756,30 @@ CASES = (
     never_sent,
     broken,
 )
-LET_GO = (tried_again, tried_again_first, let_go_first, let_go_before, let_go_last, let_go_amid, let_go_beside)
-LAST = (waiting, slots, stray, odd_id)
+LET_GO = (
+    tried_again,
+    tried_again_first,
+    tried_again_unheard,
+    tried_again_apart,
+    tried_again_at_once,
+    tried_again_twice,
+    let_go_first,
+    let_go_before,
+    let_go_last,
+    let_go_amid,
+    let_go_beside,
+)
+LAST = (
+    two_legs,
+    two_legs_at_once,
+    waiting,
+    slots,
+    stray,
+    odd_id,
+    two_legs_in_turn,
+    two_legs_one_aborted,
+    two_legs_later,
+)
 
 
 def played(wanted: Iterable[str] = (), kind: type[Pair] = Pair) -> dict[str, Any]:
