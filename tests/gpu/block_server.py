@@ -32,7 +32,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,6 +243,15 @@ def behind_a_step(device: str, log: Path, *more: str) -> dict[str, Any]:
     return came
 
 
+def came_to(case: Mapping[str, Any]) -> str:
+    """What tests/results/gpu-servers.json keeps of a case."""
+    if "error" in case:
+        return "no cache can be registered"
+    if not case["hit"]:
+        return "nothing is stored"
+    return "right" if case["same"] and case.get("untouched", True) and not case["errors"] else "wrong"
+
+
 EAGER = ("--no-l1-use-lazy",)
 """All of the server's memory is pinned at once; by default it is pinned by and by, and copied to and from in another way."""
 CASES: dict[str, Callable[[str, Path], dict[str, Any]]] = {
@@ -266,6 +275,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         log = options.log or Path(place, "server")
         came = {name: CASES[name](options.device, log) for name in options.names or CASES}
+    for case in came.values():
+        case["came_to"] = came_to(case)
     print_result({"compiled": compiled, "device": options.device, "cases": came}, lmcache)
     sys.stdout.flush()
     os._exit(0)  # adapters whose server ended have threads that wait for it

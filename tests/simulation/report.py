@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import operator
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,29 +19,42 @@ BEGIN = "## What the worlds came to"
 """The page's last heading; all after it is written here."""
 
 
-def table(runs: Sequence[dict[str, Any]]) -> str:
+def small(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a run: by release, how many worlds there were, how many were wrong, and how many by kind."""
+    rows = run["releases"].values()
+    kinds = sorted({kind for row in rows for kind in row["broken"]})
+    kinds += sorted({note for row in rows for note in row["notes"] if note.startswith("load deadlock: ")})
+    counts = {
+        release: [
+            row["worlds"],
+            row["failed"],
+            *(row["broken"].get(kind, row["notes"].get(kind, 0)) for kind in kinds),
+        ]
+        for release, row in run["releases"].items()
+    }
+    return {key: run[key] for key in ("setup", "date", "revision", "machine", "seeds")} | {
+        "kinds": kinds,
+        "releases": counts,
+    }
+
+
+def table(runs: Sequence[Mapping[str, Any]]) -> str:
     """How many worlds broke each invariant, and how many loads stood still by which shape: a row a setup and release.
 
     Releases that follow one another and came to the same share a row.
     """
-    rows = [row for run in runs for row in run["releases"].values()]
-    kinds = sorted({kind for row in rows for kind in row["broken"]})
-    kinds += sorted({note for row in rows for note in row["notes"] if note.startswith("load deadlock: ")})
+    kinds = sorted({kind for run in runs for kind in run["kinds"]}, key=lambda kind: ("deadlock" in kind, kind))
     lines = [
         "| setup | release | worlds | wrong | " + " | ".join(kinds) + " |",
         "|---|---|---|---|" + "---|" * len(kinds),
     ]
     for run in runs:
-        counted = [
-            (
-                release,
-                [row["worlds"], row["failed"], *(row["broken"].get(kind, row["notes"].get(kind, 0)) for kind in kinds)],
-            )
-            for release, row in run["releases"].items()
-        ]
-        for counts, alike in itertools.groupby(counted, key=operator.itemgetter(1)):
-            releases = [release for release, _ in alike]
+        for (worlds, wrong, *found), alike in itertools.groupby(
+            run["releases"], key=lambda name, counts=run["releases"]: counts[name]
+        ):
+            releases, of = list(alike), dict(zip(run["kinds"], found, strict=True))
             named = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
+            counts = [worlds, wrong, *(of.get(kind, 0) for kind in kinds)]
             lines.append(f"| {run['setup']} | {named} | {' | '.join(map(str, counts))} |")
     lines += ["", f"{'; '.join(map(_made, runs))}."]
     return "\n".join(lines)
@@ -58,7 +70,7 @@ def write(files: Sequence[str], root: Path = ROOT) -> None:
     runs = []
     for name in files:
         kept = json.loads(Path(name).read_text(encoding="utf-8"))
-        runs += kept if isinstance(kept, list) else [kept]  # what the page has already, too
+        runs += kept if isinstance(kept, list) else [small(kept)]  # what the page has already, too
     (root / "tests/results/simulation.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
     page = root / "docs/simulation.md"
     text, begin, _ = page.read_text(encoding="utf-8").partition(BEGIN)

@@ -19,14 +19,6 @@ COLUMNS = (
 )
 
 
-def came_to(case: Mapping[str, Any]) -> str:
-    if "error" in case:
-        return "no cache can be registered"
-    if not case["hit"]:
-        return "nothing is stored"
-    return "right" if case["same"] and case.get("untouched", True) and not case["errors"] else "**wrong**"
-
-
 def table(kept: Mapping[str, Any]) -> Iterator[str]:
     yield "| LMCache | | " + " | ".join(f"`{l1}`, {what}" for l1, what, _ in COLUMNS) + " |"
     yield "|---|---|---|---|---|---|"
@@ -34,7 +26,7 @@ def table(kept: Mapping[str, Any]) -> Iterator[str]:
     for run in kept["runs"]:
         label = "with its compiled operations" if run["compiled"] else run["setup"]
         for name, case in run["cases"].items():
-            rows[bool(run["compiled"]), run["lmcache"], label][run["l1"], name] = came_to(case)
+            rows[bool(run["compiled"]), run["lmcache"], label][run["l1"], name] = case.replace("wrong", "**wrong**")
     for (_, release, label), cells in sorted(
         rows.items(), key=lambda row: (row[0][0], row[0][1], row[0][2] != "stock")
     ):
@@ -71,10 +63,7 @@ def checks(kept: Mapping[str, Any]) -> Iterator[str]:
         steps = sorted({state["pinned"] for state in pinned[setup]["grows"]["states"]})
         yield f"| `rocm-pinned-allocator` | {setup}: pinned as it grows | {', '.join(map(str, steps))} MiB |"
     for by, unit in (("chunk", "steps"), ("layer", "layers")):
-        assert sent[by]["cpu"]["found"] == sent[by]["cuda"]["found"]
-        assert all("wrong: " in str(came) for came in sent[by]["unawaited"]["found"].values())
-        early = sent[by]["cuda"]["early"]
-        yield f"| `mooncake-layerwise` | {unit} still queued when the connector was called | {early} |"
+        yield f"| `mooncake-layerwise` | {unit} still queued when the connector was called | {sent[by]['early']} |"
 
 
 def spread(values: list[float], digits: int = 2) -> str:

@@ -91,18 +91,6 @@ def test_the_table_of_what_leaves_early_is_made_of_what_is_kept() -> None:
     assert matrix.block(page, "layerwise").strip() == layerwise.markdown(kept).strip()
 
 
-def test_what_the_page_says_of_the_goals_of_what_leaves_early_is_so() -> None:
-    rows = json.loads((ROOT / "tests/results/layerwise.json").read_text("utf-8"))["rows"]
-    over = {
-        (by, row["link"], row["tokens"], row["at_once"]): round(row["median"][by] / row["median"]["stock"], 2)
-        for row in rows
-        for by in ("layer", "chunk")
-    }
-    long = [case for case, ratio in over.items() if case[1] == 400 and case[2] >= 1024 and ratio > 0.7]
-    assert long == [("chunk", 400, 1024, 1), ("chunk", 400, 3072, 1), ("layer", 400, 8192, 1), ("chunk", 400, 8192, 1)]
-    assert [case for case, ratio in over.items() if ratio > 1.02] == [("chunk", 100, 256, 16)]
-
-
 def test_the_table_of_worlds_is_made_of_what_is_kept() -> None:
     """`python -m tests.simulation.report tests/results/simulation.json` puts it there."""
     kept = json.loads((ROOT / "tests/results/simulation.json").read_text("utf-8"))

@@ -257,25 +257,9 @@ def rows(figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     return found
 
 
-def costs(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of a prompt's prefill and of its load, each beyond what the prompt's end takes that is never stored."""
-    found = {}
-    for setup, name in ((NO_OFFLOAD, "prefill"), ("off", "load")):
-        if setup in figures:
-            found[name] = statistics.median(whole - end for whole, end in figures[setup]["alone"])
-    return found
-
-
 def shown(figures: Mapping[str, Mapping[str, Any]], command: str) -> Figures:
     columns = [f"vLLM {VLLM}, LMCache 0.5.6", "one alone, first token", *COLUMNS.values(), "steps", "loaded of stored"]
-    details = {
-        "costs": costs(figures),
-        "setups": {
-            setup: {key: value for key, value in entry.items() if key != "outputs"} for setup, entry in figures.items()
-        },
-        "same_answers": len({tuple(entry["outputs"]) for entry in figures.values()}) == 1,
-    }
-    return Figures(command, [*columns, "failures", "other answers"], rows(figures), details)
+    return Figures(command, [*columns, "failures", "other answers"], rows(figures))
 
 
 def measured(options: argparse.Namespace | None = None) -> Figures:
@@ -306,9 +290,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    found = measured(arguments().parse_args())
-    found.show()
-    print(json.dumps(found.details["costs"]))
+    measured(arguments().parse_args()).show()
 
 
 if __name__ == "__main__":

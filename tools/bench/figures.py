@@ -13,8 +13,8 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ class Figures:
     command: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """What is kept beside the rows: single rounds, say."""
 
     def show(self) -> None:
         """The table on the screen, in full where it is piped."""
@@ -92,7 +90,6 @@ def kept(figures: Figures, checkout: Path) -> dict[str, Any]:
         **measured_on(checkout),
         "columns": list(figures.columns),
         "rows": [list(row) for row in figures.rows],
-        **({"details": figures.details} if figures.details else {}),
     }
 
 
