@@ -32,6 +32,8 @@ def cases() -> dict[str, str | None]:
         **{name: (what, _of_store) for name, what in STORED.items()},
         **{name: (what, _of_load) for name, what in LOADED.items()},
         **{name: (what, _of_refusal) for name, what in BROKEN.items()},
+        "stored by LMCache": ("LMCache's server stores two chunks through its one buffer", _of_stores),
+        "loaded by LMCache": ("LMCache's server loads two chunks through its one buffer", _of_loads),
         "pieces": ("how chunks are cut that begin anywhere in their pieces", _of_pieces),
         "errors": ("chunks without memory, and of another size", _of_errors),
         "on_host": ("a buffer in host memory is stored", lambda came: _holding(came, 4, "the chunk")),
@@ -58,6 +60,14 @@ def _of_load(came: dict[str, list[int]]) -> str | None:
     if came["before"] != [3]:
         return f"the buffer (3) is written over before it was read: {came['before']} is read there"
     return _holding(came["after"], 5, "the load counts as ended before the chunk was read: what is loaded")
+
+
+def _of_stores(came: list[list[int]]) -> str | None:
+    return None if came == [[7], [9]] else f"the chunks of blocks that hold 7 and 9 hold {came}"
+
+
+def _of_loads(came: list[list[int]]) -> str | None:
+    return None if came == [[5], [6]] else f"the blocks of chunks that hold 5 and 6 hold {came}"
 
 
 def _of_refusal(came: list[Any]) -> str | None:

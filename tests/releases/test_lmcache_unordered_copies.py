@@ -43,6 +43,9 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
     too_early = Version(release) >= Version("0.4.7")
     assert result["stored, eager"] == {"at_its_end": [1] if too_early else STORED, "later": STORED}
     assert result["loaded, eager"] == {"before": [3], "after": OTHERS if too_early else [5]}
+    if too_early:
+        assert result["stored by LMCache"] == [BEFORE, BEFORE], "two chunks, of blocks that hold 7 and 9"
+        assert result["loaded by LMCache"] == [[6], [6]], "the blocks of two chunks that hold 5 and 6"
     also(result)
 
 
@@ -59,9 +62,15 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
     )
     for case in ("broken", "broken, otherwise"):
         assert result[case] == ["the device refuses", [1]], "an error, and no other copy in its place"
+    driven = "stored by LMCache" in result
+    assert driven == (Version(release) >= Version("0.4.7"))
+    if driven:
+        assert result["stored by LMCache"] == [[7], [9]]
+        assert result["loaded by LMCache"] == [[5], [6]]
     also(result)
     patch = interpreter.reported(tmp_path, PATCH)
-    assert (patch["state"], patch["verdict"], patch["counters"]) == ("applied", "needed", {"copies": 7}), patch
+    copies = 11 if driven else 7
+    assert (patch["state"], patch["verdict"], patch["counters"]) == ("applied", "needed", {"copies": copies}), patch
 
 
 @pytest.mark.parametrize("release", WITHOUT_STAND_IN)

@@ -29,10 +29,9 @@ from vllm_livepatch.tools import user_cache
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import matrix, rendering
 from vllm_livepatch.tools.errors import UserError
-from vllm_livepatch.tools.lab import environments
 from vllm_livepatch.tools.releases import registry, sources
 from vllm_livepatch.tools.toml import tomllib
-from vllm_livepatch.tools.upkeep.unlisted import UNTIL, cells
+from vllm_livepatch.tools.upkeep import unlisted
 
 EDITS = Path(__file__).with_name("edits.toml")
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -191,14 +190,12 @@ def release_of(patch: Patch) -> str:
 def column(edit: Edit, entry: catalogue.Entry) -> tuple[str, str]:
     """What is made of the edited code, and why. Raises UserError."""
     package = edit.at[0].partition(":")[0].partition(".")[0]
-    newest = {one: registry.pins(one)[-1].version for one in UNTIL}
+    newest = {one: registry.pins(one)[-1].version for one in unlisted.UNTIL}
     releases = {**newest, entry.patch.package: release_of(entry.patch)}
-    python = environments.engine()
-    beside = [str(environments.nixl(python)), str(environments.mooncake(python))]
     with tree(edit, package, releases[package]) as place:
         path = [place, *(str(sources.site_packages(one, which)) for one, which in releases.items() if one != package)]
         own = f"{entry.patch.package} {releases[entry.patch.package]}, edited"
-        (cell,) = cells({entry.patch.name: entry}, own, path, beside, listed=False)
+        (cell,) = unlisted.cells({entry.patch.name: entry}, own, path, unlisted.beside(), frozen=False)
     return cell.column, cell.detail
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -15,7 +17,9 @@ NATIVE = ("lmcache.native_storage_ops", "lmcache.lmcache_native")
 class _Names(type):
     """Every attribute of such a class is there, a number of its own: as of an enumeration nobody looks into."""
 
-    def __getattr__(cls, name: str) -> int:
+    def __getattr__(cls, name: str) -> Any:
+        if name == "__members__":
+            return {key: value for key, value in vars(cls).items() if not key.startswith("__")}
         if name.startswith("__"):
             raise AttributeError(name)
         value = len([key for key in vars(cls) if not key.startswith("__")])
@@ -23,10 +27,18 @@ class _Names(type):
         return value
 
 
+def _of_format(name: str, layout: int) -> bool:
+    """What a layout of KV is said to be, by the release's own table of them."""
+    registry = importlib.import_module("lmcache.v1.gpu_connector.kv_format.specs.registry")
+    return bool(getattr(registry.get_spec_class(layout), name))
+
+
 class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name.startswith("is_"):
+            return functools.partial(_of_format, name)
         made = _Names(name, (), {"__init__": lambda self, *args, **kwargs: None})
         setattr(self, name, made)
         return made

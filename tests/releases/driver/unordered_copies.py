@@ -17,6 +17,7 @@ import ctypes
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -185,6 +186,95 @@ def loaded(*, eager: bool = False) -> dict[str, Any]:
     return {"before": sorted(set(first.tolist())), "after": sorted(set(second.tolist()))}
 
 
+class Context:
+    """An engine's registered cache, of one group: how a chunk of it is cut, and the buffer that its chunks go through."""
+
+    lmcache_tokens_per_chunk, max_batch_size, device = 4, 1, "cuda"
+    engine_kv_format = gpu_kv_format_ = None
+
+    def __init__(self, value: int) -> None:
+        self.buffer = on_device(value)
+        attention = SimpleNamespace(is_full_attention=lambda group: True)
+        self.kv_layer_groups_manager = SimpleNamespace(
+            object_groups=[SimpleNamespace(kernel_group_indices=[0])],
+            get_attn_desc=lambda: attention,
+            get_sw_size_chunks=lambda group: -1,
+            get_subchunk_sw_size_tokens=lambda group: self.lmcache_tokens_per_chunk,
+        )
+
+    def calculate_num_blocks(self, tokens: int, group: int) -> int:
+        return tokens // 2
+
+    def get_temp_object_group_buffer(self, slot: int, group: int) -> torch.Tensor:
+        return self.buffer
+
+    get_temp_kernel_group_buffer = get_temp_object_group_buffer
+
+    def get_kernel_group_kv_pointers(self, group: int) -> torch.Tensor:
+        return torch.tensor([4096])
+
+    def get_slots_per_chunk_in_sw(self, group: int) -> int:
+        return self.lmcache_tokens_per_chunk
+
+    def get_shape_desc(self, group: int) -> None:
+        return None
+
+    get_engine_kv_format = get_shape_desc
+
+
+def transfer() -> Callable[..., None] | None:
+    """What moves the chunks of a store or load, of the module that the server has it from; None to 0.4.6."""
+    modules = "lmcache.v1.multiprocess.modules"
+    for name in (f"{modules}.lmcache_driven_transfer", f"{modules}.gpu_transfer"):
+        if importlib.util.find_spec(modules) and importlib.util.find_spec(name):
+            return getattr(importlib.import_module(name), "transfer_kv_per_object_group", None)
+    return None
+
+
+def through(direction: str, context: Context, chunks: list[Chunk], launch: Callable[[int], None]) -> None:
+    """Have the release move chunks one after the other, and await that it counts that as ended.
+
+    The blocks of each are moved by what is launched for its first block: that is between the cache and the buffer.
+    """
+    moved, ends = transfer(), Ends()
+    assert moved is not None
+    names = moved.__globals__
+    directions = names["lmcache_native" if "lmcache_native" in names else "lmc_ops"].TransferDirection
+    keys = [one.name for one in inspect.signature(moved).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    named = {"transfer_key": "key"} if "transfer_key" in keys else {}
+    operation = operations().multi_layer_block_kv_transfer
+    operations().multi_layer_block_kv_transfer = lambda *given: launch(int(given[2][0]))
+    ids = [torch.arange(2 * len(chunks))]
+    try:
+        moved(context, ids, chunks, 0, 1, 0, getattr(directions, direction), **named)
+    finally:
+        operations().multi_layer_block_kv_transfer = operation
+    ends.record()
+    ends.come()
+    ends.close()
+
+
+def stored_by_lmcache() -> list[list[int]]:
+    """Two chunks go through the one buffer: what each holds when the store has ended."""
+    context, chunks = Context(0), [Chunk(1), Chunk(1)]
+    through("D2H", context, chunks, lambda block: STREAM.launch(lambda: plain(context.buffer).fill_(7 + block)))
+    found = [chunk.holds() for chunk in chunks]
+    STREAM.synchronize()
+    return found
+
+
+def loaded_by_lmcache() -> list[list[int]]:
+    """What comes into the blocks of each chunk; both are given to others when the load has ended."""
+    context, chunks = Context(3), [Chunk(5), Chunk(6)]
+    cache = torch.zeros(4, SIZE, dtype=torch.uint8)
+    through("H2D", context, chunks, lambda block: STREAM.launch(lambda: cache[block].copy_(plain(context.buffer))))
+    for chunk in chunks:
+        assert chunk.raw_tensor is not None
+        chunk.raw_tensor[:SIZE] = 9
+    STREAM.synchronize()
+    return [sorted(set(cache[block].tolist())) for block in (0, 2)]
+
+
 def pieces() -> list[list[int]]:
     """How the copies of a chunk are cut, by where it begins: none goes beyond a piece."""
     cut = []
@@ -255,8 +345,10 @@ def played() -> dict[str, Any]:
     """What each case came to; nothing where there is no stand-in for the compiled operations."""
     if not hasattr(gpu_ops, "lmc_ops") and not hasattr(gpu_ops, "device_ops"):  # to 0.4.3
         return {}
+    by_lmcache = {"stored by LMCache": stored_by_lmcache, "loaded by LMCache": loaded_by_lmcache}
     return all_attempted(
         {
+            **(by_lmcache if transfer() else {}),
             "stored": stored,
             "stored, without a runtime": without_a_runtime,
             "stored, eager": functools.partial(stored, eager=True),
