@@ -107,6 +107,9 @@ class _Raised:
 
 _NOT_ASKED = object()
 _MEANT = object()
+_CALLS = (Wrapped.__call__.__code__, Wrapped.answered_by.__code__)
+_NEVER_RAN = "_livepatch_never_ran"
+"""Attribute of a TypeError: what was called never ran, as the guard says that it passed last."""
 
 
 def is_unasked(wrapped: Wrapped, later: bool = False) -> bool:
@@ -294,8 +297,8 @@ def _answered(
     """
     answer = wrapped._answer
     raised = answer.error if type(answer) is _Raised else None
-    if type(raised) is TypeError and not traced() and _at_the_call(raised) and _takes(original, args, kwargs):
-        answer = _NOT_ASKED  # the wrapper called it with what it does not take, so that nothing of it ran
+    if type(raised) is TypeError and not traced() and _never_ran(raised, wrapped) and _takes(original, args, kwargs):
+        answer = _NOT_ASKED  # the wrapper called it with what it does not take
     elif raised is error:
         return _MEANT
     elif not traced():
@@ -307,12 +310,22 @@ def _answered(
     return answer
 
 
-def _at_the_call(error: Exception) -> bool:
-    """Whether it was raised by a call in this module, and not in what was called."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_globals is globals()
+def _never_ran(error: TypeError, wrapped: Wrapped) -> bool:
+    """Whether a call of `wrapped` raised it, and not what was called, which cannot be called so.
+
+    What was called may be another patch's guard. The answer is noted on the error, for a guard around this one.
+    """
+    step = error.__traceback__
+    while step is not None and not (step.tb_frame.f_code in _CALLS and step.tb_frame.f_locals.get("self") is wrapped):
+        step = step.tb_next
+    found = step is not None
+    step = step.tb_next if step is not None else None
+    while step is not None and step.tb_frame.f_code is _called.__code__:
+        step = step.tb_next
+    if found and step is not None:
+        found = step.tb_frame.f_globals is globals() and (step.tb_next is None or getattr(error, _NEVER_RAN, False))
+    setattr(error, _NEVER_RAN, found)
+    return found
 
 
 def _takes(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -70,8 +70,9 @@ class Failed:
 
 def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
     def register_kv_caches(original: Call, adapter: Any, *rest: Any, **named: Any) -> Any:
-        # LMCache asks for servers that forget nobody within three of its worker's heartbeats.
-        silent = max(livepatch.options["SILENT_SECONDS"], 2 * adapter._heartbeat_interval)
+        # LMCache asks for servers that forget nobody within three of its worker's heartbeats. A busy one may take an
+        # interval to answer, so that from a ping to the next one's answer three intervals may pass.
+        silent = max(livepatch.options["SILENT_SECONDS"], 3 * adapter._heartbeat_interval)
         registration = Registration(silent)
         result = original(*rest, **named)
         setattr(adapter, _STATE, registration)

@@ -55,6 +55,7 @@ PATCHED: dict[str, Any] = {
     "under_way": [[[], []], [["e"], []]],
     "silent_and_known": [RIGHT, False, RIGHT, 1],
     "between_heartbeats": [RIGHT, 0],
+    "busy": [RIGHT, RIGHT, 0],
     "preempted": ["earlier", "now"],
     "event_left_out": [None, [], True],
     "shut_down": [True, 0],

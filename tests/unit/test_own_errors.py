@@ -150,6 +150,31 @@ def test_a_caller_that_calls_it_with_what_it_does_not_take_is_told_so_by_the_rel
     assert not patched.context.aside, "no patch made that mistake"
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "around another patch"])
+def test_a_release_that_ran_and_called_another_target_wrongly_runs_once(around: bool) -> None:
+    def passes_on(original: Any, release: Any, *rest: Any, **named: Any) -> Any:
+        return original(*rest, **named)
+
+    class Release:
+        ran = 0
+
+        def outer(self) -> Any:
+            self.ran += 1
+            return self.inner(1, 2)  # the release's own mistake
+
+        def inner(self, one: int) -> int:
+            return one
+
+    contexts = [PatchContext(name, {}, {}, lambda: None) for name in ("outer", "inner", "outermost")]
+    for context, name in zip(contexts, ("outer", "inner", *["outer"] * around), strict=False):
+        setattr(Release, name, guard.in_place_of(vars(Release)[name], passes_on, context, f"engine:Release.{name}"))
+    release = Release()
+    with pytest.raises(TypeError):
+        release.outer()
+    assert release.ran == 1
+    assert [context.aside for context in contexts] == [False] * 3, "no patch made that mistake"
+
+
 def test_a_type_error_of_the_release_is_its_own() -> None:
     patched = Patched(lambda original, release, *rest, **named: original(*rest, **named))
     error = TypeError("in it")

@@ -187,7 +187,7 @@ def silent_and_known(server: Server, worker: Worker) -> Any:
     """A silence that is shorter than the server's patience: to register again does no harm."""
     before = stored_and_loaded(worker, 5)
     worker.rest()
-    forgotten = silence(server, AFTER_A_PING / 2) == 0
+    forgotten = silence(server, AFTER_A_PING - 10) == 0
     return [before, forgotten, stored_and_loaded(worker, 8), server.ask("known")]
 
 
@@ -199,6 +199,29 @@ def between_heartbeats(server: Server, worker: Worker) -> Any:
     worker.beat()
     CLOCK.ahead += 29.0
     return [stored_and_loaded(worker, 5), len(asked)]
+
+
+def busy(server: Server, worker: Worker) -> Any:
+    """How often the worker registers again with a busy server, which answers each ping at last: in the midst of one."""
+    adapter, asked = worker.adapter, list[Any]()
+    register = adapter._send_register_kv_caches_request
+    adapter._send_register_kv_caches_request = lambda *args, **kwargs: asked.append(register(*args, **kwargs))
+    ping, amid = worker.module.send_ping, list[Any]()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():  # else another one's: the scheduler's
+            CLOCK.ahead += 25.0
+            amid.append(stored_and_loaded(worker, 5 + len(amid)))
+        return ping(*args, **kwargs)
+
+    adapter._ensure_heartbeat_started()
+    worker.rest()
+    worker.module.send_ping = slow
+    adapter._heartbeat._execute()
+    CLOCK.ahead += 30.0
+    adapter._heartbeat._execute()
+    worker.module.send_ping = ping
+    return [*amid, len(asked)]
 
 
 def preempted(server: Server, worker: Worker) -> Any:
@@ -305,6 +328,7 @@ CASES: dict[str, Any] = {
     "under_way": under_way,
     "silent_and_known": silent_and_known,
     "between_heartbeats": between_heartbeats,
+    "busy": busy,
     "preempted": preempted,
     "event_left_out": event_left_out,
     "shut_down": shut_down,
