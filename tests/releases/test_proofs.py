@@ -98,7 +98,8 @@ def test_what_a_diff_makes_of_a_wrapped_function(warm: interpreter.Interpreter, 
     """The patch's fingerprints do not speak of it; its proof does."""
     file = "vllm/v1/core/sched/scheduler.py"
     text = (sources.site_packages("vllm", "0.29.0") / file).read_text("utf-8")
-    (function,) = (node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "") == "_preempt_request")
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+    (function,) = (one for one in functions if one.name == "_preempt_request")
     lines = text.splitlines(True)
     lines.insert(function.body[-1].lineno - 1, "        self.livepatch_test = 0\n")
     data = source_diffs.of(file, text, "".join(lines)).encode()
