@@ -286,7 +286,8 @@ def _proved(
         return otherwise
     own = {name: proof.code[name] for name in patch.names_of(patch.package) if name in proof.code}
     form = Variant(code=own, releases=(installed.release or "",), facts=proof.facts)
-    return "proven", f"{release} is not listed; the patch was proven on exactly this code", form
+    of = f"as changed by {' and '.join(installed.diffs)}" if installed.diffs else "is not listed"
+    return "proven", f"{release} {of}; the patch was proven on exactly this code", form
 
 
 def _needed_before(patch: Patch, release: str | None, unless: bool) -> bool:

@@ -22,7 +22,7 @@ from .decision import Decision, module_of
 from .outcomes import Reporter
 from .patch_state import PatchState, PatchStates
 from .process_decisions import Decider
-from .source_changes import SourceChanges
+from .source_changes import End, SourceChanges
 
 _RECHECK_SECONDS = 15.0
 _AS_PROGRAM = "runs as the program (python -m)"
@@ -188,7 +188,7 @@ class Runtime:
         if decision.wanted and how:
             if state.patch.diff:
                 others = functools.partial(self._give_up, but=state.patch.name)
-                self._sources.drop(min(past), f"{state.patch.name} came too late", set(sys.modules), others)
+                self._sources.drop(min(past), f"{state.patch.name} came too late", set(sys.modules), others)(True)
             self._applier.unapply(state, "bypassed", "; ".join([*how, decision.detail]))
         if first and importing:
             self.reporter.decided(state)
@@ -207,7 +207,7 @@ class Runtime:
                 continue
             if state.patch.diff and before.apply:
                 why = f"executed from elsewhere than they were looked at: {', '.join(sorted(names))}"
-                self._sources.drop(min(names), why, set(sys.modules), self._give_up)
+                self._sources.drop(min(names), why, set(sys.modules), self._give_up)(True)
                 continue
             late = state not in self._refused and any(map(wrapping.is_loaded, state.patch.modules))
             if not before.apply and late and names.isdisjoint(state.patch.modules):
@@ -292,15 +292,30 @@ class Runtime:
         """Execute the changed source as the module. Where it raises, the module works as it came."""
         self._sources.execute(module, loader, changed, self._give_up)
 
-    def _give_up(self, patches: list[str], why: str, stay: set[str], but: str = "") -> None:
+    def _give_up(self, patches: list[str], why: str, stay: set[str], but: str = "") -> End:
         detail = f"{why}; loaded earlier, and so still as changed: {', '.join(sorted(stay))}" if stay else why
-        dropped: set[str] = set()
-        for state in [state for state in self.patches.all if state.patch.name in patches and state.patch.name != but]:
+        states = [state for state in self.patches.all if state.patch.name in patches and state.patch.name != but]
+        before = [(state.state, state.reason, state.detail) for state in states]
+        for state in states:
             state.settle("failed", "raised", detail)
-            self.reporter.not_applied(state)
-            dropped.update(state.patch.modules)
-        for state in self.patches.all:  # wrappers are decided on anew, on the modules' own source
-            if not state.patch.diff and state.decision is not None and dropped.intersection(state.patch.modules):
+        self._decide_on_wrappers(states)
+
+        def end(works: bool) -> None:
+            if works:
+                for state in states:
+                    self.reporter.not_applied(state)
+            else:
+                for state, was in zip(states, before, strict=True):
+                    state.settle(*was)
+                self._decide_on_wrappers(states)
+
+        return end
+
+    def _decide_on_wrappers(self, diffs: Iterable[PatchState]) -> None:
+        """Decide anew on the wrappers of modules whose text is another since these diffs were dropped, or put back."""
+        modules = {module for state in diffs for module in state.patch.modules}
+        for state in self.patches.all:
+            if not state.patch.diff and state.decision is not None and modules.intersection(state.patch.modules):
                 self._decider.decide_anew(state)
 
     def _read_back(self, state: PatchState) -> None:

@@ -17,7 +17,9 @@ from .installed import Overlay, Tree
 from .wrapping import imported, is_loaded
 
 _LAZY = getattr(importlib.util, "_LazyModule", None)  # LazyLoader's: executed when it is first used
-GiveUp = Callable[[list[str], str, set[str]], None]
+End = Callable[[bool], None]
+"""Called with whether the module works as it came: where it does not, the patches are not to blame, and stand again."""
+GiveUp = Callable[[list[str], str, set[str]], End]
 """Called with the patches that are dropped, why, and their modules that stay changed, loaded long before."""
 
 
@@ -170,22 +172,28 @@ class SourceChanges:
             changed.restore(loader)
             name, raised = this.error
             why = f"{name} as changed: {type(raised).__name__}: {raised}"
-            self.drop(module.__name__, why, loaded_before, give_up)
-            loader.exec_module(module)
+            modules, texts, patches = self._modules, self.texts, self._patches
+            end = self.drop(module.__name__, why, loaded_before, give_up)
+            try:
+                loader.exec_module(module)
+            except BaseException:
+                _forget(together - loaded_before - {module.__name__})
+                self._modules, self._patches = {**modules, **self._modules}, {**patches, **self._patches}
+                self.texts = {**texts, **self.texts}
+                end(False)
+                raise
+            end(True)
 
-    def drop(self, module: str, why: str, loaded_before: set[str], give_up: GiveUp) -> None:
+    def drop(self, module: str, why: str, loaded_before: set[str], give_up: GiveUp) -> End:
         """Forget the patches that have to do with this module, and what was made of them since its import began."""
         patches, modules = self._together(module)
         stay = modules & loaded_before - {module}
         dropped = modules - stay
         self._modules = {name: made for name, made in self._modules.items() if name not in dropped}
         self.texts = {name: text for name, text in self.texts.items() if name not in dropped}
-        for name in dropped:
-            if name != module and sys.modules.pop(name, None) is not None:
-                parent, _, attribute = name.rpartition(".")
-                vars(sys.modules[parent]).pop(attribute, None)
+        _forget(dropped - {module})
         self._patches = {patch: changes for patch, changes in self._patches.items() if patch not in patches}
-        give_up(patches, why, stay)
+        return give_up(patches, why, stay)
 
     def _together(self, module: str) -> tuple[list[str], set[str]]:
         """The patches that change this module, or one that those change too, and so on; and all of their modules."""
@@ -200,3 +208,11 @@ class SourceChanges:
                     patches.append(patch)
                     modules |= names
         return patches, modules
+
+
+def _forget(modules: set[str]) -> None:
+    """Have these modules be imported anew when they are asked for again."""
+    for name in modules:
+        if sys.modules.pop(name, None) is not None:
+            parent, _, attribute = name.rpartition(".")
+            vars(sys.modules[parent]).pop(attribute, None)

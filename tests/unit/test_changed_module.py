@@ -611,11 +611,44 @@ def test_wrappers_are_decided_on_anew_when_the_diff_is_dropped(engine: Sandbox) 
     assert state(engine, "around") == ("applied", None)
 
 
-def test_a_module_that_raises_either_way_raises(engine: Sandbox) -> None:
+EITHER_WAY = """
+import importlib, sys
+try:
+    import fakeengine.third
+except NameError as error:
+    print(error)
+print("fakeengine.scheduler" in sys.modules)
+import builtins
+builtins.boom = builtins.bang = print
+import fakeengine.third
+from fakeengine.scheduler import Scheduler
+print(fakeengine.third.VALUE, Scheduler().step(7))
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+def test_what_raises_either_way_is_not_the_diffs_fault(engine: Sandbox, mode: str) -> None:
+    """As a module that imports what is not installed. When it can be imported, it is as changed."""
+    engine.write({"fakeengine/third.py": "import fakeengine.scheduler\nVALUE = 'stock'\nboom()\n"})
+    diff_patch(engine, {"fakeengine/third.py": ("'stock'\nboom()", "'changed'\nbang()"), **STEP})
+    engine.patch("around", [f"{SCHEDULER}:Scheduler.step"], variant=[wrapped_variant(engine, STEP)])
+    engine.generate()
+    done = engine.python(EITHER_WAY, LIVEPATCH=mode)
+    assert done.out == "name 'boom' is not defined\nFalse\n\nchanged ['patched', 'changed', 7]\n", done.err
+    assert (done.code, done.others) == (0, [])
+    assert state(engine) == state(engine, "around") == ("applied", None)
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+def test_a_module_that_never_can_be_imported_says_nothing_of_the_diff(engine: Sandbox, mode: str) -> None:
     engine.write({"fakeengine/third.py": "VALUE = 1\nboom()\n"})
     diff_patch(engine, {"fakeengine/third.py": ("boom()", "bang()")})
     engine.generate()
-    assert "NameError: name 'boom' is not defined" in "\n".join(engine.python("import fakeengine.third").others)
+    done = engine.python("import fakeengine.third", LIVEPATCH=mode)
+    assert done.code == 1
+    assert "NameError: name 'boom' is not defined" in "\n".join(done.others)
+    assert not [line for line in done.others if "vllm-livepatch" in line]
+    assert state(engine) == ("armed", None)
 
 
 def test_a_module_that_was_imported_before_the_bundle(changed: Sandbox) -> None:

@@ -117,7 +117,9 @@ def test_the_warning_says_what_comes_back(
     sandbox.patch("untold")
     entries = [*sandbox.entries().values(), mine(DIFF.replace("2.0", "1.0"))]
     disables = "on fakeengine 1.0: it changes the same code"
-    found = [line for line in displaced.warnings(entries, lambda *_: Tree([str(sandbox.site)])) if "disables" in line]
+    *found, last = displaced.warnings(entries, lambda *_: Tree([str(sandbox.site)]))
+    ask = f"`vllm-livepatch prove short told untold --patch-dir {sandbox.root} --out FILE`"
+    assert last == f"{ask} finds out which of them are right on that code, for `generate --proofs FILE`"
     assert sorted(found) == [
         f"mine disables short {disables}; without it, stuck",
         f"mine disables told {disables}; without it, requests wait for ever. Answers are right",
@@ -131,3 +133,16 @@ def test_what_a_diff_is_instead_of_is_no_loss(sandbox: Sandbox, mine: Callable[[
     file = mine(DIFF).folder / "patch.toml"
     file.write_text(f'instead_of = ["wraps-it"]\n{file.read_text()}')
     assert of(sandbox, catalogue.read(file.parent)) == ({"calls-it": "1.0"}, "")
+
+
+@pytest.mark.parametrize(("outcome", "disabled"), [("proven", {}), ("no-fault", {}), ("failed", {"around": "1.0"})])
+def test_what_was_proven_on_what_the_diff_makes_is_no_loss(
+    sandbox: Sandbox, mine: Callable[[str], catalogue.Entry], outcome: str, disabled: dict[str, str]
+) -> None:
+    before = sandbox.fingerprints(STEP)
+    text = (sandbox.site / "fakeengine/scheduler.py").read_text()
+    (sandbox.site / "fakeengine/scheduler.py").write_text(text.replace("[number]", "[number, number]"))
+    proof = {"code": sandbox.fingerprints(STEP), "outcome": outcome}
+    (sandbox.site / "fakeengine/scheduler.py").write_text(text)
+    sandbox.patch(variant=[{"releases": ["1.0"], "code": before}], proof=[proof])
+    assert of(sandbox, mine(DIFF)) == (disabled, "")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.support import DEADLINE, PYTHON, STEP, USE_STEP, WORK, Cli, Done, Sandbox, until
+from tests.unit.test_changed_module import diff_patch
 
 NUMBERED = """\
     def wrappers(livepatch):
@@ -485,6 +486,61 @@ def test_of_merged_proofs_one_that_failed_counts(
     more = ("--bundle", str(tmp_path / "good"), "--proofs", str(file), "--out", str(tmp_path / "more"))
     assert cli("generate", *dirs, *more).code == 0
     assert drifted.python(USE_STEP, path=[tmp_path / "more", drifted.site]).out == "['patched', 7]\n"
+
+
+HARMLESS = {"fakeengine/scheduler.py": ("return [number]", "result = [number]\n        return result")}
+MENDING = {"fakeengine/scheduler.py": ("return [number]", 'return ["patched", number]')}
+WRONG = {"fakeengine/scheduler.py": ("return [number]", "return [number, 8]")}
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "said", "answer", "state"),
+    [
+        (HARMLESS, "proven", "right in all 2 cases; as changed by mine", "['patched', 7]", "applied"),
+        (MENDING, "no-fault", "stock is right in all cases; as changed by mine", "['patched', 7]", "skipped"),
+        (WRONG, "failed", "a step gives ['patched', 7, 8]; as changed by mine", "[7, 8]", "skipped"),
+    ],
+)
+def test_a_diff_of_ones_own_is_beneath_what_is_proven(
+    sandbox: Sandbox, cli: Cli, tmp_path: Path, change: Any, found: str, said: str, answer: str, state: str
+) -> None:
+    """A wrapper is put around the code that a diff makes where its proof was run on that, and only there."""
+    sandbox.patch()
+    proof(sandbox)
+    diff_patch(sandbox, change, name="mine")
+    file, place = tmp_path / "proofs.json", tmp_path / "bundle"
+    done = prove(sandbox, cli, "around", "--out", str(file))
+    assert " ".join(done.out.split()).startswith(f"around {found}")
+    assert done.out.strip().endswith(said)
+    dirs = ("--patch-dir", str(sandbox.patches))
+    chosen = ("--patch", "around", "--patch", "mine")
+    assert cli("generate", *dirs, *chosen, "--proofs", str(file), "--out", str(place)).code == 0
+    ended = sandbox.python(USE_STEP, path=[place, sandbox.site], LIVEPATCH="auto" if found == "failed" else "strict")
+    assert (ended.out, ended.code) == (f"{answer}\n", 0), ended.err
+    assert sandbox.reported()["state"] == state
+    if found == "proven":
+        assert (
+            sandbox.reported()["detail"]
+            == "fakeengine 1.0 as changed by mine; the patch was proven on exactly this code"
+        )
+    (checked,) = (
+        one
+        for one in json.loads(
+            cli("check", *dirs, "--only", "--proofs", str(file), "--site-packages", str(sandbox.site), "--json").out
+        )["patches"]
+        if one["name"] == "around"
+    )
+    assert checked["verdict"] == {"proven": "proven", "no-fault": "fixed-upstream", "failed": "drifted"}[found]
+
+
+def test_what_a_diff_that_does_not_hold_shows_is_of_other_code(sandbox: Sandbox, cli: Cli) -> None:
+    """It raises as it is imported, and the release's own text runs."""
+    sandbox.patch()
+    proof(sandbox)
+    diff_patch(sandbox, {"fakeengine/scheduler.py": ("return [number]", "return [number]\n\n    boom()")}, name="mine")
+    found = outcome(sandbox, cli, "around")
+    assert (found["outcome"], found["reason"]) == ("not-run", "not-built")
+    assert found["detail"].startswith("mine is not applied (raised): fakeengine.scheduler as changed: NameError")
 
 
 @pytest.mark.parametrize(

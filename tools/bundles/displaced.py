@@ -38,6 +38,9 @@ def warnings(entries: Iterable[Entry], tree_of: TreeOf = published.tree) -> Iter
             for name, releases in found.items():
                 where = f"{entry.patch.package} {releases}"
                 yield f"{entry.patch.name} disables {name} on {where}: it changes the same code{_lost(abouts[name])}"
+            if found:
+                ask = f"vllm-livepatch prove {' '.join(found)} --patch-dir {entry.folder.parent} --out FILE"
+                yield f"`{ask}` finds out which of them are right on that code, for `generate --proofs FILE`"
             if unread:
                 yield f"whether {entry.patch.name} disables other patches is not known: {unread}"
 
@@ -71,13 +74,23 @@ def displaced(entry: Entry, shipped: Iterable[Patch], tree_of: TreeOf) -> tuple[
             tree = tree_of(entry.patch.package, release)
             after = installed.Overlay(tree, placed(changes, tree))
             for patch in there:
-                if judge(patch, installed.look(patch, after, fingerprints))[0] == "drifted":
+                seen = installed.look(patch, after, fingerprints)
+                if judge(patch, seen)[0] == "drifted" and not _proved(patch, seen.code):
                     found.setdefault(patch.name, []).append(release)
         except SourcesError as error:
             unread = str(error)
         except HunkError:  # it applies there no more
             continue
     return {name: spans(entry.patch.package, releases) for name, releases in found.items()}, unread
+
+
+def _proved(patch: Patch, code: Mapping[str, str | None]) -> bool:
+    """Whether its proof was run on this code of the package that it patches, and did not fail."""
+    names = patch.names_of(patch.package)
+    return any(
+        proof.outcome != "failed" and all(proof.code.get(name) == code[name] for name in names)
+        for proof in patch.proofs
+    )
 
 
 def _needed(patch: Patch) -> list[str]:

@@ -65,16 +65,20 @@ def run(question: Question, as_json: bool) -> int:
     names = [known(entries, name) for name in question.names]
     required = [known(entries, name) for name in question.required]
     chosen = {name: entries[name] for name in dict.fromkeys([*names, *required])} if names else entries
-    where, tree = _where(question, sorted({one for entry in chosen.values() for one in entry.patch.packages}))
-    changes = {name: entry.changes() for name, entry in chosen.items()}
-    packages, judged = verdicts.judge([entry.patch for entry in chosen.values()], tree, changes)
+    diffs = {name: entry for name, entry in entries.items() if entry.patch.diff}
+    looked_at = {**diffs, **chosen}
+    where, tree = _where(question, sorted({one for entry in looked_at.values() for one in entry.patch.packages}))
+    changes = {name: entry.changes() for name, entry in looked_at.items()}
+    packages, judged = verdicts.judge([entry.patch for entry in looked_at.values()], tree, changes)
+    beneath = {one.patch.name: diffs[one.patch.name] for one in judged if one.patch.diff and one.decision.apply}
     if not packages:
         wanted = sorted({entry.patch.package for entry in chosen.values()})
         raise UserError(f"{where.python} has no {' and no '.join(wanted)}: there is nothing to prove")
     found: list[proving.Outcome] = []
     try:
         with _ending():
-            for outcome in _played([(chosen[one.patch.name], one) for one in judged], where):
+            pairs = [(chosen[one.patch.name], one) for one in judged if one.patch.name in chosen]
+            for outcome in _played(pairs, where, beneath):
                 found.append(outcome)
                 if not as_json:
                     _show(outcome)
@@ -132,11 +136,13 @@ def _where(question: Question, packages: Sequence[str]) -> tuple[playing.Interpr
 
 
 def _played(
-    pairs: Sequence[tuple[catalogue.Entry, verdicts.Judged]], where: playing.Interpreter
+    pairs: Sequence[tuple[catalogue.Entry, verdicts.Judged]],
+    where: playing.Interpreter,
+    diffs: Mapping[str, catalogue.Entry],
 ) -> Iterator[proving.Outcome]:
     """Each patch's outcome, in their order; as many are played at once as there are processors for."""
     outcomes = threads.each(
-        lambda pair: proving.prove(*pair, functools.partial(playing.play, where=where)),
+        lambda pair: proving.prove(*pair, functools.partial(playing.play, where=where), diffs),
         pairs,
         at_once=min(8, len(os.sched_getaffinity(0))),
     )

@@ -51,7 +51,7 @@ class Played:
 
 
 Play = Callable[[Path, str, Path | None], Played]
-"""Plays a proof once: with a bundle that has the patch of this name, or, where there is none, on the code as it is."""
+"""Plays a proof once: with a bundle, which may have the patch of this name, or without one, on the code as it is."""
 
 
 def play(proof: Path, patch: str, bundle: Path | None, where: Interpreter) -> Played:
@@ -85,7 +85,11 @@ def of(
     for package, file in found["packages"].items():
         if file is None or not any(Path(file).is_relative_to(place) for place in places[package]):
             return Played(trouble=f"{package} was imported from {file}, which is not the one that was looked at")
-    described = [one for report in reports for one in report.get("patches", ()) if one["name"] == patch]
+    every = [one for report in reports for one in report.get("patches", ())]
+    for one in every:  # diffs beside the patch: it is to be seen on what they make
+        if one["name"] != patch and one["state"] in ("failed", "skipped"):
+            return Played(trouble=f"{one['name']} is not applied ({one['reason']}): {one['detail']}")
+    described = [one for one in every if one["name"] == patch]
     # Of several processes', the one where it was not applied, or not for long.
     worst = ("failed", "skipped", "applied", "armed")
     own = min(described, key=lambda one: worst.index(one["state"]), default=None)

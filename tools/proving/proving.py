@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -51,10 +52,14 @@ class Outcome:
         return {key: value for key, value in vars(self).items() if key != "name"}
 
 
-def prove(entry: Entry, judged: Judged, play: playing.Play) -> Outcome:
-    """Play a patch's proof on what `judged` is about. What is said of it is a line, for people, without secrets."""
-    outcome = _prove(entry, judged, play)
-    return replace(outcome, detail=_line(outcome.detail))
+def prove(entry: Entry, judged: Judged, play: playing.Play, diffs: Mapping[str, Entry] | None = None) -> Outcome:
+    """Play a patch's proof on what `judged` is about. What is said of it is a line, for people, without secrets.
+
+    `diffs` are those that change that code, by name: it is played as they make it, also where it is not patched.
+    """
+    outcome = _prove(entry, judged, play, diffs or {})
+    beneath = f"; as changed by {', '.join(diffs)}" if diffs and outcome.cases else ""
+    return replace(outcome, detail=_line(outcome.detail) + beneath)
 
 
 def _line(text: str) -> str:
@@ -63,7 +68,7 @@ def _line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in said)
 
 
-def _prove(entry: Entry, judged: Judged, play: playing.Play) -> Outcome:
+def _prove(entry: Entry, judged: Judged, play: playing.Play, diffs: Mapping[str, Entry]) -> Outcome:
     patch, decision = entry.patch, judged.decision
     code = {name: digest for name, digest in judged.installed.code.items() if digest is not None}
     outcome = Outcome(
@@ -92,13 +97,24 @@ def _prove(entry: Entry, judged: Judged, play: playing.Play) -> Outcome:
     proof = entry.folder / PROOF
     if not proof.is_file():
         return not_run("no-proof", f"{entry.folder} has no {PROOF}")
-    stock = play(proof, patch.name, None)
+    with _bundled(diffs) as beneath:
+        stock = play(proof, patch.name, beneath)
     if stock.trouble is not None:
         return not_run("not-built", stock.trouble)
     outcome = replace(outcome, cases=_beside(stock.cases, {}))
     if not stock.wrong:
         return replace(outcome, outcome="no-fault", reason="no-fault", detail="stock is right in all cases")
-    return _of_trials(outcome, stock, _trials(entry, judged, code, stock, play))
+    return _of_trials(outcome, stock, _trials(entry, judged, code, stock, play, diffs))
+
+
+@contextmanager
+def _bundled(entries: Mapping[str, Entry]) -> Iterator[Path | None]:
+    """A bundle of these patches; None where there are none."""
+    with tempfile.TemporaryDirectory(prefix="livepatch-bundle-") as temporary:
+        place = Path(temporary, "bundle")
+        if entries:
+            placing.write_directory(bundle.contents(entries), place)
+        yield place if entries else None
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,12 @@ class Trial:
 
 
 def _trials(
-    entry: Entry, judged: Judged, code: Mapping[str, str], stock: playing.Played, play: playing.Play
+    entry: Entry,
+    judged: Judged,
+    code: Mapping[str, str],
+    stock: playing.Played,
+    play: playing.Play,
+    diffs: Mapping[str, Entry],
 ) -> Iterator[Trial]:
     """The proof patched, with each set of facts that may be that of the code: of known code one."""
     form = judged.decision.variant
@@ -127,11 +148,9 @@ def _trials(
     forms = [form] if known and form is not None else [one for one in entry.patch.variants if one.applies and one.code]
     sets = {json.dumps(one.facts, sort_keys=True): one.facts for one in forms}
     for facts in sets.values():
-        with tempfile.TemporaryDirectory(prefix="livepatch-bundle-") as temporary:
-            place = Path(temporary, "bundle")
-            tried = {**entry.facts, "proof": [{"code": dict(code), "outcome": "proven", "facts": dict(facts)}]}
-            made = replace(entry, facts=tried, patch=to_patch(entry.patch.name, tried))
-            placing.write_directory(bundle.contents({entry.patch.name: made}), place)
+        tried = {**entry.facts, "proof": [{"code": dict(code), "outcome": "proven", "facts": dict(facts)}]}
+        made = replace(entry, facts=tried, patch=to_patch(entry.patch.name, tried))
+        with _bundled({**diffs, entry.patch.name: made}) as place:
             fits = any(one.facts == facts and _fits(entry.patch, one, code) for one in forms)
             played = _beside_stock(stock, play(entry.folder / PROOF, entry.patch.name, place))
             yield Trial(facts, _with_all_seen(entry.patch, code, played), fits)
