@@ -1,6 +1,6 @@
 """What was read of prefill's blocks counts only if prefill still held them for it when the read had ended.
 
-Source: vllm#52234, vllm PR#47021. The protocol, and why it suffices: docs/nixl-lease-guard.md.
+Source: vllm#52234, vllm PR#47021. The protocol, and why it suffices: docs/nixl.md.
 """
 
 from __future__ import annotations

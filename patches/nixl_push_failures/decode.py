@@ -1,6 +1,6 @@
 """What a decode worker waits for: registrations, and what prefill says of them.
 
-Source: vllm PR#50754, vllm#48633, vllm#46283. Why it suffices: docs/nixl-push-failures.md.
+Source: vllm PR#50754, vllm#48633, vllm#46283. Why it suffices: docs/nixl.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which of decode workers' registrations a prefill worker may still serve, and which it has refused.
 
-Source: vllm PR#50754, vllm#48633, vllm#46283. Why it suffices: docs/nixl-push-failures.md.
+Source: vllm PR#50754, vllm#48633, vllm#46283. Why it suffices: docs/nixl.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A decode engine hears from prefill of a write that will not come.
 
-Source: vllm PR#50754, vllm#48633, vllm#46283. Who says what, and why it suffices: docs/nixl-push-failures.md.
+Source: vllm PR#50754, vllm#48633, vllm#46283. Who says what, and why it suffices: docs/nixl.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM releases, as they came, through loads that together are more than the pool: which shape stops which.
 
-No patch of ours: see docs/chunked-load.md. The worlds are in driver/load_deadlocks.py.
+No patch of ours: see docs/loads.md. The worlds are in driver/load_deadlocks.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STALLS = {
 }
 """The first and last release of each stretch that a shape stops."""
 RELEASES = ["0.14.1", "0.18.1", "0.22.1", "0.24.0", "0.30.0", "0.31.0"]
-"""Ends of stretches, and releases past them; the others were driven by hand, see docs/chunked-load.md."""
+"""Ends of stretches, and releases past them; the others were driven by hand, see docs/loads.md."""
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -130,7 +130,7 @@ class Patched:
 
 
 class Stock(Patched):
-    """As the releases have it: docs/nixl-push-failures.md, nixl-lease-guard.md and connector-completions.md.
+    """As the releases have it: docs/nixl.md and connector-completions.md.
 
     A load that LMCache's server never answered counts as loaded, as to LMCache 0.5.4.
     """

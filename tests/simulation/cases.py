@@ -204,7 +204,7 @@ LOST = (
 """Faults of stock releases that losses.py draws; our patches mend them."""
 
 LATE_OLDEST = Case(
-    "the oldest is let in last, since its lookup is answered late, and stands before what has arrived (docs/chunked-load.md)",
+    "the oldest is let in last, since its lookup is answered late, and stands before what has arrived (docs/loads.md)",
     "stock",
     "0.30.0",
     "Scheduler",

@@ -57,7 +57,7 @@ def ends_load_deadlocks() -> bool:
 
 
 def load_deadlock(world: World) -> str:
-    """The shape of a stall in which loads hold what others need (docs/chunked-load.md), by who stands first."""
+    """The shape of a stall in which loads hold what others need (docs/loads.md), by who stands first."""
     scheduler = world.scheduler
     held = {name: any(map(any, world.tables(name))) for name in scheduler.requests}
     queues = (getattr(scheduler, name, ()) for name in ("kv_holding_waiting", "skipped_waiting", "waiting"))

@@ -43,7 +43,7 @@ def kept(checkout: Path, work: Path, python: Path | None = None) -> dict[str, Lo
     """
     docs, results = checkout / "docs", checkout / "tests/results"
     gpu = str(python or _PYTHON)
-    found = {"figures/idle_stepping": _by_itself(results / "figures/idle_stepping.json", docs / "idle-stepping.md")}
+    found = {"figures/idle_stepping": _by_itself(results / "figures/idle_stepping.json", docs / "benchmarks.md")}
     found["layerwise"] = _layerwise(docs, results, "layerwise")
     found["simulation"] = _simulation(docs, results, work)
     found["gpu"] = _gpu(checkout, work, gpu)

@@ -128,7 +128,8 @@ def print_page(console: Console, patch: Patch) -> None:
     """The page for somebody who has the symptom."""
     about = patch.about
     console.print(Text(patch.versioned, style="bold"), Text(patch.title))
-    for heading, entry in (("What one sees", "symptom"), ("Why", "why"), ("What changes", "change")):
+    sections = {"What one sees": "symptom", "Why": "why", "What changes": "change", "Limits": "limits"}
+    for heading, entry in sections.items():
         if entry in about:
             console.print(Text(f"\n{heading}", style="bold"))
             console.print(Text(str(about[entry]).strip().replace("\n", "\n\n")))

@@ -47,6 +47,8 @@ def page(patch: Patch) -> str:
         error = about["own_error"]
         lines += ["## If its own code raises", "", f"What it may have changed: {_within(error['changed'])}.", ""]
         lines += [f"What is done about it: {_within(error['done'])}.", ""]
+    if "limits" in about:
+        lines += ["## Limits", "", f"{_within(_text(about['limits']))}.", ""]
     lines += ["## Where it applies", "", *_where(patch), ""]
     lines += ["## Turn it on and off", "", *_switch(patch), ""]
     if patch.options:
