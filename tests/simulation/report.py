@@ -49,9 +49,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---|" + "---|" * len(kinds),
     ]
     for run in runs:
-        for (worlds, wrong, *found), alike in itertools.groupby(
-            run["releases"], key=lambda name, counts=run["releases"]: counts[name]
-        ):
+        for (worlds, wrong, *found), alike in itertools.groupby(run["releases"], key=run["releases"].get):
             releases, of = list(alike), dict(zip(run["kinds"], found, strict=True))
             named = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
             counts = [worlds, wrong, *(of.get(kind, 0) for kind in kinds)]
@@ -67,7 +65,7 @@ def _made(run: Mapping[str, Any]) -> str:
 
 def write(files: Sequence[str], root: Path = ROOT) -> None:
     """Keep the figures, and put their table where the page says that it stands."""
-    runs = []
+    runs: list[Mapping[str, Any]] = []
     for name in files:
         kept = json.loads(Path(name).read_text(encoding="utf-8"))
         runs += kept if isinstance(kept, list) else [small(kept)]  # what the page has already, too

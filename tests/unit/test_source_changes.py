@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -74,12 +75,16 @@ def test_what_raises_in_one_thread_is_undone_there_while_another_imports() -> No
     sources.put("a-patch", Made(changes, {"engine.part": waits, "engine.other": raises}))
     given_up: list[str] = []
 
+    def give_up(patches: list[str], why: str, stay: set[str]) -> Callable[[bool], None]:
+        given_up.extend(patches)
+        return lambda works: None
+
     def execute(changed: ChangedModule, **names: Any) -> ModuleType:
         module = ModuleType(changed.module)
         vars(module).update(names)
         loader = SimpleNamespace(exec_module=lambda found: setattr(found, "stock", True))
         changed.substitute(loader)
-        sources.execute(module, loader, changed, lambda patches, why, stay: given_up.extend(patches))
+        sources.execute(module, loader, changed, give_up)
         return module
 
     other = threading.Thread(target=execute, args=(waits,), kwargs={"begun": begun, "may_end": may_end})
