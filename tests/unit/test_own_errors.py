@@ -160,7 +160,7 @@ def test_a_release_that_ran_and_called_another_target_wrongly_runs_once(around: 
 
         def outer(self) -> Any:
             self.ran += 1
-            return self.inner(*(1, 2))  # the release's own mistake
+            return self.inner(*[1] * 2)  # the release's own mistake
 
         def inner(self, one: int) -> int:
             return one
