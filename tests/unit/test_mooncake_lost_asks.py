@@ -151,8 +151,6 @@ def test_who_asks_after_it_was_given_up_is_answered_so_beside_others_that_are_se
         await prefill.note({"tb"})
         await prefill.ask(serves, a=("ta", [1]), b=("tb", [2]))
         assert prefill.answers == [("CONTINUE", None, ["b"]), ("FINISH", ["a"], None)]
-        await prefill.ask(None, b=("tb", [2]), c=("tb", []))
-        assert prefill.answers[2:] == [("FINISH", None, ["b"])], "who asks for nothing is told of no error"
 
     asyncio.run(play())
 
@@ -464,23 +462,6 @@ def test_who_asks_for_what_was_let_go_is_answered_so_soon_and_the_blocks_are_fre
     asyncio.run(play())
 
 
-def test_a_prefill_that_comes_after_it_was_let_go_frees_its_blocks_when_it_ends() -> None:
-    async def play() -> None:
-        prefill = Prefill()
-        await prefill.ask(prefill.serves, over=("t", LETS_GO))
-        await prefill.ask(prefill.serves, late=("t", [1]))
-        assert prefill.answers == [ANSWERED, refused("late")]
-        await prefill.leg("t", ended=False)
-        assert not prefill.freed
-        await prefill.ask(prefill.serves, later=("t", [1]))
-        assert prefill.answers[2:] == [refused("later")]
-        await prefill.leg("t")
-        assert (prefill.freed, prefill.writing) == (["t"], [])
-        assert len(prefill.answers) == 3
-
-    asyncio.run(play())
-
-
 def test_who_waits_for_a_prefill_that_has_not_begun_is_answered_when_another_lets_go() -> None:
     async def play() -> None:
         prefill = Prefill()
@@ -537,8 +518,6 @@ def test_each_of_several_decode_workers_lets_go() -> None:
         await prefill.leg("t")
         await prefill.ask(prefill.serves, of=2, first=("t", LETS_GO))
         assert prefill.freed == []
-        await prefill.ask(prefill.serves, of=2, late=("t", [1]))
-        assert prefill.answers == [ANSWERED, refused("late")]
         await prefill.ask(prefill.serves, of=2, second=("t", LETS_GO))
         assert prefill.freed == ["t"]
 
@@ -632,19 +611,6 @@ def test_who_lets_go_while_another_is_counted_is_counted_after_it() -> None:
     asyncio.run(play())
 
 
-def test_one_of_several_that_lets_go_is_remembered_while_others_are_served() -> None:
-    async def play() -> None:
-        prefill = Prefill()
-        prefill.need = 2
-        await prefill.leg("t")
-        await prefill.ask(prefill.serves, of=2, first=("t", LETS_GO))
-        await prefill.note(set(), begun=("t",))  # its prefill was preempted, and goes on
-        await prefill.ask(prefill.serves, of=2, late=("t", [1]))
-        assert prefill.answers == [ANSWERED, refused("late")]
-
-    asyncio.run(play())
-
-
 def test_each_transfer_of_an_ask_that_lets_go_is_let_go_by_itself() -> None:
     async def play() -> None:
         prefill = Prefill()
@@ -669,26 +635,6 @@ def test_a_decode_engine_that_can_tell_is_answered_that_it_has_let_go() -> None:
         await prefill.ask(prefill.serves, other=("t2", LETS_GO), served=("t1", [1]))
         served = ("FINISH", ["served"], None)
         assert prefill.answers == [("FINISH", ["over"], None), ("CONTINUE", ["other"], None), served]
-
-    asyncio.run(play())
-
-
-def test_what_is_let_go_while_others_are_refused_is_refused_as_well() -> None:
-    class Slow(Prefill):
-        async def send_multipart(self, parts: Any) -> None:
-            await self.written.wait()
-            await super().send_multipart(parts)
-
-    async def play() -> None:
-        prefill = Slow()
-        await prefill.note({"gone"})
-        prefill.written.clear()
-        await prefill.begin(prefill.serves, first=("gone", [1]), second=("t", [2]))
-        await prefill.begin(prefill.serves, over=("t", LETS_GO))
-        prefill.written.set()
-        await turns()
-        await turns()
-        assert prefill.answers == [("CONTINUE", None, ["first"]), refused("second"), ANSWERED]
 
     asyncio.run(play())
 
