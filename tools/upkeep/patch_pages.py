@@ -25,8 +25,8 @@ HEAD = """# Patches
 `vllm-livepatch show NAME` prints the same, with the code that is patched and each release's fingerprint; `check` says
 which of them your release needs. From a message in the log to its patch: [troubleshooting](../troubleshooting.md).
 `auto`, the default, applies a patch wherever the release needs it, unless its page says else; `LIVEPATCH=off` turns
-everything off. Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of site-packages:
-[recipes](../recipes.md). What a patch keeps in memory, until when and how much: `keeps` in its `patch.toml`.
+everything off. Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of
+site-packages: [recipes](../recipes.md). What a patch keeps in memory, until when and how much: `keeps` in its `patch.toml`.
 """
 
 
