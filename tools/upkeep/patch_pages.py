@@ -26,7 +26,8 @@ HEAD = """# Patches
 which of them your release needs. From a message in the log to its patch: [troubleshooting](../troubleshooting.md).
 `auto`, the default, applies a patch wherever the release needs it, unless its page says else; `LIVEPATCH=off` turns
 everything off. Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of
-site-packages: [recipes](../recipes.md). What a patch keeps in memory, until when and how much: `keeps` in its `patch.toml`.
+site-packages: [recipes](../recipes.md). What a patch keeps in memory, until when and how much:
+`keeps` in its `patch.toml`.
 """
 
 
