@@ -31,7 +31,7 @@ class PatchContext:
     stands aside.
 
     An error of a wrapper's own never reaches the engine: the call is answered by the release's own code, and from then
-    on the patch stands aside, which is every wrapper's part of it (docs/own-errors.md).
+    on the patch stands aside, which is every wrapper's part of it (docs/wrappers.md).
     """
 
     def __init__(

@@ -24,8 +24,10 @@ HEAD = """# Patches
 
 `vllm-livepatch show NAME` prints the same, with the code that is patched and each release's fingerprint; `check` says
 which of them your release needs. From a message in the log to its patch: [troubleshooting](../troubleshooting.md).
-Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of site-packages:
-[recipes](../recipes.md). What a patch keeps in memory, until when and how much: `keeps` in its `patch.toml`.
+`auto`, the default, applies a patch wherever the release needs it, unless its page says else; `LIVEPATCH=off` turns
+everything off. Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of
+site-packages: [recipes](../recipes.md). What a patch keeps in memory, until when and how much:
+`keeps` in its `patch.toml`.
 """
 
 
@@ -39,14 +41,14 @@ def page(patch: Patch) -> str:
     for one in about.get("gives_up", ()):
         lines += [f"## What it gives up{', ' if 'part' in one else ''}{one.get('part', '')}", ""]
         lines += [
-            f"{_within(_first(one['what']))}. What protects the blocks and the request: {_within(one['protects'])}",
+            f"{_within(_first(one['what']))}. Protection: {_within(one['protects'])}",
             "",
         ]
         lines += [f"Evidence: {_within(one['evidence'])}.", ""]
     if "own_error" in about:
         error = about["own_error"]
-        lines += ["## If its own code raises", "", f"What it may have changed: {_within(error['changed'])}.", ""]
-        lines += [f"What is done about it: {_within(error['done'])}.", ""]
+        lines += ["## If its own code raises", "", f"May be left changed: {_within(error['changed'])}.", ""]
+        lines += [f"Remedy: {_within(error['done'])}.", ""]
     if "limits" in about:
         lines += ["## Limits", "", f"{_within(_text(about['limits']))}.", ""]
     lines += ["## Where it applies", "", *_where(patch), ""]
@@ -130,8 +132,8 @@ def _where(patch: Patch) -> list[str]:
 
 def _switch(patch: Patch) -> list[str]:
     name = variable(patch.name)
-    on = rendering.BY_DEFAULT.get(patch.auto, "`auto` applies it wherever the release needs it").format(name=name)
-    lines = [f"{on}. `{name}=off` turns it off, `LIVEPATCH=off` everything."]
+    on = f"{rendering.BY_DEFAULT[patch.auto].format(name=name)}. " if patch.auto in rendering.BY_DEFAULT else ""
+    lines = [f"{on}`{name}=off` turns it off."]
     if "without" in patch.about:
         lines += ["", f"Without it: {_text(patch.about['without'])}."]
     if patch.aliases:
@@ -167,7 +169,8 @@ def of_all(patches: list[Patch]) -> dict[tuple[str, str], str]:
         about = patch.about
         for one in about.get("gives_up", ()):
             name = f"[`{patch.name}`](patches/{patch.name}.md)" + (f", {one['part']}" if "part" in one else "")
-            gives_up.append(f"| {name} | {_cell(one['what'])} |")
+            if not re.match(r"nothing(?! itself| earlier)\b", one["what"]):
+                gives_up.append(f"| {name} | {_cell(one['what'])} |")
         if "mooncake" in about:
             default = rendering.DEFAULTS.get(patch.auto, "on")
             mooncake.append(f"| `{patch.name}` | {_cell(about['mooncake'])} | {default} |")
