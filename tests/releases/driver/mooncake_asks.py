@@ -8,7 +8,7 @@ of their own. `mooncake_asks.py PATIENCE`: how many seconds to wait for what sto
 
 from __future__ import annotations
 
-from result import attempted, begin_driver, leave, print_result
+from result import attempted, begin_driver, leave, print_result, wait
 
 begin_driver()
 
@@ -40,7 +40,7 @@ import zmq
 from mooncake_registering import CASES as REGISTERING
 from mooncake_registering import HEADS
 from mooncake_registering import address as at
-from mooncake_sides import Side, decoding, prefilling, wait
+from mooncake_sides import Side, decoding, prefilling
 from ports import free_port
 
 gc.enable()
@@ -275,25 +275,27 @@ def tried_again(pair: Pair) -> Any:
     return pair.loaded("tried", [1, 2]), pair.let_go("tried", 60)
 
 
+def decode_first(pair: Pair, name: str, blocks: list[int]) -> Any:
+    """Both legs are sent at once, and decode's is there first."""
+    pair.ask(name, blocks)
+    pair.arrived(name)
+    pair.leg(name, blocks)
+    return pair.loaded(name, blocks), pair.let_go(name)
+
+
 def tried_again_first(pair: Pair) -> Any:
     """A client hangs up when prefill has ended, and tries again: of the new legs decode's is there first."""
     pair.leg("once", [1, 2])
     pair.lets_go("once")
     assert pair.let_go("once", 60)
     pair.prefill.sent.remove("p-once")
-    pair.ask("once", [4, 5])
-    pair.arrived("once")
-    pair.leg("once", [4, 5])
-    return pair.loaded("once", [4, 5]), pair.let_go("once")
+    return decode_first(pair, "once", [4, 5])
 
 
 def tried_again_unheard(pair: Pair) -> Any:
     """A client hangs up before prefill hears of it, and tries again: decode asks before prefill's leg comes."""
     pair.lets_go("unheard")
-    pair.ask("unheard", [1, 2])
-    pair.arrived("unheard")
-    pair.leg("unheard", [1, 2])
-    return pair.loaded("unheard", [1, 2]), pair.let_go("unheard")
+    return decode_first(pair, "unheard", [1, 2])
 
 
 def tried_again_apart(pair: Pair) -> Any:
@@ -301,10 +303,7 @@ def tried_again_apart(pair: Pair) -> Any:
     first = pair.leg("apart", [1, 2], None)
     pair.lets_go("apart")
     pair.end(first, [1, 2], "FINISHED_ABORTED")
-    pair.ask("apart", [4, 5])
-    pair.arrived("apart")
-    pair.leg("apart", [4, 5])
-    return pair.loaded("apart", [4, 5]), pair.let_go("apart")
+    return decode_first(pair, "apart", [4, 5])
 
 
 def tried_again_at_once(pair: Pair) -> Any:

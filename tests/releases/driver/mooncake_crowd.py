@@ -12,7 +12,8 @@ from typing import Any
 import mooncake_layers as layers
 import mooncake_layerwise as chunk
 from mooncake_layers import Pair
-from mooncake_sides import Side, wait
+from mooncake_sides import Side
+from result import wait
 
 THREADS = 2
 """That write. The release has twice as many tasks for asks, and half as many early writes are under way at once."""

@@ -10,7 +10,7 @@ seconds to wait for what never comes.
 
 from __future__ import annotations
 
-from result import attempted, begin_driver, leave, print_result
+from result import attempted, begin_driver, leave, print_result, wait
 
 begin_driver()
 
@@ -34,7 +34,7 @@ import mooncake_sides as sides
 import real_scheduler as real
 import vllm
 from model_runner import Runner
-from mooncake_sides import BLOCKS, LAYERS, Side, decoding, wait
+from mooncake_sides import BLOCKS, LAYERS, Side, decoding
 from ports import free_port
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state

@@ -12,7 +12,7 @@ from typing import Any
 
 import mooncake_engines as engines
 from mooncake_engines import PATIENCE, Pair
-from mooncake_sides import wait
+from result import wait
 
 
 def after_another(pair: Pair) -> Any:

@@ -18,8 +18,9 @@ import mooncake_sides as sides
 import real_scheduler as real
 import torch
 from mooncake_engines import PATIENCE, PROMPT, SIZE
-from mooncake_sides import LAYERS, Side, wait
+from mooncake_sides import LAYERS, Side
 from ports import free_port
+from result import wait
 from vllm.config import ParallelConfig, SpeculativeConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 

@@ -24,7 +24,7 @@ from typing import Any
 import real_scheduler as real
 import zmq
 from mooncake_engines import PATIENCE, SIZE
-from mooncake_sides import wait
+from result import wait
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorWorkerMetadata
 

@@ -11,8 +11,8 @@ import mooncake_engines as engines
 import mooncake_groups as groups
 import mooncake_sides as sides
 from mooncake_engines import PATIENCE
-from mooncake_sides import wait
 from ports import free_port
+from result import wait
 
 
 def asked_in_vain(model_config: object) -> str:

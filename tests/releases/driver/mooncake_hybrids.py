@@ -18,8 +18,9 @@ import mooncake_groups as groups
 import mooncake_sides as sides
 import torch
 from mooncake_engines import OLD, PATIENCE, PROMPT, SIZE, expired
-from mooncake_sides import LAYERS, wait
+from mooncake_sides import LAYERS
 from ports import free_port
+from result import wait
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 

@@ -16,7 +16,8 @@ import mooncake_engines as engines
 import mooncake_layerwise as chunk
 import mooncake_sides as sides
 from mooncake_engines import PATIENCE, expired
-from mooncake_sides import LAYERS, wait
+from mooncake_sides import LAYERS
+from result import wait
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 

@@ -16,7 +16,7 @@ from typing import Any
 import mooncake_engines as engines
 import mooncake_sides as sides
 from mooncake_engines import CHUNK, OLD, PATIENCE, PROMPT, SIZE, Pair, contents, expired, wait_at_most
-from mooncake_sides import wait
+from result import wait
 
 
 def chunks(pair: Pair) -> Any:

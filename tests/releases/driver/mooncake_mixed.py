@@ -22,9 +22,9 @@ import mooncake_sides as sides
 import real_scheduler as real
 import vllm
 from mooncake_engines import PROMPT, SIZE, Pair, Prefill
-from mooncake_sides import Side, wait
+from mooncake_sides import Side
 from ports import free_port
-from result import leave, print_result
+from result import leave, print_result, wait
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 

@@ -22,8 +22,9 @@ import mooncake_engines as engines
 import mooncake_layers as layers
 import mooncake_sides as sides
 from mooncake_engines import PATIENCE, PROMPT, SIZE
-from mooncake_sides import LAYERS, Side, ranked, wait
+from mooncake_sides import LAYERS, Side, ranked
 from ports import free_port
+from result import wait
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
 HEADS = 4

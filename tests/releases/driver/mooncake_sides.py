@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,16 +81,6 @@ MODEL = Model()
 
 def shape_of(heads: int) -> dict[str, Any]:
     return {"block_size": 32, "num_kv_heads": heads, "head_size": 32, "dtype": torch.float32}
-
-
-def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
-    """Whether the condition came true in time."""
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def make_config(model_config: Any, role: str, engine_id: str, extra: dict[str, Any], size: int = 1) -> Any:

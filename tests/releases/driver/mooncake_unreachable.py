@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mooncake_held import ANOTHER, Door, World, hung_up, hurry
-from mooncake_sides import wait
+from result import wait
 
 FIRST = 2.0
 """Seconds in which the patch looks several times."""

@@ -37,7 +37,7 @@ import vllm
 from lease_guard import OTHER, READER
 from nixl import _bindings as nixl_bindings
 from ports import free_port
-from result import leave, print_result, until
+from result import leave, print_result, until, wait
 
 HELD_SECONDS = 1.5
 """How long decode is looked at where it has asked, and is to hear nothing: prefill answers within a second."""
@@ -145,10 +145,14 @@ class Story:
 
     def outcome(self, request_id: str, blocks: list[int], seconds: float = 30.0) -> dict[str, Any]:
         """What decode hears of a request, in so many seconds, and what its blocks hold."""
-        latest = time.monotonic() + seconds
-        while not any(request_id in received for received, _, _ in self.heard) and time.monotonic() < latest:
+
+        def is_heard() -> bool:
+            if any(request_id in received for received, _, _ in self.heard):
+                return True
             self.step()
-            time.sleep(0.001)
+            return False
+
+        wait(is_heard, seconds)
         return result_of(self.decode, self.heard, request_id, blocks)
 
 
@@ -410,12 +414,16 @@ def ended(story: Story) -> dict[str, Any]:
 
 def outcome_of(decode: Side, heard: list[Any], request_id: str, blocks: list[int], seconds: float) -> dict[str, Any]:
     """What decode alone hears of a request, in so many seconds."""
-    latest = time.monotonic() + seconds
-    while not any(request_id in received for received, _, _ in heard) and time.monotonic() < latest:
+
+    def is_heard() -> bool:
+        if any(request_id in received for received, _, _ in heard):
+            return True
         _, *found = decode.ended()
         if any(found):
             heard.append((found[0], found[1], found[2]))
-        time.sleep(0.001)
+        return False
+
+    wait(is_heard, seconds)
     return result_of(decode, heard, request_id, blocks)
 
 

@@ -48,12 +48,19 @@ def begin_driver() -> None:
     take_stdout()
 
 
-def until(true: Callable[[], object], seconds: float = 60.0) -> None:
-    """Await what another thread or process does, of which there is no event here."""
+def wait(true: Callable[[], object], seconds: float = 60.0) -> bool:
+    """Await what another thread or process does, of which there is no event here; whether it came about in time."""
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it never came about"
-        time.sleep(0.005)
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def until(true: Callable[[], object], seconds: float = 60.0) -> None:
+    """The same, of what has to come about."""
+    assert wait(true, seconds), "it never came about"
 
 
 class NotBuilt(Exception):
