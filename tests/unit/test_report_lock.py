@@ -40,9 +40,9 @@ def edit(file: Path, **content: Any) -> None:
         opened.truncate()
 
 
-def stopped(sandbox: Sandbox, code: str = USE_STEP, **more: str) -> tuple[subprocess.Popen[str], Path]:
+def stopped(sandbox: Sandbox) -> tuple[subprocess.Popen[str], Path]:
     """A live process that writes no more, and its report."""
-    process = waiting(sandbox, code, **more)
+    process = waiting(sandbox, USE_STEP)
     until(lambda: live(sandbox) and live(sandbox)[0]["patches"][0]["counters"] == {"calls": 1})
     process.send_signal(signal.SIGSTOP)
     (file,) = sandbox.state.glob("*.json")
@@ -107,18 +107,17 @@ def test_ten_that_end_by_sigterm_and_who_looks_is_in_another_container(patched: 
 def test_a_forked_child_does_not_have_its_parents_lock(patched: Sandbox) -> None:
     """One that lives on after the parent has ended, and closes the descriptor that it was born with."""
     code = f"""{USE_STEP}
-import os
-pid = os.fork()
-if not pid:
-    import time
-    time.sleep(1000)
-print(pid, flush=True)
+import os, signal
+if not os.fork():
+    signal.raise_signal(signal.SIGSTOP)  # before it has a report of its own
 """
-    process, file = stopped(patched, code, LIVEPATCH_STATE_KEEP="0")
-    assert process.stdout is not None
-    (child,) = (int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    process = waiting(patched, code, LIVEPATCH_STATE_KEEP="0")
+    (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
     try:
-        os.kill(child, signal.SIGSTOP)  # before it has a report of its own
+        until(lambda: Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+        until(lambda: [one["patches"][0]["counters"] for one in live(patched)] == [{"calls": 1}])
+        process.send_signal(signal.SIGSTOP)
+        (file,) = patched.state.glob("*.json")
         open_there = [os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()]
         assert str(file) not in open_there
         edit(file, **PLACES["another container"])
@@ -128,6 +127,7 @@ print(pid, flush=True)
         assert [pid for pid, _ in status.read(patched.state).ended] == [process.pid]
     finally:
         os.kill(child, signal.SIGKILL)
+        process.kill()
         process.communicate()
 
 
