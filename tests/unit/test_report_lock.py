@@ -192,6 +192,30 @@ assert len(os.listdir("/proc/self/fd")) == before - 1
         assert process.wait() == 0
 
 
+def test_a_report_that_is_written_twice_while_it_is_read(tmp_path: Path, mocker: MockerFixture) -> None:
+    """The third has the inode of the first where that is free again: on ext4 it mostly is."""
+    file, lstat, is_held = tmp_path / "report.json", os.lstat, report.is_held
+
+    def write(text: str) -> None:
+        (tmp_path / "new").write_text(text, "ascii")
+        (tmp_path / "new").replace(file)
+
+    def asked(opened: int) -> bool | None:
+        if file.read_text("ascii") == "first":
+            write("second")
+        return is_held(opened)
+
+    def looked(name: Path) -> os.stat_result:
+        if file.read_text("ascii") == "second":
+            write("third")
+        return lstat(name)
+
+    write("first")
+    mocker.patch.object(report, "is_held", asked)
+    mocker.patch.object(os, "lstat", looked)
+    assert status._read(file) == ("third", False)
+
+
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EINVAL])
 def test_a_file_system_without_locks(tmp_path: Path, mocker: MockerFixture, code: int) -> None:
     """The heartbeat decides, as before."""

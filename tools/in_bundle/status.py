@@ -305,9 +305,10 @@ def _read(file: Path) -> tuple[str, bool | None]:
                 raise OSError("not a report")
             text = stream.read(_LARGEST).decode("ascii")
             held = report.is_held(opened)
-        # One that was replaced meanwhile has lost its lock to the next, which lives.
-        if held is not False or os.path.samestat(status, os.lstat(file)):
-            return text, held
+            # One that was replaced meanwhile has lost its lock to the next, which lives. While it is open, that one
+            # cannot have its inode.
+            if held is not False or os.path.samestat(status, os.lstat(file)):
+                return text, held
 
 
 def _runs(pid: int, ticks: int | None) -> bool:
