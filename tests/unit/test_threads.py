@@ -15,7 +15,7 @@ ROUNDS = """
     sys.setswitchinterval(1e-6)
 
     def child():
-        signal.alarm(20)
+        signal.alarm(100)
         barrier = threading.Barrier(2)
         def load(name):
             barrier.wait()

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm
+import vllm.multimodal  # before the renderers: 0.18.1 has a circle
 from vllm.renderers.base import BaseRenderer
 from vllm.utils.counter import AtomicCounter
 
