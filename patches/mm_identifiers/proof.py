@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mm_identifiers as driver
 
 
@@ -12,8 +14,13 @@ def cases() -> dict[str, str | None]:
     given = {"image": ["a user's"]}
     one, two = driver.Api(), driver.Api()
     first, second = one.names("a cat"), two.names("a dog")
-    hashing, encoding = driver.Api(hashed=True), (driver.Api(encoding=True), driver.Api(encoding=True))
-    return {
+    hashing = driver.Api(hashed=True)
+    alike: dict[str, dict[str, Any]] = {
+        "an engine that encodes and one that reads": {"encoding": True},
+        "a prefill and a decode engine": {"role": "kv_consumer"},
+        "engines without a connector": {"role": None},
+    }
+    findings = {
         "two engines' first images": None if first != second else f"both are {first[0]}",
         "one engine's two images": None if first != one.names("a dog") else "they have one name",
         "two images of one request": None if len(set(one.names("a cat", "a dog"))) == 2 else "they have one name",
@@ -21,7 +28,8 @@ def cases() -> dict[str, str | None]:
         "a user's name is kept where images are hashed": None
         if hashing.names("a cat", given=given) == given["image"]
         else "it is another",
-        "an engine that encodes and one that reads count alike": None
-        if encoding[0].names("a cat") == encoding[1].names("a cat")
-        else "they have other names for one image",
     }
+    for who, how in alike.items():
+        same = driver.Api(**how).names("a cat") == driver.Api(**how).names("a cat")
+        findings[f"{who} count alike"] = None if same else "they have other names for one image"
+    return findings

@@ -27,11 +27,14 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         **named: Any,
     ) -> Any:
         """Make the text unique of which the release makes names where it hashes nothing."""
-        if renderer.config.ec_transfer_config is None:
+        config = renderer.config
+        transfers = config.kv_transfer_config
+        if transfers is not None and transfers.kv_role == "kv_both" and config.ec_transfer_config is None:
             mm_req_id = f"{mm_req_id}-{os.urandom(8).hex()}"  # not kept: processes fork
-        names = original(mm_data, mm_data_items, mm_uuid_items, mm_req_id, *rest, **named)
-        if names is not mm_uuid_items:
-            livepatch.count("named")
-        return names
+            names = original(mm_data, mm_data_items, mm_uuid_items, mm_req_id, *rest, **named)
+            if names is not mm_uuid_items:
+                livepatch.count("named")
+            return names
+        return original(mm_data, mm_data_items, mm_uuid_items, mm_req_id, *rest, **named)
 
     return {TARGET: process_mm_uuids}

@@ -26,7 +26,7 @@ from vllm.utils.counter import AtomicCounter
 class Api(BaseRenderer):  # type: ignore[misc]
     """The renderer of an API process that has just begun; `hashed` is whether the engine has a prefix cache."""
 
-    def __init__(self, hashed: bool = False, encoding: bool = False) -> None:
+    def __init__(self, hashed: bool = False, encoding: bool = False, role: str | None = "kv_both") -> None:
         self.given: list[Any] = []
         model_config = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0))
         cache_config = SimpleNamespace(enable_prefix_caching=hashed)
@@ -34,6 +34,7 @@ class Api(BaseRenderer):  # type: ignore[misc]
             cache_config=cache_config,
             model_config=model_config,
             ec_transfer_config=SimpleNamespace() if encoding else None,
+            kv_transfer_config=SimpleNamespace(kv_role=role) if role else None,
         )
         self.model_config = model_config
         self.api_process_rank = 0
