@@ -1,11 +1,10 @@
-"""Images that vLLM does not hash are named so that no other engine's have the same name.
+"""Images are named by their contents where KV leaves the engine, also with both caches off.
 
-Their names are taken for their contents by whatever shares KV between engines.
+vLLM then names them by a counter, and whatever shares KV between engines takes that for their contents.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +21,16 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         mm_data: Any,
         mm_data_items: Any,
         mm_uuid_items: Any,
-        mm_req_id: str,
         *rest: Any,
         **named: Any,
     ) -> Any:
-        """Make the text unique of which the release makes names where it hashes nothing."""
+        """Answer what was given where the release makes names: the model's processor hashes images without a name."""
+        names = original(mm_data, mm_data_items, mm_uuid_items, *rest, **named)
         config = renderer.config
-        transfers = config.kv_transfer_config
-        if transfers is not None and transfers.kv_role == "kv_both" and config.ec_transfer_config is None:
-            mm_req_id = f"{mm_req_id}-{os.urandom(8).hex()}"  # not kept: processes fork
-            names = original(mm_data, mm_data_items, mm_uuid_items, mm_req_id, *rest, **named)
-            if names is not mm_uuid_items:
-                livepatch.count("named")
+        if names is mm_uuid_items or (config.kv_transfer_config is None and config.ec_transfer_config is None):
             return names
-        return original(mm_data, mm_data_items, mm_uuid_items, mm_req_id, *rest, **named)
+        renderer._validate_mm_uuids(mm_data, mm_data_items, mm_uuid_items)
+        livepatch.count("hashed")
+        return mm_uuid_items
 
     return {TARGET: process_mm_uuids}

@@ -26,12 +26,12 @@ def driven(release: str, warm: interpreter.Interpreter, work: Path, bundle: Path
 @pytest.mark.parametrize("release", executed.ends(RELEASES))
 def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> None:
     """The second engine's first image is answered from the KV of the first engine's."""
-    assert driven(release, warm, tmp_path)["came"] == [[0, True], [96, False]]
+    assert driven(release, warm, tmp_path)["came"] == [[0, True], [96, False], [TEXT, True]]
 
 
 @pytest.mark.parametrize("release", executed.ends(RELEASES))
 def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:
     found = driven(release, warm, tmp_path, bundle)
-    assert found["came"] == [[0, True], [TEXT, True]]
+    assert found["came"] == [[0, True], [TEXT, True], [96, True]]
     patch = interpreter.reported(tmp_path, PATCH, found["pid"])
-    assert (patch["state"], patch["verdict"], patch["counters"]) == ("applied", "needed", {"named": 2}), patch
+    assert (patch["state"], patch["verdict"], patch["counters"]) == ("applied", "needed", {"hashed": 3}), patch

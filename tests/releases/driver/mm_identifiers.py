@@ -2,7 +2,7 @@
 """Name images as the API processes of a release's engines do, and let two engines with these names share an LMCache server.
 
 Real are the release's `_process_multimodal`, scheduler and connector, and LMCache's server. Stood in for are the processor
-of a model, which would make pixels into tensors, and the workers. What came is printed as one JSON object.
+of a model, which would hash pixels and make tensors of them, and the workers. What came is printed as one JSON object.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from result import begin_driver, leave, print_result
 
 begin_driver()
 
+import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,17 +25,15 @@ from vllm.utils.counter import AtomicCounter
 
 
 class Api(BaseRenderer):  # type: ignore[misc]
-    """The renderer of an API process that has just begun; `hashed` is whether the engine has a prefix cache."""
+    """The renderer of an API process that has just begun; `cached` is whether the engine has a prefix cache."""
 
-    def __init__(self, hashed: bool = False, encoding: bool = False, role: str | None = "kv_both") -> None:
+    def __init__(self, cached: bool = False, connector: str = "kv_transfer_config") -> None:
         self.given: list[Any] = []
         model_config = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0))
-        cache_config = SimpleNamespace(enable_prefix_caching=hashed)
         self.config = SimpleNamespace(
-            cache_config=cache_config,
+            cache_config=SimpleNamespace(enable_prefix_caching=cached),
             model_config=model_config,
-            ec_transfer_config=SimpleNamespace() if encoding else None,
-            kv_transfer_config=SimpleNamespace(kv_role=role) if role else None,
+            **{name: name == connector or None for name in ("kv_transfer_config", "ec_transfer_config")},
         )
         self.model_config = model_config
         self.api_process_rank = 0
@@ -73,7 +72,7 @@ class Items(dict[str, Any]):
 
 
 def answered() -> list[list[Any]]:
-    """Two engines, each with an image that is the first of its API process; then the second engine with the first's.
+    """Two engines, each with an image that is the first of its API process; then the second engine with the first's image.
 
     Of each: how many tokens came from LMCache, and whether they are of the image that was sent.
     """
@@ -106,8 +105,9 @@ def answered() -> list[list[Any]]:
         first, second = (identity.Engine(server, adapters=False) for _ in range(2))
         apis = {first: Api(), second: Api()}
         came = []
-        for engine, picture in ((first, "a cat"), (second, "a dog")):
-            request = identity.request(image=apis[engine].names(picture)[0], prompt=31)
+        for engine, picture in ((first, "a cat"), (second, "a dog"), (second, "a cat")):
+            name = apis[engine].names(picture)[0] or hashlib.sha256(picture.encode()).hexdigest()
+            request = identity.request(image=name, prompt=31)
             pictures[request.request_id] = picture
             came.append(list(engine.run(request)))
         return came
