@@ -20,10 +20,19 @@ MODULE = "fakeengine.scheduler"
 @pytest.fixture
 def out(sandbox: Sandbox) -> Path:
     source = """
+import functools
 class Scheduler:
     def step(self, number, *, also=None):
         return [number]
     async def later(self, number, again=False): ...
+    async def steps(self, number):
+        for one in range(number):
+            yield one
+    async def given(self):
+        def inner(): yield 1
+        return inner
+    @functools.lru_cache
+    def kept(self, number): return number
     @staticmethod
     def made(config): ...
     limit = 3
@@ -105,6 +114,25 @@ def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:
     assert " ".join(done.out.split()) == "my-fix proven stock shows the fault, patched is right in its one case"
     sandbox.generate()
     assert sandbox.python(USE_STEP).out == "[0]\n"
+    assert sandbox.reported("my-fix")["state"] == "applied"
+
+
+def test_each_wrapper_changes_nothing_as_it_is(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    names = ("steps", "later", "given", "kept")
+    assert made(cli, sandbox, *(f"{MODULE}:Scheduler.{name}" for name in names)) == 0
+    text = (out / "my_fix/wrappers.py").read_text("utf-8")
+    assert "\n\n\n    " not in text
+    assert cli("lock", str(out / "my_fix"), "--site-packages", str(sandbox.site)).code == 0
+    sandbox.generate()
+    done = sandbox.python(f"""
+import asyncio
+from {MODULE} import Scheduler
+async def use():
+    print([one async for one in Scheduler().steps(2)], await Scheduler().later(1), [*(await Scheduler().given())()])
+asyncio.run(use())
+print(Scheduler().kept(7))
+""")
+    assert (done.out, done.others) == ("[0, 1] None [1]\n7\n", [])
     assert sandbox.reported("my-fix")["state"] == "applied"
 
 
