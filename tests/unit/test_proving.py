@@ -279,11 +279,26 @@ def _gone(pid: int) -> bool:
         return True
 
 
+def test_site_packages_alone_are_those_of_their_own_environment(drifted: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    """Or, where they are in none, they are proven with the interpreter that runs the command."""
+    words = ["--patch-dir", str(drifted.patches), "--only"]
+    done = cli("prove", *words, "--site-packages", str(drifted.site))
+    assert (done.code, done.out.split()[1]) == (0, "proven"), done
+    site = tmp_path / "own/lib/python3/site-packages"
+    site.parent.mkdir(parents=True)
+    drifted.site.rename(site)
+    python = tmp_path / "own/bin/python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    done = cli("prove", *words, "--site-packages", str(site))
+    assert (done.code, f"{python} cannot say" in done.err) == (2, True), done
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--python", PYTHON), "has no fakeengine: there is nothing to prove"),
-        (("--site-packages", "SITE"), "--site-packages is proven with an interpreter that fits it"),
         (("--python", PYTHON, "--site-packages", "MISSING"), "is not a directory"),
         (("arround",), "did you mean around?"),
         (("--out", "MISSING/proofs.json", "--python", PYTHON), "cannot be written: its directory is not there"),
