@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
+from vllm_livepatch.sitecustomize.decision import Patch
 from vllm_livepatch.tools.bundles import catalogue, leading, shared
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.commands import explanation
@@ -95,7 +96,8 @@ def find(question: Question) -> Answer:
     required = [known(entries, name) for name in question.required]
     patches = [entry.patch for entry in entries.values()]
     packages_of_all = sorted({package for patch in patches for package in patch.packages})
-    others = check.released(question.releases, question.wheels, patches)
+    releases = [_with_package(one, patches) for one in question.releases]
+    others = check.released(releases, question.wheels, patches)
     tree: installed.Tree | None = None
     unserved: str | None = None
     if question.site_packages is not None:
@@ -140,12 +142,24 @@ def tree_of(targets: Sequence[str], release: str | None, site_packages: Path | N
         return check.directory_tree(site_packages, [package])
     patches = [entry.patch for entry in catalogue.load().values()]
     pinned = registry.pins(package)
-    asked = release or (f"{package}=={pinned[-1].version}" if pinned else package)
+    asked = f"{package}=={pinned[-1].version}" if pinned else package
+    if release is not None:
+        asked = f"{package}=={release}" if release[:1].isdigit() else release
     try:
         name, _, version = asked.partition("==")
         return published.tree(name, version) if version else next(iter(check.released([asked], [], patches).values()))
     except SourcesError as error:
         raise UserError(str(error)) from error
+
+
+def _with_package(release: str, patches: Sequence[Patch]) -> str:
+    """PACKAGE==VERSION of a release that may be a version alone. Raises UserError where that can be several."""
+    packages = sorted({patch.package for patch in patches})
+    if not release[:1].isdigit():
+        return release
+    if len(packages) > 1:
+        raise UserError(f"--release {release} is of {' or '.join(packages)}: --release {packages[-1]}=={release}, say")
+    return f"{packages[0]}=={release}"
 
 
 def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[str, ...]:
