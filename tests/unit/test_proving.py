@@ -182,6 +182,21 @@ def test_a_proof_that_does_not_fit_finds_nothing(drifted: Sandbox, cli: Cli, cha
     assert trouble in found["detail"]
 
 
+@pytest.mark.parametrize(
+    ("text", "trouble"),
+    [
+        ("def case(): ...", "proof.py defines no cases()"),
+        ("cases = {}", "proof.py defines no cases()"),
+        ("def cases(): return [look]\ndef look(): ...", "cases() of proof.py gives a list, not functions by their"),
+    ],
+)
+def test_a_proof_without_cases_is_told_of_by_its_own_file(drifted: Sandbox, cli: Cli, text: str, trouble: str) -> None:
+    proof(drifted, text)
+    found = outcome(drifted, cli)
+    assert (found["outcome"], found["reason"]) == ("not-run", "not-built")
+    assert found["detail"].startswith(trouble)
+
+
 def test_a_case_that_uses_what_is_not_there_is_no_finding(drifted: Sandbox, cli: Cli) -> None:
     proof(drifted, PROOF.replace("Scheduler().step(7)", "Scheduler().step(7, later=True)"))
     found = outcome(drifted, cli)

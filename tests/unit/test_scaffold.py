@@ -187,3 +187,13 @@ def test_what_is_counted_and_wrapped_is_looked_at(sandbox: Sandbox, out: Path, c
     assert "what the counter odd means" in cli("ready", str(folder)).out
     (folder / "wrappers.py").write_text(text.replace(f'"{STEP}"', f'"{MODULE}:begin"'))
     assert f"wraps other targets than patch.toml names: {STEP}, {MODULE}:begin" in cli("ready", str(folder)).out
+
+
+@pytest.mark.parametrize(
+    ("proof", "lacks"),
+    [("def cases(): return {", "proof.py is no Python: "), ("def case(): return {}", "proof.py defines no cases()")],
+)
+def test_what_prove_could_not_play(sandbox: Sandbox, out: Path, cli: Cli, proof: str, lacks: str) -> None:
+    assert made(cli, sandbox, STEP) == 0
+    (out / "my_fix/proof.py").write_text(proof)
+    assert f"my-fix: {lacks}" in cli("ready", str(out)).out

@@ -255,8 +255,8 @@ def missing(folder: Path) -> list[str]:
     proof = folder / PROOF
     if not proof.is_file():
         found.append(f"there is no {PROOF}, which shows the fault, and that it is gone")
-    elif TODO in proof.read_text("utf-8"):
-        found.append(f"{PROOF} still has a {TODO}")
+    else:
+        found.extend(_of_proof(proof.read_text("utf-8")))
     counted = set(re.findall(r"livepatch\.(?:count|tell)\(\s*[\"']([a-z_]+)[\"']", _code(folder)))
     for kind in sorted(counted - set(patch.about.get("counters", {}))):
         found.append(f"patch.toml does not say what the counter {kind} means, in [about.counters]")
@@ -266,6 +266,19 @@ def missing(folder: Path) -> list[str]:
             f"there is no {patch_lock.NAME}: vllm-livepatch lock {folder} --release {patch.package}==VERSION",
         ]
     return [*found, *_out_of_date(patch), *_misread(folder, patch)]
+
+
+def _of_proof(text: str) -> Iterator[str]:
+    """What `prove` would say of a proof before it plays it."""
+    if TODO in text:
+        yield f"{PROOF} still has a {TODO}"
+    try:
+        defined = fingerprint.find(ast.parse(text), "cases")
+    except (SyntaxError, ValueError) as error:
+        yield f"{PROOF} is no Python: {error}"
+    else:
+        if defined is None:
+            yield f"{PROOF} defines no cases()"
 
 
 def untold(folder: Path, patch: Patch) -> Iterator[str]:
