@@ -197,3 +197,12 @@ def test_what_prove_could_not_play(sandbox: Sandbox, out: Path, cli: Cli, proof:
     assert made(cli, sandbox, STEP) == 0
     (out / "my_fix/proof.py").write_text(proof)
     assert f"my-fix: {lacks}" in cli("ready", str(out)).out
+
+
+def test_check_says_that_a_folder_is_not_locked_yet(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    assert made(cli, sandbox, STEP) == 0
+    line = f"{out}/my_fix has no patch.lock: vllm-livepatch lock {out}/my_fix --release VERSION"
+    check = ("check", "--patch-dir", str(out), "--only", "--site-packages", str(sandbox.site))
+    assert line in cli(*check).out.splitlines()
+    assert cli("lock", str(out / "my_fix"), "--site-packages", str(sandbox.site)).code == 0
+    assert "patch.lock" not in cli(*check).out

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.decision import Patch
+from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.bundles import catalogue, leading, shared
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.commands import explanation
@@ -52,6 +53,7 @@ class Answer:
     unusable: Sequence[str] = ()  # variables of this environment that mean nothing, a line each
     distributions: Mapping[str, str] = field(default_factory=dict)  # of a package, where it has another name
     shared: Sequence[str] = ()  # of patches that would be applied: what two of them wrap, a sentence each
+    unlocked: Sequence[Path] = ()  # folders of patches that know no code yet
 
     @property
     def named(self) -> dict[str, str | None]:
@@ -126,11 +128,12 @@ def find(question: Question) -> Answer:
         answers = check.explained(answers, tree, others)
     pair = pairs.of_tree(tree)
     described = pair.described(None if question.diff else lambda problem: "") if pair else None
+    unlocked = [entry.folder for entry in entries.values() if not entry.patch.variants]
     unusable = verdicts.unusable([entry.patch for entry in entries.values()], os.environ)
     unmet = _unmet(required, answers)
     names = check.distributions_of(packages, tree)
     together = tuple(shared.sentences(entries[one.patch.name] for one in answers if one.decision.apply))
-    return Answer(packages, answers, described, unmet, unserved, unusable, names, together)
+    return Answer(packages, answers, described, unmet, unserved, unusable, names, together, unlocked)
 
 
 def tree_of(targets: Sequence[str], release: str | None, site_packages: Path | None) -> installed.Tree:
@@ -183,6 +186,8 @@ def show(answer: Answer, as_json: bool, verbose: bool = False) -> None:
         explanation.print_check(Console(), answer.named, answer.patches, verbose)
         for sentence in answer.shared:
             print(sentence)
+        for folder in answer.unlocked:
+            print(f"{folder} has no {patch_lock.NAME}: vllm-livepatch lock {folder} --release VERSION")
         if answer.pair:
             pairs.print_pair(Console(soft_wrap=True), answer.pair)
     for message in (*answer.unusable, *filter(None, [answer.unserved]), *answer.unmet):

@@ -40,7 +40,8 @@ def cases_of(proof: Path) -> Mapping[Any, Any]:
         raise result.NotBuilt(f"{proof.name} defines no cases()")
     found = cases()
     if not isinstance(found, Mapping):
-        raise result.NotBuilt(f"cases() of {proof.name} gives a {type(found).__name__}, not functions by their sentences")
+        given = type(found).__name__
+        raise result.NotBuilt(f"cases() of {proof.name} gives a {given}, not functions by their sentences")
     return found
 
 
