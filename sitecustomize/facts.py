@@ -45,9 +45,6 @@ _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]*")
 def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
     """Raises PatchError, naming the patch and the entry."""
     known_format(name, facts)
-    unknown = sorted(set(facts) - _ENTRIES - {"proof"})  # which `generate --proofs` adds
-    if unknown:
-        raise PatchError(f"patch {name}: no entry is called {', '.join(unknown)}")
     common = _common(name, facts)
     patch = Patch(
         name=name,
@@ -158,10 +155,17 @@ def _proof(name: str, entry: Mapping[str, Any]) -> Proof:
 
 
 def known_format(name: str, facts: Mapping[str, Any]) -> None:
-    """Raises PatchError where the entries are of a form that this version cannot read. Without a number it is 1."""
+    """Raises PatchError where this version does not know the form of the entries, or one of them.
+
+    Without a number the form is 1.
+    """
     given = facts.get("format", FORMAT)
     if type(given) is not int or given != FORMAT:
         raise PatchError(f"patch {name}: format is {given!r}, and this version of vllm-livepatch knows {FORMAT} alone")
+    # `proof` is what `generate --proofs` adds, `read` what a lock distributes among its forms.
+    unknown = sorted(set(facts) - _ENTRIES - {"proof", "read"})
+    if unknown:
+        raise PatchError(f"patch {name}: no entry is called {', '.join(unknown)}")
 
 
 def _companions(

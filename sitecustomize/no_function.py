@@ -100,7 +100,20 @@ def _proxy(original: Any, proxy: Proxy, context: PatchContext, target: str, bind
             return call(*args, **kwargs)
         return wrapped(*args, **kwargs) if instance is None else call(instance, *args, **kwargs)
 
-    return _kind()(original, answer)
+    return (_kind() if binds else _traceable(call, type(original)))(original, answer)
+
+
+def _traceable(call: Callable[..., Any], of: type) -> type:
+    """wrapt's proxy for one callable, with a call in Python: torch.compile traces that, and none of C's.
+
+    It takes what says that it is an operation of torch for that operation, and would trace it without its wrapper.
+    """
+
+    def by_python(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    honest = {"__class__": property(type)} if of.__module__ == "torch._ops" else {}
+    return type("Standing", (_kind(),), {"__call__": by_python, **honest})
 
 
 @functools.cache

@@ -93,6 +93,11 @@ def planned(
         if target in changes:
             steps.append(Applied(target, owner, attribute, original, original, by=changes[target]))
             continue
+        if _awaits_a_generator(function_of(original), wrapper):
+            raise ApplyError(
+                "unwrappable",
+                f"{target} gives a generator, and its wrapper a coroutine: without `async`, it may return it",
+            )
         try:
             made = stand_in(original, wrapper, target)
             steps.append(
@@ -102,6 +107,12 @@ def planned(
             can = "" if isinstance(original, types.FunctionType) else f": {no_function.form_for(original)}"
             raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for{can}") from None
     return steps
+
+
+def _awaits_a_generator(original: Any, wrapper: Any) -> bool:
+    """Whether callers who go through what the original gives would be given what is to be awaited."""
+    gives = inspect.isasyncgenfunction(original) or inspect.isgeneratorfunction(original)
+    return gives and inspect.iscoroutinefunction(guard.code_of(wrapper))
 
 
 def _is_own(target: str, ours: Collection[int], files: Mapping[str, str], force: bool) -> bool:

@@ -160,6 +160,55 @@ def test_an_error_of_a_wrappers_own_while_it_is_traced(engine: Engine, stock: li
     assert reported["detail"].startswith(f"{MODULE}:Layer.project: ValueError: its own")
 
 
+OPERATIONS = """\
+    import torch
+
+    @torch.library.custom_op("fakeengine::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @double.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    packet = torch.ops.fakeengine.double
+    overload = torch.ops.fakeengine.double.default
+
+    def doubled(x):
+        return double(x)
+
+    def by_packet(x):
+        return packet(x)
+
+    def by_overload(x):
+        return overload(x)
+    """
+PROXIED = """\
+    def around(original, *args, **named):
+        livepatch.count("calls")
+        return original(*args, **named) * 10
+    around = livepatch.wrapt(around)
+    """
+USE_OPERATIONS = """
+import torch
+from fakeengine import operations
+for name in ("doubled", "by_packet", "by_overload"):
+    function = getattr(operations, name)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    print(function(torch.ones(2)).tolist(), compiled(torch.ones(2)).tolist(), compiled(torch.ones(3)).tolist())
+"""
+
+
+def test_operations_of_torch(engine: Engine) -> None:
+    engine.write({"fakeengine/operations.py": OPERATIONS})
+    targets = [f"fakeengine.operations:{name}" for name in ("double", "packet", "overload")]
+    engine.patch(targets=targets, code=wrappers(PROXIED))
+    stock = "[2.0, 2.0] [2.0, 2.0] [2.0, 2.0, 2.0]"
+    assert engine.printed(USE_OPERATIONS, stock=True) == [stock] * 3
+    assert engine.printed(USE_OPERATIONS) == [stock.replace("2", "20")] * 3
+    assert engine.reported()["state"] == "applied"
+
+
 NORM = "vllm.model_executor.layers.layernorm:RMSNorm.forward_native"
 USE_NORM = """
 import torch

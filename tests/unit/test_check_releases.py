@@ -74,6 +74,20 @@ def test_a_release(
     assert done.code == code
 
 
+def test_a_version_alone_is_of_the_package_that_all_patches_are_for(
+    index: LocalIndex, sandbox: Sandbox, cli: Cli, tmp_path: Path
+) -> None:
+    """As for `lock` and `from-diff`."""
+    assert verdict(check(cli, sandbox, "--only", "--release", "1.0", "--json")) == ({"fakeengine": "1.0"}, "needed")
+    done = check(cli, sandbox, "--release", "1.0")
+    assert (done.code, "--release 1.0 is of fakeengine or lmcache or vllm: --release vllm==1.0" in done.err) == (
+        2,
+        True,
+    )
+    done = cli("new", "mine", "--target", STEP, "--release", "1.1", "--out", str(tmp_path / "mine"))
+    assert (done.code, (tmp_path / "mine/mine/wrappers.py").is_file()) == (0, True), done
+
+
 def test_a_release_of_another_index(
     index: LocalIndex, sandbox: Sandbox, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,14 @@ def test_a_lock_that_is_older_than_what_patch_toml_names(new_patch: Callable[...
     assert "older" not in cli("ready", str(folder)).err
 
 
+def test_a_slip_in_patch_toml_is_not_taken_for_an_old_lock(new_patch: Callable[..., Path], cli: Cli) -> None:
+    folder = new_patch([])
+    assert cli("lock", str(folder), "--release", "1.0").code == 0
+    file = folder / "patch.toml"
+    file.write_text(file.read_text("utf-8").replace("targets", "target"), "utf-8")
+    assert "no entry is called target\n" in cli("ready", str(folder)).err
+
+
 def test_a_nightly_that_the_registry_does_not_have(sandbox: Sandbox, new_patch: Callable[..., Path], cli: Cli) -> None:
     folder = new_patch([])
     sandbox.write({"fakeengine/_version.py": "version = '3.0'\n"})

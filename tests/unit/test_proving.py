@@ -182,6 +182,21 @@ def test_a_proof_that_does_not_fit_finds_nothing(drifted: Sandbox, cli: Cli, cha
     assert trouble in found["detail"]
 
 
+@pytest.mark.parametrize(
+    ("text", "trouble"),
+    [
+        ("def case(): ...", "proof.py defines no cases()"),
+        ("cases = {}", "proof.py defines no cases()"),
+        ("def cases(): return [look]\ndef look(): ...", "cases() of proof.py gives a list, not functions by their"),
+    ],
+)
+def test_a_proof_without_cases_is_told_of_by_its_own_file(drifted: Sandbox, cli: Cli, text: str, trouble: str) -> None:
+    proof(drifted, text)
+    found = outcome(drifted, cli)
+    assert (found["outcome"], found["reason"]) == ("not-run", "not-built")
+    assert found["detail"].startswith(trouble)
+
+
 def test_a_case_that_uses_what_is_not_there_is_no_finding(drifted: Sandbox, cli: Cli) -> None:
     proof(drifted, PROOF.replace("Scheduler().step(7)", "Scheduler().step(7, later=True)"))
     found = outcome(drifted, cli)
@@ -279,11 +294,26 @@ def _gone(pid: int) -> bool:
         return True
 
 
+def test_site_packages_alone_are_those_of_their_own_environment(drifted: Sandbox, cli: Cli, tmp_path: Path) -> None:
+    """Or, where they are in none, they are proven with the interpreter that runs the command."""
+    words = ["--patch-dir", str(drifted.patches), "--only"]
+    done = cli("prove", *words, "--site-packages", str(drifted.site))
+    assert (done.code, done.out.split()[1]) == (0, "proven"), done
+    site = tmp_path / "own/lib/python3/site-packages"
+    site.parent.mkdir(parents=True)
+    drifted.site.rename(site)
+    python = tmp_path / "own/bin/python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    done = cli("prove", *words, "--site-packages", str(site))
+    assert (done.code, f"{python} cannot say" in done.err) == (2, True), done
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--python", PYTHON), "has no fakeengine: there is nothing to prove"),
-        (("--site-packages", "SITE"), "--site-packages is proven with an interpreter that fits it"),
         (("--python", PYTHON, "--site-packages", "MISSING"), "is not a directory"),
         (("arround",), "did you mean around?"),
         (("--out", "MISSING/proofs.json", "--python", PYTHON), "cannot be written: its directory is not there"),

@@ -20,10 +20,19 @@ MODULE = "fakeengine.scheduler"
 @pytest.fixture
 def out(sandbox: Sandbox) -> Path:
     source = """
+import functools
 class Scheduler:
     def step(self, number, *, also=None):
         return [number]
     async def later(self, number, again=False): ...
+    async def steps(self, number):
+        for one in range(number):
+            yield one
+    async def given(self):
+        def inner(): yield 1
+        return inner
+    @functools.lru_cache
+    def kept(self, number): return number
     @staticmethod
     def made(config): ...
     limit = 3
@@ -108,6 +117,25 @@ def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:
     assert sandbox.reported("my-fix")["state"] == "applied"
 
 
+def test_each_wrapper_changes_nothing_as_it_is(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    names = ("steps", "later", "given", "kept")
+    assert made(cli, sandbox, *(f"{MODULE}:Scheduler.{name}" for name in names)) == 0
+    text = (out / "my_fix/wrappers.py").read_text("utf-8")
+    assert "\n\n\n    " not in text
+    assert cli("lock", str(out / "my_fix"), "--site-packages", str(sandbox.site)).code == 0
+    sandbox.generate()
+    done = sandbox.python(f"""
+import asyncio
+from {MODULE} import Scheduler
+async def use():
+    print([one async for one in Scheduler().steps(2)], await Scheduler().later(1), [*(await Scheduler().given())()])
+asyncio.run(use())
+print(Scheduler().kept(7))
+""")
+    assert (done.out, done.others) == ("[0, 1] None [1]\n7\n", [])
+    assert sandbox.reported("my-fix")["state"] == "applied"
+
+
 @pytest.mark.parametrize(
     ("target", "line"),
     [
@@ -159,3 +187,22 @@ def test_what_is_counted_and_wrapped_is_looked_at(sandbox: Sandbox, out: Path, c
     assert "what the counter odd means" in cli("ready", str(folder)).out
     (folder / "wrappers.py").write_text(text.replace(f'"{STEP}"', f'"{MODULE}:begin"'))
     assert f"wraps other targets than patch.toml names: {STEP}, {MODULE}:begin" in cli("ready", str(folder)).out
+
+
+@pytest.mark.parametrize(
+    ("proof", "lacks"),
+    [("def cases(): return {", "proof.py is no Python: "), ("def case(): return {}", "proof.py defines no cases()")],
+)
+def test_what_prove_could_not_play(sandbox: Sandbox, out: Path, cli: Cli, proof: str, lacks: str) -> None:
+    assert made(cli, sandbox, STEP) == 0
+    (out / "my_fix/proof.py").write_text(proof)
+    assert f"my-fix: {lacks}" in cli("ready", str(out)).out
+
+
+def test_check_says_that_a_folder_is_not_locked_yet(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    assert made(cli, sandbox, STEP) == 0
+    line = f"{out}/my_fix has no patch.lock: vllm-livepatch lock {out}/my_fix --release VERSION"
+    check = ("check", "--patch-dir", str(out), "--only", "--site-packages", str(sandbox.site))
+    assert line in cli(*check).out.splitlines()
+    assert cli("lock", str(out / "my_fix"), "--site-packages", str(sandbox.site)).code == 0
+    assert "patch.lock" not in cli(*check).out

@@ -174,6 +174,22 @@ def test_what_no_wrapper_can_stand_for_is_refused_and_nothing_applied(sandbox: S
     assert done.lines[1:] == [f"vllm-livepatch: around is not applied (unwrappable): {reported['detail']}"]
 
 
+@pytest.mark.parametrize("kind", ["async def", "def"])
+def test_a_generator_gets_no_coroutine(sandbox: Sandbox, kind: str) -> None:
+    """Whoever goes through it would be given what is to be awaited, in each call, and no guard would see that."""
+    source = f"class Scheduler:\n    {kind} steps(self):\n        yield 7\n"
+    sandbox.write({"fakeengine/scheduler.py": source})
+    awaits = "async def around(original, *args, **named): return await original()"
+    code = f"def wrappers(livepatch):\n    {awaits}\n    return dict.fromkeys(TARGETS, around)"
+    sandbox.patch(targets=[f"{SCHEDULER}:Scheduler.steps"], code=code)
+    sandbox.generate()
+    each = "for one in Scheduler().steps(): print(one)"
+    used = each if kind == "def" else f"import asyncio\nasync def use():\n    async {each}\nasyncio.run(use())"
+    done = sandbox.python(f"from fakeengine.scheduler import Scheduler\n{used}")
+    assert done.out == "7\n", done.err
+    assert (sandbox.reported()["state"], sandbox.reported()["reason"]) == ("failed", "unwrappable")
+
+
 def context() -> PatchContext:
     return PatchContext("around", {}, {}, lambda: None)
 

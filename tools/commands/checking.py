@@ -14,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
+from vllm_livepatch.sitecustomize.decision import Patch
+from vllm_livepatch.tools import patch_lock
 from vllm_livepatch.tools.bundles import catalogue, leading, shared
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.commands import explanation
@@ -51,6 +53,7 @@ class Answer:
     unusable: Sequence[str] = ()  # variables of this environment that mean nothing, a line each
     distributions: Mapping[str, str] = field(default_factory=dict)  # of a package, where it has another name
     shared: Sequence[str] = ()  # of patches that would be applied: what two of them wrap, a sentence each
+    unlocked: Sequence[Path] = ()  # folders of patches that know no code yet
 
     @property
     def named(self) -> dict[str, str | None]:
@@ -95,7 +98,8 @@ def find(question: Question) -> Answer:
     required = [known(entries, name) for name in question.required]
     patches = [entry.patch for entry in entries.values()]
     packages_of_all = sorted({package for patch in patches for package in patch.packages})
-    others = check.released(question.releases, question.wheels, patches)
+    releases = [_with_package(one, patches) for one in question.releases]
+    others = check.released(releases, question.wheels, patches)
     tree: installed.Tree | None = None
     unserved: str | None = None
     if question.site_packages is not None:
@@ -124,11 +128,12 @@ def find(question: Question) -> Answer:
         answers = check.explained(answers, tree, others)
     pair = pairs.of_tree(tree)
     described = pair.described(None if question.diff else lambda problem: "") if pair else None
+    unlocked = [entry.folder for entry in entries.values() if not entry.patch.variants]
     unusable = verdicts.unusable([entry.patch for entry in entries.values()], os.environ)
     unmet = _unmet(required, answers)
     names = check.distributions_of(packages, tree)
     together = tuple(shared.sentences(entries[one.patch.name] for one in answers if one.decision.apply))
-    return Answer(packages, answers, described, unmet, unserved, unusable, names, together)
+    return Answer(packages, answers, described, unmet, unserved, unusable, names, together, unlocked)
 
 
 def tree_of(targets: Sequence[str], release: str | None, site_packages: Path | None) -> installed.Tree:
@@ -140,12 +145,24 @@ def tree_of(targets: Sequence[str], release: str | None, site_packages: Path | N
         return check.directory_tree(site_packages, [package])
     patches = [entry.patch for entry in catalogue.load().values()]
     pinned = registry.pins(package)
-    asked = release or (f"{package}=={pinned[-1].version}" if pinned else package)
+    asked = f"{package}=={pinned[-1].version}" if pinned else package
+    if release is not None:
+        asked = f"{package}=={release}" if release[:1].isdigit() else release
     try:
         name, _, version = asked.partition("==")
         return published.tree(name, version) if version else next(iter(check.released([asked], [], patches).values()))
     except SourcesError as error:
         raise UserError(str(error)) from error
+
+
+def _with_package(release: str, patches: Sequence[Patch]) -> str:
+    """PACKAGE==VERSION of a release that may be a version alone. Raises UserError where that can be several."""
+    packages = sorted({patch.package for patch in patches})
+    if not release[:1].isdigit():
+        return release
+    if len(packages) > 1:
+        raise UserError(f"--release {release} is of {' or '.join(packages)}: --release {packages[-1]}=={release}, say")
+    return f"{packages[0]}=={release}"
 
 
 def _unmet(required: Sequence[str], answers: Sequence[check.Checked]) -> tuple[str, ...]:
@@ -169,6 +186,8 @@ def show(answer: Answer, as_json: bool, verbose: bool = False) -> None:
         explanation.print_check(Console(), answer.named, answer.patches, verbose)
         for sentence in answer.shared:
             print(sentence)
+        for folder in answer.unlocked:
+            print(f"{folder} has no {patch_lock.NAME}: vllm-livepatch lock {folder} --release VERSION")
         if answer.pair:
             pairs.print_pair(Console(soft_wrap=True), answer.pair)
     for message in (*answer.unusable, *filter(None, [answer.unserved]), *answer.unmet):

@@ -32,7 +32,7 @@ STYLES = {"proven": "green", "no-fault": "dim", "failed": "bold red", "not-run":
 
 @dataclass(frozen=True)
 class Question:
-    """The command's options. Without `python` it is about this interpreter."""
+    """The command's options. Without `python` it is about the environment of `site_packages`, or this interpreter."""
 
     names: Sequence[str] = ()
     python: str | None = None
@@ -113,14 +113,13 @@ def _ending() -> Iterator[None]:
 
 def _where(question: Question, packages: Sequence[str]) -> tuple[playing.Interpreter, installed.Tree]:
     """The interpreter to play in, and what it imports from: no bundle that the caller's PYTHONPATH names."""
-    python, directory = question.python or sys.executable, question.site_packages
+    directory = question.site_packages
+    python = question.python or _own_interpreter(directory) or sys.executable
     if os.sep in python:  # processes are started elsewhere
         python = os.path.abspath(python)
     given = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     path = [entry for entry in given if not is_bundle(Path(entry))]
     if directory is not None:
-        if question.python is None:
-            raise UserError("--site-packages is proven with an interpreter that fits it: name one with --python")
         check.directory_tree(directory, packages)
         path.insert(0, str(directory.absolute()))
     with tempfile.TemporaryDirectory(prefix="livepatch-prove-") as empty:  # as proofs: not where the caller is
@@ -133,6 +132,14 @@ def _where(question: Question, packages: Sequence[str]) -> tuple[playing.Interpr
         raise UserError(tree.unserved)
     places = {package: [*tree.places(package)] for package in packages}
     return playing.Interpreter(python, path, question.seconds, places), tree
+
+
+def _own_interpreter(directory: Path | None) -> str | None:
+    """The interpreter of the environment whose site-packages these are; None where they are in none."""
+    if directory is None:
+        return None
+    found = directory.absolute().joinpath("../../..").resolve() / "bin/python"
+    return str(found) if found.is_file() else None
 
 
 def _played(

@@ -26,6 +26,7 @@ from vllm_livepatch.tools.releases import published
 from vllm_livepatch.tools.releases.sources import SourcesError
 
 TODO = "TODO"
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _TOLD = ("fault", "symptom", "why", "change", "origin", "threads")
 """What `about` says of a patch to those who look for it."""
 _OURS: dict[str, set[str]] = {
@@ -84,13 +85,13 @@ done = ""  # what is then done about it
 [about.counters]  # each counter = "what it counts"
 """
 
-_FUNCTION = """
+_FUNCTION = """\
     {prefix}def {name}({parameters}) -> Any:
         {answer}
 """
 
 
-_AFTER_IMPORT = """
+_AFTER_IMPORT = """\
     def change_{name}(module: Any) -> None:
         \"\"\"{todo}: what is put where {qualname} stands, in the module that has been imported.\"\"\"
 
@@ -130,15 +131,15 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
         raise UserError(str(error)) from error
     functions, entries, used = [], [], set[str]()
     for target in targets:
-        node = _found(tree, target)
+        node, is_function = _found(tree, target)
         called = target.rpartition(".")[2].rpartition(":")[2].strip("_") or "wrapper"
         while called in used:
             called += "_"
         used.add(called)
         qualname = target.partition(":")[2]
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, _FUNCTIONS):
             functions.append(_function(node, called, "." in qualname))
-            entries.append(f'        "{target}": {called},')
+            entries.append(f'        "{target}": {called if is_function else f"livepatch.wrapt({called})"},')
         else:
             functions.append(_AFTER_IMPORT.format(name=called, qualname=qualname, todo=TODO))
             entries.append(f'        "{target}": livepatch.after_import(change_{called}, is_there_{called}),')
@@ -153,6 +154,7 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
         "",
         "def wrappers(livepatch: Any) -> Mapping[str, Any]:",
         '    """What is to stand at each target. `livepatch` has options, facts, count(), say() and tell()."""',
+        "",
         *functions,
         "    return {",
         *entries,
@@ -186,8 +188,11 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
     return folder
 
 
-def _found(tree: Tree, target: str) -> ast.AST:
-    """The target's definition. Raises UserError, which names what is near."""
+def _found(tree: Tree, target: str) -> tuple[ast.AST, bool]:
+    """The target's definition, and whether a function of Python's stands there once its decorators have run.
+
+    Raises UserError, which names what is near.
+    """
     module, _, qualname = target.partition(":")
     try:
         source = tree.source(module)
@@ -201,7 +206,7 @@ def _found(tree: Tree, target: str) -> ast.AST:
         why = forms.refused(source, qualname)
         if why:
             raise UserError(f"{target} is no function, and a wrapper stands for functions and methods; {why}")
-        return node
+        return node, not forms.refused(source, qualname, _yields)
     near = difflib.get_close_matches(qualname, _functions(parsed), 1)
     raise UserError(f"{module} has no {qualname}" + (f"; did you mean {near[0]}?" if near else ""))
 
@@ -210,7 +215,7 @@ def _functions(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         front = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-        yield from (front + one.name for one in inner if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        yield from (front + one.name for one in inner if isinstance(one, _FUNCTIONS))
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str, in_class: bool) -> str:
@@ -222,13 +227,19 @@ def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str, in_class:
         first, own = ["instance"], own[1:]
     given = [*own, "*rest", "**named"]
     parameters = [*(f"{one}: Any" for one in ("original", *first, *own)), "*rest: Any", "**named: Any"]
-    awaited = isinstance(node, ast.AsyncFunctionDef)
+    awaited = isinstance(node, ast.AsyncFunctionDef) and not _yields(node)  # a generator is given on, as it is
     return _FUNCTION.format(
         prefix="async " if awaited else "",
         name=name,
         parameters=", ".join(parameters),
         answer=f"return {'await ' if awaited else ''}original({', '.join(given)})",
     )
+
+
+def _yields(node: ast.AST) -> bool:
+    """Whether a function's own body makes it a generator; those within it are others'."""
+    own = [one for one in ast.iter_child_nodes(node) if not isinstance(one, (*_FUNCTIONS, ast.Lambda, ast.ClassDef))]
+    return any(isinstance(one, (ast.Yield, ast.YieldFrom)) or _yields(one) for one in own)
 
 
 def missing(folder: Path) -> list[str]:
@@ -244,8 +255,8 @@ def missing(folder: Path) -> list[str]:
     proof = folder / PROOF
     if not proof.is_file():
         found.append(f"there is no {PROOF}, which shows the fault, and that it is gone")
-    elif TODO in proof.read_text("utf-8"):
-        found.append(f"{PROOF} still has a {TODO}")
+    else:
+        found.extend(_of_proof(proof.read_text("utf-8")))
     counted = set(re.findall(r"livepatch\.(?:count|tell)\(\s*[\"']([a-z_]+)[\"']", _code(folder)))
     for kind in sorted(counted - set(patch.about.get("counters", {}))):
         found.append(f"patch.toml does not say what the counter {kind} means, in [about.counters]")
@@ -255,6 +266,19 @@ def missing(folder: Path) -> list[str]:
             f"there is no {patch_lock.NAME}: vllm-livepatch lock {folder} --release {patch.package}==VERSION",
         ]
     return [*found, *_out_of_date(patch), *_misread(folder, patch)]
+
+
+def _of_proof(text: str) -> Iterator[str]:
+    """What `prove` would say of a proof before it plays it."""
+    if TODO in text:
+        yield f"{PROOF} still has a {TODO}"
+    try:
+        defined = fingerprint.find(ast.parse(text), "cases")
+    except (SyntaxError, ValueError) as error:
+        yield f"{PROOF} is no Python: {error}"
+    else:
+        if defined is None:
+            yield f"{PROOF} defines no cases()"
 
 
 def untold(folder: Path, patch: Patch) -> Iterator[str]:

@@ -20,19 +20,29 @@ import stat
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
-def cases_of(proof: Path) -> Any:
-    """What the proof's `cases` gives."""
+def cases_of(proof: Path) -> Mapping[Any, Any]:
+    """What the proof's `cases` gives. Raises NotBuilt."""
     spec = importlib.util.spec_from_file_location("livepatch_proof", proof)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return module.cases()
+    import result
+
+    cases = getattr(module, "cases", None)
+    if not callable(cases):
+        raise result.NotBuilt(f"{proof.name} defines no cases()")
+    found = cases()
+    if not isinstance(found, Mapping):
+        given = type(found).__name__
+        raise result.NotBuilt(f"cases() of {proof.name} gives a {given}, not functions by their sentences")
+    return found
 
 
 def finding(case: Any) -> str | None:
@@ -51,7 +61,7 @@ def finding(case: Any) -> str | None:
         return str(result.raised(error))
 
 
-def findings(cases: Any) -> dict[str, str | None]:
+def findings(cases: Mapping[Any, Any]) -> dict[str, str | None]:
     """The finding of each case. Raises NotBuilt, which names the case."""
     import result
 
