@@ -70,6 +70,22 @@ class Taken:
         return meta
 
 
+class Named:
+    """In the place of decode's decoder: an answer that names nobody, as a prefill engine's may, names one that let go."""
+
+    def __init__(self, own: Any, name: str) -> None:
+        self._own, self._name = own, name
+        self.by_prefill: bool | None = None  # whether prefill has named it, once it has answered
+
+    def decode(self, data: Any) -> Any:
+        answer = self._own.decode(data)
+        names = answer.ok_reqs or []
+        if self.by_prefill is None and answer.status.name == "FINISH" and names in ([], [self._name]):
+            self.by_prefill = bool(names)
+            answer.ok_reqs = [self._name]
+        return answer
+
+
 class Pair:
     """A prefill engine and a decode engine."""
 
@@ -334,6 +350,27 @@ def tried_again_twice(pair: Pair) -> Any:
     kept = pair.let_go("under-way", 0.5)
     pair.ask("under-way", [4, 5])
     return *loaded, kept, pair.loaded("under-way", [4, 5]), pair.let_go("under-way")
+
+
+def let_go_named(pair: Pair) -> Any:
+    """A client hangs up when prefill has ended: whether prefill's answer names the request that lets go.
+
+    And whether decode takes it for a load that has ended, once it is named.
+    """
+    name, worker = "d-named-over", pair.decode.worker
+    own = worker._xfer_resp_decoder
+    worker._xfer_resp_decoder = decoder = Named(own, name)
+    pair.leg("named", [1, 2])
+    pair.lets_go("named")
+    answered = wait(lambda: decoder.by_prefill is not None)
+    worker._xfer_resp_decoder = own
+    assert answered
+    assert wait(lambda: not pair.asking("named-over", pair.prefill))
+    pair.step()
+    taken = name in pair.decode.received
+    if not decoder.by_prefill:
+        pair.decode.received.discard(name)
+    return decoder.by_prefill, taken, pair.let_go("named", 60)
 
 
 def let_go_before(pair: Pair) -> Any:
@@ -762,6 +799,7 @@ LET_GO = (
     tried_again_apart,
     tried_again_at_once,
     tried_again_twice,
+    let_go_named,
     let_go_first,
     let_go_before,
     let_go_last,
