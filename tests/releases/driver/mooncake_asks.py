@@ -71,18 +71,18 @@ class Taken:
 
 
 class Named:
-    """In the place of decode's decoder: an answer that names nobody, as a prefill engine's may, names one that let go."""
+    """In the place of decode's decoder: the next answer that names nobody names one that lets go, where it is told so."""
 
-    def __init__(self, own: Any, name: str) -> None:
-        self._own, self._name = own, name
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.lets_go = ""
         self.by_prefill: bool | None = None  # whether prefill has named it, once it has answered
 
     def decode(self, data: Any) -> Any:
         answer = self._own.decode(data)
         names = answer.ok_reqs or []
-        if self.by_prefill is None and answer.status.name == "FINISH" and names in ([], [self._name]):
-            self.by_prefill = bool(names)
-            answer.ok_reqs = [self._name]
+        if self.lets_go and answer.status.name == "FINISH" and names in ([], [self.lets_go]):
+            self.by_prefill, answer.ok_reqs, self.lets_go = bool(names), [self.lets_go], ""
         return answer
 
 
@@ -90,6 +90,7 @@ class Pair:
     """A prefill engine and a decode engine."""
 
     OWN = OWN
+    named: Named
 
     def __init__(self, prefill: Side, decode: Side) -> None:
         self.prefill, self.decode = prefill, decode
@@ -357,20 +358,16 @@ def let_go_named(pair: Pair) -> Any:
 
     And whether decode takes it for a load that has ended, once it is named.
     """
-    name, worker = "d-named-over", pair.decode.worker
-    own = worker._xfer_resp_decoder
-    worker._xfer_resp_decoder = decoder = Named(own, name)
+    name = pair.named.lets_go = "d-named-over"
     pair.leg("named", [1, 2])
     pair.lets_go("named")
-    answered = wait(lambda: decoder.by_prefill is not None)
-    worker._xfer_resp_decoder = own
-    assert answered
+    assert wait(lambda: pair.named.by_prefill is not None)
     assert wait(lambda: not pair.asking("named-over", pair.prefill))
     pair.step()
     taken = name in pair.decode.received
-    if not decoder.by_prefill:
+    if not pair.named.by_prefill:
         pair.decode.received.discard(name)
-    return decoder.by_prefill, taken, pair.let_go("named", 60)
+    return pair.named.by_prefill, taken, pair.let_go("named", 60)
 
 
 def let_go_before(pair: Pair) -> Any:
@@ -838,7 +835,11 @@ def played(wanted: Iterable[str] = (), kind: type[Pair] = Pair) -> dict[str, Any
         mortals = [Mortal(model_config, port, finishes) for finishes in (False, True)]
         prefill = Side(model_config, "kv_producer", "prefill", free_port(), heads=HEADS)
         decode = Side(model_config, "kv_consumer", "decode", free_port(), heads=HEADS)
+        named = decode.worker._xfer_resp_decoder = Named(
+            decode.worker._xfer_resp_decoder
+        )  # before what a patch puts there
         pair = kind(prefill, decode)
+        pair.named = named
         play(pair, *CASES, *LET_GO, *REGISTERING)
         play(pair, killed, beside=mortals)
         # What stock never answers keeps its tasks for good.
