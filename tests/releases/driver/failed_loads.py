@@ -21,10 +21,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import command_line
 import real_scheduler as real
 import vllm
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import get_kwargs
 from worlds import RIGHT, WRONG, Serving, Work
 
 gc.enable()
@@ -44,9 +43,7 @@ LOST = object()
 def by_command_line(policy: str) -> Any:
     """The configuration that `vllm serve --kv-transfer-config` comes to, with a policy, or without one ("")."""
     given = {"kv_connector": "ConnectorLosses", "kv_role": "kv_both"}
-    return get_kwargs(VllmConfig)["kv_transfer_config"]["type"](
-        json.dumps({**given, **({"kv_load_failure_policy": policy} if policy else {})})
-    )
+    return command_line.transfer_config(json.dumps({**given, **({"kv_load_failure_policy": policy} if policy else {})}))
 
 
 class World(Serving):
