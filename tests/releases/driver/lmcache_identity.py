@@ -60,6 +60,8 @@ IMAGE_AT, IMAGE_TOKENS = CHUNK + 20, 24
 """An image begins in the second chunk and ends in the third."""
 ADAPTED, RANK, WIDTH = "q_proj", 8, 64
 """The module that an adapter changes, and its matrices' sizes."""
+UNPINNED = "cpu:0"
+"""Host memory, by a name by which vLLM does not pin it: older releases do, where there is no device."""
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 MODULES = {"vllm": f"{V1}.lmcache_mp_connector", "lmcache": "lmcache.integration.vllm.lmcache_mp_connector"}
 DIRECTORY = Path(tempfile.mkdtemp())
@@ -307,7 +309,7 @@ def weights_in(path: str) -> str:
     """A digest of what the release's own code reads in an adapter's folder, as its worker calls it."""
     helper = PEFTHelper.from_local_dir(path, real.MAX_MODEL_LEN)
     read = LoRAModel.from_local_checkpoint(
-        path, {ADAPTED}, peft_helper=helper, lora_model_id=1, device="cpu", dtype=torch.float32
+        path, {ADAPTED}, peft_helper=helper, lora_model_id=1, device=UNPINNED, dtype=torch.float32
     )
     assert read.loras
     digest = hashlib.blake2b(digest_size=16)
