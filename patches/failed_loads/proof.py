@@ -22,6 +22,8 @@ SENTENCES = {
     "now_reset": "all requests are preempted before the failure is known",
     "now_resumed": "a preempted request loads again, which fails, and is preempted once more",
     "now_fail": "a load fails in the step that needs it, where such requests are to end",
+    "asked_fail": "a load fails in the step that needs it, and an operator's command line has such requests end",
+    "asked_nothing": "a load fails in the step that needs it, and an operator's command line has no policy",
     "later": "a load beside the steps fails",
     "later_first": "a load beside the steps fails, and nothing of it arrived",
     "later_small_pool_idle": "a load fails, and an older request is to load into a pool of one prompt",
@@ -53,8 +55,9 @@ def _findings(found: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
                 continue
             if "no load failed" in outcome:
                 raise NotBuilt(f"{scheduler}: no load fails where {SENTENCES[name]}")
-            if outcome == "right" and ends and by_default == "fail":
+            asked = name == "asked_fail" or (by_default != "fail" and "to end" in SENTENCES[name])
+            if outcome == "right" and ends and by_default == "fail" and not asked:
                 outcome = f"{' and '.join(ends)} ended with an error"
-            if outcome == "right" and not ends and by_default != "fail" and "to end" in SENTENCES[name]:
+            if outcome == "right" and not ends and asked:
                 outcome = "nobody ended with an error, which an operator had asked for"
             yield f"{scheduler}: {SENTENCES[name]}", None if outcome == "right" else outcome

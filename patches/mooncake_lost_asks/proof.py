@@ -146,6 +146,15 @@ def tried_again_twice(outcome: str, let_go: bool, early: bool, again: str, let_g
     return [*loads(outcome, again), comes_back(let_go), gone, comes_back(let_go_again)]
 
 
+def let_go_named(named: bool, taken: bool, let_go: bool) -> list[Judged]:
+    """Decode lets go of a transfer, and prefill's answer names it unless decode takes that for the end of a load"""
+    return [
+        (named or taken, "the answer leaves out what decode let go of"),
+        (not (named and taken), "decode takes it for the end of a load"),
+        comes_back(let_go),
+    ]
+
+
 def let_go_first(outcome: str, let_go: bool) -> list[Judged]:
     """A client has hung up, and decode asks after it has let go of the transfer"""
     return [told(outcome), comes_back(let_go)]
@@ -246,6 +255,7 @@ EVERY: tuple[Judge, ...] = (
     tried_again_apart,
     tried_again_at_once,
     tried_again_twice,
+    let_go_named,
     let_go_first,
     let_go_before,
     let_go_last,

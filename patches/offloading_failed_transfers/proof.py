@@ -25,6 +25,8 @@ SENTENCES = {
     "load_longer": "a copy from the host fails, of a request that computes more of its prompt",
     "load_longer_fail": "a copy from the host fails, of a longer request, where such requests are to end",
     "load_aborted": "a copy from the host fails, whose client has gone",
+    "tiered_store_failed": "a copy to the host fails, which has a second tier behind it",
+    "tiered_load_failed": "a copy from the host fails, which has a second tier behind it",
     "sync_well": "copies from the host within a step succeed",
 }
 """Left out are errors that a backend raises, and copies that fail within a step: the patch does not mend these."""

@@ -61,12 +61,19 @@ STOCK = {
 }
 """What stock comes to with one group. A preemption before the failure is known (`now_reset`) differs, and is apart."""
 
+
+def asked(release: str, mode: str) -> dict[str, str]:
+    """What stock comes to where an operator's command line has `fail`, and where it has no policy."""
+    by_default = RIGHT if Version(release) >= Version(POLICY_WAS_RECOMPUTE) else STOCK[mode]["now"]
+    return {"asked_fail": RIGHT, "asked_nothing": by_default}
+
+
+OTHERS = ("now_reset", "later_small_pool_idle", "asked_fail", "asked_nothing", *GROUPS)
+"""Further cases."""
+ALONE = ("asked_fail", "later_fail", "later_idle", "groups_now_fail", "groups_later_fail")
 FAILED = {
-    "Scheduler": {
-        name: ["lost"] for name in ("now_fail", "later_fail", "later_idle", "groups_now_fail", "groups_later_fail")
-    },
-    "AsyncScheduler": {name: ["lost"] for name in ("later_fail", "later_idle", "groups_now_fail", "groups_later_fail")}
-    | {"now_fail": ["lost", "next"]},
+    "Scheduler": {name: ["lost"] for name in ("now_fail", *ALONE)},
+    "AsyncScheduler": {name: ["lost"] for name in ALONE} | {"now_fail": ["lost", "next"]},
 }
 """Who ends with an error where the engine's policy is followed: with steps under way, who shares the lost blocks, too."""
 
@@ -108,7 +115,9 @@ def test_stock(release: str, warm: interpreter.Interpreter, tmp_path: Path) -> N
         if Version(release) <= Version(LOADS_AGAIN_TO):
             assert resumed == "lost got a token sampled on lost KV"
         small_pool = RIGHT if Version(STUCK_NOT[0]) <= Version(release) < Version(STUCK_NOT[1]) else STUCK
-        assert found == expected | stock_of_groups(release, mode) | {"later_small_pool_idle": small_pool}
+        assert found == expected | stock_of_groups(release, mode) | asked(release, mode) | {
+            "later_small_pool_idle": small_pool
+        }
 
 
 @pytest.mark.parametrize("release", executed.first(RELEASES))
@@ -119,9 +128,11 @@ def test_patched(release: str, warm: interpreter.Interpreter, bundle: Path, tmp_
         found = outcomes(result, mode)
         resumed = found.pop("now_resumed")
         assert resumed == RIGHT if Version(release) <= Version(LOADS_AGAIN_TO) else resumed in RESUMED
-        assert found == dict.fromkeys((*cases, "now_reset", "later_small_pool_idle", *GROUPS), RIGHT)
+        assert found == dict.fromkeys((*cases, *OTHERS), RIGHT)
     assert failed(result) == (
-        FAILED if Version(release) < Version(POLICY_WAS_RECOMPUTE) else {mode: {} for mode in STOCK}
+        FAILED
+        if Version(release) < Version(POLICY_WAS_RECOMPUTE)
+        else {mode: {"asked_fail": ["lost"]} for mode in STOCK}
     )
     patch = interpreter.reported(tmp_path, PATCH)
     assert (patch["state"], patch["verdict"]) == ("applied", "needed"), patch
@@ -139,8 +150,9 @@ def test_engine_policy(release: str, warm: interpreter.Interpreter, bundle: Path
         found = outcomes(result, mode)
         resumed = found.pop("now_resumed")
         assert resumed == RIGHT if Version(release) <= Version(LOADS_AGAIN_TO) else resumed in RESUMED
-        assert found == dict.fromkeys((*cases, "now_reset", "later_small_pool_idle", *GROUPS), RIGHT)
-    assert failed(result) == FAILED
+        assert found == dict.fromkeys((*cases, *OTHERS), RIGHT)
+    default = {} if Version(release) < Version(POLICY_WAS_RECOMPUTE) else {"asked_nothing": ["lost"]}
+    assert failed(result) == {mode: {**ends, **default} for mode, ends in FAILED.items()}
 
 
 @pytest.mark.parametrize("release", executed.chosen(["0.16.0", "0.33.0"], ["0.16.0", "0.24.0", "0.29.0", "0.33.0"]))

@@ -227,6 +227,24 @@ def test_changed_code_that_the_proof_does_not_import_is_not_proven(sandbox: Sand
     assert f"no release has this code of {WORK}, and the proof does not import it" in found["detail"]
 
 
+def test_facts_that_fit_and_are_not_seen_are_not_disproven_by_others(sandbox: Sandbox, cli: Cli) -> None:
+    """With the facts that fit every case is right, and code is left that the proof does not import."""
+    free = "fakeengine.scheduler:Scheduler.free"
+    code = sandbox.fingerprints(STEP, WORK, free)
+    forms = [
+        {"releases": ["0.9"], "code": {**code, free: "0" * 16}, "facts": {"mark": "marked"}},
+        {"releases": ["1.0"], "code": code},
+    ]
+    sandbox.patch(code=NUMBERED, variant=forms, targets=[STEP, WORK], calls=[free], per_module=True)
+    proof(sandbox)
+    sandbox.write(
+        {"fakeengine/scheduler.py": CHANGED, "fakeengine/worker.py": "def work(item):\n    return [item, 8]\n"}
+    )
+    found = outcome(sandbox, cli)
+    assert (found["outcome"], found["reason"]) == ("not-run", "not-built")
+    assert f"no release has this code of {WORK}" in found["detail"]
+
+
 def test_no_proof(sandbox: Sandbox, cli: Cli) -> None:
     """Nothing stands for drifted code; for code that is known to need the patch its fingerprints do."""
     sandbox.patch()

@@ -196,7 +196,8 @@ def _of_trials(outcome: Outcome, stock: playing.Played, trials: Iterator[Trial])
         detail = f"stock shows {_count(stock.wrong)}, patched is {right}{_part(one.played.patch)}"
         return replace(outcome, outcome="proven", reason="proven", detail=detail, facts=dict(one.facts), cases=cases)
     wrong = next((trial for trial in tried if trial.acted and trial.played.wrong), None)
-    if wrong is not None:
+    unseen = any(trial.fits and trial.acted and trial.played.trouble is not None for trial in tried)
+    if wrong is not None and (wrong.fits or not unseen):  # less likely facts do not speak for those that were not seen
         sentence, what = next(iter(wrong.played.wrong.items()))
         also = " (stock too)" if stock.cases.get(sentence) == what else ""
         cases = _beside(stock.cases, wrong.played.cases)

@@ -17,15 +17,19 @@ STARTED = time.perf_counter()
 begin_driver()
 
 import gc
+import json
 from collections.abc import Callable
 from typing import Any
 
+import command_line
 import real_scheduler as real
 import vllm
 from worlds import RIGHT, WRONG, Serving, Work
 
 gc.enable()
 
+COMMAND_LINES = {"asked to fail": "fail", "asked for nothing": ""}
+"""What an operator's command line has of a policy."""
 ANSWER = 6
 LONGER = real.PROMPT_TOKENS + real.BLOCK_SIZE
 """Tokens of a prompt that takes from the prefix cache also what others computed behind a load."""
@@ -36,6 +40,12 @@ LOST = object()
 """What is in a slot that was not loaded, or that was computed on such a one."""
 
 
+def by_command_line(policy: str) -> Any:
+    """The configuration that `vllm serve --kv-transfer-config` comes to, with a policy, or without one ("")."""
+    given = {"kv_connector": "ConnectorLosses", "kv_role": "kv_both"}
+    return command_line.transfer_config(json.dumps({**given, **({"kv_load_failure_policy": policy} if policy else {})}))
+
+
 class World(Serving):
     """A scheduler, its clients, the slots, and what was loaded, read and delivered."""
 
@@ -43,6 +53,9 @@ class World(Serving):
         self.windows = [0, WINDOW] if hybrid else [0]  # tokens that a group attends to, 0 for all
         connector = ("connector_losses", "ConnectorLosses")
         super().__init__(real.make_scheduler(mode, model_config, connector, windows=[w for w in self.windows if w]))
+        if policy in COMMAND_LINES:
+            config = self.scheduler.vllm_config.kv_transfer_config = by_command_line(COMMAND_LINES[policy])
+            policy = config.kv_load_failure_policy
         # As `__init__` does it, of kv_load_failure_policy.
         self.scheduler.recompute_kv_load_failures = policy == "recompute"
         self.slots: dict[tuple[int, int], Any] = {}
@@ -232,6 +245,8 @@ CASES: dict[str, tuple[str, bool, Callable[[World], None]]] = {
     "now_reset": ("recompute", False, reset),
     "now_resumed": ("recompute", False, resumed),
     "now_fail": ("fail", False, lambda world: sharing(world, "now", ((0, 1),))),
+    "asked_fail": ("asked to fail", False, lambda world: alone(world, "now", ((0, 1),))),
+    "asked_nothing": ("asked for nothing", False, lambda world: alone(world, "now", ((0, 1),))),
     "later": ("recompute", False, lambda world: sharing(world, "later", ((0, 1),))),
     "later_first": ("recompute", False, lambda world: alone(world, "later", ((0, 0),))),
     "later_fail": ("fail", False, lambda world: alone(world, "later", ((0, 1),))),

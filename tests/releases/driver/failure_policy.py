@@ -17,25 +17,12 @@ from result import print_result, take_stdout
 
 take_stdout()
 
+import command_line
 import vllm
 from vllm.config import KVTransferConfig
 from vllm.config.utils import replace
-from vllm.engine.arg_utils import get_kwargs
 
 GIVEN = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-
-
-@dataclasses.dataclass
-class Arguments:
-    """What vLLM makes arguments of the command line of. Its annotations are no strings."""
-
-    kv_transfer_config: KVTransferConfig | None = None
-    """It is read as JSON."""
-
-
-def by_command_line(text: str) -> Any:
-    """As `vllm serve --kv-transfer-config TEXT` makes it."""
-    return get_kwargs(Arguments)["kv_transfer_config"]["type"](text)
 
 
 def assigned() -> Any:
@@ -48,8 +35,8 @@ def assigned() -> Any:
 WAYS: dict[str, Callable[[], Any]] = {
     "constructor": lambda: KVTransferConfig(**GIVEN),
     "constructor, given": lambda: KVTransferConfig(**GIVEN, kv_load_failure_policy="fail"),
-    "command line": lambda: by_command_line('{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'),
-    "command line, given": lambda: by_command_line('{"kv_load_failure_policy": "fail"}'),
+    "command line": lambda: command_line.transfer_config('{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'),
+    "command line, given": lambda: command_line.transfer_config('{"kv_load_failure_policy": "fail"}'),
     "assigned": assigned,
 }
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -20,6 +20,7 @@ import gc
 import hashlib
 import importlib
 import inspect
+import json
 import os
 import pickle
 import sys
@@ -43,8 +44,11 @@ import torch
 import vllm
 from lmcache_messages import Copies, Messages
 from lmcache_server import Server, until
+from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.engine.core import EngineCore
@@ -54,6 +58,10 @@ BLOCK, CHUNK = real.BLOCK_SIZE, lmcache_server.CHUNK
 PROMPT = 3 * CHUNK + 5
 IMAGE_AT, IMAGE_TOKENS = CHUNK + 20, 24
 """An image begins in the second chunk and ends in the third."""
+ADAPTED, RANK, WIDTH = "q_proj", 8, 64
+"""The module that an adapter changes, and its matrices' sizes."""
+UNPINNED = "cpu:0"
+"""Host memory, by a name by which vLLM does not pin it: older releases do, where there is no device."""
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 MODULES = {"vllm": f"{V1}.lmcache_mp_connector", "lmcache": "lmcache.integration.vllm.lmcache_mp_connector"}
 DIRECTORY = Path(tempfile.mkdtemp())
@@ -149,7 +157,7 @@ class Engine:
     def read(self, lora: Any) -> None:
         """A worker reads an adapter that it does not have, or that is to be read again."""
         if lora.lora_int_id not in self.weights or getattr(lora, "load_inplace", False):
-            self.weights[lora.lora_int_id] = Path(lora.lora_path, "adapter_model.safetensors").read_text()
+            self.weights[lora.lora_int_id] = weights_in(lora.lora_path)
 
     def run(self, request: Any) -> list[Any]:
         """A request until it has been answered: how many tokens came from LMCache, and whether its KV is right."""
@@ -281,9 +289,34 @@ def adapter(name: str, number: int, weights: str, folder: str = "") -> Any:
     """An adapter whose files lie in a folder of its own, or in this one."""
     path = DIRECTORY / (folder or f"{name}-{number}-{weights}")
     path.mkdir(parents=True, exist_ok=True)
-    (path / "adapter_config.json").write_text("{}")
-    (path / "adapter_model.safetensors").write_text(weights)
+    write_weights(path, weights)
     return LoRARequest(name, number, str(path))
+
+
+def write_weights(path: Path, weights: str) -> None:
+    """Write an adapter's files, in PEFT's format; what its one module adds spells `weights`."""
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none", "target_modules": [ADAPTED]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    spelt = torch.tensor(list(weights.encode().ljust(WIDTH)), dtype=torch.float32)
+    module = f"base_model.model.model.layers.0.self_attn.{ADAPTED}"
+    tensors = {"lora_A": torch.ones(RANK, WIDTH), "lora_B": spelt.repeat(RANK, 1).T.contiguous()}
+    save_file(
+        {f"{module}.{name}.weight": tensor for name, tensor in tensors.items()}, path / "adapter_model.safetensors"
+    )
+
+
+def weights_in(path: str) -> str:
+    """A digest of what the release's own code reads in an adapter's folder, as its worker calls it."""
+    helper = PEFTHelper.from_local_dir(path, real.MAX_MODEL_LEN)
+    read = LoRAModel.from_local_checkpoint(
+        path, {ADAPTED}, peft_helper=helper, lora_model_id=1, device=UNPINNED, dtype=torch.float32
+    )
+    assert read.loras
+    digest = hashlib.blake2b(digest_size=16)
+    for name, layer in sorted(read.loras.items()):
+        for tensor in (layer.lora_a, layer.lora_b):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def adapters(server: Server) -> list[Any]:
@@ -384,10 +417,10 @@ def changed_files(server: Server) -> list[Any]:
     lora = adapter("a", 1, "before")
     engine.load(lora)
     came = [engine.run(request(lora, prompt=10))]
-    Path(lora.lora_path, "adapter_model.safetensors").write_text("after!")
+    write_weights(Path(lora.lora_path), "after!")
     until(lambda: all(one.lost for one in engine.adapters.values()))
     engine.scheduler.reset_prefix_cache()
-    engine.weights[1] = "after!"
+    engine.weights[1] = weights_in(lora.lora_path)
     return [*came, engine.run(request(lora, prompt=10))]
 
 

@@ -70,10 +70,27 @@ class Taken:
         return meta
 
 
+class Named:
+    """In the place of decode's decoder: the next answer that names nobody names one that lets go, where it is told so."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.lets_go = ""
+        self.by_prefill: bool | None = None  # whether prefill has named it, once it has answered
+
+    def decode(self, data: Any) -> Any:
+        answer = self._own.decode(data)
+        names = answer.ok_reqs or []
+        if self.lets_go and answer.status.name == "FINISH" and names in ([], [self.lets_go]):
+            self.by_prefill, answer.ok_reqs, self.lets_go = bool(names), [self.lets_go], ""
+        return answer
+
+
 class Pair:
     """A prefill engine and a decode engine."""
 
     OWN = OWN
+    named: Named
 
     def __init__(self, prefill: Side, decode: Side) -> None:
         self.prefill, self.decode = prefill, decode
@@ -334,6 +351,23 @@ def tried_again_twice(pair: Pair) -> Any:
     kept = pair.let_go("under-way", 0.5)
     pair.ask("under-way", [4, 5])
     return *loaded, kept, pair.loaded("under-way", [4, 5]), pair.let_go("under-way")
+
+
+def let_go_named(pair: Pair) -> Any:
+    """A client hangs up when prefill has ended: whether prefill's answer names the request that lets go.
+
+    And whether decode takes it for a load that has ended, once it is named.
+    """
+    name = pair.named.lets_go = "d-named-over"
+    pair.leg("named", [1, 2])
+    pair.lets_go("named")
+    assert wait(lambda: pair.named.by_prefill is not None)
+    assert wait(lambda: not pair.asking("named-over", pair.prefill))
+    pair.step()
+    taken = name in pair.decode.received
+    if not pair.named.by_prefill:
+        pair.decode.received.discard(name)
+    return pair.named.by_prefill, taken, pair.let_go("named", 60)
 
 
 def let_go_before(pair: Pair) -> Any:
@@ -762,6 +796,7 @@ LET_GO = (
     tried_again_apart,
     tried_again_at_once,
     tried_again_twice,
+    let_go_named,
     let_go_first,
     let_go_before,
     let_go_last,
@@ -800,7 +835,11 @@ def played(wanted: Iterable[str] = (), kind: type[Pair] = Pair) -> dict[str, Any
         mortals = [Mortal(model_config, port, finishes) for finishes in (False, True)]
         prefill = Side(model_config, "kv_producer", "prefill", free_port(), heads=HEADS)
         decode = Side(model_config, "kv_consumer", "decode", free_port(), heads=HEADS)
+        named = decode.worker._xfer_resp_decoder = Named(
+            decode.worker._xfer_resp_decoder
+        )  # before what a patch puts there
         pair = kind(prefill, decode)
+        pair.named = named
         play(pair, *CASES, *LET_GO, *REGISTERING)
         play(pair, killed, beside=mortals)
         # What stock never answers keeps its tasks for good.

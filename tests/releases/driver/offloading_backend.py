@@ -7,7 +7,9 @@ It stands in for what copies bytes, for which no machine here has the device. Th
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec
@@ -111,6 +113,24 @@ class Spec(OffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> Any:
         return self.mover
+
+
+class Tiered(Spec):
+    """The same behind the release's manager of several tiers, with its own example of a second one."""
+
+    def get_manager(self) -> Any:
+        tiering, example = (importlib.import_module(f"{TIERING}.{name}manager") for name in ("", "example."))
+        memory = memoryview(bytearray(BLOCKS)).cast("B", (BLOCKS, 1))
+        primary = tiering.CPUPrimaryTierOffloadingManager(
+            BLOCKS, mmap_region=SimpleNamespace(create_kv_memoryview=lambda: memory)
+        )
+        second = example.ExampleSecondaryTierManager(self, memory, "example")
+        return tiering.TieringOffloadingManager(primary, [second])
+
+
+TIERING = "vllm.v1.kv_offload.tiering"
+tiers = importlib.util.find_spec(TIERING) is not None and importlib.util.find_spec(f"{TIERING}.example") is not None
+"""Whether the release has these."""
 
 
 def begin(worker: Any) -> Mover:

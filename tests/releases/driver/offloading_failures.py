@@ -48,9 +48,8 @@ CONNECTOR = ("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 class World(Serving):
     """A scheduler, its workers' connectors, their memory, and what clients got."""
 
-    def __init__(self, mode: str, model_config: Any, policy: str, workers: int, within_step: bool = False) -> None:
-        budget = {"sync_load_budget_bytes": 1 << 40} if within_step else {}
-        super().__init__(self.make_scheduler(mode, model_config, EXTRA | budget))
+    def __init__(self, mode: str, model_config: Any, policy: str, workers: int, **extra: Any) -> None:
+        super().__init__(self.make_scheduler(mode, model_config, EXTRA | extra))
         self.scheduler.recompute_kv_load_failures = policy == "recompute"
         connector = self.scheduler.connector
         self.offloading = self.parts(connector)[0].connector_scheduler
@@ -263,6 +262,9 @@ CASES: dict[str, tuple[str, int, Callable[[World], None]]] = {
 }
 if hasattr(OffloadingConnectorScheduler, "reset_cache"):  # from 0.22.1
     CASES["store_cleared"] = ("recompute", 1, cleared)
+if backend.tiers:
+    CASES["tiered_store_failed"] = ("recompute", 1, lambda world: stored(world, "failed", 0))
+    CASES["tiered_load_failed"] = ("recompute", 1, lambda world: loaded(world, "failed"))
 if hasattr(TransferJob, "sync"):  # from 0.33.0, and off by default
     CASES["sync_well"] = ("recompute", 1, lambda world: longer(world, "well"))
     CASES["sync_failed"] = ("recompute", 1, lambda world: longer(world, "failed"))
@@ -271,11 +273,18 @@ if hasattr(TransferJob, "sync"):  # from 0.33.0, and off by default
     CASES["sync_second_worker"] = ("recompute", 2, lambda world: longer(world, "failed", 1))
 
 
+EXTRAS: dict[str, dict[str, Any]] = {
+    "sync": {"sync_load_budget_bytes": 1 << 40},
+    "tiered": {"spec_name": "Tiered"},
+}
+"""What the OffloadingConnector is configured with, by the first word of a case."""
+
+
 def outcome(mode: str, model_config: Any, case: str) -> dict[str, Any]:
     """Run one case; what it came to, and who ended with an error."""
     policy, workers, play = CASES[case]
     try:
-        world = World(mode, model_config, policy, workers, case.startswith("sync_"))
+        world = World(mode, model_config, policy, workers, **EXTRAS.get(case.partition("_")[0], {}))
         play(world)
     except Exception as error:
         traceback.print_exc()
