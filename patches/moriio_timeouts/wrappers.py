@@ -198,8 +198,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     def process_deferred(original: Callable[..., Any], writer: Any, *rest: Any, **named: Any) -> Any:
         """Writes whose peer never says where to end after a time, those of requests that have ended at once."""
-        if writer._deferred_tasks:
+        try:
             engine = writer.worker.moriio_wrapper
+        except RuntimeError:  # the engine was dropped, and this thread outlives it
+            return original(*rest, **named)
+        if writer._deferred_tasks:
             writes = writes_of(engine)
             now = time.perf_counter()
             waiting = []
@@ -213,7 +216,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                     waiting.append(task)
             writer._deferred_tasks = waiting
         if writer._write_task_q.empty():
-            engine = writer.worker.moriio_wrapper
             writes = writes_of(engine)
             if writes.ended:
                 deferred = {task.request_id for task in writer._deferred_tasks}  # all that they are told from

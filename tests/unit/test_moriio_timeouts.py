@@ -179,6 +179,21 @@ def test_an_engine_that_is_dropped_is_collected(aside: bool, monkeypatch: pytest
     context.withdraw()
 
 
+def test_the_thread_of_an_engine_that_is_gone_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stock it looks for writes for ever, and asks for its worker only where there is one."""
+
+    class Writer(SimpleNamespace):
+        @property
+        def worker(self) -> Any:
+            raise RuntimeError("Parent worker has been garbage collected")
+
+    context = Worker(monkeypatch).context
+    process = patch.wrappers(context)[f"{patch.ENGINE}:MoRIIOWriter._process_deferred_tasks"]
+    looked: list[int] = []
+    process(lambda: looked.append(1), Writer(_deferred_tasks=[], _write_task_q=queue.Queue()))
+    assert looked == [1]
+
+
 def test_peers_that_are_silent_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The release shakes hands with one after another; the model waits for all of them as long as for one."""
     worker = Worker(monkeypatch, a=math.inf, b=math.inf, c=math.inf)
