@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...sitecustomize.kit import leaves
-from . import policy
+from . import lmcache, policy
 from .losses import Table, block_sizes, spread, tables_given
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ STATE = "_livepatch_lost_loads"
 """Attribute of a scheduler: its `_Loads`."""
 
 LOST = "_livepatch_load_lost"
-"""Attribute of a request whose load was lost: it is computed here from then on."""
-
+"""Attribute of a request whose load was lost, and which is computed here from then on: how many tokens of it the prefix
+cache had when the scheduler asked last."""
 
 NOW = -1
 """The table that a request has now, beside those that it was given, by the number of the step."""
@@ -46,7 +45,7 @@ class _Loads:
         self.steps: deque[Any] = deque(maxlen=DEEPEST)  # the scheduler outputs of steps that are not answered yet
         self.withheld: dict[int, set[str]] = {}  # whose tokens of a step are not to be delivered, by `id` of its output
         self.answering: Any = None  # the scheduler output whose answer the scheduler acts on, or acted on last
-        self.asks = False  # whether the connector's `get_num_new_matched_tokens` is wrapped
+        self.asks = False  # whether two of the connector's methods are wrapped
 
     def answered(self, output: Any) -> Iterable[str]:
         """Take a step, and whatever was scheduled before it, from those under way; whose tokens of it are withheld."""
@@ -162,21 +161,31 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
 
     def asked(original: Call, connector: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any) -> Any:
         """Of a request whose load was lost, the connector is asked as if all of it were computed here."""
-        if not getattr(request, LOST, False):
+        if not hasattr(request, LOST):
             return original(request, num_computed_tokens, *rest, **named)
+        lmcache.begin_anew(connector, request.request_id)
         # A prompt that the prefix cache has whole is something that each connector knows: it lets go of what it holds.
         answer, _ = original(request, request.num_tokens)
-        begins_at(connector, request.request_id, num_computed_tokens)
+        lmcache.begins_at(connector, request.request_id, num_computed_tokens)
+        setattr(request, LOST, num_computed_tokens)
         return (None if answer is None else 0), False
+
+    def allocated(original: Call, connector: Any, request: Any, *rest: Any, **named: Any) -> Any:
+        """A request whose load was lost is about to run: LMCache counts what is computed of it, whatever it held."""
+        result = original(request, *rest, **named)
+        if hasattr(request, LOST):
+            lmcache.counts(connector, request.request_id, request.num_computed_tokens or getattr(request, LOST))
+        return result
 
     def mark(scheduler: Any, loads: _Loads, requests: list[Any]) -> None:
         if not loads.asks:
             connector = scheduler.connector
-            method = connector.get_num_new_matched_tokens
-            connector.get_num_new_matched_tokens = livepatch.over(method, livepatch.around(method, asked, connector))
+            for name, wrapper in (("get_num_new_matched_tokens", asked), ("update_state_after_alloc", allocated)):
+                method = getattr(connector, name)
+                setattr(connector, name, livepatch.over(method, livepatch.around(method, wrapper, connector)))
             loads.asks = True
         for request in requests:
-            setattr(request, LOST, True)
+            setattr(request, LOST, 0)
 
     def preempt(scheduler: Any, request: Any) -> None:
         """Let a request begin anew, by the means of the release: both model runners know of it by that alone.
@@ -290,14 +299,3 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         f"{SCHEDULER}._update_waiting_for_remote_kv": livepatch.after(load_ended),
         f"{LMCACHE}.get_block_ids_with_load_errors": load_errors,
     }
-
-
-def begins_at(connector: Any, name: str, computed: int) -> None:
-    """Tell LMCache in the engine's process, also a MultiConnector's child, that a request begins behind `computed`
-    tokens. It notes what it was asked, and of a request that is let in again it asserts that it begins there, or where
-    LMCache's hit ends."""
-    for leaf in leaves(connector):
-        specs = getattr(getattr(leaf, "_lmcache_engine", None), "load_specs", {})
-        if name in specs:
-            specs[name].vllm_cached_tokens = computed
-            specs[name].lmcache_cached_tokens = min(specs[name].lmcache_cached_tokens, computed)

@@ -26,6 +26,9 @@ ADAPTER = f"{MODULE}:LMCacheMPWorkerAdapter"
 WAIT_SECONDS = 1.0
 """How long an engine's step waits for a server that is asked to register its worker again."""
 
+GRACE_SECONDS = 3600.0
+"""How long a server keeps a worker that has sent no ping yet, if nobody has told it otherwise."""
+
 STOP_SECONDS = 5.0
 """How long a shutdown waits for such a heartbeat: as long as LMCache waits for its own."""
 
@@ -41,11 +44,12 @@ def clock() -> float:
 class Registration:
     """What a worker knows of its registration."""
 
-    __slots__ = ("answered", "asking", "beating", "earlier", "left_out", "renewed", "silent")
+    __slots__ = ("answered", "asking", "beating", "earlier", "first_ping", "left_out", "renewed", "silent")
 
     def __init__(self, silent: float) -> None:
         self.silent = silent
         self.answered = clock()  # when the last message was sent that a server answered which knew this worker
+        self.first_ping: float | None = None  # when it was sent, to a server that had not been silent for too long
         self.renewed = 0  # how often it was registered again
         self.beating = threading.Lock()  # one heartbeat at a time
         self.asking: threading.Thread | None = None  # a heartbeat that a step asked for
@@ -55,7 +59,18 @@ class Registration:
         self.earlier: list[weakref.ref[Any]] = []
 
     def in_doubt(self) -> bool:
+        """Whether it is to register again, as soon as the server answers."""
         return clock() - self.answered > self.silent
+
+    def forgotten(self) -> bool:
+        """Whether nothing is to be asked of the server before it has.
+
+        A server that is not told otherwise knows a worker that has not pinged yet: an engine that has started beside a
+        busy one waits for its first ping's answer, and for its registration's, no longer than a step does.
+        """
+        if self.first_ping is None:
+            return clock() - self.answered > max(self.silent, GRACE_SECONDS)
+        return clock() - max(self.answered, self.first_ping) > self.silent
 
 
 class Failed:
@@ -86,6 +101,8 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             return original(*rest, **named)
         with registration.beating:
             began, context = clock(), adapter.transfer_ctx
+            if registration.first_ping is None:
+                registration.first_ping = registration.answered if registration.forgotten() else began
             result = original(*rest, **named)
             if beat._health_event.is_set():
                 if adapter.transfer_ctx is not context:  # LMCache itself has just registered it
@@ -108,12 +125,12 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         return True
 
     def known(adapter: Any, registration: Registration) -> bool:
-        """Whether the server knows the worker; where that is in doubt, it is asked, and waited for once."""
+        """Whether the server can be asked for something; where it may not know the worker, it is waited for once."""
         if registration.in_doubt() and (registration.asking is None or not registration.asking.is_alive()):
             registration.asking = threading.Thread(target=adapter._heartbeat._execute, daemon=True)
             registration.asking.start()
             registration.asking.join(WAIT_SECONDS)
-        return not registration.in_doubt()
+        return not registration.forgotten()
 
     def asked(original: Call, adapter: Any, registration: Registration, *rest: Any, **named: Any) -> tuple[Any, int]:
         """Leave out what the server is asked for, as where it is gone, if it may not know the worker.
@@ -158,7 +175,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         if registration is None:
             return original(request_id, *rest, **named)
         result, renewed = asked(original, adapter, registration, request_id, *rest, **named)
-        if registration.renewed != renewed or registration.in_doubt():
+        if registration.renewed != renewed or registration.forgotten():
             future, *blocks = adapter.retrieve_futures.get(request_id, (None,))
             if future is not None and future.query():  # copied by the worker itself: it has ended
                 livepatch.count("load_in_doubt")

@@ -9,13 +9,13 @@ Source: vllm PR#40344, which bounds the same waits from 0.23.0 on.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import queue
 import sys
 import threading
 import time
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -126,11 +126,23 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
             made = Writes()  # the writer's thread and the model's may both be the first
             found = vars(engine).setdefault("_livepatch_writes", made)
             if found is made:
-                livepatch.on_stand_aside(functools.partial(give_back_transfers, engine, made))
+                put_back_of(engine, give_back_transfers)
         return found
 
-    def give_back_transfers(engine: Any, writes: Writes) -> None:
+    def put_back_of(owner: Any, put_back: Callable[[Any], None]) -> None:
+        """When the patch stands aside, put back what it holds of an object of the engine's, if that is still there."""
+        known = weakref.ref(owner)
+
+        def put_back_if_there() -> None:
+            there = known()
+            if there is not None:
+                put_back(there)
+
+        livepatch.on_stand_aside(put_back_if_there)
+
+    def give_back_transfers(engine: Any) -> None:
         """The release's own wait looks for what it waits for in one place; it is not to find that all has ended."""
+        writes = writes_of(engine)
         with engine.lock:
             for statuses in writes.statuses.values():
                 engine.transfer_status += statuses
@@ -186,8 +198,11 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
 
     def process_deferred(original: Callable[..., Any], writer: Any, *rest: Any, **named: Any) -> Any:
         """Writes whose peer never says where to end after a time, those of requests that have ended at once."""
-        if writer._deferred_tasks:
+        try:
             engine = writer.worker.moriio_wrapper
+        except RuntimeError:  # the engine was dropped, and this thread outlives it
+            return original(*rest, **named)
+        if writer._deferred_tasks:
             writes = writes_of(engine)
             now = time.perf_counter()
             waiting = []
@@ -201,7 +216,6 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
                     waiting.append(task)
             writer._deferred_tasks = waiting
         if writer._write_task_q.empty():
-            engine = writer.worker.moriio_wrapper
             writes = writes_of(engine)
             if writes.ended:
                 deferred = {task.request_id for task in writer._deferred_tasks}  # all that they are told from
@@ -301,7 +315,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
         if not isinstance(worker._ready_requests, Handshakes):
             worker._ready_requests = Handshakes()
             # The release's own methods would wait for ever for what is handed over here.
-            livepatch.on_stand_aside(lambda: setattr(worker, "_ready_requests", queue.Queue()))
+            put_back_of(worker, lambda worker: setattr(worker, "_ready_requests", queue.Queue()))
         found: Handshakes = worker._ready_requests
         return found
 

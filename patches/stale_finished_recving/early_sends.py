@@ -40,7 +40,7 @@ _SEEN = "_livepatch_early_sends"
 class ChildSends:
     """The wrapper of the method by which one child reports: (sent, received), or from 0.30 an object with both."""
 
-    __slots__ = ("calls", "ended", "held", "livepatch")
+    __slots__ = ("__weakref__", "calls", "ended", "held", "livepatch")  # weak: it goes with its child
 
     def __init__(self, livepatch: PatchContext) -> None:
         self.livepatch = livepatch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -106,6 +108,17 @@ def test_from_0_30_the_other_results_stay() -> None:
     world.child.sent = {"b"}
     assert world.multi.get_transfer_results({"b"})[0] is world.child.made, "passed on as it is"
     assert "get_finished" not in vars(world.child), "one of the two ways is enough"
+
+
+def test_a_connector_that_is_dropped_is_collected() -> None:
+    """With what is remembered of its children."""
+    world = World()
+    world.step(finished=["a"])
+    context, child = world.context, weakref.ref(world.child)
+    remembered = weakref.ref(next(iter(context._lasting.values())))
+    del world
+    gc.collect()
+    assert (child(), remembered()) == (None, None)
 
 
 def test_each_child_is_kept_back_by_itself() -> None:

@@ -6,13 +6,14 @@ The rest is in tests/releases.
 
 from __future__ import annotations
 
+import enum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_livepatch.patches.failed_loads import lmcache
 from vllm_livepatch.patches.failed_loads import wrappers as patch
 from vllm_livepatch.patches.failed_loads.losses import Table, spread, tables_given
-from vllm_livepatch.patches.failed_loads.wrappers import begins_at
 from vllm_livepatch.sitecustomize import guard
 from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -27,13 +28,59 @@ def test_where_it_begins_is_noted(hit: int, noted: int, child: bool) -> None:
     connector: Any = SimpleNamespace(_lmcache_engine=SimpleNamespace(load_specs=specs))
     if child:
         connector = SimpleNamespace(_connectors=[SimpleNamespace(), connector])
-    begins_at(connector, "a", 32)
+    lmcache.begins_at(connector, "a", 32)
     assert [(spec.vllm_cached_tokens, spec.lmcache_cached_tokens) for spec in specs.values()] == [
         (32, noted),
         (101, hit),
     ]
-    begins_at(connector, "unknown", 32)
+    lmcache.begins_at(connector, "unknown", 32)
     assert len(specs) == 2
+
+
+class State(enum.Enum):
+    """Of a request, in LMCache's connector to 0.5.4."""
+
+    PREFETCHING = enum.auto()
+    READY = enum.auto()
+
+
+class LaterState(enum.Enum):
+    """From 0.5.5 on."""
+
+    READY = enum.auto()
+    BYPASS_LMCACHE = enum.auto()
+
+
+@pytest.mark.parametrize(
+    ("state", "hit", "kept"),
+    [
+        (State.READY, 64, False),
+        (State.READY, 0, False),
+        (State.PREFETCHING, 64, True),
+        (LaterState.READY, 0, False),
+        (LaterState.READY, 64, True),
+        (LaterState.BYPASS_LMCACHE, 0, True),
+    ],
+)
+@pytest.mark.parametrize("child", [False, True])
+def test_who_lost_all_blocks_is_begun_anew(state: Any, hit: int, kept: bool, child: bool) -> None:
+    """But who was not let in, and from LMCache 0.5.5 on who had a hit: its connector does that itself. Others stay."""
+    trackers = {name: SimpleNamespace(state=state, num_lmcache_hit_tokens=hit) for name in ("a", "b")}
+    connector: Any = SimpleNamespace(request_trackers=trackers)
+    if child:
+        connector = SimpleNamespace(_connectors=[SimpleNamespace(), connector])
+    lmcache.begin_anew(connector, "a")
+    lmcache.begin_anew(connector, "unknown")
+    assert list(trackers) == (["a", "b"] if kept else ["b"])
+
+
+@pytest.mark.parametrize("unit", ["blocks", "tokens"])
+def test_what_is_computed_of_it_is_counted(unit: str) -> None:
+    """From where it begins on, and without what was found and not loaded."""
+    hits = {f"num_vllm_hit_{unit}": 12, f"num_lmcache_hit_{unit}": 8}
+    tracker = SimpleNamespace(**hits, num_scheduled_tokens=0)
+    lmcache.counts(SimpleNamespace(request_trackers={"a": tracker}), "a", 48)
+    assert vars(tracker) == dict.fromkeys(hits, 0) | {"num_scheduled_tokens": 48}
 
 
 class Status:
@@ -221,7 +268,8 @@ def test_a_lost_load_is_computed_where_nobody_chose_otherwise(
 
 def test_of_a_request_whose_load_was_lost_nothing_is_loaded_again(scheduler: Any, context: PatchContext) -> None:
     scheduler.connector = SimpleNamespace(
-        get_num_new_matched_tokens=lambda request, computed: (request.num_tokens - computed, True)
+        get_num_new_matched_tokens=lambda request, computed: (request.num_tokens - computed, True),
+        update_state_after_alloc=lambda request, blocks, external: None,
     )
     scheduler.recompute_kv_load_failures = True
     requests = {name: SimpleNamespace(request_id=name, num_tokens=64) for name in ("a", "b")}
@@ -239,4 +287,28 @@ def test_of_a_request_whose_load_was_lost_nothing_is_loaded_again(scheduler: Any
         output = under_way(scheduler)
     asked = {name: scheduler.connector.get_num_new_matched_tokens(one, 16) for name, one in requests.items()}
     assert asked == {"a": (0, False), "b": (48, True)}
+    assert not context.aside
+
+
+@pytest.mark.parametrize(("computed", "begins"), [(0, 16), (32, 32)])
+def test_where_it_begins_is_counted_when_its_blocks_are_allocated(
+    computed: int, begins: int, scheduler: Any, context: PatchContext
+) -> None:
+    """Behind what the prefix cache has of it, or what was loaded of it and not lost. Another's count stays."""
+    tracker, others = SimpleNamespace(num_scheduled_tokens=0), SimpleNamespace(num_scheduled_tokens=0)
+    tracker.state = State.PREFETCHING
+    scheduler.connector = SimpleNamespace(
+        get_num_new_matched_tokens=lambda request, computed: (0, False),
+        update_state_after_alloc=lambda request, blocks, external: None,
+        request_trackers={"a": tracker, "b": others},
+    )
+    scheduler.recompute_kv_load_failures = True
+    requests = [SimpleNamespace(request_id=name, num_tokens=64, num_computed_tokens=computed) for name in ("a", "b")]
+    scheduler.requests = {request.request_id: request for request in requests}
+    answer = SimpleNamespace(req_id_to_index={}, kv_connector_output=SimpleNamespace(failed_recving={"a"}))
+    scheduler.update_from_output(under_way(scheduler), answer)
+    for request in requests:
+        scheduler.connector.get_num_new_matched_tokens(request, 16)
+        scheduler.connector.update_state_after_alloc(request, None, 0)
+    assert (tracker.num_scheduled_tokens, others.num_scheduled_tokens) == (begins, 0)
     assert not context.aside

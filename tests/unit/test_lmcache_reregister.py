@@ -135,6 +135,47 @@ def test_the_silence_begins_when_the_registration_was_sent(worker: Worker) -> No
     assert worker.known.in_doubt()
 
 
+@pytest.mark.parametrize(
+    ("seconds", "asked"), [(SILENT + 1.0, True), (3599.0, True), (3601.0, False), (3600.0 + SILENT, False)]
+)
+def test_a_worker_that_sent_no_ping_yet_waits_a_second_and_is_served(
+    seconds: float, asked: bool, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server keeps it for an hour. Whether it answers the first ping or not, it is to register again."""
+    monkeypatch.setattr(patch, "threading", SimpleNamespace(Thread=Asking, Event=threading.Event))
+    adapter: Any = worker
+    adapter._heartbeat = SimpleNamespace(_execute=lambda: None)
+    served: list[bool] = []
+
+    def submit() -> None:
+        served.append(worker.is_healthy)
+
+    worker.now = seconds
+    store = worker.targets[f"{patch.ADAPTER}.submit_store_request"]
+    store(submit, worker)
+    asking: Any = worker.known.asking
+    assert asking.joined == [1.0]
+    worker.known.first_ping = worker.known.answered if not asked else seconds
+    worker.now += SILENT - 1.0
+    store(submit, worker)
+    worker.now += 2.0
+    store(submit, worker)
+    assert served == [asked, asked, False], "from the first ping on the server keeps it for no longer than others"
+    worker.beat(worker.now + 1.0)
+    assert (worker.registered, worker.known.forgotten()) == (1, False)
+    assert not worker.context.aside
+
+
+def test_when_the_first_ping_was_sent_is_noted_once(worker: Worker) -> None:
+    worker.beat(100.0, answered=False)
+    worker.beat(120.0, answered=False)
+    assert (worker.known.first_ping, worker.known.in_doubt(), worker.known.forgotten()) == (100.0, True, False)
+    worker.now = 0.0
+    worker.register(0.0)
+    worker.beat(3601.0, answered=False)
+    assert (worker.known.first_ping, worker.known.forgotten()) == (0.0, True)
+
+
 def test_a_worker_that_has_registered_again_is_known(worker: Worker) -> None:
     """Its stores and loads are asked for again, and the next heartbeat registers nobody."""
     worker.beat(SILENT + 1.0)
@@ -170,6 +211,7 @@ def test_a_load_that_the_worker_copied_while_it_may_have_been_forgotten_has_fail
 ) -> None:
     adapter: Any = worker
     adapter.retrieve_futures, adapter.error_block_ids = {}, set()
+    worker.beat(0.0)
 
     def retrieve(request_id: str) -> None:
         worker.now = seconds

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import queue
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +79,10 @@ class Event:
         return self.is_set
 
 
+class Wrapper(SimpleNamespace):
+    """MoRI-IO's wrapper of its engine, a stand-in. A plain SimpleNamespace cannot be referred to weakly."""
+
+
 class Worker:
     """A prefill worker, which shakes hands with one peer after another, in `seconds` each: a stand-in for the release's."""
 
@@ -100,7 +106,7 @@ class Worker:
         self._remote_agents: dict[str, str] = {}
         self._ready_requests: Any = None
         self._handshake_lock = threading.Lock()
-        self.moriio_wrapper = SimpleNamespace(
+        self.moriio_wrapper = Wrapper(
             lock=threading.Lock(), done_remote_allocate_req_dict={}, done_req_ids=[], transfer_status=[]
         )
         self.saved: list[str] = []
@@ -154,6 +160,38 @@ def test_a_write_that_fails_after_its_request_was_given_up_is_not_reported_again
     execute(fails, writer, tasks[0])
     assert worker.moriio_wrapper.done_req_ids == ["one"]
     assert worker.context.counters == {"write_failed": 1}
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_an_engine_that_is_dropped_is_collected(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be put back where the patch stands aside does not hold it, and is not missed."""
+    worker = Worker(monkeypatch, silent=math.inf)
+    worker.layers("silent")
+    context = worker.context
+    dropped: list[weakref.ref[Any]] = [weakref.ref(worker), weakref.ref(worker.moriio_wrapper)]
+    monkeypatch.undo()  # the clock and the events are the worker's
+    if aside:
+        context.withdraw()
+        assert type(worker._ready_requests) is queue.Queue
+    del worker
+    gc.collect()
+    assert [ref() for ref in dropped] == [None, None]
+    context.withdraw()
+
+
+def test_the_thread_of_an_engine_that_is_gone_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stock it looks for writes for ever, and asks for its worker only where there is one."""
+
+    class Writer(SimpleNamespace):
+        @property
+        def worker(self) -> Any:
+            raise RuntimeError("Parent worker has been garbage collected")
+
+    context = Worker(monkeypatch).context
+    process = patch.wrappers(context)[f"{patch.ENGINE}:MoRIIOWriter._process_deferred_tasks"]
+    looked: list[int] = []
+    process(lambda: looked.append(1), Writer(_deferred_tasks=[], _write_task_q=queue.Queue()))
+    assert looked == [1]
 
 
 def test_peers_that_are_silent_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,9 +294,7 @@ def test_a_write_is_given_up_once_its_peer_has_named_no_blocks_for_the_time(cloc
     options = {"HANDSHAKE_SECONDS": 1.0, "TRANSFER_SECONDS": 1.0, "DEFER_SECONDS": 1.0}
     livepatch = PatchContext("moriio-timeouts", options, {}, lambda: None)
     wrapper = patch.wrappers(livepatch)[f"{patch.ENGINE}:MoRIIOWriter._process_deferred_tasks"]
-    engine = SimpleNamespace(
-        lock=threading.Lock(), done_remote_allocate_req_dict={}, done_req_ids=[], transfer_status=[]
-    )
+    engine = Wrapper(lock=threading.Lock(), done_remote_allocate_req_dict={}, done_req_ids=[], transfer_status=[])
 
     def task(name: str, since: float) -> Any:
         return SimpleNamespace(request_id=name, transfer_id=name, enqueue_time=since, dst_engine_id="decode")
@@ -286,7 +322,7 @@ def test_a_decode_engine_may_queue_for_minutes_before_it_names_its_blocks(clock:
     livepatch = PatchContext("moriio-timeouts", defaults, {}, lambda: None)
     wrapper = patch.wrappers(livepatch)[f"{patch.ENGINE}:MoRIIOWriter._process_deferred_tasks"]
     task = SimpleNamespace(request_id="one", transfer_id="one", enqueue_time=0.0, dst_engine_id="decode")
-    engine = SimpleNamespace(lock=threading.Lock(), done_req_ids=[])
+    engine = Wrapper(lock=threading.Lock(), done_req_ids=[])
     writer = SimpleNamespace(
         _deferred_tasks=[task],
         _write_task_q=queue.Queue(),

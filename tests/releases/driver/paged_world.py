@@ -26,6 +26,7 @@ from vllm.v1.request import Request
 BLOCK = real.BLOCK_SIZE
 CHUNK = 4 * BLOCK
 """Tokens in one of LMCache's chunks."""
+MULTI = ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector")
 POOL_BLOCKS = 100
 STEP_TOKENS = 512
 """Tokens that one step computes at most: less than a long prompt."""
@@ -138,7 +139,8 @@ class World:
 
     `windows` are the sliding windows of the KV cache groups beside the first, `adapters` how many LoRA adapters run at once,
     `options` the scheduler configuration's; `recomputes` says whether what failed to load is computed, or its request fails;
-    at `resets`, in steps, all running requests are preempted and the prefix cache emptied.
+    at `resets`, in steps, all running requests are preempted and the prefix cache emptied. `beside` are a MultiConnector's
+    other children, as a configuration names them; without one, LMCache's connector is the scheduler's.
     """
 
     mode: str
@@ -151,6 +153,7 @@ class World:
     options: Mapping[str, Any] = field(default_factory=dict)
     recomputes: bool = True
     resets: tuple[int, ...] = ()
+    beside: tuple[Mapping[str, Any], ...] = ()
     now: int = 0
     loaded: int = 0
     recomputed: int = 0
@@ -175,8 +178,7 @@ class World:
         self.transfers: list[Transfer] = []
         self.sending: dict[str, int] = {}
         # Connectors that have no state for a failed load wait for ever after one: not what is looked at here.
-        states = type(self.scheduler.connector).__module__
-        bypasses = hasattr(importlib.import_module(states).LMCacheMPRequestState, "BYPASS_LMCACHE")
+        bypasses = hasattr(importlib.import_module(self.connector[0]).LMCacheMPRequestState, "BYPASS_LMCACHE")
         self.failing = {plan.name: plan.failing_loads if bypasses else 0 for plan in self.plans.values()}
         self.succeeding = {plan.name: plan.loads_before for plan in self.plans.values()}
         self.unanswered: deque[tuple[Any, Any]] = deque()
@@ -195,8 +197,13 @@ class World:
         try:
             for name in replaced:
                 setattr(module, name, adapter)
+            connector, extra = self.connector, {}
+            if self.beside:
+                module_path, name = self.connector
+                lmcache = {"kv_connector": name, "kv_connector_module_path": module_path, "kv_role": "kv_both"}
+                connector, extra = MULTI, {"connectors": [lmcache, *self.beside]}
             scheduler = real.make_scheduler(
-                self.mode, self.model_config, self.connector, self.windows, self.adapters, self.options
+                self.mode, self.model_config, connector, self.windows, self.adapters, self.options, extra
             )
         finally:
             for name, original in originals.items():
@@ -253,9 +260,14 @@ class World:
         output.sampled_token_ids = [[7] if self.compute(scheduled, name) else [] for name in output.req_ids]
         self.most_running = max(self.most_running, len(output.req_ids))
         self.account()
-        for meta in scheduled.kv_connector_metadata.requests:
+        lmcaches, *others = self.metadata(scheduled)
+        for meta in lmcaches.requests:
             if meta.direction == "RETRIEVE":
                 self.submit(meta)
+            else:
+                self.store(meta)
+        for other in others:
+            self.submit_beside(other)
         for name in scheduled.finished_req_ids:
             self.ended_at[name] = self.now
             self.sending[name] = self.now + self.random.randint(1, 3)
@@ -311,11 +323,21 @@ class World:
         for place in range(start, min(end, len(contents))):
             self.slots[blocks[place // BLOCK]][place % BLOCK] = contents[place]
 
+    def metadata(self, scheduled: Any) -> list[Any]:
+        """What a step tells the workers' connectors: LMCache's first, then those beside it."""
+        given = scheduled.kv_connector_metadata
+        return list(given.metadata) if self.beside else [given]
+
+    def submit_beside(self, metadata: Any) -> None:
+        """Begin the loads of a connector beside LMCache's."""
+
+    def store(self, meta: Any) -> None:
+        """Store what a step computes."""
+
     def submit(self, meta: Any) -> None:
         """Begin a load."""
         op = meta.op
-        nested = bool(op.block_ids) and isinstance(op.block_ids[0], list)
-        blocks = [list(group) for group in op.block_ids] if nested else [list(op.block_ids)]
+        blocks = blocks_in(op)
         due = self.now + self.random.randint(1, 5)
         skip = getattr(op, "skip_first_n_tokens", 0)  # releases that say nothing of it load it over itself
         start = getattr(op, "start", self.blocks_of(meta.request_id).index(blocks[0][0]) * BLOCK)
@@ -363,6 +385,12 @@ class World:
                 held = len(self.blocks_of(request.request_id))
                 committed += max(held, -(-request.num_tokens // BLOCK)) if held else 0
         self.most_committed = max(self.most_committed, committed)
+
+
+def blocks_in(op: Any) -> list[list[int]]:
+    """The blocks of a store or a load, by KV cache group; to LMCache 0.4.6 there is one."""
+    nested = bool(op.block_ids) and isinstance(op.block_ids[0], list)
+    return [list(group) for group in op.block_ids] if nested else [list(op.block_ids)]
 
 
 def make_request(plan: Plan) -> Any:
