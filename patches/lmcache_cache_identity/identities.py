@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from .adapters import Adapters
@@ -14,7 +15,18 @@ class Identities:
     def __init__(self, adapters: Adapters, lora: bool, fingerprint: str) -> None:
         self.adapters = adapters
         self.lora = lora
-        self.all: Identity = (("fingerprint", fingerprint),) if fingerprint else ()
+        self._given: Identity = (("fingerprint", fingerprint),) if fingerprint else ()
+        self.all: Identity = self._given
+        """Of every request. Another object after each `renew`."""
+
+    def renew(self) -> bool:
+        """Give later requests keys that nobody has; returns whether that is the first time.
+
+        The engine may have other weights from now on. They are named at random: other engines may have others still.
+        """
+        first = self.all is self._given
+        self.all = (*self._given, ("reset", secrets.token_hex(16)))
+        return first
 
     def needed(self, request: Any) -> bool:
         """Whether a request's keys are to carry more than ids."""

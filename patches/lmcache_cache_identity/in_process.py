@@ -20,7 +20,8 @@ TAG = "lmcache.tag.livepatch"
 """LMCache reads it from the transfer parameters in a request's sampling parameters, as it does users' own tags."""
 
 SETTLED = "_livepatch_tagged"
-"""Attribute of a request: whether it may be looked up and stored, and the sampling parameters that have its tag."""
+"""Attribute of a request: whether it may be looked up and stored, the sampling parameters that have its tag, and what
+its engine's requests had in common then."""
 
 
 class InProcess:
@@ -45,15 +46,17 @@ class InProcess:
         livepatch.around_its(impl, "build_connector_meta", livepatch.lasting(self.built))
 
     def matched(self, original: Call, _: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any) -> Any:
-        if not hasattr(request, SETTLED) or (getattr(request, SETTLED)[0] and not self.may_store(request)):
+        if not self.is_of_now(request):  # LMCache may have looked it up, and goes on by the tag that it had
+            setattr(request, SETTLED, (self.forgo(), None, self.identities.all))
+        elif not hasattr(request, SETTLED) or (getattr(request, SETTLED)[0] and not self.may_store(request)):
             try:
                 settled = self.settle(request)
             except Exception as error:  # keys of ids alone would be others' as well
                 self.livepatch.stand_aside("a request's tag", error)
                 settled = self.forgo()
-            setattr(request, SETTLED, (settled, request.sampling_params))
+            setattr(request, SETTLED, (settled, request.sampling_params, self.identities.all))
         if self.may_store(request) and self.identities.foreign(request, num_computed_tokens):
-            setattr(request, SETTLED, (self.forgo(), None))
+            setattr(request, SETTLED, (self.forgo(), None, self.identities.all))
         if self.may_store(request):
             return original(request, num_computed_tokens, *rest, **named)
         spec = getattr(sys.modules[type(self.impl).__module__], "LoadSpec", None)
@@ -63,8 +66,13 @@ class InProcess:
 
     def may_store(self, request: Any) -> bool:
         """Whether a request's keys are its own. A streaming session gets new sampling parameters, without its tag."""
-        settled, params = getattr(request, SETTLED, (True, None))
-        return settled and (params is None or params is request.sampling_params or not self.identities.needed(request))
+        settled, params, _ = getattr(request, SETTLED, (True, None, None))
+        its_own = params is None or params is request.sampling_params or not self.identities.needed(request)
+        return settled and its_own and self.is_of_now(request)
+
+    def is_of_now(self, request: Any) -> bool:
+        """Whether a request's tag, if it has one, was made since the last reset."""
+        return not hasattr(request, SETTLED) or getattr(request, SETTLED)[2] is self.identities.all
 
     def settle(self, request: Any) -> bool:
         """Put a request's tag in; whether it may be looked up and stored."""
@@ -98,7 +106,7 @@ class InProcess:
         """Requests that run while other weights take their adapter's place store nothing from now on."""
         for request in self.requests.values():
             if request.lora_request is not None and request.lora_request.lora_int_id == number:
-                setattr(request, SETTLED, (self.forgo(), None))
+                setattr(request, SETTLED, (self.forgo(), None, self.identities.all))
 
     def built(self, original: Call, _: Any, *rest: Any, **named: Any) -> Any:
         """What the workers are to store in a step: nothing of requests whose identity is unknown."""

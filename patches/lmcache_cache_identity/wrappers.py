@@ -10,6 +10,7 @@ Source: vllm#44250, LMCache#2961, LMCache PR#4183.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sitecustomize.kit import leaves
@@ -31,7 +32,7 @@ UNKNOWN: tuple[int, ...] = ()
 """In the place of the ids of a request whose identity is unknown: it never has a whole chunk."""
 
 SETTLED = "_livepatch_settled"
-"""Attribute of a tracker: whether its ids are what keys are to be made of."""
+"""Attribute of a tracker whose ids are what keys are to be made of: what its engine's requests had in common then."""
 
 
 LOOKED_UP = "_livepatch_looked_up"
@@ -53,6 +54,7 @@ class Multiprocess:
         self.livepatch = livepatch
         self.trackers: Mapping[str, Any] = connector.request_trackers
         self.replaced: set[int] = set()  # ids of adapters, since the last step
+        self.outdated = False  # whether trackers of before the last reset are left that know their ids
         identities.adapters.on_replaced.append(lambda number: self.replaced.add(number))
         adapter = connector.scheduler_adapter
         blocks = adapter.num_blocks_per_chunk() * getattr(connector, "vllm_block_size", 1)
@@ -74,7 +76,7 @@ class Multiprocess:
         """A tracker holds the request's ids, of which keys are made for as long as the request lives."""
         tracker = original(request, *rest, **named)
         if not hasattr(tracker, SETTLED):
-            setattr(tracker, SETTLED, True)
+            setattr(tracker, SETTLED, self.identities.all)
             try:
                 self.settle(tracker, request)
             except Exception as error:  # keys of ids alone would be others' as well
@@ -84,6 +86,7 @@ class Multiprocess:
 
     def settle(self, tracker: Any, request: Any) -> None:
         if not self.identities.needed(request):
+            setattr(request, IDENTITY, ())  # it has no other after a reset
             return
         identity = None if self.livepatch.aside else self.identities.of(request)
         # The server keeps the hashes of a request's chunks by its id: what it began with is what it goes on with.
@@ -100,6 +103,18 @@ class Multiprocess:
             setattr(tracker, LOOKED_UP, tracker.all_token_ids)
         _put(tracker, UNKNOWN)
         self.livepatch.count("unidentified")
+
+    def reset(self) -> None:
+        """What was looked up, or runs, since before a reset loads and stores nothing from now on."""
+        self.outdated = False
+        for tracker in list(self.trackers.values()):
+            if tracker.all_token_ids is UNKNOWN or getattr(tracker, SETTLED, None) is self.identities.all:
+                continue
+            if tracker.is_ready_for_retrieving():
+                self.outdated = True  # it is told of its load in the next step, by the ids that it was looked up by
+            else:
+                setattr(tracker, LOOKED_UP, tracker.all_token_ids)
+                self.forgo(tracker)
 
     def matched(self, original: Call, _: Any, request: Any, num_computed_tokens: int, *rest: Any, **named: Any) -> Any:
         if self.identities.foreign(request, num_computed_tokens):
@@ -120,6 +135,8 @@ class Multiprocess:
                 else:
                     self.forgo(tracker)
         self.replaced &= loading
+        if self.outdated:
+            self.reset()
         return original(*rest, **named)
 
     def unknown(self, name: str) -> bool:
@@ -134,9 +151,10 @@ class Multiprocess:
     def key(self, original: Call, _: Any, token_ids: Any, *rest: Any, request_id: str, **named: Any) -> Any:
         """Lookups, and the locks that they take: some releases make these of the request's own ids."""
         tracker = self.trackers.get(request_id)
-        ids = getattr(tracker, LOOKED_UP, getattr(tracker, "all_token_ids", None))
-        if isinstance(ids, MarkedIds):
+        ids = getattr(tracker, LOOKED_UP, getattr(tracker, "all_token_ids", ()))
+        if isinstance(ids, MarkedIds) or hasattr(tracker, LOOKED_UP):
             token_ids = list(token_ids or ids)
+        if isinstance(ids, MarkedIds):
             ids.marks.put(token_ids)
         return original(token_ids, *rest, request_id=request_id, **named)
 
@@ -164,19 +182,37 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             fingerprint = livepatch.options["FINGERPRINT"]
             identities = Identities(adapters, config.lora_config is not None, fingerprint)
             for one in leaves(connector):
+                made = None
                 if hasattr(one, "request_trackers") and hasattr(one, "scheduler_adapter"):
-                    Multiprocess(one, identities, livepatch)
+                    made = Multiprocess(one, identities, livepatch)
                 elif hasattr(one, "_lmcache_engine"):
                     InProcess(one._lmcache_engine, identities, livepatch)
                 else:
                     continue
                 setattr(connector, ADAPTERS, adapters)
+                if livepatch.options["ON_RESET"] == "apart":
+                    livepatch.around_its(one, "reset_cache", livepatch.lasting(partial(reset, identities, made)))
             return connector
         for one in (connector, *getattr(connector, "_connectors", ())):
             impl = getattr(one, "_lmcache_engine", None)
             if getattr(impl, "use_layerwise", False) and getattr(impl, "lmcache_engine", None) is not None:
                 Layers(impl, livepatch)
         return connector
+
+    def reset(
+        identities: Identities, made: Multiprocess | None, original: Call, _: Any, *rest: Any, **named: Any
+    ) -> Any:
+        """Other weights are to come. LMCache to 0.5.5 empties nothing, and 0.5.6 what is in memory and not locked."""
+        livepatch.count("resets")
+        if identities.renew():
+            livepatch.say(
+                "reset",
+                "the connector's cache was reset: nothing that LMCache has is loaded here any more, and other engines "
+                "are given nothing that is stored from here from now on",
+            )
+        if made is not None:
+            made.reset()
+        return original(*rest, **named)
 
     def add_lora(original: Call, core: Any, lora_request: Any, *rest: Any, **named: Any) -> Any:
         """Before the workers read it. What they could not read, nobody has asked for: its id is given to no other."""

@@ -40,6 +40,8 @@ PATCHED: dict[str, Any] = {
     # From the prefix cache come 48 tokens of the text before the image, and 64 of embeddings none.
     "images": [OWN, OWN, OWN, LOADED, [48, True], [48, True]],
     "embeddings": [OWN, OWN, LOADED, [64, True]],
+    # The engine finds what it has stored since; another one, which has the old weights, its own.
+    "new_base_weights": [OWN, OWN, LOADED, LOADED],
 }
 STOCK: dict[str, Any] = {
     "adapters": [[OWN, FOREIGN, FOREIGN], [LOADED, FOREIGN, FOREIGN]],
@@ -50,7 +52,10 @@ STOCK: dict[str, Any] = {
     "behind_old_weights": [False],
     "changed_files": [OWN, FOREIGN],
     "embeddings": [OWN, [64, False], LOADED, [64, False]],
+    "new_base_weights": [OWN, FOREIGN, FOREIGN, LOADED],
 }
+EMPTIED = [OWN, OWN, LOADED, FOREIGN]
+"""Weights that are updated, with LMCache's own connector of 0.5.6: it empties the server, and the new ones' KV is the old ones'."""
 IMAGES = {
     "none": [OWN, [48, False], [48, False], LOADED, [48, False], [48, False]],
     "16 bits": [OWN, OWN, [48, False], LOADED, [48, True], [48, False]],
@@ -116,6 +121,8 @@ def compared(
 ) -> None:
     """Stock gives foreign KV and the patch does not, in one run each; the keys of plain text are the same in both."""
     expected, right = stock(vllm, images), patched(vllm)
+    if (whose, lmcache) == ("lmcache", INSTALLED):
+        expected["new_base_weights"] = EMPTIED
     if whose == IN_PROCESS:
         expected, right = in_process(expected), in_process(right)
     for folder in ("stock", "patched"):
@@ -130,7 +137,7 @@ def compared(
     reports = [interpreter.read(file, PATCH) for file in (work / "patched" / "state").glob("*.json")]
     (report,) = [one for one in reports if one["state"] == "applied" and one["counters"]]
     assert report["verdict"] == "needed", report
-    assert set(report["counters"]) == {"marked", "unidentified"}
+    assert set(report["counters"]) == {"marked", "resets", "unidentified"}
 
 
 @pytest.mark.parametrize("release", executed.first(VLLM))
@@ -164,6 +171,24 @@ def test_locks(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> N
     """The server holds nothing for a request that was looked up and lost its identity before it had blocks."""
     came = driven("lmcache", "0.29.0", INSTALLED, warm, tmp_path, "replaced_while_it_waits", bundle=bundle)
     assert came == {"replaced_while_it_waits": OWN}
+
+
+@pytest.mark.parametrize(
+    ("whose", "came"),
+    [
+        ("lmcache", {"updated_while_it_runs": [OWN, FOREIGN], "updated_while_it_waits": [OWN, FOREIGN]}),
+        (IN_PROCESS, {"updated_while_it_runs": [OWN, FOREIGN]}),
+    ],
+)
+def test_weights_are_updated_amid_requests(
+    whose: str, came: dict[str, Any], warm: interpreter.Interpreter, bundle: Path, tmp_path: Path
+) -> None:
+    """What goes on with new weights is stored for nobody; what waits loads nothing that was stored before."""
+    for folder, given in ("stock", None), ("patched", bundle):
+        work = tmp_path / folder
+        work.mkdir()
+        expected = came if given is None else {case: [OWN, OWN] for case in came}
+        assert driven(whose, "0.29.0", INSTALLED, warm, work, *came, bundle=given) == expected
 
 
 def test_an_engine_that_is_dropped_goes(warm: interpreter.Interpreter, bundle: Path, tmp_path: Path) -> None:

@@ -54,8 +54,10 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def context(mocker: MockerFixture) -> PatchContext:
-    return PatchContext("lmcache-cache-identity", {"FINGERPRINT": ""}, {}, mocker.Mock())
+def context(mocker: MockerFixture, **options: str) -> PatchContext:
+    return PatchContext(
+        "lmcache-cache-identity", {"FINGERPRINT": "", "ON_RESET": "apart", **options}, {}, mocker.Mock()
+    )
 
 
 class TestMarks:
@@ -445,6 +447,7 @@ def connector() -> Any:
         _get_or_create_request_tracker=lambda request: trackers.setdefault(request.request_id, Tracker(request)),
         get_num_new_matched_tokens=lambda request, computed: (8, True),
         build_connector_meta=lambda scheduled: "metadata",
+        reset_cache=lambda: None,
     )
 
 
@@ -588,6 +591,69 @@ class TestErrors:
         assert len(keys) == 3
 
 
+def made_by(mocker: MockerFixture, connector: Any, **options: str) -> PatchContext:
+    """What serves a connector that is made for a scheduler of an engine without LoRA."""
+    livepatch = context(mocker, **options)
+    create = wrappers.wrappers(livepatch)[wrappers.CREATE]
+    config = SimpleNamespace(lora_config=None)
+    create(mocker.Mock(return_value=connector), None, config, SimpleNamespace(name="SCHEDULER"))
+    return livepatch
+
+
+class TestReset:
+    def test_later_requests_have_keys_that_nobody_has(self, mocker: MockerFixture) -> None:
+        keys = set()
+        for _ in range(2):
+            made = connector()
+            livepatch = made_by(mocker, made)
+            say = mocker.patch.object(livepatch, "say")
+            for number in range(3):
+                request = asked(list(range(16)))
+                keys.add(tuple(made._get_or_create_request_tracker(request).all_token_ids))
+                made.request_trackers.clear()
+                if number < 2:
+                    assert made.reset_cache() is None
+            assert livepatch.counters == {"resets": 2, "marked": 2}
+            assert say.call_count == 1
+        assert len(keys) == 1 + 2 * 2  # those of before the first reset are stock's, and the same of both engines
+
+    def test_what_runs_or_waits_loads_and_stores_nothing(self, mocker: MockerFixture) -> None:
+        made = connector()
+        made_by(mocker, made)
+        request, ids = asked(list(range(16))), list(range(16))
+        tracker = made._get_or_create_request_tracker(request)
+        assert list(tracker.all_token_ids) == ids
+        made.reset_cache()
+        adapter = made.scheduler_adapter
+        assert tracker.all_token_ids == ()
+        assert adapter.maybe_submit_lookup_request("r", ids) is None
+        assert adapter.check_lookup_result("r") == 0
+        assert adapter._create_key([], request_id="r") == ids  # the locks that its lookup has taken
+        made.request_trackers.clear()  # preempted
+        assert made._get_or_create_request_tracker(request).all_token_ids == ()
+
+    def test_a_load_that_was_promised_is_told_of_by_the_ids_that_it_was_looked_up_by(
+        self, mocker: MockerFixture
+    ) -> None:
+        made = connector()
+        made_by(mocker, made)
+        tracker = made._get_or_create_request_tracker(asked(list(range(16))))
+        tracker.loads = True
+        made.reset_cache()
+        made.build_connector_meta(None)
+        assert len(tracker.all_token_ids) == 16
+        tracker.loads = False
+        made.build_connector_meta(None)
+        assert tracker.all_token_ids == ()
+
+    def test_an_operator_may_have_it_ignored(self, mocker: MockerFixture) -> None:
+        made = connector()
+        reset = made.reset_cache
+        livepatch = made_by(mocker, made, ON_RESET="ignored")
+        assert made.reset_cache is reset
+        assert livepatch.counters == {}
+
+
 class Impl(SimpleNamespace):
     """Beside it lies LoadSpec, as in LMCache's module."""
 
@@ -599,7 +665,11 @@ class LoadSpec(NamedTuple):
 
 
 def in_process(
-    mocker: MockerFixture, lora: bool = True, known: Adapters | None = None, **config: Any
+    mocker: MockerFixture,
+    lora: bool = True,
+    known: Adapters | None = None,
+    identities: Identities | None = None,
+    **config: Any,
 ) -> tuple[Any, PatchContext]:
     impl = Impl(
         load_specs={},
@@ -609,7 +679,7 @@ def in_process(
         build_connector_meta=lambda metadata: metadata,
     )
     livepatch = context(mocker)
-    InProcess(impl, Identities(known or Adapters(mocker.Mock()), lora, ""), livepatch)
+    InProcess(impl, identities or Identities(known or Adapters(mocker.Mock()), lora, ""), livepatch)
     return impl, livepatch
 
 
@@ -640,6 +710,21 @@ class TestInProcess:
         assert impl.get_num_new_matched_tokens(request, 0) == 8
         known.met(lora_of(files, load_inplace=True))
         assert impl.get_num_new_matched_tokens(request, 0) == 0
+
+    def test_what_runs_or_waits_at_a_reset_neither_loads_nor_stores(self, mocker: MockerFixture) -> None:
+        identities = Identities(Adapters(mocker.Mock()), False, "")
+        impl, livepatch = in_process(mocker, identities=identities)
+        requests = [self.request() for _ in range(2)]
+        impl.get_num_new_matched_tokens(requests[0], 0)
+        impl._unfinished_requests["r"] = requests[0]
+        identities.renew()
+        save = SimpleNamespace(can_save=True, skip_leading_tokens=0)
+        one = SimpleNamespace(req_id="r", save_spec=save, token_ids=[1] * 16, disagg_spec=None)
+        impl.build_connector_meta(SimpleNamespace(requests=[one]))
+        assert not save.can_save
+        assert [impl.get_num_new_matched_tokens(request, 0) for request in requests] == [0, 8]
+        assert [bool(request.sampling_params.extra_args) for request in requests] == [False, True]
+        assert livepatch.counters == {"unidentified": 1, "marked": 1}
 
     @pytest.mark.parametrize(("lora", "stored"), [(True, False), (False, True)])
     def test_a_session_that_got_other_parameters_stores_nothing_without_its_tag(

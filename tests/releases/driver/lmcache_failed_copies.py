@@ -481,8 +481,16 @@ class Worker(lmcache_server.Caches):
 
     made = 0
 
-    def __init__(self, server: Server, shapes: dict[str, tuple[int, ...]] = SHAPES, *, copies: bool = False) -> None:
-        """`copies`: the worker copies itself, into messages or shared memory, and not the server."""
+    def __init__(
+        self,
+        server: Server,
+        shapes: dict[str, tuple[int, ...]] = SHAPES,
+        *,
+        copies: bool = False,
+        alone: bool = False,
+    ) -> None:
+        """`copies`: the worker copies itself, into messages or shared memory, and not the server. `alone`: it has the
+        number that LMCache gives it, as in a container of its own; to 0.4.7 its process's."""
         import zmq
 
         Worker.made += 1
@@ -509,7 +517,7 @@ class Worker(lmcache_server.Caches):
         given = {name: value for name, value in given.items() if name in fields}  # to 0.4.1 no wait has a time
         model = f"model of {len(shapes)} layers"
         self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], model, **given)
-        if self.adapter.instance_id == os.getpid():  # to 0.4.7, where two workers are two processes
+        if not alone and self.adapter.instance_id == os.getpid():  # to 0.4.7, where two workers are two processes
             self.adapter.instance_id = os.getpid() * 100 + Worker.made
         scheduler = self.module.LMCacheMPSchedulerAdapter
         several = "server_urls" in inspect.signature(scheduler).parameters  # from 0.5.0

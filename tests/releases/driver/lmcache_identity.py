@@ -103,7 +103,8 @@ class Engine:
             given.kv_connector, given.kv_connector_module_path = "MultiConnector", None
             given.kv_connector_extra_config = {"connectors": [{**child, "kv_connector_extra_config": extra}]}
         self.scheduler = real.scheduler_of("Scheduler", vllm_config)
-        self.weights: dict[int, str] = {}
+        self.weights: dict[int, str] = {0: "base"}
+        """What its worker has read: the base model's, and each adapter's by its id."""
         self.loaded: dict[str, int] = {}  # tokens that came from LMCache
         self.core = SimpleNamespace(model_executor=MagicMock(), scheduler=self.scheduler)
         connector = self.scheduler.connector
@@ -233,7 +234,7 @@ class Engine:
 def left_by(request: Any, weights: dict[int, str], tokens: int) -> list[float]:
     """What each token of a request leaves in a cache: by all tokens up to it, what lies in their place, and the weights."""
     lora = request.lora_request
-    state = hashlib.blake2b(b"base" if lora is None else weights[lora.lora_int_id].encode(), digest_size=4)
+    state = hashlib.blake2b(weights[0 if lora is None else lora.lora_int_id].encode(), digest_size=4)
     values: list[float] = []
     embeds = getattr(request, "prompt_embeds", None)
     for place, token in enumerate(request.all_token_ids[:tokens]):
@@ -424,6 +425,64 @@ def changed_files(server: Server) -> list[Any]:
     return [*came, engine.run(request(lora, prompt=10))]
 
 
+def update(engine: Engine) -> None:
+    """Other weights of the base model, as vLLM has it done (`pause` with `clear_cache`, sleep): all caches are reset."""
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.weights[0] = "newer base"
+
+
+def new_base_weights(server: Server) -> list[Any]:
+    """A prompt before an update, after it, and once more; then of an engine that has the old weights still."""
+    engine, other = Engine(server, adapters=False), Engine(server, adapters=False)
+    came = [engine.run(request(prompt=22))]
+    update(engine)
+    for _ in range(2):
+        came.append(engine.run(request(prompt=22)))
+        engine.scheduler.reset_prefix_cache()
+    other.run(request(prompt=22))
+    other.scheduler.reset_prefix_cache()
+    return [*came, other.run(request(prompt=22))]
+
+
+def updated_while_it_runs(server: Server) -> list[Any]:
+    """A request goes on with new weights, anew, and is answered; then another engine, which has the old ones."""
+    engine, other = Engine(server, adapters=False), Engine(server, adapters=False)
+    updated = engine.scheduler.update_from_output
+
+    def once(*given: Any) -> Any:
+        engine.scheduler.update_from_output = updated
+        output = updated(*given)
+        update(engine)
+        server.ask("evict")
+        return output
+
+    engine.scheduler.update_from_output = once
+    return [engine.run(request(prompt=23)), other.run(request(prompt=23))]
+
+
+def updated_while_it_waits(server: Server) -> list[Any]:
+    """A request that was looked up waits for blocks, meanwhile the weights are updated. Nobody holds anything of it then."""
+    engine = Engine(server, adapters=False)
+    came = [engine.run(request(prompt=24))]
+    engine.scheduler.reset_prefix_cache()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(real.free_blocks(engine.scheduler))
+    waits, schedule = request(prompt=24), engine.scheduler.schedule
+    trackers = engine.connector.request_trackers
+
+    def scheduled() -> Any:
+        if waits.request_id in trackers and trackers[waits.request_id].num_lmcache_hit_tokens and taken:
+            pool.free_blocks(taken)
+            taken.clear()
+            update(engine)
+        return schedule()
+
+    engine.scheduler.schedule = scheduled
+    came.append(engine.run(waits))
+    until(lambda: server.ask("evict") and not server.ask("keys"))
+    return came
+
+
 def replaced_while_it_waits(server: Server) -> list[Any]:
     """An adapter is unloaded while a request that was looked up waits for blocks. The server then has what nobody holds."""
     engine = Engine(server)
@@ -534,6 +593,9 @@ CASES: tuple[Callable[[Server], Any], ...] = (
     many_images,
     dropped,
     replaced_while_it_waits,
+    new_base_weights,
+    updated_while_it_runs,
+    updated_while_it_waits,
 )
 
 

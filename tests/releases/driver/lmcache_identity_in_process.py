@@ -84,6 +84,8 @@ class Shared:
         self.stored: dict[str, Any] = {}
 
     def ask(self, question: str) -> list[str]:
+        if question == "evict":
+            self.stored.clear()
         return sorted(self.stored)
 
 
@@ -242,6 +244,8 @@ CASES = (
     users_tags,
     preempted,
     unreadable,
+    identity.new_base_weights,
+    identity.updated_while_it_runs,
 )
 
 

@@ -352,10 +352,12 @@ class Worker(Caches):
         url = f"tcp://127.0.0.1:{port}"
         given = {"mq_timeout": mq_timeout, "heartbeat_interval": interval}
         self.adapter = self.module.LMCacheMPWorkerAdapter(url, CONTEXTS[-2], "m", BLOCK, strategy, **given)
-        if self.adapter.instance_id == os.getpid():  # to 0.4.7: several workers are several processes there
-            self.adapter.instance_id = os.getpid() * 100 + len(CONTEXTS) if number is None else number
         kind = self.module.LMCacheMPSchedulerAdapter
         one = "server_url" in inspect.signature(kind).parameters  # to 0.4.7
+        if one and number is not None:
+            self.adapter.instance_id = number
+        elif self.adapter.instance_id == os.getpid():  # to 0.4.7: several workers are several processes there
+            self.adapter.instance_id = os.getpid() * 100 + len(CONTEXTS)
         self.scheduler = kind(url if one else [url], CONTEXTS[-1], "m", BLOCK, strategy, **given)
         self.caches = {f"layer{number}": torch.zeros(2, BLOCKS, 2, BLOCK, 8) for number in range(LAYERS)}
         self.adapter.register_kv_caches(self.caches)
