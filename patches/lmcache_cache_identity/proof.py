@@ -18,7 +18,6 @@ SEVERAL: dict[str, tuple[str, tuple[int, ...]]] = {
     "adapters": ("two adapters and the base model, whose ids differ between engines", (3, 4, 5)),
     "two_pods": ("adapters of one name, with other files and with the same", (2,)),
     "new_weights": ("an adapter is loaded again with other files", ()),
-    "new_base_weights": ("the base model's weights are updated, of one of two engines", (2, 3)),
 }
 """By the driver's case: what it is, and which of its requests are to get what another engine has stored."""
 BY_SERVER: dict[str, tuple[str, tuple[int, ...]]] = {

@@ -110,7 +110,7 @@ def driven(
 ) -> dict[str, Any]:
     releases = {"vllm": vllm} if lmcache == INSTALLED else {"vllm": vllm, "lmcache": lmcache}
     driver = DRIVER if whose != IN_PROCESS else f"{DRIVER}_in_process"
-    environ = {"LIVEPATCH_LMCACHE_CACHE_IDENTITY": "on"}
+    environ = {"LIVEPATCH_LMCACHE_CACHE_IDENTITY": "on", "LIVEPATCH_LMCACHE_CACHE_IDENTITY_ON_RESET": "apart"}
     found = warm.run(driver, releases, work, bundle=bundle, environ=environ, arguments=(whose, *cases))
     came: dict[str, Any] = found["cases"]
     return came
