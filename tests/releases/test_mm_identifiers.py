@@ -20,7 +20,8 @@ TEXT = 32
 
 
 def driven(release: str, warm: interpreter.Interpreter, work: Path, bundle: Path | None = None) -> dict[str, Any]:
-    return warm.run(DRIVER, {"vllm": release, "lmcache": LMCACHE}, work, bundle=bundle)
+    found: dict[str, Any] = warm.run(DRIVER, {"vllm": release, "lmcache": LMCACHE}, work, bundle=bundle)
+    return found
 
 
 @pytest.mark.parametrize("release", executed.ends(RELEASES))
