@@ -165,7 +165,9 @@ def print_pair(console: Console, pair: Mapping[str, Any]) -> None:
     for one in pair["connectors"]:
         verdict = Text("works  ", style="green") if one["works"] else Text("broken ", style="red")
         asked = f"{one['connector']} from {one['module_path']}" if one["module_path"] else one["connector"]
-        console.print(verdict + Text(f"{asked}: {one['class']} ({one['how']})"))
+        # The class that was asked for is not named twice.
+        gives = "" if one["class"] == f"{one['module_path']}:{one['connector']}" else f": {one['class']} ({one['how']})"
+        console.print(verdict + Text(f"{asked}{gives}"))
         for problem in one["problems"]:
             where = f"{problem['module']}:{problem['line']}"
             others = f" (not so in {problem['releases']})" if problem["releases"] else ""
