@@ -96,7 +96,7 @@ MUTANTS = (
         "self.under_way = [loads.answering]",
         LOADS,
     ),
-    Mutant("asked-again", "setattr(request, LOST, True)", "pass", LOADS),
+    Mutant("asked-again", "setattr(request, LOST, 0)", "pass", LOADS),
     Mutant(
         "only-what-was-reported", "lost.update(block for block in blocks[first // size :] if block)", "pass", LOSSES
     ),
