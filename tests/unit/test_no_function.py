@@ -405,7 +405,7 @@ NEEDS_THE_ENGINE = f"import fakeengine.scheduler\n{PLAIN}"
         ("LIMIT", PLAIN, "it is a value, which no wrapper can stand for"),
         ("Kind.FAST", PLAIN, "it is a member of an enumeration"),
         ("Kind.FAST", "raise SystemExit", "it is a member of an enumeration"),
-        ("cached", PLAIN, "its decorator makes a callable of C of it"),
+        ("cached", PLAIN, "its decorator makes another callable of it"),
         ("cached", PROXIED, ""),
         ("LIMIT", "raise ValueError", ""),
         ("LIMIT", NEEDS_THE_ENGINE, ""),

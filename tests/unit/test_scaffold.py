@@ -21,6 +21,7 @@ MODULE = "fakeengine.scheduler"
 def out(sandbox: Sandbox) -> Path:
     source = """
 import functools
+def custom_op(name): return functools.lru_cache  # as torch's, which makes another callable of it
 class Scheduler:
     def step(self, number, *, also=None):
         return [number]
@@ -33,6 +34,8 @@ class Scheduler:
         return inner
     @functools.lru_cache
     def kept(self, number): return number
+    @custom_op("fakeengine::double")
+    def double(self, number): return number * 2
     @staticmethod
     def made(config): ...
     limit = 3
@@ -118,7 +121,7 @@ def test_from_nothing_to_applied(sandbox: Sandbox, out: Path, cli: Cli) -> None:
 
 
 def test_each_wrapper_changes_nothing_as_it_is(sandbox: Sandbox, out: Path, cli: Cli) -> None:
-    names = ("steps", "later", "given", "kept")
+    names = ("steps", "later", "given", "kept", "double")
     assert made(cli, sandbox, *(f"{MODULE}:Scheduler.{name}" for name in names)) == 0
     text = (out / "my_fix/wrappers.py").read_text("utf-8")
     assert "\n\n\n    " not in text
@@ -130,9 +133,9 @@ from {MODULE} import Scheduler
 async def use():
     print([one async for one in Scheduler().steps(2)], await Scheduler().later(1), [*(await Scheduler().given())()])
 asyncio.run(use())
-print(Scheduler().kept(7))
+print(Scheduler().kept(7), Scheduler().double(7))
 """)
-    assert (done.out, done.others) == ("[0, 1] None [1]\n7\n", [])
+    assert (done.out, done.others) == ("[0, 1] None [1]\n7 14\n", [])
     assert sandbox.reported("my-fix")["state"] == "applied"
 
 
@@ -206,3 +209,33 @@ def test_check_says_that_a_folder_is_not_locked_yet(sandbox: Sandbox, out: Path,
     assert line in cli(*check).out.splitlines()
     assert cli("lock", str(out / "my_fix"), "--site-packages", str(sandbox.site)).code == 0
     assert "patch.lock" not in cli(*check).out
+
+
+def test_a_coroutine_around_a_generator_is_refused(sandbox: Sandbox, out: Path, cli: Cli) -> None:
+    assert made(cli, sandbox, f"{MODULE}:Scheduler.steps") == 0
+    file = out / "my_fix/wrappers.py"
+    text = file.read_text("utf-8").replace("    def steps", "    async def steps")
+    file.write_text(text.replace("return original", "return await original"), "utf-8")
+    done = cli("lock", str(out / "my_fix"), "--site-packages", str(sandbox.site))
+    assert (done.code, "its wrapper is a coroutine function, and it gives a generator" in done.err) == (2, True), done
+
+
+@pytest.mark.parametrize("command", ["check", "prove", "generate"])
+def test_a_patch_is_no_directory_of_patches(sandbox: Sandbox, out: Path, cli: Cli, command: str) -> None:
+    """`lock` and `ready` take either."""
+    assert made(cli, sandbox, STEP) == 0
+    more = ["--out", str(sandbox.root / "b")] if command == "generate" else ["--site-packages", str(sandbox.site)]
+    done = cli(command, "--patch-dir", str(out / "my_fix"), *more)
+    line = f"vllm-livepatch: {out}/my_fix is a patch, not a directory of patches: --patch-dir {out}\n"
+    assert (done.code, done.err) == (2, line)
+
+
+@pytest.mark.parametrize("command", ["check", "generate"])
+def test_code_that_is_no_python_is_said_before_a_process_finds_out(
+    sandbox: Sandbox, out: Path, cli: Cli, command: str
+) -> None:
+    assert made(cli, sandbox, STEP) == 0
+    (out / "my_fix/more.py").write_text("def", "utf-8")
+    more = ["--out", str(sandbox.root / "b")] if command == "generate" else ["--site-packages", str(sandbox.site)]
+    done = cli(command, "--patch-dir", str(out), *more)
+    assert (done.code, "my_fix: invalid syntax (more.py, line 1)" in done.err) == (2, True), done

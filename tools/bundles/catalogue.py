@@ -13,6 +13,7 @@ from vllm_livepatch.sitecustomize.decision import Patch, PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.order import contradiction
 from vllm_livepatch.tools import patch_lock
+from vllm_livepatch.tools.bundles import patch_files
 from vllm_livepatch.tools.diffs import reading
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.in_bundle.naming import known
@@ -47,19 +48,37 @@ def load(extra: Iterable[Path] = (), own: bool = True) -> dict[str, Entry]:
     Raises UserError.
     """
     entries: dict[str, Entry] = {}
+    extra = list(extra)
     for place in (*(map(Path, own_patches.__path__) if own else ()), *extra):
         if not place.is_dir():
             raise UserError(f"{place} is not a directory of patches")
         found = sorted(place.glob("*/patch.toml"))
         if not found:
-            raise UserError(f"{place} has no patch: a patch is a folder with a patch.toml")
+            one = (place / "patch.toml").is_file()
+            why = (
+                f"is a patch, not a directory of patches: --patch-dir {place.parent}"
+                if one
+                else ("has no patch: a patch is a folder with a patch.toml")
+            )
+            raise UserError(f"{place} {why}")
         for file in found:
             entry = read(file.parent)
+            if place in extra:
+                _parse(entry.folder)
             if entry.patch.name in entries:
                 first = entries[entry.patch.name].folder
                 raise UserError(f"two patches are called {entry.patch.name}: {first} and {entry.folder}")
             entries[entry.patch.name] = entry
     return entries
+
+
+def _parse(folder: Path) -> None:
+    """Raises UserError where a file of a patch's code is no Python: a process would find that out. Runs none."""
+    for file in patch_files.code(folder):
+        try:
+            compile(file.read_bytes(), file.name, "exec", dont_inherit=True)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UserError(f"{folder}: {error}") from error
 
 
 def read(folder: Path) -> Entry:

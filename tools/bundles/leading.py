@@ -24,6 +24,8 @@ from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.in_bundle import forms
 from vllm_livepatch.tools.in_bundle.verdicts import made_by
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
 
 def made(folder: Path, patch: Patch, variant: Variant | None = None) -> dict[str, Any]:
     """The wrappers that a patch's code makes for a form of the code. Runs that code. Raises UserError."""
@@ -67,6 +69,12 @@ def misread(wrappers: Mapping[str, Any], tree: Tree) -> Iterator[str]:
                 yield f"{target}: {why}"
 
 
+def yields(node: ast.AST) -> bool:
+    """Whether a function's own body makes it a generator; those within it are others'."""
+    own = [one for one in ast.iter_child_nodes(node) if not isinstance(one, (*_FUNCTIONS, ast.Lambda, ast.ClassDef))]
+    return any(isinstance(one, (ast.Yield, ast.YieldFrom)) or yields(one) for one in own)
+
+
 def _differs(wrapper: Any, node: ast.FunctionDef | ast.AsyncFunctionDef, in_class: bool) -> str:
     if isinstance(wrapper, no_function.AfterImport):
         return ""
@@ -74,6 +82,8 @@ def _differs(wrapper: Any, node: ast.FunctionDef | ast.AsyncFunctionDef, in_clas
         wrapper = wrapper.wrapper
     looks = isinstance(wrapper, (guard.Before, guard.After))
     function: Callable[..., Any] = wrapper.look if looks else wrapper
+    if inspect.iscoroutinefunction(function) and yields(node):
+        return "its wrapper is a coroutine function, and it gives a generator: without `async`, it may return it"
     form = "method" if not looks else "before" if isinstance(wrapper, guard.Before) else "after"
     if earlier_form.spread(function, form) is not function:
         return ""  # the form of before: it takes them apart by itself

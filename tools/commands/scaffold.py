@@ -206,7 +206,7 @@ def _found(tree: Tree, target: str) -> tuple[ast.AST, bool]:
         why = forms.refused(source, qualname)
         if why:
             raise UserError(f"{target} is no function, and a wrapper stands for functions and methods; {why}")
-        return node, not forms.refused(source, qualname, _yields)
+        return node, not forms.refused(source, qualname, leading.yields)
     near = difflib.get_close_matches(qualname, _functions(parsed), 1)
     raise UserError(f"{module} has no {qualname}" + (f"; did you mean {near[0]}?" if near else ""))
 
@@ -227,19 +227,13 @@ def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str, in_class:
         first, own = ["instance"], own[1:]
     given = [*own, "*rest", "**named"]
     parameters = [*(f"{one}: Any" for one in ("original", *first, *own)), "*rest: Any", "**named: Any"]
-    awaited = isinstance(node, ast.AsyncFunctionDef) and not _yields(node)  # a generator is given on, as it is
+    awaited = isinstance(node, ast.AsyncFunctionDef) and not leading.yields(node)  # a generator is given on, as it is
     return _FUNCTION.format(
         prefix="async " if awaited else "",
         name=name,
         parameters=", ".join(parameters),
         answer=f"return {'await ' if awaited else ''}original({', '.join(given)})",
     )
-
-
-def _yields(node: ast.AST) -> bool:
-    """Whether a function's own body makes it a generator; those within it are others'."""
-    own = [one for one in ast.iter_child_nodes(node) if not isinstance(one, (*_FUNCTIONS, ast.Lambda, ast.ClassDef))]
-    return any(isinstance(one, (ast.Yield, ast.YieldFrom)) or _yields(one) for one in own)
 
 
 def missing(folder: Path) -> list[str]:

@@ -15,8 +15,8 @@ from ...sitecustomize.installed import Tree
 from ...sitecustomize.no_function import ONLY_A_DIFF, AfterImport, Proxy
 
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
-_KEPT = frozenset({"lru_cache", "cache"})
-"""Decorators that make a callable of C of a function."""
+_KEPT = frozenset({"lru_cache", "cache", "custom_op"})
+"""Decorators that make a callable of another kind of a function: of C, or an operation of torch."""
 _VALUES = (ast.Constant, ast.Dict, ast.List, ast.Set, ast.Tuple, ast.JoinedStr)
 _FIELDS = re.compile(r"dataclass|\bconfig\b|\b(?:Struct|BaseModel|NamedTuple|define|frozen)\b")
 """In the decorators or bases of a class that is made of its fields: vLLM's own `@config` makes a dataclass."""
@@ -46,7 +46,7 @@ def refused(source: str, qualname: str, wrapper: Any = None) -> str:
     if isinstance(node, _DEFINED) and not isinstance(wrapper, Proxy):
         names = {_last(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list}
         if names & _KEPT:
-            return "its decorator makes a callable of C of it, for which livepatch.wrapt(wrapper) can stand"
+            return "its decorator makes another callable of it, for which livepatch.wrapt(wrapper) can stand"
     return ""
 
 
