@@ -6,6 +6,7 @@ vLLM then names them by a counter, and whatever shares KV between engines takes 
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,9 @@ def decoded(item: Any) -> Any:
 
 def digest(item: Any) -> str:
     """64 hexadecimal digits, by the release's own serializer. Raises as `decoded` does."""
-    from vllm.multimodal.hasher import MultiModalHasher
-
+    hasher = importlib.import_module("vllm.multimodal.hasher").MultiModalHasher
     found = hashlib.sha256()
-    for chunk in MultiModalHasher.iter_item_to_bytes("item", decoded(item)):
+    for chunk in hasher.iter_item_to_bytes("item", decoded(item)):
         found.update(memoryview(chunk).nbytes.to_bytes(8, "little"))
         found.update(chunk)
     return found.hexdigest()
