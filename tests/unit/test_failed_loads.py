@@ -63,15 +63,19 @@ class LaterState(enum.Enum):
     ],
 )
 @pytest.mark.parametrize("child", [False, True])
-def test_who_lost_all_blocks_is_begun_anew(state: Any, hit: int, kept: bool, child: bool) -> None:
-    """But who was not let in, and from LMCache 0.5.5 on who had a hit: its connector does that itself. Others stay."""
+@pytest.mark.parametrize("status", ["WAITING", "PREEMPTED"])
+def test_who_lost_all_blocks_is_begun_anew(state: Any, hit: int, kept: bool, child: bool, status: str) -> None:
+    """But who was not let in, who was preempted, and from LMCache 0.5.5 on who had a hit: its connector does that itself.
+
+    Others stay.
+    """
     trackers = {name: SimpleNamespace(state=state, num_lmcache_hit_tokens=hit) for name in ("a", "b")}
     connector: Any = SimpleNamespace(request_trackers=trackers)
     if child:
         connector = SimpleNamespace(_connectors=[SimpleNamespace(), connector])
-    lmcache.begin_anew(connector, "a")
-    lmcache.begin_anew(connector, "unknown")
-    assert list(trackers) == (["a", "b"] if kept else ["b"])
+    for name in ("a", "unknown"):
+        lmcache.begin_anew(connector, SimpleNamespace(request_id=name, status=SimpleNamespace(name=status)))
+    assert list(trackers) == (["a", "b"] if kept or status == "PREEMPTED" else ["b"])
 
 
 @pytest.mark.parametrize("unit", ["blocks", "tokens"])
