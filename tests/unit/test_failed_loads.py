@@ -276,7 +276,10 @@ def test_of_a_request_whose_load_was_lost_nothing_is_loaded_again(scheduler: Any
         update_state_after_alloc=lambda request, blocks, external: None,
     )
     scheduler.recompute_kv_load_failures = True
-    requests = {name: SimpleNamespace(request_id=name, num_tokens=64) for name in ("a", "b")}
+    requests = {
+        name: SimpleNamespace(request_id=name, num_tokens=64, status=SimpleNamespace(name="WAITING"))
+        for name in ("a", "b")
+    }
     scheduler.requests = requests
     output = under_way(scheduler)
     for reported in (None, SimpleNamespace(failed_recving={"a", "gone"})):
@@ -307,7 +310,11 @@ def test_where_it_begins_is_counted_when_its_blocks_are_allocated(
         request_trackers={"a": tracker, "b": others},
     )
     scheduler.recompute_kv_load_failures = True
-    requests = [SimpleNamespace(request_id=name, num_tokens=64, num_computed_tokens=computed) for name in ("a", "b")]
+    waiting = SimpleNamespace(name="WAITING")
+    requests = [
+        SimpleNamespace(request_id=name, num_tokens=64, num_computed_tokens=computed, status=waiting)
+        for name in ("a", "b")
+    ]
     scheduler.requests = {request.request_id: request for request in requests}
     answer = SimpleNamespace(req_id_to_index={}, kv_connector_output=SimpleNamespace(failed_recving={"a"}))
     scheduler.update_from_output(under_way(scheduler), answer)
