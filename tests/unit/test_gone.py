@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,20 @@ def test_strict_ends_before_it_serves(engine: Sandbox) -> None:
     done = engine.python(USE_STEP, LIVEPATCH="strict")
     assert (done.code, done.out) == (78, "")
     assert "other" in done.err
+
+
+@pytest.mark.parametrize(("mode", "code"), [("auto", 0), ("strict", 78)])
+def test_where_every_target_is_gone_the_packages_import_says_it(engine: Sandbox, mode: str, code: int) -> None:
+    shutil.rmtree(engine.patches / "around")
+    engine.generate()
+    done = engine.python("import fakeengine.after.tracker; print('serves')", LIVEPATCH=mode)
+    assert (done.code, done.out) == (code, "" if code else "serves\n")
+    assert f"other is not applied (gone): fakeengine 1.0.post1 has no {OTHER}" in done.err
+
+
+def test_the_packages_import_alone_loads_nothing_where_a_target_is_there(engine: Sandbox) -> None:
+    done = engine.python("import fakeengine, json, sys; print([name for name in sys.modules if 'livepatch' in name])")
+    assert (done.out, done.err) == ("[]\n", "")
 
 
 @pytest.mark.parametrize("toggle", ["off", "force"])
