@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import attached
 from .asks import blocks_of
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ LOST = "_livepatch_lost_blocks"
 
 
 def prepare(worker: Any) -> None:
-    vars(worker).setdefault(LOST, queue.SimpleQueue())
+    attached(worker, LOST, queue.SimpleQueue)
 
 
 def report(livepatch: PatchContext, worker: Any, pull: Any) -> None:

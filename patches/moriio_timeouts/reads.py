@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import attached
+
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -94,8 +96,7 @@ def reads_here(side: Any) -> bool:
 
 
 def reads_of(worker: Any) -> Reads:
-    reads: Reads = vars(worker).setdefault("_livepatch_reads", Reads())
-    return reads
+    return attached(worker, "_livepatch_reads", Reads)
 
 
 def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable[..., Any]]:
@@ -162,8 +163,7 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         return meant
 
     def asked_for(side: Any) -> set[str]:
-        requests: set[str] = vars(side).setdefault("_livepatch_asked_for", set())
-        return requests
+        return attached(side, "_livepatch_asked_for", set)
 
     def planned(original: Callable[..., Any], side: Any, *rest: Any, **named: Any) -> Any:
         """Remember whose blocks the worker is to write to a peer."""
@@ -296,8 +296,7 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
 
     def left(worker: Any) -> set[str]:
         """Requests that have finished, and whose read is still under way."""
-        requests: set[str] = vars(worker).setdefault("_livepatch_left", set())
-        return requests
+        return attached(worker, "_livepatch_left", set)
 
     # Each goes on after the patch has stood aside: the other side's process does not know of it.
     made: dict[str, Callable[..., Any]] = {
