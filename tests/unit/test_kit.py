@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,12 +113,14 @@ def wrappers(livepatch):
 """
 
 
-def test_a_folder_that_lies_elsewhere_has_the_kit_too(tmp_path: Path) -> None:
+def test_a_folder_that_lies_elsewhere_has_the_kit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/patch.toml").write_text('title = "t"\npackage = "vllm"\ntargets = ["vllm.a:B.finish"]\n')
     (tmp_path / "mine/wrappers.py").write_text(CODE)
     entry = catalogue.read(tmp_path / "mine")
     assert list(leading.made(entry.folder, entry.patch)) == ["vllm.a:B.finish"]
+    assert not (entry.folder / "__pycache__").exists()
 
 
 def names_of(trees: list[ast.Module]) -> set[str]:
