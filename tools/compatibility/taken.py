@@ -208,7 +208,9 @@ class _Module:
 
     def _routed(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Holder]:
         target = None if self._classes else self._is(f"{self._module}:{node.name}")
-        for one in node.decorator_list if target is not None else ():
+        if target is None:
+            return
+        for one in node.decorator_list:
             if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in _ROUTES:
                 yield self._holder(target, one, f"a route of {ast.unparse(one.func)}", False)
 
