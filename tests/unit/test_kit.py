@@ -22,7 +22,7 @@ from tests.unit import keeping
 
 def test_what_is_attached_is_made_once_for_each_object() -> None:
     one, other = SimpleNamespace(), SimpleNamespace()
-    state = attached(one, "_livepatch_state", list)
+    state: list[int] = attached(one, "_livepatch_state", list)
     assert attached(one, "_livepatch_state", lambda: pytest.fail("made twice")) is state == []
     state.append(1)
     assert attached(one, "_livepatch_state", list) is state

@@ -467,3 +467,4 @@ def test_a_bundles_own_check_knows_the_form(engine: Sandbox, cli: Cli, name: str
 
 def test_what_the_source_does_not_have_is_not_refused_for_its_form() -> None:
     assert forms.refused(SOURCE, "nowhere", print) == forms.refused(SOURCE, "Scheduler.nowhere", print) == ""
+    assert forms.refused(SOURCE, "", print) == "", "a whole module, as of a diff"
