@@ -167,7 +167,7 @@ def by_hand(node: ast.AST, names: set[str]) -> Iterator[str]:
 ENTRIES = {name: entry for name, entry in catalogue.load().items() if not entry.patch.diff}
 
 
-AS_BEFORE = {"mooncake-failed-loads": 1, "moriio-timeouts": 3, "rocm-pinned-allocator": 1}
+AS_BEFORE = {"mooncake-failed-loads": 1, "moriio-timeouts": 3}
 """Where the words of before do the same, atomically: their proofs are played on all releases with their next change."""
 
 
