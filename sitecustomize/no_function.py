@@ -75,16 +75,23 @@ ONLY_A_DIFF = "which only a diff can change (vllm-livepatch from-diff)"
 
 def form_for(found: Any) -> str:
     """What a patch's code can give for something that no function can stand for, in words."""
+    if _is_kernel(found):
+        return "wrap the function that starts it"
     if callable(found) and not isinstance(found, type):
         return "livepatch.wrapt(wrapper) can"
     return "livepatch.after_import(change, holds) can change it"
+
+
+def _is_kernel(found: Any) -> bool:
+    """Whether it is started as `kernel[grid](...)`, which a proxy gives on: its wrapper would never be called."""
+    return type(found).__module__.partition(".")[0] == "triton"
 
 
 def in_place_of(original: Any, proxy: Proxy, context: PatchContext, target: str) -> Any:
     """wrapt's proxy for what stands at the target, guarded as any wrapper is. Raises guard.Unwrappable."""
     if type(original) is staticmethod:
         return staticmethod(_proxy(original.__func__, proxy, context, target, False))
-    if not callable(original) or isinstance(original, type):
+    if not callable(original) or isinstance(original, type) or _is_kernel(original):
         raise guard.Unwrappable(f"a {type(original).__module__}.{type(original).__qualname__}")
     binds = "." in target.partition(":")[2] and hasattr(type(original), "__get__")
     return _proxy(original, proxy, context, target, binds)

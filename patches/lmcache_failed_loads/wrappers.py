@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import attached
+
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -31,7 +33,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
         begun = adapter.retrieve_futures.get(request_id)
         if begun is None:
             if not hasattr(adapter, "_dropped_retrieves"):  # to 0.4.7, which forgets the load
-                vars(adapter).setdefault(REFUSED, set()).add(request_id)
+                attached(adapter, REFUSED, set[str]).add(request_id)
         elif not isinstance(begun, tuple):  # to 0.4.1, which keeps the future without the blocks
             begun.livepatch_blocks = list(op.block_ids)
         return result

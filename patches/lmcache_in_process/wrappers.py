@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import attached
+
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -145,7 +147,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Call]:
             client.cancel_lookup(name)
             return
         client.clear_lookup_status(name)
-        vars(connector).setdefault(UNUSED, {})[name] = None
+        attached(connector, UNUSED, dict[str, Any])[name] = None
 
     def build_connector_meta(original: Call, connector: Any, *rest: Any, **named: Any) -> Any:
         """Tell the workers whose pins to give back."""

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import attached
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -67,10 +68,7 @@ class _Lost:
 
 def lost_of(connector: Any) -> _Lost:
     """A worker's, made when it is first asked for."""
-    lost: _Lost | None = vars(connector).get(LOST)
-    if lost is None:
-        lost = vars(connector)[LOST] = _Lost(connector._vllm_config.parallel_config)
-    return lost
+    return attached(connector, LOST, lambda: _Lost(connector._vllm_config.parallel_config))
 
 
 def loads(request: Any) -> bool:
@@ -90,7 +88,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         them: of the last part of a chunk, and of answers."""
         vars(metadata)[GIVEN] = blocks_given(scheduler_output, metadata.requests, connector._block_size)
         if any(map(loads, metadata.requests)):
-            steps = vars(connector).setdefault(LOADS, zip(itertools.repeat(uuid.uuid4().hex), itertools.count()))
+            steps = attached(connector, LOADS, lambda: zip(itertools.repeat(uuid.uuid4().hex), itertools.count()))
             vars(metadata)[LOADS] = next(steps)
 
     def start_load_kv(answer: Any, connector: Any, *rest: Any, **named: Any) -> None:

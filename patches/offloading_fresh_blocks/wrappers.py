@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...sitecustomize.kit import leaves
+from ...sitecustomize.kit import attached, leaves
 
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
@@ -120,7 +120,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
             for scheduler in offloading_schedulers(core.connector) if left else ():
                 stores = unfenced(scheduler, left)
                 if stores:
-                    vars(scheduler).setdefault(UNFENCED, set()).update(stores)
+                    attached(scheduler, UNFENCED, set[int]).update(stores)
 
     def unfenced(scheduler: Any, names: set[str]) -> set[int]:
         states = (scheduler._req_status.get(name) for name in names)

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...sitecustomize.kit import attached
+
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -51,8 +53,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Callable[..., Any]]:
     step_bytes: float = livepatch.options["STEP_GB"] * GIB
 
     def lock_of(allocator: Any) -> threading.Lock:
-        lock: threading.Lock = vars(allocator).setdefault(LOCK, threading.Lock())  # atomic
-        return lock
+        return attached(allocator, LOCK, threading.Lock)
 
     # Those whose pool is not whole yet.
     growing: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -1,4 +1,8 @@
-"""A model that vLLM compiles, stock and with a diff of its code: each uses its own compiled artifacts."""
+"""A model that vLLM compiles, stock and with a diff of its code: each uses its own compiled artifacts.
+
+By hand (`E2E=all`), before a release: CI's engines are eager, and what it has of torch.compile is
+tests/releases/test_traced.py, without an engine.
+"""
 
 from __future__ import annotations
 

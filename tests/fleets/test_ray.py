@@ -23,6 +23,7 @@ from vllm_livepatch.tools.in_bundle import status
 from vllm_livepatch.tools.lab import environments, model
 
 from tests.fleets import by_hand
+from tests.unit.support import Sandbox
 
 STANDINS = Path(__file__).parent / "standins"
 VLLM = os.environ.get("FLEETS_VLLM", "0.32.0")
@@ -222,6 +223,33 @@ def test_the_executor_before_hands_on_neither(place: Place, unprepared: str) -> 
     assert found.unmet
     assert not copied.answered
     assert any("LIVEPATCH=strict: no bundle is armed in this process" in line for line in copied.logged)
+
+
+JOB = """
+import os, ray
+ray.init(num_cpus=1, num_gpus=0, object_store_memory=10**8, include_dashboard=False, log_to_driver=False)
+@ray.remote
+def step():
+    import sys
+    from fakeengine.scheduler import Scheduler
+    return Scheduler().step(7), os.environ["LIVEPATCH"], os.path.basename(sys.argv[0])
+print(ray.get(step.remote()))
+"""
+
+
+def test_the_runtime_environment_that_deploy_ray_prints(place: Place, tmp_path: Path) -> None:
+    """Of a job whose cluster was started without it. `ray job submit` hands it on by this variable."""
+    (printed,) = re.findall(r"--runtime-env-json '(.*)'", deploy.text("ray", "image", "model"))
+    sandbox = Sandbox(tmp_path / "sandbox")
+    sandbox.patch()
+    paths = f"{sandbox.generate()}:{sandbox.site}"  # what the nodes have follows after a colon
+    variables = json.loads(printed.replace("/opt/livepatch", paths))["env_vars"]
+    assert variables == {"PYTHONPATH": paths, "LIVEPATCH": "strict"}
+    job = json.dumps({"runtime_env": {"env_vars": variables}})
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:  # as above
+        environ = place.environ(RAY_TMPDIR=short, RAY_JOB_CONFIG_JSON_ENV_VAR=job)
+        done = subprocess.run([place.python, "-c", JOB], env=environ, capture_output=True, text=True, timeout=300)
+    assert done.stdout == f"(['patched', 7], 'strict', '{WORKER}')\n", done.stderr[-3000:]
 
 
 @by_hand

@@ -250,6 +250,11 @@ def test_it_installs_offline_and_answers(patched: Sandbox, guard: Path) -> None:
     unknown = "LIVEPATCH='offf' is none of auto, off, strict; it counts as off\n"
     assert finish(ask, patched.environ(path=[], LIVEPATCH="offf")) == Done(1, unknown, "")
     assert finish([*pip, "check"], patched.environ(path=[])).code == 0
+    # That, and one variable: also where an image's own sitecustomize hides the bundle.
+    image = patched.write({"sitecustomize.py": ""}, patched.root / "image")
+    path = [image, patched.bundle, patched.site]
+    done = patched.python(f"{dedent(RUN)}\n{USE_STEP}", python=str(python), path=path, LIVEPATCH="strict")
+    assert (done.code, done.out) == (0, f"went on\n{PATCHED}"), done.err
 
 
 def test_it_replaces_itself_and_nothing_else(patched: Sandbox, guard: Path, cli: Cli) -> None:

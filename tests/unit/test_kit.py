@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +15,15 @@ import pytest
 from vllm_livepatch.sitecustomize import context
 from vllm_livepatch.sitecustomize.context import PatchContext
 from vllm_livepatch.sitecustomize.kit import Remembered, attached, leaves
-from vllm_livepatch.tools.bundles import catalogue, leading
+from vllm_livepatch.tools.bundles import catalogue, leading, patch_files
+
+from tests.unit import keeping
 
 
 def test_what_is_attached_is_made_once_for_each_object() -> None:
     one, other = SimpleNamespace(), SimpleNamespace()
-    state = attached(one, "_livepatch_state", list)
+    state: list[int] = attached(one, "_livepatch_state", list)
+    assert attached(one, "_livepatch_state", lambda: pytest.fail("made twice")) is state == []
     state.append(1)
     assert attached(one, "_livepatch_state", list) is state
     assert attached(one, "_livepatch_state", lambda: pytest.fail("made twice")) == [1]
@@ -107,9 +113,87 @@ def wrappers(livepatch):
 """
 
 
-def test_a_folder_that_lies_elsewhere_has_the_kit_too(tmp_path: Path) -> None:
+def test_a_folder_that_lies_elsewhere_has_the_kit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/patch.toml").write_text('title = "t"\npackage = "vllm"\ntargets = ["vllm.a:B.finish"]\n')
     (tmp_path / "mine/wrappers.py").write_text(CODE)
     entry = catalogue.read(tmp_path / "mine")
     assert list(leading.made(entry.folder, entry.patch)) == ["vllm.a:B.finish"]
+    assert not (entry.folder / "__pycache__").exists()
+
+
+def names_of(trees: list[ast.Module]) -> set[str]:
+    """The constants of a patch's modules that name an attribute of the engine's objects."""
+    assigned = [node for tree in trees for node in tree.body if isinstance(node, ast.Assign)]
+    return {
+        ast.unparse(node.targets[0])
+        for node in assigned
+        if isinstance(node.value, ast.Constant) and keeping.MARK.fullmatch(str(node.value.value))
+    }
+
+
+def by_hand(node: ast.AST, names: set[str]) -> Iterator[str]:
+    """Where code makes such an attribute when it is first asked for, and does no more than that: as `attached` does.
+
+    Another value in its place, a mark on a request, an attribute that is set when its object is made, and a first time
+    at which more is to be done (to listen to a connector's children) are none of `attached`'s.
+    """
+
+    def is_name(key: ast.expr) -> bool:
+        text = ast.unparse(key)
+        return bool(keeping.MARK.fullmatch(text.strip("'"))) or text.rpartition(".")[2] in names
+
+    def sets(statement: ast.stmt) -> bool:
+        calls = [one for one in ast.walk(statement) if isinstance(one, ast.Call) and len(one.args) > 1]
+        named = [one.args[1] for one in calls if ast.unparse(one.func) == "setattr"]
+        named += [one.args[0] for one in calls if ast.unparse(one.func).endswith(").setdefault")]
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        named += [one.slice for one in targets if isinstance(one, ast.Subscript)]
+        return any(map(is_name, named))
+
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith(" is None") and any(map(sets, node.body)):
+        plain = (isinstance(one, (ast.Assign, ast.AnnAssign)) or sets(one) for one in node.body)
+        if all(plain):
+            yield ast.unparse(node)
+        return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setdefault":
+        if ast.unparse(node.func.value).startswith("vars(") and is_name(node.args[0]):
+            yield ast.unparse(node)
+    for child in ast.iter_child_nodes(node):
+        yield from by_hand(child, names)
+
+
+ENTRIES = {name: entry for name, entry in catalogue.load().items() if not entry.patch.diff}
+
+
+AS_BEFORE = {"mooncake-failed-loads": 1, "moriio-timeouts": 3}
+"""Where the words of before do the same, atomically: their proofs are played on all releases with their next change."""
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_what_a_patch_makes_when_it_is_first_asked_for_is_attached(name: str) -> None:
+    trees = [ast.parse(file.read_text("utf-8")) for file in patch_files.code(ENTRIES[name].folder)]
+    names = names_of(trees)
+    assert len([text for tree in trees for text in by_hand(tree, names)]) == AS_BEFORE.get(name, 0)
+
+
+MADE = "if found is None:\n    found = {}\n    "
+HAND = {
+    "vars(one).setdefault('_livepatch_state', set()).add(1)": 1,
+    "vars(one).setdefault(STATE, set())": 1,
+    "vars(one).setdefault(endings.STATE, set())": 1,
+    MADE + "setattr(one, STATE, found)": 1,
+    MADE + "vars(one)[STATE] = found": 1,
+    MADE + "setattr(one, STATE, found)\n    listen(one)": 0,
+    MADE + "vars(one)['blocks'] = found": 0,
+    "vars(one).setdefault('blocks', set())": 0,
+    "rows.setdefault(STATE, set())": 0,
+    "setattr(one, STATE, set())": 0,
+    "vars(one)[STATE] = now": 0,
+}
+
+
+@pytest.mark.parametrize("code", HAND)
+def test_what_attached_would_do_is_found(code: str) -> None:
+    assert len(list(by_hand(ast.parse(code), {"STATE"}))) == HAND[code]

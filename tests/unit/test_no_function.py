@@ -27,6 +27,8 @@ class Scheduler:
     def step(self, number): return [number]
     @functools.lru_cache
     def kept(self, number): return number
+    @functools.cached_property
+    def size(self): return 3
     named = operator.attrgetter("limit")
     exact = staticmethod(math.isqrt)
 
@@ -358,6 +360,8 @@ PLAIN = "def wrappers(livepatch): return dict.fromkeys(TARGETS, lambda original,
         ("Config.shared", PLAIN, "livepatch.after_import(change, holds) can change it"),
         ("cached", PLAIN, "livepatch.wrapt(wrapper) can"),
         ("Scheduler.kept", PLAIN, "livepatch.wrapt(wrapper) can"),
+        ("Scheduler.size", PLAIN, "livepatch.after_import(change, holds) can change it"),
+        ("Scheduler.size", PROXIED, "livepatch.after_import(change, holds) can change it"),
     ],
 )
 def test_a_form_that_cannot_stand_there_is_refused_with_one_that_can(
@@ -370,6 +374,40 @@ def test_a_form_that_cannot_stand_there_is_refused_with_one_that_can(
     (line,) = run(engine, "").others
     assert line.startswith(f"vllm-livepatch: around is not applied (unwrappable): {MODULE}:{name} is ")
     assert line.endswith(f", which no wrapper can stand for: {form}")
+
+
+KERNEL = """\
+class JITFunction:
+    def __init__(self, function): self.function = function
+    def __getitem__(self, grid): return self.function
+    def __call__(self, *args): raise RuntimeError("as kernel[grid]")
+jit = JITFunction
+"""
+
+
+@pytest.mark.parametrize("code", [PLAIN, PROXIED])
+def test_a_kernel_is_started_past_any_wrapper(engine: Sandbox, cli: Cli, code: str) -> None:
+    use = "\nimport triton\n@triton.jit\ndef kernel(number): return number\n"
+    engine.write({"triton/__init__.py": KERNEL, "fakeengine/scheduler.py": SOURCE + use})
+    engine.patch(targets=[f"{MODULE}:kernel"], code=code)
+    assert (
+        f"{MODULE}:kernel: it is compiled for a device, and started past any wrapper: wrap " in checked(engine, cli).out
+    )
+    done = run(engine, "print(m.kernel[1](7))")
+    assert (done.out, len(done.others)) == ("7\n", 1)
+    assert done.others[0].endswith(
+        "a triton.JITFunction, which no wrapper can stand for: wrap the function that starts it"
+    )
+
+
+def test_what_a_function_makes_is_no_target(engine: Sandbox, cli: Cli) -> None:
+    source = "\nclass Outer:\n    def make(self):\n        class Inner:\n            def step(self): return 1\n        return Inner()\n"
+    engine.write({"fakeengine/scheduler.py": SOURCE + source})
+    engine.patch(targets=[f"{MODULE}:Outer.make.Inner.step"], code=PLAIN)
+    done = checked(engine, cli)
+    why = "each call of Outer.make makes it anew, where no form reaches it: wrap Outer.make"
+    assert (done.code, f"{MODULE}:Outer.make.Inner.step: {why}\n" in done.out) == (1, True), done
+    assert forms.refused(SOURCE, "Scheduler.step", print) == ""
 
 
 @pytest.mark.parametrize("name", ["root", "binary", "called", "Scheduler.named"])
@@ -429,3 +467,4 @@ def test_a_bundles_own_check_knows_the_form(engine: Sandbox, cli: Cli, name: str
 
 def test_what_the_source_does_not_have_is_not_refused_for_its_form() -> None:
     assert forms.refused(SOURCE, "nowhere", print) == forms.refused(SOURCE, "Scheduler.nowhere", print) == ""
+    assert forms.refused(SOURCE, "", print) == "", "a whole module, as of a diff"

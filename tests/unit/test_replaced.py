@@ -9,7 +9,7 @@ import pytest
 from vllm_livepatch.tools.bundles import replaced
 
 from tests.unit import fleet
-from tests.unit.support import Cli
+from tests.unit.support import Cli, Sandbox
 
 
 @pytest.fixture
@@ -61,6 +61,40 @@ def test_a_patch_that_changed_is_named_with_both_versions() -> None:
     assert replaced._differences(before, now) == "; changed: a (3 to 4), b (no version to 1)"
     assert replaced._differences(now, now) == "; its patches are the same"
     assert replaced._differences(replaced.Identity("0.1.0", "sha256:c"), now) == ""
+
+
+def test_a_patch_that_changed_and_kept_its_version_is_to_raise_it(
+    cli: Cli, tmp_path: Path, state: Path, sandbox: Sandbox
+) -> None:
+    sandbox.patch("one", version=2)
+    sandbox.patch("two")
+    words = ["generate", "--out", str(tmp_path / "bundle"), "--patch-dir", str(sandbox.patches)]
+    words += ["--patch", "one", "--patch", "two", "--patch", "idle-stepping"]
+    cli(*words)
+    for name in ("one", "two"):
+        with (sandbox.patches / name / "wrappers.py").open("a") as file:
+            file.write("# changed\n")
+    said = cli(*words).out
+    assert "; changed: one (still 2), two (with no version)\n" in said
+    assert (
+        "\n  raise `version` in the patch.toml of one, two: it is that of before, so that `status --require NAME@N` "
+        in said
+    )
+    sandbox.patch("one", version=3)
+    said = cli(*words).out
+    assert "; changed: one (2 to 3)\n" in said
+    assert "raise" not in said
+
+
+def test_of_ours_with_the_same_version_only_the_text_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = replaced.Identity("1", "sha256:a", {"idle-stepping": 3, "mine": 3}, {"idle-stepping": "x", "mine": "x"})
+    now = replaced.Identity("2", "sha256:b", before.versions, {"idle-stepping": "y", "mine": "y"})
+    monkeypatch.setattr(replaced, "identity", lambda _: now)
+    said = replaced.sentences(before, {}, tmp_path)
+    assert said[0].endswith("; changed: idle-stepping (still 3), mine (still 3)")
+    assert said[1].startswith("raise `version` in the patch.toml of mine: ")
 
 
 def test_what_cannot_be_read_is_no_bundle_and_an_old_one_has_no_versions(tmp_path: Path) -> None:

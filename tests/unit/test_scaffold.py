@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.settings import GROUPS
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import rendering, scaffold
@@ -38,6 +39,8 @@ class Scheduler:
     def double(self, number): return number * 2
     @staticmethod
     def made(config): ...
+    @functools.cached_property
+    def size(self): return 3
     limit = 3
 def begin(config): ...
 """
@@ -69,6 +72,17 @@ def test_what_a_patch_of_this_project_does_not_say_is_named() -> None:
         "patch.toml does not say: about.gone",
         f"patch.toml: under in [[about.seen]] is none of {', '.join(rendering.SEEN)}",
     ]
+
+
+@pytest.mark.parametrize("length", [26, 27])
+def test_what_is_blank_or_too_long_is_named(tmp_path: Path, length: int) -> None:
+    told = {"fault": "x" * length, **dict.fromkeys(("symptom", "why", "change", "origin"), "x"), "threads": []}
+    facts = {"title": " ", "package": "engine", "targets": ["engine.a:f"], "about": told}
+    first, *more = scaffold.untold(tmp_path / "one", to_patch("one", facts))
+    assert first == "patch.toml does not say: title"
+    assert [line.partition(", ")[0] for line in more] == ["patch.toml: fault has more than 26 characters"] * (
+        length - 26
+    )
 
 
 def test_a_new_folder_names_all_that_is_asked_of_one_of_this_project(sandbox: Sandbox, out: Path, cli: Cli) -> None:
@@ -143,7 +157,8 @@ print(Scheduler().kept(7), Scheduler().double(7))
     ("target", "line"),
     [
         (f"{MODULE}:Scheduler.stepp", "has no Scheduler.stepp; did you mean Scheduler.step?"),
-        (f"{MODULE}:Kind.ONE", "is no function, and a wrapper stands for functions and methods; "),
+        (f"{MODULE}:Kind.ONE", f"no wrapper can stand for {MODULE}:Kind.ONE: it is a member of an enumeration, "),
+        (f"{MODULE}:Scheduler.given.inner", "each call of Scheduler.given makes it anew, "),
         ("fakeengine.nowhere:x", "there is no module fakeengine.nowhere"),
         ("fakeengine.scheduler", "is not module:qualname"),
     ],
@@ -158,16 +173,17 @@ def test_a_target_that_is_none(sandbox: Sandbox, out: Path, cli: Cli, target: st
     assert not (out / "my_fix").exists()
 
 
-def test_for_what_is_no_function_the_form_is_after_import(sandbox: Sandbox, out: Path, cli: Cli) -> None:
-    assert made(cli, sandbox, f"{MODULE}:Scheduler.limit") == 0
+@pytest.mark.parametrize("name", ["limit", "size"])
+def test_for_what_is_no_function_the_form_is_after_import(sandbox: Sandbox, out: Path, cli: Cli, name: str) -> None:
+    assert made(cli, sandbox, f"{MODULE}:Scheduler.{name}") == 0
     folder = out / "my_fix"
     text = (folder / "wrappers.py").read_text("utf-8")
-    assert "livepatch.after_import(change_limit, is_there_limit)" in text
-    text = text.replace("    def is_there", "        module.Scheduler.limit = 7\n\n    def is_there")
-    (folder / "wrappers.py").write_text(text.replace("limit is not None", "limit == 7"), "utf-8")
+    assert f"livepatch.after_import(change_{name}, is_there_{name})" in text
+    text = text.replace("    def is_there", f"        module.Scheduler.{name} = 7\n\n    def is_there")
+    (folder / "wrappers.py").write_text(text.replace(f"{name} is not None", f"{name} == 7"), "utf-8")
     assert cli("lock", str(folder), "--site-packages", str(sandbox.site)).code == 0
     sandbox.generate()
-    done = sandbox.python(f"import {MODULE} as m; print(m.Scheduler.limit)")
+    done = sandbox.python(f"import {MODULE} as m; print(m.Scheduler().{name})")
     assert done.out == "7\n", done
     assert sandbox.reported("my-fix")["state"] == "applied"
 

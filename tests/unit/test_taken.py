@@ -47,6 +47,37 @@ def test_what_holds_nothing_is_not_found(sandbox: Sandbox, taken_: str) -> None:
     assert refuse == [] or any(kind in taken_ for kind in kinds)
 
 
+ROUTER = """
+class Router:
+    def __init__(self): self.kept = {}
+    def post(self, path):
+        def decorator(function):
+            self.kept[path] = function
+            return function
+        return decorator
+    def mark(self, path): return lambda function: function
+router = Router()
+"""
+
+
+def test_a_route_keeps_its_function(sandbox: Sandbox, cli: Cli) -> None:
+    """As vLLM's API servers have them: what a route calls can be wrapped."""
+    routes = "@router.post('/a')\ndef held(): return 1\n@router.mark('/b')\ndef free(): return 1\n"
+    sandbox.write({"fakeengine/routes.py": ROUTER + routes})
+    for name in ("held", "free"):
+        sandbox.patch(name, [f"fakeengine.routes:{name}"], variant=[])
+        assert cli("lock", str(sandbox.patches / name), "--site-packages", str(sandbox.site)).code == 0
+    (one,) = holders(sandbox, "held")
+    assert (one.how, one.covered, one.certain) == ("a route of router.post", False, True)
+    assert holders(sandbox, "free") == []
+    done = cli("check", "--patch-dir", str(sandbox.patches), "--only", "--site-packages", str(sandbox.site))
+    assert done.code == 1
+    assert f"fakeengine.routes:{one.line} has fakeengine.routes:held as a route of router.post and would" in done.out
+    sandbox.generate()
+    sandbox.python("import fakeengine.routes")
+    assert [sandbox.reported(name)["reason"] for name in ("held", "free")] == ["captured", None]
+
+
 OTHER = {
     "from fakeengine.scheduler import work as w\nTABLE = {'x': w}": ("an entry of a dict", False),
     "from . import scheduler\nrun = scheduler.work": ("another name, run", True),

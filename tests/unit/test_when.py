@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from vllm_livepatch.sitecustomize import settings
 from vllm_livepatch.sitecustomize.conditions import When
 from vllm_livepatch.sitecustomize.decision import Environment, Installed, Patch, PatchError, Variant, decide
 from vllm_livepatch.sitecustomize.facts import to_patch
+from vllm_livepatch.tools.bundles import catalogue
+from vllm_livepatch.tools.releases import registry, sources
 
 from tests.unit.support import PATCHED, STOCK, USE_STEP, Cli, Sandbox, finish
 from tests.unit.test_strict import edit
@@ -111,3 +115,45 @@ def test_code_that_drifted_is_not_missed_where_a_condition_does_not_hold(sandbox
     edit(sandbox)
     assert sandbox.python(USE_STEP, LIVEPATCH="strict").code == 0
     assert sandbox.python(USE_STEP, LIVEPATCH="strict", ACME_MODE="fast").code == 78
+
+
+FINISH = "vllm.v1.core.sched.scheduler:Scheduler.finish_requests"
+CONFIG = "vllm.v1.core.sched.scheduler:Scheduler.vllm_config"
+VLLM = {
+    "vllm/__init__.py": "",
+    "vllm/_version.py": '__version__ = "0.33.0"\n',
+    "vllm/v1/core/sched/scheduler.py": """
+        class Scheduler:
+            def __init__(self, vllm_config): self.vllm_config = vllm_config
+            def finish_requests(self, request_ids, finished_status=None): return request_ids
+        """,
+}
+USE_TWO = """
+from types import SimpleNamespace as Of
+from vllm.v1.core.sched.scheduler import Scheduler
+for hybrid in (False, True, True):
+    print(Scheduler(Of(model_config=Of(is_hybrid=hybrid))).finish_requests("r", finished_status=1))
+"""
+
+
+def test_what_the_configuration_knows_a_wrapper_asks_its_object(sandbox: Sandbox, cli: Cli) -> None:
+    """As docs/patch-toml.md has it: there locked on the release's own code, here run."""
+    page = (Path(__file__).parents[2] / "docs/patch-toml.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(def wrappers.*?)^```", page, re.M | re.S)
+    sandbox.write(VLLM)
+    sandbox.patch("acme", [FINISH], code, package="vllm", calls=[CONFIG], variant=[])
+    place = str(sandbox.patches / "acme")
+    for site in (sources.site_packages("vllm", "0.33.0"), sandbox.site):
+        done = cli("lock", place, "--site-packages", str(site))
+        assert done.out.endswith("locked for 0.33.0 (1 form of the code)\n"), done
+    sandbox.generate()
+    done = sandbox.python(USE_TWO, LIVEPATCH="strict")
+    assert (done.code, done.out, sandbox.reported("acme")["counters"]) == (0, "r\n" * 3, {"of_hybrids": 2})
+
+
+def test_every_listed_release_gives_its_scheduler_the_configuration(sandbox: Sandbox) -> None:
+    """By the lock of a patch that asks for it: `__init__` keeps it in the same words everywhere."""
+    sandbox.write(VLLM)
+    forms = catalogue.load()["failed-loads"].patch.forms("vllm")
+    assert {release for form in forms for release in form.releases} == {pin.version for pin in registry.pins("vllm")}
+    assert {form.code[CONFIG] for form in forms} == {*sandbox.fingerprints(CONFIG).values()}

@@ -42,6 +42,12 @@ class Entry:
         return diff.changes
 
 
+def own() -> set[str]:
+    """The names of the patches that come with this project; none of their folders is read."""
+    files = (file for place in map(Path, own_patches.__path__) for file in place.glob("*/patch.toml"))
+    return {file.parent.name.replace("_", "-") for file in files}
+
+
 def load(extra: Iterable[Path] = (), own: bool = True) -> dict[str, Entry]:
     """The patches that come with this project, unless not wanted, and those of `extra` directories, by name.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_livepatch.sitecustomize import report
+from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.in_bundle import status, summary
 from vllm_livepatch.tools.in_bundle.verifying import MANIFEST
@@ -65,6 +66,11 @@ def sentences(before: Identity, files: Mapping[str, bytes], state: Path) -> list
     if now.digest == before.digest:
         return ["the same bundle lay there before: nothing is replaced"]
     found = [f"replaced {before.version}, {before.digest}{_differences(before, now)}"]
+    alike = [name for name in _changed(before, now) if before.versions.get(name) == now.versions.get(name)]
+    alike = [name for name in alike if name not in catalogue.own()]  # ours: only what it says to people has changed
+    if alike:
+        more = "`status --require NAME@N` cannot tell the two apart"
+        found.append(f"raise `version` in the patch.toml of {', '.join(alike)}: it is that of before, so that {more}")
     running = _running(state, before.digest)
     if running:
         more = f" and {len(running) - _NAMED} more" if len(running) > _NAMED else ""
@@ -78,9 +84,8 @@ def sentences(before: Identity, files: Mapping[str, bytes], state: Path) -> list
 def _differences(before: Identity, now: Identity) -> str:
     if not before.versions:
         return ""
-    changed = [name for name in sorted(now.folders) if before.folders.get(name, now.folders[name]) != now.folders[name]]
     parts = {
-        "changed": [f"{name} ({_version(before, name)} to {_version(now, name)})" for name in changed],
+        "changed": [f"{name} ({_versions(before, now, name)})" for name in _changed(before, now)],
         "new": sorted(now.versions.keys() - before.versions.keys()),
         "gone": sorted(before.versions.keys() - now.versions.keys()),
     }
@@ -88,8 +93,14 @@ def _differences(before: Identity, now: Identity) -> str:
     return f"; {'; '.join(said)}" if said else "; its patches are the same"
 
 
-def _version(bundle: Identity, name: str) -> str:
-    return str(bundle.versions.get(name) or "no version")
+def _changed(before: Identity, now: Identity) -> list[str]:
+    """The patches whose folder is another; none where the one before does not say."""
+    return [name for name in sorted(now.folders) if before.folders.get(name, now.folders[name]) != now.folders[name]]
+
+
+def _versions(before: Identity, now: Identity, name: str) -> str:
+    old, new = (str(bundle.versions.get(name) or "no version") for bundle in (before, now))
+    return f"{old} to {new}" if old != new else f"still {new}" if new.isdigit() else "with no version"
 
 
 def _running(state: Path, digest: str) -> list[str]:

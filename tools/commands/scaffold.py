@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vllm_livepatch import patches as own_patches
-from vllm_livepatch.sitecustomize import fingerprint
+from vllm_livepatch.sitecustomize import fingerprint, no_function
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.installed import Tree
@@ -131,15 +131,15 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
         raise UserError(str(error)) from error
     functions, entries, used = [], [], set[str]()
     for target in targets:
-        node, is_function = _found(tree, target)
+        node, form = _found(tree, target)
         called = target.rpartition(".")[2].rpartition(":")[2].strip("_") or "wrapper"
         while called in used:
             called += "_"
         used.add(called)
         qualname = target.partition(":")[2]
-        if isinstance(node, _FUNCTIONS):
+        if form and isinstance(node, _FUNCTIONS):
             functions.append(_function(node, called, "." in qualname))
-            entries.append(f'        "{target}": {called if is_function else f"livepatch.wrapt({called})"},')
+            entries.append(f'        "{target}": {form.format(called)},')
         else:
             functions.append(_AFTER_IMPORT.format(name=called, qualname=qualname, todo=TODO))
             entries.append(f'        "{target}": livepatch.after_import(change_{called}, is_there_{called}),')
@@ -188,8 +188,8 @@ def new(name: str, targets: Sequence[str], out: Path, tree: Tree) -> Path:
     return folder
 
 
-def _found(tree: Tree, target: str) -> tuple[ast.AST, bool]:
-    """The target's definition, and whether a function of Python's stands there once its decorators have run.
+def _found(tree: Tree, target: str) -> tuple[ast.AST, str]:
+    """The target's definition, and how a wrapper is given for it; empty where `after_import` alone can change it.
 
     Raises UserError, which names what is near.
     """
@@ -205,8 +205,9 @@ def _found(tree: Tree, target: str) -> tuple[ast.AST, bool]:
     if node is not None:
         why = forms.refused(source, qualname)
         if why:
-            raise UserError(f"{target} is no function, and a wrapper stands for functions and methods; {why}")
-        return node, not forms.refused(source, qualname, leading.yields)
+            raise UserError(f"no wrapper can stand for {target}: {why}")
+        ways = {"{}": leading.yields, "livepatch.wrapt({})": no_function.Proxy(leading.yields)}  # any function will do
+        return node, next((form for form, way in ways.items() if not forms.refused(source, qualname, way)), "")
     near = difflib.get_close_matches(qualname, _functions(parsed), 1)
     raise UserError(f"{module} has no {qualname}" + (f"; did you mean {near[0]}?" if near else ""))
 

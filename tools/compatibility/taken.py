@@ -6,7 +6,8 @@ patch is put in place when the last of its modules has been executed: of one wit
 module alone can have taken what it has; of one with several, whoever is imported before the last of them.
 
 Only files are parsed that name the target. Not seen: what functions do when they are called, also while modules are
-imported; decorators of a target; a class that derives from the target's; star imports; names that code makes.
+imported; decorators of a target, but a web server's routes; a class that derives from the target's; star imports; names
+that code makes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ _PASSED_ON = (ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Starred, ast.keyword)
 _INSIDE = frozenset({"__func__", "fget"})
 """What gives the function inside of a method or a property."""
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+_ROUTES = frozenset(
+    ["api_route", "delete", "exception_handler", "get", "middleware", "on_event", "patch", "post", "put", "websocket"]
+)
+"""Methods of a web server's router that, as decorators, keep the function and give it back."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,14 @@ def holders(patches: Iterable[Patch], tree: installed.Tree) -> dict[str, list[Ho
 def _targets(patch: Patch, module: str, text: str) -> list[str]:
     """The targets of the patch that this module may hold before the patch is there."""
     waits = _waits(patch)
-    return [target for target in patch.targets if (waits or module_of(target) == module) and _is_uncalled(target, text)]
+    return [target for target in patch.targets if (waits or module_of(target) == module) and _may_be_held(target, text)]
 
 
-def _is_uncalled(target: str, text: str) -> bool:
-    """Whether the target's name stands there uncalled, on its own or behind a class. To parse takes longer."""
+def _may_be_held(target: str, text: str) -> bool:
+    """Whether the target's name stands there uncalled, on its own or behind a class, or as a route's. To parse takes
+    longer."""
+    if "." not in target.partition(":")[2] and _ROUTED.search(text):
+        return True
     name = target.rpartition(".")[2] if "." in target.partition(":")[2] else target.partition(":")[2]
     for found in _name(name).finditer(text):
         before = text[found.start() - 1 : found.start()]
@@ -80,6 +89,9 @@ def _is_uncalled(target: str, text: str) -> bool:
         if owner is None and not (before.isalnum() or before == "_"):
             return True
     return False
+
+
+_ROUTED = re.compile(rf"^@[\w.]+\.(?:{'|'.join(sorted(_ROUTES))})\(", re.MULTILINE)
 
 
 @functools.cache
@@ -175,6 +187,8 @@ class _Module:
     def _look(self, node: ast.AST, above: list[ast.AST]) -> Iterator[Holder]:
         below: Iterable[ast.AST] = ast.iter_child_nodes(node)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):  # its body runs later
+            if not isinstance(node, ast.Lambda):
+                yield from self._routed(node)
             arguments = node.args
             below = [*arguments.defaults, *filter(None, arguments.kw_defaults), *getattr(node, "decorator_list", [])]
         elif isinstance(node, ast.If) and _is_for_types(node.test):
@@ -191,6 +205,14 @@ class _Module:
         elif isinstance(node, ast.ImportFrom):
             yield from self._imported(node)
         yield from self._in(below, [*above, node])
+
+    def _routed(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Holder]:
+        target = None if self._classes else self._is(f"{self._module}:{node.name}")
+        if target is None:
+            return
+        for one in node.decorator_list:
+            if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in _ROUTES:
+                yield self._holder(target, one, f"a route of {ast.unparse(one.func)}", False)
 
     def _imported(self, statement: ast.ImportFrom) -> Iterator[Holder]:
         source = self._source_of(statement)

@@ -18,6 +18,7 @@ _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
 _KEPT = frozenset({"lru_cache", "cache", "custom_op"})
 """Decorators that make a callable of another kind of a function: of C, or an operation of torch."""
 _VALUES = (ast.Constant, ast.Dict, ast.List, ast.Set, ast.Tuple, ast.JoinedStr)
+_NO_WRAPPER = "which no wrapper can stand for: livepatch.after_import(change, holds) can change it"
 _FIELDS = re.compile(r"dataclass|\bconfig\b|\b(?:Struct|BaseModel|NamedTuple|define|frozen)\b")
 """In the decorators or bases of a class that is made of its fields: vLLM's own `@config` makes a dataclass."""
 
@@ -35,17 +36,23 @@ def refused(source: str, qualname: str, wrapper: Any = None) -> str:
     """
     tree = parsed(source)
     node, owner = fingerprint.find(tree, qualname), fingerprint.find(tree, qualname.rpartition(".")[0])
-    beyond = _beyond(node, owner)
+    beyond = _within(tree, qualname) if node is not None else ""
+    beyond = beyond or _beyond(node, owner)
     if beyond or wrapper is None or isinstance(wrapper, AfterImport):
         return beyond
     value = getattr(node, "value", None)
     if isinstance(node, ast.ClassDef):
-        return "it is a class, which no wrapper can stand for: livepatch.after_import(change, holds) can change it"
+        return f"it is a class, {_NO_WRAPPER}"
     if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, _VALUES):
-        return "it is a value, which no wrapper can stand for: livepatch.after_import(change, holds) can change it"
-    if isinstance(node, _DEFINED) and not isinstance(wrapper, Proxy):
-        names = {_last(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list}
-        if names & _KEPT:
+        return f"it is a value, {_NO_WRAPPER}"
+    if isinstance(node, _DEFINED):
+        decorators = [ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list]
+        names = {name.rpartition(".")[2] for name in decorators}
+        if "cached_property" in names:
+            return f"it is a cached_property, {_NO_WRAPPER}"
+        if any(name.endswith(".jit") for name in decorators):
+            return "it is compiled for a device, and started past any wrapper: wrap the function that starts it"
+        if names & _KEPT and not isinstance(wrapper, Proxy):
             return "its decorator makes another callable of it, for which livepatch.wrapt(wrapper) can stand"
     return ""
 
@@ -71,6 +78,15 @@ def _usual() -> None:
     """Stands for a wrapper of the usual form."""
 
 
+def _within(tree: ast.Module, qualname: str) -> str:
+    """Why no form reaches what a function makes when it is called, empty of all else."""
+    parts = qualname.split(".")
+    for front in (".".join(parts[:count]) for count in range(1, len(parts))):
+        if isinstance(fingerprint.find(tree, front), _DEFINED):
+            return f"each call of {front} makes it anew, where no form reaches it: wrap {front}"
+    return ""
+
+
 def _beyond(node: ast.AST | None, owner: ast.AST | None) -> str:
     """Why no form reaches it, empty where one does."""
     if isinstance(node, ast.Module) and isinstance(owner, ast.ClassDef):
@@ -87,7 +103,3 @@ def _beyond(node: ast.AST | None, owner: ast.AST | None) -> str:
     ):
         return f"it is a field of a class that is made of its fields, {ONLY_A_DIFF}"
     return ""
-
-
-def _last(node: ast.AST) -> str:
-    return ast.unparse(node).rpartition(".")[2]
