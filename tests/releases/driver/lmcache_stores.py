@@ -53,7 +53,7 @@ class Engine:
         )
         if hasattr(config.cache_config, "kv_cache_layout"):
             config.cache_config.kv_cache_layout = "LBHNC"  # resolved by the engine core otherwise
-        self.scheduler = real.scheduler_of("Scheduler", config, windows)
+        self.scheduler = self.make_scheduler(config, windows)
         self.drafts = self.scheduler.num_spec_tokens = drafts
         connector = self.scheduler.connector
         bind = getattr(connector, "bind_gpu_block_pool", None)
@@ -75,10 +75,16 @@ class Engine:
             if self.worker.worker_adapter.instance_id == os.getpid():  # to LMCache 0.4.7: two engines are two processes
                 self.worker.worker_adapter.instance_id = next(NUMBERS)
             self.windows = [1 << 30, *windows]
-            self.caches = [torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8) for _ in self.windows]
+            self.caches = self.make_caches()
             self.worker.register_kv_caches({f"layer{number}": cache for number, cache in enumerate(self.caches)})
         self.tables: dict[str, list[list[int]]] = {}
         self.requests: dict[str, Any] = {}
+
+    def make_scheduler(self, config: Any, windows: Sequence[int]) -> Any:
+        return real.scheduler_of("Scheduler", config, windows)
+
+    def make_caches(self) -> list[Any]:
+        return [torch.zeros(2, real.NUM_BLOCKS, 2, BLOCK, 8) for _ in self.windows]
 
     def run(self, *asked: Any) -> list[Any]:
         """Requests, or one session's inputs, until they are answered: how many tokens came from LMCache, and whether each
@@ -134,7 +140,7 @@ class Engine:
 
     def compute(self, request: Any, start: int, end: int) -> bool:
         """What a step does: writes its tokens' KV, and reads what lies in each group's window."""
-        values = left_by(SimpleNamespace(**_as_read(request, end)), BASE, end)
+        values = left_by(SimpleNamespace(**as_read(request, end)), BASE, end)
         right = True
         for window, table, cache in zip(self.windows, self.tables[request.request_id], self.caches, strict=True):
             for place in range(start, end):
@@ -146,7 +152,7 @@ class Engine:
         return right
 
 
-def _as_read(request: Any, end: int) -> dict[str, Any]:
+def as_read(request: Any, end: int) -> dict[str, Any]:
     """A request's tokens to `end`, with drafts in the place of those that it has not."""
     ids = list(request.all_token_ids[:end])
     return {
