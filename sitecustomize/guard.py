@@ -82,11 +82,11 @@ class After:
 
 
 class Shortcut:
-    """In a wrapper's place, for a method that each step of an engine calls: `make(release, guarded)` stands there.
+    """In a wrapper's place, for what each step of an engine calls: `make(release, guarded)` stands there.
 
-    It gives a function with the parameters of the method, which calls one of the two with the arguments of the caller:
-    `release`, the release's own code, or `guarded`, which is `wrapper` around it, guarded as any. Nothing guards that
-    function: it does what cannot raise, and leaves all else to `guarded`.
+    It gives a function with the parameters of that method or function, which calls one of the two with the arguments of
+    the caller: `release`, the release's own code, or `guarded`, which is `wrapper` around it, guarded as any. Nothing
+    guards the function that was made: it does what cannot raise, and leaves all else to `guarded`.
     """
 
     __slots__ = ("__weakref__", "make", "wrapper")
@@ -131,9 +131,10 @@ def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, con
     """
     kind = type(original)
     if isinstance(wrapper, Shortcut):
-        if isinstance(original, types.FunctionType) and "." in target.partition(":")[2]:
+        if isinstance(original, types.FunctionType):
             guarded = in_place_of(original, wrapper.wrapper, context, target)
-            return _of_its_kind(original, wrapper.make(_callable(original), guarded))
+            release = _callable(original) if "." in target.partition(":")[2] else original
+            return _of_its_kind(original, wrapper.make(release, guarded))
     elif isinstance(wrapper, (Before, After)):
         if isinstance(original, types.FunctionType) and "." in target.partition(":")[2]:
             return _of_its_kind(original, _looked_at(original, wrapper, context, target))

@@ -25,11 +25,15 @@ def begins_at(connector: Any, name: str, computed: int) -> None:
             specs[name].lmcache_cached_tokens = min(specs[name].lmcache_cached_tokens, computed)
 
 
-def begin_anew(connector: Any, name: str) -> None:
+def begin_anew(connector: Any, request: Any) -> None:
     """Let the multi-process connector begin anew with a request that lost all blocks, as with one that was preempted.
 
-    It would go on with the blocks that it noted for the load, which may be anybody's by now, and store these.
+    It would go on with the blocks that it noted for the load, which may be anybody's by now, and store these. With one
+    that *was* preempted it begins anew itself, and then drops the stores that it has put off (`lazy_offload`), too.
     """
+    if request.status.name == "PREEMPTED":
+        return
+    name = request.request_id
     for trackers in _trackers(connector, name):
         tracker = trackers[name]
         # LMCache's own from 0.5.5 on does it where the request had a hit, and then asks its server nothing more.

@@ -163,7 +163,7 @@ def wrappers(livepatch: PatchContext) -> Mapping[str, Any]:
         """Of a request whose load was lost, the connector is asked as if all of it were computed here."""
         if not hasattr(request, LOST):
             return original(request, num_computed_tokens, *rest, **named)
-        lmcache.begin_anew(connector, request.request_id)
+        lmcache.begin_anew(connector, request)
         # A prompt that the prefix cache has whole is something that each connector knows: it lets go of what it holds.
         answer, _ = original(request, request.num_tokens)
         lmcache.begins_at(connector, request.request_id, num_computed_tokens)

@@ -9,10 +9,12 @@ import session_block_hashes as driver
 
 def cases() -> dict[str, str | None]:
     """Whether what is found is the KV of the tokens that were asked for."""
-    expected = {"resumed": driver.RESUMED, "same": driver.SAME}
+    text = {"resumed": driver.RESUMED, "same": driver.SAME}
+    images = {f"{case}, with images": driver.before(answer) for case, answer in driver.CASES.items()}
     findings = {}
     for mode, cases in driver.played().items():
         for case, found in cases.items():
+            expected = images.get(case, text)
             for name, (hits, wrong) in found.items():
                 finding = f"{wrong} of {hits} tokens from the prefix cache are other tokens' KV" if wrong else None
                 if hits != expected[name] and not wrong:

@@ -63,15 +63,19 @@ class LaterState(enum.Enum):
     ],
 )
 @pytest.mark.parametrize("child", [False, True])
-def test_who_lost_all_blocks_is_begun_anew(state: Any, hit: int, kept: bool, child: bool) -> None:
-    """But who was not let in, and from LMCache 0.5.5 on who had a hit: its connector does that itself. Others stay."""
+@pytest.mark.parametrize("status", ["WAITING", "PREEMPTED"])
+def test_who_lost_all_blocks_is_begun_anew(state: Any, hit: int, kept: bool, child: bool, status: str) -> None:
+    """But who was not let in, who was preempted, and from LMCache 0.5.5 on who had a hit: its connector does that itself.
+
+    Others stay.
+    """
     trackers = {name: SimpleNamespace(state=state, num_lmcache_hit_tokens=hit) for name in ("a", "b")}
     connector: Any = SimpleNamespace(request_trackers=trackers)
     if child:
         connector = SimpleNamespace(_connectors=[SimpleNamespace(), connector])
-    lmcache.begin_anew(connector, "a")
-    lmcache.begin_anew(connector, "unknown")
-    assert list(trackers) == (["a", "b"] if kept else ["b"])
+    for name in ("a", "unknown"):
+        lmcache.begin_anew(connector, SimpleNamespace(request_id=name, status=SimpleNamespace(name=status)))
+    assert list(trackers) == (["a", "b"] if kept or status == "PREEMPTED" else ["b"])
 
 
 @pytest.mark.parametrize("unit", ["blocks", "tokens"])
@@ -272,7 +276,10 @@ def test_of_a_request_whose_load_was_lost_nothing_is_loaded_again(scheduler: Any
         update_state_after_alloc=lambda request, blocks, external: None,
     )
     scheduler.recompute_kv_load_failures = True
-    requests = {name: SimpleNamespace(request_id=name, num_tokens=64) for name in ("a", "b")}
+    requests = {
+        name: SimpleNamespace(request_id=name, num_tokens=64, status=SimpleNamespace(name="WAITING"))
+        for name in ("a", "b")
+    }
     scheduler.requests = requests
     output = under_way(scheduler)
     for reported in (None, SimpleNamespace(failed_recving={"a", "gone"})):
@@ -303,7 +310,11 @@ def test_where_it_begins_is_counted_when_its_blocks_are_allocated(
         request_trackers={"a": tracker, "b": others},
     )
     scheduler.recompute_kv_load_failures = True
-    requests = [SimpleNamespace(request_id=name, num_tokens=64, num_computed_tokens=computed) for name in ("a", "b")]
+    waiting = SimpleNamespace(name="WAITING")
+    requests = [
+        SimpleNamespace(request_id=name, num_tokens=64, num_computed_tokens=computed, status=waiting)
+        for name in ("a", "b")
+    ]
     scheduler.requests = {request.request_id: request for request in requests}
     answer = SimpleNamespace(req_id_to_index={}, kv_connector_output=SimpleNamespace(failed_recving={"a"}))
     scheduler.update_from_output(under_way(scheduler), answer)

@@ -576,12 +576,21 @@ def test_the_wrapper_behind_a_shortcut_is_guarded_and_lasts_if_it_is_to(lasting:
     assert asked == ([1, 3] if lasting else [1])
 
 
-def test_a_shortcut_is_for_methods() -> None:
-    made = PatchContext("around", {}, {}, lambda: None).shortcut(shortcut, before)
+def test_a_shortcut_is_for_methods_and_functions() -> None:
     context = PatchContext("around", {}, {}, lambda: None)
-    for original, target in ((Release.step, "engine:step"), (staticmethod(Release.step), "engine:Release.step")):
-        with pytest.raises(guard.Unwrappable):
-            guard.in_place_of(original, made, context, target)
+    with pytest.raises(guard.Unwrappable):
+        guard.in_place_of(
+            staticmethod(Release.step), context.shortcut(shortcut, before), context, "engine:Release.step"
+        )
+
+    def made(release: Any, guarded: Any) -> Any:
+        return lambda number: (guarded if number % 2 else release)(number)
+
+    def wrapper(original: Any, *rest: Any) -> Any:
+        return ["wrapped", original(*rest)]
+
+    double = guard.in_place_of(lambda number: 2 * number, context.shortcut(made, wrapper), context, "engine:double")
+    assert [double(2), double(3)] == [4, ["wrapped", 6]]
 
 
 def test_a_look_and_a_shortcut_around_a_method_of_one_object() -> None:

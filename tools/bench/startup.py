@@ -2,20 +2,22 @@
 
     python -m vllm_livepatch.tools.bench.startup [--rounds N] [--engine-rounds N] [--engine-python PATH]
 
-Also for scale: `import wrapt`. With --engine-rounds: the import of a patched target, stock against patched, in the
-engine's environment.
+Also for scale: `import wrapt`. With --engine-rounds: the processor time to import patched targets, of vLLM and of
+LMCache, in the engine's environment: the first time in a pod, where nothing of the bundle was ever imported, and again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import wrapt
@@ -23,13 +25,14 @@ from vllm_livepatch.tools.bench import figures
 from vllm_livepatch.tools.bench.figures import Figures
 from vllm_livepatch.tools.bundles import bundle, catalogue, placing
 
-TARGET, RELEASE = "vllm.v1.core.sched.scheduler", "0.32.0"
+TARGETS, RELEASE = "vllm.v1.core.sched.scheduler, lmcache.integration.vllm.vllm_multi_process_adapter", "0.32.0"
+IMPORT = f"import of the scheduler and of LMCache's adapter, vLLM {RELEASE}, processor time"
 COLUMNS = ("", "stock", "with the bundle", "difference (95 % interval)", "time over stock's")
 
 
-def seconds(python: str, code: str, path: str | None, state: Path) -> float:
+def seconds(python: str, code: str, path: str | None, state: Path, environ: Mapping[str, str] = os.environ) -> float:
     """Wall time of one process, its start and end included."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("LIVEPATCH", "PYTHON"))}
+    environ = {name: value for name, value in environ.items() if not name.startswith(("LIVEPATCH", "PYTHON"))}
     environ["LIVEPATCH_STATE_DIR"] = str(state)
     if path is not None:
         environ["PYTHONPATH"] = path
@@ -51,6 +54,22 @@ def measure(rows: dict[str, tuple[str, str | None]], python: str, rounds: int, s
             taken = seconds(python, code, path, state)
             if turn:
                 times[name].append(taken)
+    return times
+
+
+def imports(python: str, files: dict[str, bytes], rounds: int, place: Path) -> dict[str, list[float]]:
+    """Processor seconds of an import, in turn: stock, the first with a new bundle and an empty cache, and the next."""
+    times: dict[str, list[float]] = {"stock": [], f"{IMPORT}, the first in a pod": [], f"{IMPORT}, again": []}
+    for turn in range(rounds + 1):
+        home = place / f"home-{turn}"
+        placing.write_directory(files, home / "bundle")
+        for row, path in zip(times.values(), (None, home / "bundle", home / "bundle"), strict=True):
+            environ = {**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds(python, f"import {TARGETS}", None if path is None else str(path), home / "state", environ)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            if turn:
+                row.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return times
 
 
@@ -96,9 +115,7 @@ def measured(rounds: int = 100, engine_rounds: int = 7, engine_python: Path | No
             from vllm_livepatch.tools.lab import environments  # needs the extra `lab`
 
             python = str(engine_python or environments.engine(RELEASE))
-            name = f"`import {TARGET}`, vLLM {RELEASE}, patched"
-            rows = {"stock": (f"import {TARGET}", None), name: (f"import {TARGET}", str(place / "bundle"))}
-            found += compared(measure(rows, python, engine_rounds, place))
+            found += compared(imports(python, files, engine_rounds, place))
     command = f"python -m vllm_livepatch.tools.bench.startup --rounds {rounds} --engine-rounds {engine_rounds}"
     return Figures(command, COLUMNS, found)
 

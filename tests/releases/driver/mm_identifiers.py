@@ -11,7 +11,6 @@ from result import begin_driver, leave, print_result
 
 begin_driver()
 
-import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm
-import vllm.multimodal  # before the renderers: 0.18.1 has a circle
+import vllm.multimodal.parse as parse  # before the renderers: 0.18.1 has a circle
 from vllm.renderers.base import BaseRenderer
 from vllm.utils.counter import AtomicCounter
 
@@ -41,8 +40,9 @@ class Api(BaseRenderer):  # type: ignore[misc]
         self._mm_timing_registry = SimpleNamespace(get=lambda name: None)
         self.mm_processor = None  # has no cache
         self._mm_processor_cache = self._mm_processor_only_cache = self._mm_cache_stats = None
-        counted = SimpleNamespace(parse_mm_data=Items)
-        self.processor = SimpleNamespace(info=counted, apply=lambda inputs, timing: self.given.append(inputs))
+        self.processor = SimpleNamespace(
+            info=SimpleNamespace(parse_mm_data=parsed), apply=lambda inputs, timing: self.given.append(inputs)
+        )
 
     def get_mm_processor(self) -> Any:
         return self.processor
@@ -50,25 +50,24 @@ class Api(BaseRenderer):  # type: ignore[misc]
     def _drain_mm_cache_invalidations(self) -> None:
         pass
 
-    def names(self, *images: str, given: Mapping[str, Sequence[str]] | None = None) -> list[Any]:
-        """What the images of one request are named; None is what is to be hashed."""
-        options = {"mm_uuids": given, "mm_processor_kwargs": None}
+    def names(self, *items: Any, given: Sequence[str | None] = (), kind: str = "image") -> list[Any]:
+        """What the items of one request are named; None is what is to be hashed."""
+        options = {"mm_uuids": {kind: list(given)} if given else None, "mm_processor_kwargs": None}
         code = BaseRenderer._process_multimodal
         if "tokenization_kwargs" in code.__code__.co_varnames:
             options["tokenization_kwargs"] = None
-        code(self, [1], {"image": list(images)}, **options)
-        uuids = self.given[-1].mm_uuid_items.get("image")
-        return list(uuids) if uuids is not None else [None] * len(images)
+        code(self, [1], {kind: list(items)}, **options)
+        uuids = self.given[-1].mm_uuid_items.get(kind)
+        return list(uuids) if uuids is not None else [None] * len(items)
 
 
 Api.__abstractmethods__ = frozenset()
+ITEMS = {"image": parse.ImageProcessorItems, "video": parse.VideoProcessorItems}
 
 
-class Items(dict[str, Any]):
-    """The images of a request, of whose kind a model's processor knows how many there are."""
-
-    def get_all_counts(self) -> dict[str, int]:
-        return {kind: len(images) for kind, images in self.items()}
+def parsed(data: Mapping[str, Sequence[Any]]) -> Any:
+    """As the release parses it, but for the modalities whose items it takes apart."""
+    return parse.MultiModalDataItems({kind: ITEMS[kind](items) for kind, items in data.items()})
 
 
 def answered() -> list[list[Any]]:
@@ -106,8 +105,7 @@ def answered() -> list[list[Any]]:
         apis = {first: Api(), second: Api()}
         came = []
         for engine, picture in ((first, "a cat"), (second, "a dog"), (second, "a cat")):
-            name = apis[engine].names(picture)[0] or hashlib.sha256(picture.encode()).hexdigest()
-            request = identity.request(image=name, prompt=31)
+            request = identity.request(image=apis[engine].names(picture)[0], prompt=31)
             pictures[request.request_id] = picture
             came.append(list(engine.run(request)))
         return came

@@ -16,6 +16,7 @@ from typing import Any
 import real_scheduler as real
 import vllm
 from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
@@ -30,10 +31,36 @@ CASES = {"a round ends with a block": 2 * BLOCK - len(PROMPT), "a round ends ami
 RESUMED, SAME = BLOCK, 4 * BLOCK
 """Tokens that come from the prefix cache where a request has the first input and all of its answer, of which the session
 dropped the last token; and where it has the session's own."""
+IMAGE = 5
+"""Each token of each image."""
+FIRST, SECOND = {"a": (BLOCK + 1, 3)}, {"b": (2, 8), "c": (12, 6)}
+"""The images of two inputs: where each begins, and its tokens."""
 
 
-def request(name: str, tokens: list[int], answer: int, **more: Any) -> Any:
-    return Request(
+class Imaged(Request):  # type: ignore[misc]
+    """Its images need no encoder: none is here."""
+
+    has_encoder_inputs = property(lambda self: False, lambda self, value: None)
+
+
+def with_images(tokens: list[int], images: dict[str, tuple[int, int]]) -> list[int]:
+    found = list(tokens)
+    for place, length in images.values():
+        found[place : place + length] = [IMAGE] * length
+    return found
+
+
+def request(
+    name: str, tokens: list[int], answer: int, images: dict[str, tuple[int, int]] | None = None, **more: Any
+) -> Any:
+    features = [
+        MultiModalFeatureSpec(
+            data=None, modality="image", identifier=image, mm_position=PlaceholderRange(offset=place, length=length)
+        )
+        for image, (place, length) in (images or {}).items()
+    ]
+    return Imaged(
+        mm_features=features,
         request_id=name,
         prompt_token_ids=list(tokens),
         sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
@@ -64,7 +91,10 @@ class World:
         for name, number in scheduled.num_scheduled_tokens.items():
             one = self.scheduler.requests[name]
             (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            ids = [*one.all_token_ids, *[SAMPLED] * number]  # of a step that is not answered yet, too
+            ids: list[Any] = [*one.all_token_ids, *[SAMPLED] * number]  # of a step that is not answered yet, too
+            for image in one.mm_features:
+                place = image.mm_position
+                ids[place.offset : place.offset + place.length] = [image.identifier] * place.length
             start = starts[name]
             if name not in self.found:  # its first step: what it has, it has from the prefix cache
                 wrong = sum(
@@ -109,11 +139,38 @@ def case(mode: str, model_config: Any, answer: int) -> dict[str, tuple[int, int]
     return {"resumed": world.found["resumed"], "same": world.found["same"]}
 
 
+def imaged(mode: str, model_config: Any, answer: int) -> dict[str, tuple[int, int]]:
+    """What is found by requests with the tokens of a session: with its images, and with another in the place of one."""
+    world = World(mode, model_config)
+    prompt, more = with_images(PROMPT, FIRST), with_images(INPUT, SECOND)
+    world.add(request("session", prompt, answer, FIRST, resumable=True))
+    world.steps(answer + 4)
+    world.add(request("session", more, 2, SECOND, resumable=True))
+    world.steps(8)
+    told = [*prompt, *[SAMPLED] * (answer - 1)]
+    images = {**FIRST, **{image: (place + len(told), length) for image, (place, length) in SECOND.items()}}
+    for name, other in (("same", ""), ("not a", "a"), ("not b", "b")):
+        changed = {f"not {image}" if image == other else image: where for image, where in images.items()}
+        world.add(request(name, [*told, *more, 1, 2, 3], 1, changed))
+        world.steps(4)
+    return {name: world.found[name] for name in ("same", "not a", "not b")}
+
+
+def before(answer: int) -> dict[str, int]:
+    """What each finds of `imaged` where all is right: the blocks before the first image that it has not."""
+    place = len(PROMPT) + answer - 1 + SECOND["b"][0]
+    return {"same": SAME, "not a": FIRST["a"][0] // BLOCK * BLOCK, "not b": place // BLOCK * BLOCK}
+
+
 def played() -> dict[str, dict[str, dict[str, tuple[int, int]]]]:
     """By scheduler and case: how many tokens came from the prefix cache, and how many of them are others' KV."""
 
     def each(mode: str, model_config: Any) -> dict[str, Any]:
-        return {name: case(mode, model_config, answer) for name, answer in CASES.items()}
+        with_text = {name: case(mode, model_config, answer) for name, answer in CASES.items()}
+        return {
+            **with_text,
+            **{f"{name}, with images": imaged(mode, model_config, answer) for name, answer in CASES.items()},
+        }
 
     return dict(real.with_each_scheduler(each))
 
