@@ -160,6 +160,26 @@ def code_of(wrapper: Wrapper | Before | After | Shortcut) -> Callable[..., Any]:
     return wrapper.look if isinstance(wrapper, (Before, After)) else wrapper
 
 
+KINDS = (
+    ("a coroutine function", inspect.iscoroutinefunction),
+    ("an asynchronous generator", inspect.isasyncgenfunction),
+    ("a generator", inspect.isgeneratorfunction),
+)
+
+
+def of_another_kind(wrapper: Wrapper | Before | After | Shortcut, original: Any) -> str:
+    """What a wrapper is that the original is not, so that no caller gets what it expects; empty where there is none.
+
+    A coroutine function may be behind a decorator that says so.
+    """
+    code, look = code_of(wrapper), isinstance(wrapper, (Before, After))
+    behind = inspect.unwrap(original, stop=inspect.iscoroutinefunction)
+    for name, is_one in KINDS:
+        if is_one(code) and (look or not (is_one(original) or (name == KINDS[0][0] and is_one(behind)))):
+            return name
+    return ""
+
+
 def around(
     function: Callable[..., Any],
     wrapper: Wrapper | Before | After | Shortcut,
@@ -198,7 +218,7 @@ def deliberate(error: BaseException) -> None:
 def of_method(original: Any, wrapper: Wrapper, context: PatchContext, target: str) -> Callable[..., Any]:
     """For what is called with its instance, or its class, in front."""
     gate: Any = _Always if context.lasts(wrapper) else context
-    wrapper = spread(wrapper)
+    wrapper = _awaitable(original, spread(wrapper))
     stand_aside = _stands_aside(context, target)
     bind = original.__get__ if type(original) is types.FunctionType else functools.partial(_bound, original)
 
@@ -251,7 +271,7 @@ def of_function(
 ) -> Callable[..., Any]:
     """For what is called as it is. `of` has the instance that it is bound to, if it is to one."""
     gate: Any = _Always if context.lasts(wrapper) else context
-    wrapper = spread(wrapper, "method" if of else "function")
+    wrapper = _awaitable(original, spread(wrapper, "method" if of else "function"))
     stand_aside = _stands_aside(context, target)
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -269,6 +289,20 @@ def of_function(
         return original(*args, **kwargs) if answer is _NOT_ASKED else _again(answer)
 
     return function
+
+
+def _awaitable(original: Any, wrapper: Wrapper) -> Wrapper:
+    """A wrapper of a coroutine function whose answer cannot be awaited has failed, before a caller awaits it."""
+    if not inspect.iscoroutinefunction(original) or inspect.iscoroutinefunction(wrapper):
+        return wrapper
+
+    def awaitable(*args: Any, **kwargs: Any) -> Any:
+        answer = wrapper(*args, **kwargs)
+        if not inspect.isawaitable(answer):
+            raise TypeError(f"what is to be awaited is a {type(answer).__name__}")
+        return answer
+
+    return awaitable
 
 
 def _bound(original: Any, instance: Any) -> Any:

@@ -93,10 +93,10 @@ def planned(
         if target in changes:
             steps.append(Applied(target, owner, attribute, original, original, by=changes[target]))
             continue
-        if _awaits_a_generator(function_of(original), wrapper):
+        kind = guard.of_another_kind(wrapper, function_of(original))
+        if kind:
             raise ApplyError(
-                "unwrappable",
-                f"{target} gives a generator, and its wrapper a coroutine: without `async`, it may return it",
+                "unwrappable", f"{target} is not {kind}, and its wrapper is: that may return what it gives"
             )
         try:
             made = stand_in(original, wrapper, target)
@@ -107,12 +107,6 @@ def planned(
             can = "" if isinstance(original, types.FunctionType) else f": {no_function.form_for(original)}"
             raise ApplyError("unwrappable", f"{target} is {error}, which no wrapper can stand for{can}") from None
     return steps
-
-
-def _awaits_a_generator(original: Any, wrapper: Any) -> bool:
-    """Whether callers who go through what the original gives would be given what is to be awaited."""
-    gives = inspect.isasyncgenfunction(original) or inspect.isgeneratorfunction(original)
-    return gives and inspect.iscoroutinefunction(guard.code_of(wrapper))
 
 
 def _is_own(target: str, ours: Collection[int], files: Mapping[str, str], force: bool) -> bool:

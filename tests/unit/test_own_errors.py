@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -848,3 +849,70 @@ def test_a_function_of_a_module_has_no_instance(target: str, seen: tuple[Any, An
     made = guard.in_place_of(lambda *args: args, wrapper, PatchContext("a-patch", {}, {}, lambda: None), target)
     assert made(1, 2) == (1, 2)
     assert calls == [seen]
+
+
+async def later(self: Any, number: Any, *, also: Any = 0) -> Any:
+    self.calls.append((number, also))
+    return [number]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_cannot_be_awaited_is_an_error_of_the_wrapper(asks: bool) -> None:
+    """The caller gets the answer of the release's own code, which runs once."""
+
+    def wrapper(original: Any, release: Any, number: Any, *rest: Any, **named: Any) -> Any:
+        return ("no coroutine", original(number, *rest, **named) if asks else None)
+
+    patched = Patched(wrapper, "later", later=later)
+    release = patched.release()
+    assert [asyncio.run(release.later(1)), asyncio.run(release.later(2, also=3))] == [[1], [2]]
+    assert (release.calls, patched.context.aside) == ([(1, 0), (2, 3)], True)
+    assert patched.logged
+
+
+def test_a_plain_wrapper_may_return_what_is_awaited() -> None:
+    def wrapper(original: Any, release: Any, number: Any, *rest: Any, **named: Any) -> Any:
+        return original(number + 1, *rest, **named)
+
+    patched = Patched(wrapper, "later", later=later)
+    assert (asyncio.run(patched.release().later(1)), patched.context.aside) == ([2], False)
+
+
+def each_of(numbers: Any) -> Iterator[Any]:
+    yield from numbers
+
+
+@functools.wraps(later)
+def decorated(*args: Any, **named: Any) -> Any:
+    return later(*args, **named)
+
+
+async def awaits(original: Any, *rest: Any, **named: Any) -> Any:
+    return await original(*rest, **named)
+
+
+def yields(original: Any, *rest: Any, **named: Any) -> Iterator[Any]:
+    yield from original(*rest, **named)
+
+
+async def yields_later(original: Any, *rest: Any, **named: Any) -> AsyncIterator[Any]:
+    yield original
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "original", "kind"),
+    [
+        (awaits, Release.step, "a coroutine function"),
+        (awaits, later, ""),
+        (awaits, decorated, ""),
+        (awaits, each_of, "a coroutine function"),
+        (yields, Release.step, "a generator"),
+        (yields, each_of, ""),
+        (yields_later, later, "an asynchronous generator"),
+        (guard.Before(awaits), later, "a coroutine function"),  # type: ignore[arg-type]  # nobody would await it
+        (guard.Shortcut(lambda release, guarded: guarded, awaits), Release.step, "a coroutine function"),
+        (before, later, ""),
+    ],
+)
+def test_a_wrapper_of_another_kind(wrapper: Any, original: Any, kind: str) -> None:
+    assert guard.of_another_kind(wrapper, original) == kind

@@ -75,6 +75,21 @@ def yields(node: ast.AST) -> bool:
     return any(isinstance(one, (ast.Yield, ast.YieldFrom)) or yields(one) for one in own)
 
 
+def _kind(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """As in guard.KINDS; empty where a decorator decides, `plain` of none of them."""
+    if {getattr(one, "id", "?") for one in node.decorator_list} - {"staticmethod", "classmethod"}:
+        return ""
+    names = [name for name, _ in guard.KINDS]
+    if isinstance(node, ast.AsyncFunctionDef):
+        return names[1] if yields(node) else names[0]
+    return names[2] if yields(node) else "plain"
+
+
+def _every(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """The names that a caller may give by keyword."""
+    return {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
+
+
 def _differs(wrapper: Any, node: ast.FunctionDef | ast.AsyncFunctionDef, in_class: bool) -> str:
     if isinstance(wrapper, no_function.AfterImport):
         return ""
@@ -82,20 +97,28 @@ def _differs(wrapper: Any, node: ast.FunctionDef | ast.AsyncFunctionDef, in_clas
         wrapper = wrapper.wrapper
     looks = isinstance(wrapper, (guard.Before, guard.After))
     function: Callable[..., Any] = wrapper.look if looks else wrapper
-    if inspect.iscoroutinefunction(function) and yields(node):
-        return "its wrapper is a coroutine function, and it gives a generator: without `async`, it may return it"
+    kind = _kind(node)
+    for name, is_one in guard.KINDS:
+        if is_one(function) and (looks or kind not in (name, "")):
+            return f"its wrapper is {name}, and it is not: a plain function may return what it gives"
     form = "method" if not looks else "before" if isinstance(wrapper, guard.Before) else "after"
     if earlier_form.spread(function, form) is not function:
         return ""  # the form of before: it takes them apart by itself
     parameters = list(inspect.signature(function).parameters.values())
     if not isinstance(wrapper, guard.Before):
-        parameters = parameters[1:]  # `original`, or `answer`
+        if not parameters:
+            return "its wrapper takes nothing: what it goes around comes first"
+        first, *parameters = parameters  # `original`, or `answer`
+        if first.name in _every(node) and first.kind is not first.POSITIONAL_ONLY:
+            return f"it has a parameter called {first.name}: its wrapper begins with ({first.name}, /, ...)"
     kinds = {one.kind for one in parameters}
     names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     own = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     decorators = {getattr(one, "id", "") for one in node.decorator_list}
     if in_class and "staticmethod" not in decorators:
-        if names and names[0] in own[1:]:
+        if not names:
+            return "its wrapper names no parameter for the instance, which comes before *rest"
+        if names[0] in own[1:]:
             return f"its wrapper names {names[0]} where it is given the instance"
         names, own = names[1:], own[1:]  # the instance, under a better name than `self`
     if names != own[: len(names)]:
