@@ -291,7 +291,8 @@ def test_a_release_more(sandbox: Sandbox, release: str, releases: list[list[str]
     folder = sandbox.patches / "my_fix"
     folder.mkdir(parents=True)
     (folder / "patch.toml").write_text(TOML)
-    (folder / "wrappers.py").write_text("def wrappers(livepatch):\n    return {}\n")
+    code = f"def step(original, instance, *rest, **named): ...\ndef wrappers(livepatch): return {{'{STEP}': step}}\n"
+    (folder / "wrappers.py").write_text(code)
 
     def tree(release: str) -> Tree:
         body = {"2.0": "x", "4.0": None, "0.9": "y"}.get(release, "z")

@@ -16,6 +16,7 @@ from vllm_livepatch.tools.bundles import leading
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.forms import unlike
 from vllm_livepatch.tools.patch_lock import Code, Form
 from vllm_livepatch.tools.releases import published, registry, releases_file
 from vllm_livepatch.tools.releases.sources import SourcesError
@@ -79,7 +80,9 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
         one = patch.package, variant.releases[-1]
         with contextlib.suppress(SourcesError):  # a nightly that was locked before
             tree = asked[one] if one in asked else published.tree(*one)
-            for why in leading.misread(leading.made(folder, whole, variant), tree):
+            wrappers = leading.made(folder, whole, variant)
+            why = unlike(whole, wrappers) or next(leading.misread(wrappers, tree), "")
+            if why:
                 raise UserError(f"patch {patch.name}, {' '.join(one)}: {why}")
     releases_file.write(folder / patch_lock.NAME, text)
     nowhere = [name for name in patch.names if not any(name in form.code for form in forms)]
