@@ -99,10 +99,13 @@ def read(folder: Path) -> Entry:
         raise UserError(f"{folder}: a patch's folder is its name with underscores")
     name = folder.name.replace("_", "-")
     file = folder / "patch.toml"
+    patch_files.look(folder)
     try:
         facts = patch_lock.read(folder)
         patch = to_patch(name, facts)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError, UserError) as error:
+    except UserError as error:  # of the lock, or of both files
+        raise UserError(f"{folder}: {str(error).splitlines()[0]}") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError) as error:
         raise UserError(f"{file}: {str(error).splitlines()[0]}") from error
     code = patch.diff or "wrappers.py"
     if not (folder / code).is_file():

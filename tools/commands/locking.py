@@ -12,7 +12,7 @@ from vllm_livepatch.sitecustomize import cache, installed
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundles import leading
+from vllm_livepatch.tools.bundles import leading, patch_files
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
@@ -139,8 +139,9 @@ def _said(folder: Path) -> tuple[dict[str, Any], Patch]:
     """What patch.toml says, and the patch without its code. Raises UserError."""
     file = folder / "patch.toml"
     name = folder.name.replace("_", "-")
+    patch_files.look(folder)
     try:
-        said = tomllib.loads(file.read_text("utf-8"))
+        said = patch_lock.parsed(file.read_text("utf-8"))
         bare = {key: value for key, value in said.items() if key not in ("variant", "companion", "code", "read")}
         patch = to_patch(name, bare)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError) as error:
@@ -155,7 +156,7 @@ def _locked(folder: Path, patch: Patch) -> list[Form]:
     if not file.is_file():
         return []
     try:
-        return patch_lock.forms_of(tomllib.loads(file.read_text("utf-8")), patch.package)
+        return patch_lock.forms_of(patch_lock.parsed(file.read_text("utf-8")), patch.package)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
 
