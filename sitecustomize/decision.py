@@ -243,7 +243,7 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         return Decision(verdict, False, False, "optional", why, variant)
     if environment.instead and (asked or verdict in (*APPLIED, "drifted")):
         why = (
-            f"{environment.instead} is applied instead of it ({variable(environment.instead)}=off ends that); {detail}"
+            f"{environment.instead} is to be applied instead of it ({variable(environment.instead)}=off ends that); {detail}"
         )
         return Decision(verdict, False, False, "replaced", why, variant)
     if verdict == "drifted" and toggle == "force" and not (gone or disproven):
