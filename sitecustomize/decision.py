@@ -243,7 +243,7 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         return Decision(verdict, False, False, "optional", why, variant)
     if environment.instead and (asked or verdict in (*APPLIED, "drifted")):
         why = (
-            f"{environment.instead} is applied instead of it ({variable(environment.instead)}=off ends that); {detail}"
+            f"{environment.instead} is to be applied instead of it ({variable(environment.instead)}=off ends that); {detail}"
         )
         return Decision(verdict, False, False, "replaced", why, variant)
     if verdict == "drifted" and toggle == "force" and not (gone or disproven):
@@ -256,8 +256,13 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     # Who asks for what the release has mended, or never had, has it.
     wanted = verdict == "drifted" and (needs or toggle in ("on", "force"))
     if verdict == "drifted" and not wanted:
-        why = f"{detail}; the newest listed release before it does not need this patch"
-        why += f", {variable(patch.name)}=on asks for it"
+        before = _newest_before(patch, installed.release) is not None
+        why = (
+            "the newest listed release before it does not need this patch"
+            if before
+            else "no release before it is listed"
+        )
+        why = f"{detail}; {why}, {variable(patch.name)}=on asks for it"
         return Decision(verdict, False, False, "unneeded", why, variant)
     reason = "disproven" if disproven else "gone" if gone else verdict
     return Decision(verdict, False, wanted, reason, detail, variant)
@@ -296,12 +301,18 @@ def _needed_before(patch: Patch, release: str | None, unless: bool) -> bool:
     True where the release says nothing of its age, and `unless` where none so old is listed: code that is there speaks
     for the fault.
     """
-    at = age_of(release)
-    if at is None:
+    if age_of(release) is None:
         return True
+    newest = _newest_before(patch, release)
+    return unless if newest is None else newest == "needed"
+
+
+def _newest_before(patch: Patch, release: str | None) -> str | None:
+    """The verdict of the newest listed release that is not newer than this one; None where none so old is listed."""
+    at = age_of(release)
     listed = [(age_of(name), form.verdict) for form in patch.variants for name in form.releases]
-    before = [(age, verdict) for age, verdict in listed if age is not None and age <= at]
-    return max(before, key=lambda one: one[0])[1] == "needed" if before else unless
+    before = [(age, verdict) for age, verdict in listed if age is not None and at is not None and age <= at]
+    return max(before, key=lambda one: one[0])[1] if before else None
 
 
 def judge(patch: Patch, installed: Installed) -> tuple[Verdict, str, Variant | None]:

@@ -64,7 +64,7 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         must=facts.get("must", False),
         when=_when(name, facts.get("when", {})),
         order=_order(name, facts),
-        about=dict(facts.get("about", {})),
+        about=_table(name, facts, "about"),
         version=facts.get("version"),
         group=_text(name, facts, "group") if "group" in facts else "",
         proofs=tuple(_proof(name, entry) for entry in _tables(name, facts, "proof")),
@@ -79,6 +79,9 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
         raise PatchError(f"patch {name}: auto is needed, rocm, traced or off, not {patch.auto!r}")
     if not patch.targets:
         raise PatchError(f"patch {name}: targets is empty")
+    if len(set(patch.targets)) < len(patch.targets):
+        twice = next(target for target in patch.targets if patch.targets.count(target) > 1)
+        raise PatchError(f"patch {name}: targets names {twice} twice")
     for proof in patch.proofs:
         if not set(patch.targets) & set(proof.code) or not set(proof.code) <= set(patch.names):
             raise PatchError(
@@ -125,7 +128,7 @@ def _when(name: str, entry: Any) -> When:
 def _order(name: str, facts: Mapping[str, Any]) -> Order:
     """Of a diff, whose place is beneath all wrappers, only which patches it is instead of."""
     keys = list(Order.__dataclass_fields__)
-    astray = [key for key in keys if key in facts.get("about", {})]
+    astray = [key for key in keys if key in _table(name, facts, "about")]
     if astray:
         raise PatchError(f"patch {name}: {astray[0]} stands above [about], which is for people")
     named = {key: tuple(one.replace("_", "-") for one in _texts(name, facts, key)) for key in keys}
@@ -212,7 +215,7 @@ def _variant(name: str, entry: Mapping[str, Any], common: Mapping[str, str]) -> 
         releases=releases,
         verdict=verdict,
         applies=bool(entry.get("applies", True)),
-        facts=dict(entry.get("facts", {})),
+        facts=_table(name, entry, "facts"),
         read=_texts(name, entry, "read"),
     )
 
@@ -248,6 +251,13 @@ def _texts(name: str, facts: Mapping[str, Any], entry: str) -> tuple[str, ...]:
         if ranges:
             raise PatchError(f"patch {name}: {entry} lists releases, one by one, and {ranges[0]!r} is none")
     return tuple(values)
+
+
+def _table(name: str, facts: Mapping[str, Any], entry: str) -> dict[str, Any]:
+    value = facts.get(entry, {})
+    if not isinstance(value, Mapping):
+        raise PatchError(f"patch {name}: {entry} must be a table")
+    return dict(value)
 
 
 def _tables(name: str, facts: Mapping[str, Any], entry: str) -> list[Mapping[str, Any]]:

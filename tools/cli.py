@@ -110,6 +110,7 @@ def generate(
         raise UserError("name a directory with --out or --guard, or a file with --zip")
     entries, left = others.merged(catalogue.load(_places(patch_dir, installed)), merge or ())
     entries = catalogue.choose(entries, patch or ())
+    others.refuse_unlike(entries.values())
     if proofs_file is not None:
         entries = proofs.with_proofs(entries, proofs_file)
     for sentence in left:

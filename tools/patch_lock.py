@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
+from vllm_livepatch.sitecustomize.decision import PatchError
 from vllm_livepatch.sitecustomize.facts import known_format
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.toml import tomllib
@@ -46,7 +48,7 @@ def joined(said: Mapping[str, Any], lock: Mapping[str, Any]) -> dict[str, Any]:
     named = [release for entry in own for release in entry.get("releases", [])]
     twice = sorted(release for release, count in Counter(named).items() if count > 1)
     if twice:
-        raise UserError(f"two variants name {', '.join(twice)}")
+        raise UserError(f"two variants name {', '.join(twice)} in patch.toml")
     missing = [release for release in named if release not in locked]
     if missing:
         raise UserError(f"patch.lock knows nothing of {', '.join(missing)}: vllm-livepatch lock writes it")
@@ -90,27 +92,44 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises UserError, PatchError, OSError, TOMLDecodeError.
     """
-    said = dict(_parsed((folder / "patch.toml").read_text("utf-8")))
+    said = dict(parsed((folder / "patch.toml").read_text("utf-8")))
     known_format(folder.name.replace("_", "-"), said)  # before anything is read of it that may mean something else
     lock = folder / NAME
     if not lock.exists():  # all in one file, as before there was a lock, or not locked yet
         return said
     try:
-        parsed = _parsed(lock.read_text("utf-8"))
-        strange = {name for entry in (parsed, *parsed.get("variant", [])) for name in entry.get("code", {})}
+        locked = parsed(lock.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{NAME} cannot be read: {error}") from error
+    try:
+        strange = {name for entry in (locked, *locked.get("variant", [])) for name in entry.get("code", {})}
         strange -= {*said.get("targets", []), *said.get("calls", [])}
         if strange:
             raise UserError(f"{NAME} is older: it has {min(strange)}. vllm-livepatch lock {folder} writes it anew")
-        return joined(said, parsed)
+        return joined(said, locked)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{NAME} is not as a tool writes it: {error!r}") from error
 
 
 @lru_cache(maxsize=128)
-def _parsed(text: str) -> dict[str, Any]:
-    """Remembered, for it takes most of the time of reading a folder: nobody changes what it holds."""
-    parsed: dict[str, Any] = tomllib.loads(text)
-    return parsed
+def parsed(text: str) -> dict[str, Any]:
+    """What a file says, its dates as texts: what is made of it is JSON. Raises TOMLDecodeError, PatchError.
+
+    Remembered, for it takes most of the time of reading a folder: nobody changes what it holds.
+    """
+    try:
+        found: dict[str, Any] = _without_dates(tomllib.loads(text))
+    except RecursionError:
+        raise PatchError("it is nested too deeply") from None
+    return found
+
+
+def _without_dates(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_dates(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_dates(one) for one in value]
+    return value.isoformat() if isinstance(value, (date, time)) else value
 
 
 def forms_of(lock: Mapping[str, Any], package: str) -> list[Form]:

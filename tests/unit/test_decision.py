@@ -241,6 +241,10 @@ def test_targets_that_are_gone_are_drift_even_where_a_call_is_there(
     assert (decision.verdict, decision.apply, decision.wanted) == ("drifted", False, wanted)
     assert TARGET in decision.detail
     assert decision.reason == ("gone" if wanted else "off" if toggle == "off" else "unneeded")
+    if decision.reason == "unneeded":
+        older = release == "0.8.0"
+        assert ("; no release before it is listed, LIVEPATCH_" in decision.detail) is older
+        assert ("; the newest listed release before it does not need" in decision.detail) is not older
 
 
 def test_without_the_code_are_those_releases_of_which_that_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,57 @@ def test_a_lock_that_no_tool_wrote_is_one_line(sandbox: Sandbox, text: str) -> N
     (folder / "patch.lock").write_text(text)
     with pytest.raises(UserError) as caught:
         catalogue.read(folder)
-    assert str(folder) in str(caught.value)
+    assert str(caught.value).startswith(f"{folder}: patch.lock ")
     assert "\n" not in str(caught.value)
+
+
+def test_dates_are_texts(sandbox: Sandbox) -> None:
+    sandbox.patch("my-fix")
+    file = sandbox.patches / "my_fix/patch.toml"
+    options = '[[option]]\nname = "SINCE"\ndefault = 2020-01-02\n[about]\nlast_update = 2020-01-02\nat = [10:20:30]\n'
+    file.write_text(file.read_text("utf-8") + options, "utf-8")
+    patch = catalogue.read(file.parent).patch
+    assert (patch.options[0].default, dict(patch.about)) == (
+        "2020-01-02",
+        {"last_update": "2020-01-02", "at": ["10:20:30"]},
+    )
+    sandbox.generate()
+
+
+@pytest.mark.parametrize("command", ["check", "ready", "lock"])
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ('about = "x"', "patch my-fix: about must be a table"),
+        (f"about = {'[' * 5000}{']' * 5000}", "nested too deeply"),
+        (f'targets = ["{F}", "{G}", "{F}"]', f"patch my-fix: targets names {F} twice"),
+    ],
+)
+def test_what_patch_toml_cannot_say_is_one_line(
+    sandbox: Sandbox, cli: Cli, command: str, added: str, said: str
+) -> None:
+    folder = sandbox.patches / "my_fix"
+    folder.mkdir(parents=True)
+    targets = "" if added.startswith("targets") else f'targets = ["{F}"]\n'
+    (folder / "patch.toml").write_text(f'title = "t"\npackage = "engine"\n{targets}{added}\n')
+    (folder / "wrappers.py").write_text("")
+    asked = (str(folder),) if command != "check" else ("--patch-dir", str(sandbox.patches))
+    done = cli(command, *asked)
+    assert (done.code, done.err.count("\n")) == (2, 1), done
+    assert f"{folder}/patch.toml: " in done.err, done
+    assert said in done.err, done
+
+
+@pytest.mark.parametrize("name", ["more.py", "wrappers.py", "patch.lock", "patch.toml", "proof.py"])
+def test_a_pipe_in_a_folder_is_not_opened(new_patch: Callable[..., Path], cli: Cli, name: str) -> None:
+    folder = new_patch([])
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    asked = [("check", "--patch-dir", str(folder.parent)), ("lock", str(folder), "--release", "1.0")]
+    for command in (*asked, ("ready", str(folder))):
+        done = cli(*command)
+        assert (done.code, done.err.count("\n")) == (2, 1), done
+        assert name == "patch.toml" or f"{folder}/{name} is no regular file" in done.err, done
 
 
 codes = st.dictionaries(st.sampled_from([F, G]), st.sampled_from([ONE, TWO]), min_size=1)
@@ -291,7 +341,8 @@ def test_a_release_more(sandbox: Sandbox, release: str, releases: list[list[str]
     folder = sandbox.patches / "my_fix"
     folder.mkdir(parents=True)
     (folder / "patch.toml").write_text(TOML)
-    (folder / "wrappers.py").write_text("def wrappers(livepatch):\n    return {}\n")
+    code = f"def step(original, instance, *rest, **named): ...\ndef wrappers(livepatch): return {{'{STEP}': step}}\n"
+    (folder / "wrappers.py").write_text(code)
 
     def tree(release: str) -> Tree:
         body = {"2.0": "x", "4.0": None, "0.9": "y"}.get(release, "z")

@@ -458,7 +458,7 @@ def test_a_bundles_own_check_knows_the_form(engine: Sandbox, cli: Cli, name: str
     (found,) = json.loads(done.out)["patches"]
     assert (done.code, found["reason"]) == ((1, "unwrappable") if said else (0, "needed"))
     assert not said or f"{MODULE}:{name}: {said}" in found["detail"]
-    if code != NEEDS_THE_ENGINE:
+    if code != NEEDS_THE_ENGINE and "os._exit" not in code:  # the command runs code of others
         (elsewhere,) = json.loads(checked(engine, cli, "--json").out)["patches"]
         assert {**elsewhere, "detail": found["detail"]} == found
     assert finish([PYTHON, engine.bundle, "doctor"], engine.environ()).code == (1 if said else 0)

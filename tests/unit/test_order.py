@@ -191,12 +191,25 @@ def test_one_is_applied_instead_of_another(sandbox: Sandbox, cli: Cli) -> None:
     done = sandbox.python(USE_STEP, LIVEPATCH="strict")
     assert (done.code, done.out, done.others) == (0, "['mine', 7]\n", [])
     assert reported(sandbox, "around", "mine") == [("skipped", "replaced"), ("applied", None)]
-    detail = "mine is applied instead of it (LIVEPATCH_MINE=off ends that); fakeengine 1.0 has the fault"
+    detail = "mine is to be applied instead of it (LIVEPATCH_MINE=off ends that); fakeengine 1.0 has the fault"
     assert sandbox.reported("around")["detail"] == detail
     assert sandbox.reported("around")["verdict"] == "needed"
     assert judged(sandbox, cli)["around"] == ("replaced", detail)
     (row,) = [line for line in cli("check", *place_of(sandbox)).out.splitlines() if line.startswith("around ")]
     assert row.split() == ["around", "needed", "no", "mine", "instead", "of", "it"]
+
+
+def test_until_all_of_its_modules_are_imported_neither_is_said_to_be_applied(sandbox: Sandbox) -> None:
+    sandbox.write({"fakeengine/other.py": "def other(number): return number\n"}, sandbox.site)
+    other = "fakeengine.other:other"
+    sandbox.patch("around")
+    sandbox.patch("mine", targets=[STEP, other], code=NAMED, instead_of=["around"])
+    sandbox.generate()
+    assert sandbox.python(USE_STEP, LIVEPATCH="strict").out == STOCK
+    assert reported(sandbox, "around", "mine") == [("skipped", "replaced"), ("armed", None)]
+    assert sandbox.reported("around")["detail"].startswith("mine is to be applied instead of it (")
+    done = sandbox.python(f"import fakeengine.other\n{USE_STEP}", LIVEPATCH="strict")
+    assert (done.code, done.out) == (0, "['mine', 7]\n")
 
 
 def test_where_it_does_not_apply_the_other_does(sandbox: Sandbox) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -206,6 +207,35 @@ def test_what_is_counted_and_wrapped_is_looked_at(sandbox: Sandbox, out: Path, c
     assert "what the counter odd means" in cli("ready", str(folder)).out
     (folder / "wrappers.py").write_text(text.replace(f'"{STEP}"', f'"{MODULE}:begin"'))
     assert f"wraps other targets than patch.toml names: {STEP}, {MODULE}:begin" in cli("ready", str(folder)).out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{}", f"wraps other targets than patch.toml names: {STEP}"),
+        (f"{{STEP: step, '{MODULE}:begin': step}}", f"wraps other targets than patch.toml names: {MODULE}:begin"),
+        ("{STEP: 3}", f"gives no function for {STEP}, but int"),
+    ],
+)
+def test_wrappers_that_a_process_would_refuse_are_refused_by_all(
+    sandbox: Sandbox, out: Path, cli: Cli, given: str, said: str
+) -> None:
+    assert made(cli, sandbox, STEP) == 0
+    folder = out / "my_fix"
+    lock = ("lock", str(folder), "--site-packages", str(sandbox.site))
+    assert cli(*lock).code == 0
+    code = (
+        f"STEP = '{STEP}'\ndef wrappers(livepatch):\n    def step(original, *rest, **named): ...\n    return {given}\n"
+    )
+    (folder / "wrappers.py").write_text(code, "utf-8")
+    for command in (lock, ("generate", "--patch-dir", str(out), "--patch", "my-fix", "--out", str(sandbox.root / "b"))):
+        done = cli(*command)
+        assert (done.code, done.err.count("\n"), said in done.err) == (2, 1, True), done
+    check = ("check", "--patch-dir", str(out), "--only", "--site-packages", str(sandbox.site), "--json")
+    done = cli(*check)
+    (found,) = json.loads(done.out)["patches"]
+    assert (done.code, found["reason"], found["detail"]) == (1, "mismatch", f"wrappers.py {said}")
+    assert f"wrappers.py {said}" in cli("ready", str(folder)).out
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ from typing import Any
 
 from vllm_livepatch import patches as own_patches
 from vllm_livepatch.sitecustomize.changes import Change
-from vllm_livepatch.sitecustomize.decision import Patch, PatchError
+from vllm_livepatch.sitecustomize.decision import Patch, PatchError, Variant
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.order import contradiction
 from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundles import patch_files
+from vllm_livepatch.tools.bundles import leading, patch_files
 from vllm_livepatch.tools.diffs import reading
 from vllm_livepatch.tools.errors import UserError
 from vllm_livepatch.tools.in_bundle.naming import known
+from vllm_livepatch.tools.in_bundle.verdicts import barred
 from vllm_livepatch.tools.toml import tomllib
 
 KEEPS_APART = "compile-cache-key"
@@ -29,6 +30,11 @@ class Entry:
     folder: Path
     facts: dict[str, Any]
     patch: Patch
+
+    def wrappers(self, variant: Variant | None) -> dict[str, Any]:
+        """What the patch's code makes for a form of the code, without its packages. Raises UserError."""
+        with barred(self.patch):
+            return leading.made(self.folder, self.patch, variant)
 
     def changes(self) -> tuple[Change, ...]:
         """What a diff changes, nothing where the patch is none. Raises UserError."""
@@ -93,10 +99,13 @@ def read(folder: Path) -> Entry:
         raise UserError(f"{folder}: a patch's folder is its name with underscores")
     name = folder.name.replace("_", "-")
     file = folder / "patch.toml"
+    patch_files.look(folder)
     try:
         facts = patch_lock.read(folder)
         patch = to_patch(name, facts)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError, UserError) as error:
+    except UserError as error:  # of the lock, or of both files
+        raise UserError(f"{folder}: {str(error).splitlines()[0]}") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError) as error:
         raise UserError(f"{file}: {str(error).splitlines()[0]}") from error
     code = patch.diff or "wrappers.py"
     if not (folder / code).is_file():

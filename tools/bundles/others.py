@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import util
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
@@ -14,7 +15,9 @@ from vllm_livepatch.sitecustomize.decision import PatchError
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools.bundles import patch_files
 from vllm_livepatch.tools.bundles.catalogue import Entry
+from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.forms import unlike
 from vllm_livepatch.tools.in_bundle.verifying import verified
 
 GROUP = "vllm_livepatch.patches"
@@ -121,3 +124,17 @@ def _code(folder: Path) -> dict[str, bytes]:
     found = {file.relative_to(folder).as_posix(): file.read_bytes() for file in patch_files.files(folder)}
     kept = {name: text for name, text in found.items() if name not in patch_files.FACTS}
     return {name: text for name, text in kept.items() if text or name != "__init__.py"}
+
+
+def refuse_unlike(entries: Iterable[Entry]) -> None:
+    """Raises UserError where a patch's code gives other wrappers than its patch.toml names. Runs that code.
+
+    The wrappers of this project's patches fit. Code that asks for the package that it patches makes none here.
+    """
+    for entry in (entry for entry in entries if not entry.patch.diff and not is_shipped(entry.folder)):
+        for variant in (one for one in entry.patch.variants if one.applies and one.verdict != "not-present"):
+            why = ""
+            with suppress(UserError):
+                why = unlike(entry.patch, entry.wrappers(variant))
+            if why:
+                raise UserError(f"{entry.folder}: {why}")

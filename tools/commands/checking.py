@@ -16,7 +16,7 @@ from rich.console import Console
 from vllm_livepatch.sitecustomize import installed
 from vllm_livepatch.sitecustomize.decision import Patch
 from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundles import catalogue, leading, shared
+from vllm_livepatch.tools.bundles import catalogue, shared
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.commands import explanation
 from vllm_livepatch.tools.compatibility import check, pairs
@@ -121,7 +121,7 @@ def find(question: Question) -> Answer:
         raise UserError(f"{where} has neither {' nor '.join(packages_of_all)}: there is nothing to check")
     shipped = [name for name, entry in entries.items() if is_shipped(entry.folder)]
     answers = verdicts.with_forms(
-        answers, shipped, tree, lambda patch, variant: leading.made(entries[patch.name].folder, patch, variant)
+        answers, shipped, tree, lambda patch, variant: entries[patch.name].wrappers(variant), run=True
     )
     answers = check.with_holders(answers, tree)
     if question.diff:

@@ -12,10 +12,11 @@ from vllm_livepatch.sitecustomize import cache, installed
 from vllm_livepatch.sitecustomize.decision import Patch, PatchError, module_of
 from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.tools import patch_lock
-from vllm_livepatch.tools.bundles import leading
+from vllm_livepatch.tools.bundles import leading, patch_files
 from vllm_livepatch.tools.bundles.displaced import is_shipped
 from vllm_livepatch.tools.compatibility import check
 from vllm_livepatch.tools.errors import UserError
+from vllm_livepatch.tools.in_bundle.forms import unlike
 from vllm_livepatch.tools.patch_lock import Code, Form
 from vllm_livepatch.tools.releases import published, registry, releases_file
 from vllm_livepatch.tools.releases.sources import SourcesError
@@ -79,7 +80,9 @@ def lock(folder: Path, asked: Asked) -> Iterator[str]:
         one = patch.package, variant.releases[-1]
         with contextlib.suppress(SourcesError):  # a nightly that was locked before
             tree = asked[one] if one in asked else published.tree(*one)
-            for why in leading.misread(leading.made(folder, whole, variant), tree):
+            wrappers = leading.made(folder, whole, variant)
+            why = unlike(whole, wrappers) or next(leading.misread(wrappers, tree), "")
+            if why:
                 raise UserError(f"patch {patch.name}, {' '.join(one)}: {why}")
     releases_file.write(folder / patch_lock.NAME, text)
     nowhere = [name for name in patch.names if not any(name in form.code for form in forms)]
@@ -136,8 +139,9 @@ def _said(folder: Path) -> tuple[dict[str, Any], Patch]:
     """What patch.toml says, and the patch without its code. Raises UserError."""
     file = folder / "patch.toml"
     name = folder.name.replace("_", "-")
+    patch_files.look(folder)
     try:
-        said = tomllib.loads(file.read_text("utf-8"))
+        said = patch_lock.parsed(file.read_text("utf-8"))
         bare = {key: value for key, value in said.items() if key not in ("variant", "companion", "code", "read")}
         patch = to_patch(name, bare)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, PatchError) as error:
@@ -152,7 +156,7 @@ def _locked(folder: Path, patch: Patch) -> list[Form]:
     if not file.is_file():
         return []
     try:
-        return patch_lock.forms_of(tomllib.loads(file.read_text("utf-8")), patch.package)
+        return patch_lock.forms_of(patch_lock.parsed(file.read_text("utf-8")), patch.package)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
 

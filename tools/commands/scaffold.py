@@ -320,10 +320,9 @@ def _misread(folder: Path, patch: Patch) -> Iterator[str]:
     for variant in patch.variants:
         if variant.applies and variant.verdict != "not-present":
             wrappers = leading.made(folder, patch, variant)
-            lacking = sorted(set(variant.code) & set(patch.targets) - wrappers.keys())
-            if lacking or not wrappers.keys() <= set(patch.targets):
-                others = sorted(wrappers.keys() - set(patch.targets))
-                yield f"wrappers.py wraps other targets than patch.toml names: {', '.join([*lacking, *others])}"
+            unlike = forms.unlike(patch, wrappers)
+            if unlike:
+                yield unlike
                 return
             try:
                 tree = published.tree(patch.package, variant.releases[-1])

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...sitecustomize import fingerprint
 from ...sitecustomize.decision import Patch, Variant, module_of
+from ...sitecustomize.guard import After, Before, Shortcut
 from ...sitecustomize.installed import Tree
 from ...sitecustomize.no_function import ONLY_A_DIFF, AfterImport, Proxy
 
@@ -57,21 +58,38 @@ def refused(source: str, qualname: str, wrapper: Any = None) -> str:
     return ""
 
 
-def unfit(patch: Patch, variant: Variant | None, tree: Tree, made: Callable[[], Mapping[str, Any]]) -> str:
-    """The first target for which no such wrapper can stand, and why; empty where each can.
+def unlike(patch: Patch, wrappers: Mapping[str, Any]) -> str:
+    """Why a process would refuse what a patch's code gives, whatever its targets are; empty where it would not."""
+    targets = [target for target in patch.targets if target not in wrappers]
+    targets += sorted(str(target) for target in wrappers.keys() - set(patch.targets))
+    if targets:
+        return f"wrappers.py wraps other targets than patch.toml names: {', '.join(targets)}"
+    for target, wrapper in wrappers.items():
+        if not callable(wrapper) and not isinstance(wrapper, (AfterImport, Proxy, Before, After, Shortcut)):
+            return f"wrappers.py gives no function for {target}, but {type(wrapper).__name__}"
+    return ""
 
-    `made` runs the patch's code, and is asked where a target is no plain function: only then the form matters.
+
+def unfit(
+    patch: Patch, variant: Variant | None, tree: Tree, made: Callable[[], Mapping[str, Any]], run: bool
+) -> tuple[str, str]:
+    """The reason why a process would refuse the patch's wrappers, and the sentence; both empty where it would not.
+
+    `made` runs the patch's code: unless `run`, only where a target is no plain function, since then the form matters.
     """
     sources = {target: tree.source(module_of(target)) for target in patch.targets_of(variant)}
     there = {target: source for target, source in sources.items() if source is not None}
     wrappers: Mapping[str, Any] = {}
-    if any(refused(source, target.partition(":")[2], _usual) for target, source in there.items()):
+    if run or any(refused(source, target.partition(":")[2], _usual) for target, source in there.items()):
         with suppress(Exception, SystemExit):  # code that needs the target itself, say: a process has that
             wrappers = made()
+            why = unlike(patch, wrappers)
+            if why:
+                return "mismatch", why
     found = (
         (target, refused(source, target.partition(":")[2], wrappers.get(target))) for target, source in there.items()
     )
-    return next((f"{target}: {why}" for target, why in found if why), "")
+    return next((("unwrappable", f"{target}: {why}") for target, why in found if why), ("", ""))
 
 
 def _usual() -> None:

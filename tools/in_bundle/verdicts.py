@@ -7,7 +7,8 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -144,18 +145,21 @@ def with_forms(
     shipped: Collection[str],
     tree: installed.Tree,
     made: Callable[[Patch, Variant | None], Mapping[str, Any]],
+    run: bool = False,
 ) -> list[_Answer]:
-    """The answers; a patch that a process would refuse, because no such wrapper can stand for a target, is refused.
+    """The answers; a patch that a process would refuse, because its wrappers cannot stand for its targets, is refused.
 
-    Those of this project fit. `made` gives the wrappers of another, where it names something else than functions.
+    Those of this project fit. `made` gives the wrappers of another, where it names something else than functions, or
+    where `run` has each of them asked.
     """
     found = []
     for answer in answers:
         patch, decision = answer.patch, answer.decision
         if decision.apply and not patch.diff and patch.name not in shipped:
-            why = forms.unfit(patch, decision.variant, tree, functools.partial(made, patch, decision.variant))
+            wrappers = functools.partial(made, patch, decision.variant)
+            reason, why = forms.unfit(patch, decision.variant, tree, wrappers, run)
             if why:
-                decision = dataclasses.replace(decision, apply=False, reason="unwrappable", detail=why)
+                decision = dataclasses.replace(decision, apply=False, reason=reason, detail=why)
         found.append(dataclasses.replace(answer, decision=decision))
     return found
 
@@ -168,11 +172,18 @@ def made_by(code: Any, patch: Patch, variant: Variant | None) -> dict[str, Any]:
 
 
 def _made(patch: Patch, variant: Variant | None) -> dict[str, Any]:
-    """The same of this bundle's patch. Its package is not imported for it: code that asks for that makes none."""
-    barred = [package for package in patch.packages if package not in sys.modules]
-    sys.modules.update(dict.fromkeys(barred))  # type: ignore[arg-type]
-    try:
+    """The same of this bundle's patch."""
+    with barred(patch):
         return made_by(patch_code.load(__name__.partition(".")[0], patch.name), patch, variant)
+
+
+@contextmanager
+def barred(patch: Patch) -> Iterator[None]:
+    """The patch's packages are not imported for its code: what asks for them makes no wrappers."""
+    packages = [package for package in patch.packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
+    try:
+        yield
     finally:
-        for package in barred:
+        for package in packages:
             del sys.modules[package]
