@@ -27,7 +27,8 @@ which of them your release needs. From a message in the log to its patch: [troub
 `auto`, the default, applies a patch wherever the release needs it, unless its page says else; `LIVEPATCH=off` turns
 everything off. Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of
 site-packages: [recipes](../recipes.md). What a patch keeps in memory, until when and how much:
-`keeps` in its `patch.toml`. A patch whose page does not say what counts as gone takes no peer for gone, and ends no hold.
+`keeps` in its `patch.toml`. A patch whose page does not say what counts as gone takes no peer for gone, and ends no
+hold.
 """
 
 NOTHING = "The patch takes no peer for gone, and ends no hold."
