@@ -242,10 +242,8 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         why = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
         return Decision(verdict, False, False, "optional", why, variant)
     if environment.instead and (asked or verdict in (*APPLIED, "drifted")):
-        why = (
-            f"{environment.instead} is to be applied instead of it ({variable(environment.instead)}=off ends that); {detail}"
-        )
-        return Decision(verdict, False, False, "replaced", why, variant)
+        why = f"{environment.instead} is to be applied instead of it ({variable(environment.instead)}=off ends that)"
+        return Decision(verdict, False, False, "replaced", f"{why}; {detail}", variant)
     if verdict == "drifted" and toggle == "force" and not (gone or disproven):
         nearest = variant or (patch.variants[-1] if patch.variants else None)
         return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", nearest)
@@ -256,12 +254,9 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     # Who asks for what the release has mended, or never had, has it.
     wanted = verdict == "drifted" and (needs or toggle in ("on", "force"))
     if verdict == "drifted" and not wanted:
-        before = _newest_before(patch, installed.release) is not None
-        why = (
-            "the newest listed release before it does not need this patch"
-            if before
-            else "no release before it is listed"
-        )
+        why = "the newest listed release before it does not need this patch"
+        if _newest_before(patch, installed.release) is None:
+            why = "no release before it is listed"
         why = f"{detail}; {why}, {variable(patch.name)}=on asks for it"
         return Decision(verdict, False, False, "unneeded", why, variant)
     reason = "disproven" if disproven else "gone" if gone else verdict

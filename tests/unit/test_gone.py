@@ -45,6 +45,25 @@ def test_strict_ends_before_it_serves(engine: Sandbox) -> None:
     assert "other" in done.err
 
 
+@pytest.mark.parametrize("code", ["import fakeengine", "import fakeengine.after.tracker"])
+def test_one_that_must_be_applied_is_missed_where_no_other_is_imported(engine: Sandbox, code: str) -> None:
+    engine.patch("other", [OTHER], must=True, variant=[{"releases": ["1.0"], "code": {OTHER: "1" * 16}}])
+    engine.generate()
+    done = engine.python(f"{code}\nprint('serves')")
+    assert (done.code, done.out) == (78, ""), done
+    assert f"must = true: other is not applied (gone): fakeengine 1.0.post1 has no {OTHER}" in done.err
+    assert engine.python(f"{code}\nprint('serves')", LIVEPATCH_OTHER="off").out == "serves\n"
+
+
+def test_one_that_must_be_applied_waits_for_its_module(sandbox: Sandbox) -> None:
+    sandbox.patch(must=True)
+    sandbox.generate()
+    done = sandbox.python(f"import fakeengine\n{USE_STEP}")
+    assert (done.code, done.out) == (0, PATCHED)
+    done = sandbox.python("import fakeengine")
+    assert (done.code, "armed=1" in done.err) == (0, True)
+
+
 @pytest.mark.parametrize("toggle", ["off", "force"])
 def test_off_is_off_and_nothing_can_be_forced(engine: Sandbox, toggle: str) -> None:
     done = engine.python(USE_STEP, LIVEPATCH="strict", LIVEPATCH_OTHER=toggle)
