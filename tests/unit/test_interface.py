@@ -129,6 +129,17 @@ livepatch.require("around")
     assert "UserError: around is required, and the bundle cannot be used" in done.err
 
 
+def test_what_is_gone_is_not_waited_for(sandbox: Sandbox) -> None:
+    """Where no other target is imported, the process has no report that would say so."""
+    sandbox.patch()
+    sandbox.generate()
+    code = f"livepatch.arm({str(sandbox.bundle)!r})\nlivepatch.require('around')\nimport fakeengine\n"
+    assert run(sandbox, f"{code}livepatch.require('around')").code == 0, "its module is not imported yet"
+    (sandbox.site / "fakeengine/scheduler.py").rename(sandbox.site / "fakeengine/moved.py")
+    done = run(sandbox, f"{code}livepatch.require('around')")
+    assert "UserError: around is required, and fakeengine has no fakeengine.scheduler here" in done.err
+
+
 def test_a_version_can_be_required(sandbox: Sandbox) -> None:
     sandbox.patch(version=3)
     sandbox.generate()
