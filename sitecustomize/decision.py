@@ -242,8 +242,9 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
         why = f"off by default{where}, {variable(patch.name)}=on asks for it; {detail}"
         return Decision(verdict, False, False, "optional", why, variant)
     if environment.instead and (asked or verdict in (*APPLIED, "drifted")):
-        why = f"{environment.instead} is to be applied instead of it ({variable(environment.instead)}=off ends that)"
-        return Decision(verdict, False, False, "replaced", f"{why}; {detail}", variant)
+        switch = f"{variable(environment.instead)}=off ends that"
+        why = f"{environment.instead} is to be applied instead of it ({switch}); {detail}"
+        return Decision(verdict, False, False, "replaced", why, variant)
     if verdict == "drifted" and toggle == "force" and not (gone or disproven):
         nearest = variant or (patch.variants[-1] if patch.variants else None)
         return Decision(verdict, True, True, "forced", f"forced onto code that was never verified: {detail}", nearest)

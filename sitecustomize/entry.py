@@ -42,7 +42,7 @@ def arm():
         if getattr(finder, "__name__", "") == "LivepatchFinder":  # another bundle, earlier on the path, serves
             return False
     sys.meta_path.insert(0, LivepatchFinder)
-    early = [name for name in list(TARGETS) if name in sys.modules]
+    early = [name for name in list(TARGETS) if name in sys.modules and TARGETS[name] != "package"]
     if early:  # before the guard, or a .pth file was faster than we are, and nobody else has run
         finding()["call_hook"]("armed_late" if LATE else "imported_before", early)
     return True

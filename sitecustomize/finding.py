@@ -19,7 +19,7 @@ else:
     Any = object
 
 TARGETS: dict[str, str] = {}
-"""The entry's: modules, and what is done to them; the bundle's own package is among them."""
+"""The entry's: modules, and what is done to them; the bundle's own package is among them, and those of the targets."""
 PLACE = ""
 """The entry's: the folder that holds the bundle's own package, as it was when this process started."""
 HOOK = "_vllm_livepatch.sitecustomize.hook"
@@ -49,6 +49,9 @@ def find_spec(name: str, path: Any, target: Any) -> Any:
         spec = next_spec(name, path, target)
     finally:
         finding.discard(search)
+    if TARGETS[name] == "package" and has_targets(name, spec):  # each of which is noticed by itself
+        watch()
+        return spec
     if not fork_hooks:
         fork_hooks.append(True)
         os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child)
@@ -61,6 +64,14 @@ def find_spec(name: str, path: Any, target: Any) -> Any:
         if hasattr(hook, "is_gone") and hook.is_gone(name):
             return None
     return spec
+
+
+def has_targets(name: str, spec: Any) -> bool:
+    """Whether a package has a file of any target: of one that has none, no import would tell that all are gone."""
+    places = [str(place) for place in getattr(spec, "submodule_search_locations", None) or ()]
+    tails = [target.split(".")[1:] for target, kind in TARGETS.items() if target.startswith(name + ".")]
+    files = [os.path.join(place, *tail) for place in places for tail in tails]
+    return spec is None or any(os.path.isdir(file) or os.path.isfile(file + ".py") for file in files)
 
 
 def own_spec(name: str) -> Any:
@@ -179,7 +190,9 @@ def ended(reference: Any) -> None:
     runtime stays unloaded. One that failed, and left no module, is none to look at: code may try it in each call."""
     threads = [thread for thread, of in list(watched.items()) if of is reference]
     grown = any(sizes.get(thread) != len(sys.modules) for thread in threads)
-    if grown and (HOOK in sys.modules or not TARGETS.keys().isdisjoint(sys.modules)):
+    if grown and (
+        HOOK in sys.modules or any(kind != "package" and name in sys.modules for name, kind in TARGETS.items())
+    ):
         call_hook("ended")
     for thread in threads:
         if watched.get(thread) is reference:

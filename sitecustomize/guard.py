@@ -130,27 +130,32 @@ def in_place_of(original: Any, wrapper: Wrapper | Before | After | Shortcut, con
     that are not Python's, objects that bind in ways of their own.
     """
     kind = type(original)
-    if isinstance(wrapper, Shortcut):
-        if isinstance(original, types.FunctionType):
-            guarded = in_place_of(original, wrapper.wrapper, context, target)
-            release = _callable(original) if "." in target.partition(":")[2] else original
-            return _of_its_kind(original, wrapper.make(release, guarded))
-    elif isinstance(wrapper, (Before, After)):
-        if isinstance(original, types.FunctionType) and "." in target.partition(":")[2]:
-            return _of_its_kind(original, _looked_at(original, wrapper, context, target))
-    elif kind is staticmethod or kind is classmethod:
+    if kind is staticmethod or kind is classmethod:
         inner = original.__func__
         if isinstance(inner, types.FunctionType):
-            form = of_method if kind is classmethod else of_function
-            return kind(_of_its_kind(inner, form(inner, wrapper, context, target)))
+            return kind(_function(inner, wrapper, context, target, alone=kind is staticmethod))
     elif kind is property:
         if isinstance(original.fget, types.FunctionType):
-            getter = _of_its_kind(original.fget, of_method(original.fget, wrapper, context, target))
+            getter = _function(original.fget, wrapper, context, target, alone=False)
             return property(getter, original.fset, original.fdel, original.__doc__)
     elif isinstance(original, types.FunctionType):  # or says that it is one, as wrapt's objects do
-        form = of_function if ":" in target and "." not in target.partition(":")[2] else of_method
-        return _of_its_kind(original, form(original, wrapper, context, target))
+        alone = ":" in target and "." not in target.partition(":")[2]
+        return _function(original, wrapper, context, target, alone)
     raise Unwrappable(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _function(
+    original: Any, wrapper: Wrapper | Before | After | Shortcut, context: PatchContext, target: str, alone: bool
+) -> Any:
+    """In the place of a function; `alone` says that it is called without an instance or a class in front."""
+    if isinstance(wrapper, Shortcut):
+        guarded = _function(original, wrapper.wrapper, context, target, alone)
+        made = wrapper.make(original if alone else _callable(original), guarded)
+    elif isinstance(wrapper, (Before, After)):
+        made = _looked_at(original, wrapper, context, target, alone)
+    else:
+        made = (of_function if alone else of_method)(original, wrapper, context, target)
+    return _of_its_kind(original, made)
 
 
 def code_of(wrapper: Wrapper | Before | After | Shortcut) -> Callable[..., Any]:
@@ -173,9 +178,12 @@ def of_another_kind(wrapper: Wrapper | Before | After | Shortcut, original: Any)
     A coroutine function may be behind a decorator that says so.
     """
     code, look = code_of(wrapper), isinstance(wrapper, (Before, After))
-    behind = inspect.unwrap(original, stop=inspect.iscoroutinefunction)
+    awaited = inspect.iscoroutinefunction(inspect.unwrap(original, stop=inspect.iscoroutinefunction)) or bool(
+        getattr(getattr(original, "__code__", None), "co_flags", 0) & inspect.CO_ITERABLE_COROUTINE  # types.coroutine
+    )
     for name, is_one in KINDS:
-        if is_one(code) and (look or not (is_one(original) or (name == KINDS[0][0] and is_one(behind)))):
+        alike = is_one(original) or (awaited and is_one is inspect.iscoroutinefunction)
+        if is_one(code) and (look or not alike):
             return name
     return ""
 
@@ -239,26 +247,28 @@ def of_method(original: Any, wrapper: Wrapper, context: PatchContext, target: st
     return method
 
 
-def _looked_at(original: Any, look_at: Before | After, context: PatchContext, target: str) -> Callable[..., Any]:
-    """A method, and a look at its calls."""
+def _looked_at(
+    original: Any, look_at: Before | After, context: PatchContext, target: str, alone: bool
+) -> Callable[..., Any]:
+    """A function, and a look at its calls; of a method not where its instance is None."""
     gate: Any = _Always if context.lasts(look_at) else context
     stand_aside = _stands_aside(context, target)
     look: Callable[..., None] = spread(look_at.look, "before" if isinstance(look_at, Before) else "after")
-    call = _callable(original)
+    call = original if alone else _callable(original)
 
-    def before(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not gate.aside and instance is not None:
+    def before(*args: Any, **kwargs: Any) -> Any:
+        if not gate.aside and (alone or (args and args[0] is not None)):
             try:
-                look(instance, *args, **kwargs)
+                look(*args, **kwargs)
             except Exception as error:
                 stand_aside(error)
-        return call(instance, *args, **kwargs)
+        return call(*args, **kwargs)
 
-    def after(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
-        answer = call(instance, *args, **kwargs)
-        if not gate.aside and instance is not None:
+    def after(*args: Any, **kwargs: Any) -> Any:
+        answer = call(*args, **kwargs)
+        if not gate.aside and (alone or (args and args[0] is not None)):
             try:
-                look(answer, instance, *args, **kwargs)
+                look(answer, *args, **kwargs)
             except Exception as error:
                 stand_aside(error)
         return answer

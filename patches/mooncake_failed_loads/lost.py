@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from typing import TYPE_CHECKING, Any
 
-from ...sitecustomize.kit import attached
 from .asks import blocks_of
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ LOST = "_livepatch_lost_blocks"
 
 
 def prepare(worker: Any) -> None:
-    attached(worker, LOST, queue.SimpleQueue)
+    vars(worker).setdefault(LOST, queue.SimpleQueue())
 
 
 def report(livepatch: PatchContext, worker: Any, pull: Any) -> None:

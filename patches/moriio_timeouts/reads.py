@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...sitecustomize.kit import attached
-
 if TYPE_CHECKING:
     from vllm_livepatch.sitecustomize.context import PatchContext
 
@@ -96,7 +94,8 @@ def reads_here(side: Any) -> bool:
 
 
 def reads_of(worker: Any) -> Reads:
-    return attached(worker, "_livepatch_reads", Reads)
+    reads: Reads = vars(worker).setdefault("_livepatch_reads", Reads())
+    return reads
 
 
 def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable[..., Any]]:
@@ -163,7 +162,8 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
         return meant
 
     def asked_for(side: Any) -> set[str]:
-        return attached(side, "_livepatch_asked_for", set)
+        requests: set[str] = vars(side).setdefault("_livepatch_asked_for", set())
+        return requests
 
     def planned(original: Callable[..., Any], side: Any, *rest: Any, **named: Any) -> Any:
         """Remember whose blocks the worker is to write to a peer."""
@@ -296,7 +296,8 @@ def wrappers(livepatch: PatchContext, connect: Connect) -> Mapping[str, Callable
 
     def left(worker: Any) -> set[str]:
         """Requests that have finished, and whose read is still under way."""
-        return attached(worker, "_livepatch_left", set)
+        requests: set[str] = vars(worker).setdefault("_livepatch_left", set())
+        return requests
 
     # Each goes on after the patch has stood aside: the other side's process does not know of it.
     made: dict[str, Callable[..., Any]] = {

@@ -91,6 +91,9 @@ def test_the_entry_names_every_target_module_and_no_other(own: dict[str, bytes])
     line = next(line for line in own["sitecustomize.py"].decode().splitlines() if line.startswith("TARGETS = "))
     targets = json.loads(line.partition(" = ")[2].partition("  #")[0])
     assert targets.pop("_vllm_livepatch") == "own"
+    assert {targets.pop(module.partition(".")[0]) for module in named if module.partition(".")[0] in targets} == {
+        "package"
+    }
     assert sorted(targets) == sorted(named)
 
 

@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import threading
+import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -525,14 +526,6 @@ def test_an_error_of_a_look_is_no_error_of_the_call(form: str, lasting: bool) ->
     assert logged.startswith(f"engine:Release.step: Broken: {form} (")
 
 
-def test_a_look_is_for_methods() -> None:
-    context = PatchContext("around", {}, {}, lambda: None)
-    look = context.before(lambda instance, args, kwargs: None)
-    for original, target in ((Release.step, "engine:step"), (staticmethod(Release.step), "engine:Release.step")):
-        with pytest.raises(guard.Unwrappable):
-            guard.in_place_of(original, look, context, target)
-
-
 def shortcut(release: Any, guarded: Any) -> Any:
     """Whatever is odd is the patch's business."""
 
@@ -577,21 +570,68 @@ def test_the_wrapper_behind_a_shortcut_is_guarded_and_lasts_if_it_is_to(lasting:
     assert asked == ([1, 3] if lasting else [1])
 
 
-def test_a_shortcut_is_for_methods_and_functions() -> None:
-    context = PatchContext("around", {}, {}, lambda: None)
-    with pytest.raises(guard.Unwrappable):
-        guard.in_place_of(
-            staticmethod(Release.step), context.shortcut(shortcut, before), context, "engine:Release.step"
-        )
+class Kinds:
+    """A callable of each kind: what it answers is its last argument."""
 
-    def made(release: Any, guarded: Any) -> Any:
-        return lambda number: (guarded if number % 2 else release)(number)
+    @staticmethod
+    def alone(number: int) -> int:
+        return number
 
-    def wrapper(original: Any, *rest: Any) -> Any:
-        return ["wrapped", original(*rest)]
+    @classmethod
+    def of_class(cls, number: int) -> int:
+        return number
 
-    double = guard.in_place_of(lambda number: 2 * number, context.shortcut(made, wrapper), context, "engine:double")
-    assert [double(2), double(3)] == [4, ["wrapped", 6]]
+    @property
+    def seven(self) -> int:
+        return 7
+
+    def method(self, number: int) -> int:
+        return number
+
+
+def function(number: int) -> int:
+    return number
+
+
+KINDS = {
+    "alone": ("engine:Kinds.alone", vars(Kinds)["alone"], lambda kinds: kinds.alone(7), ()),
+    "of_class": ("engine:Kinds.of_class", vars(Kinds)["of_class"], lambda kinds: kinds.of_class(7), (Kinds,)),
+    "seven": ("engine:Kinds.seven", vars(Kinds)["seven"], lambda kinds: kinds().seven, (Kinds,)),
+    "method": ("engine:Kinds.method", vars(Kinds)["method"], lambda kinds: kinds().method(7), (Kinds,)),
+    "function": ("engine:function", function, lambda kinds: kinds.function(7), ()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["before", "after", "shortcut", "shortcut before"])
+def test_a_look_and_a_shortcut_of_each_kind(kind: str, form: str) -> None:
+    target, original, ask, bound = KINDS[kind]
+    context, seen = PatchContext("around", {}, {}, lambda: None), []
+
+    def look(*given: Any) -> None:
+        seen.append(given)
+
+    def wrapper(original: Any, *given: Any) -> Any:
+        seen.append(given)
+        return original(*given[len(bound) :])
+
+    forms: dict[str, Any] = {
+        "before": context.before(look),
+        "after": context.after(look),
+        "shortcut": context.shortcut(lambda release, guarded: lambda *given: guarded(*given), wrapper),
+        "shortcut before": context.shortcut(
+            lambda release, guarded: lambda *given: guarded(*given), context.before(look)
+        ),
+    }
+    made = guard.in_place_of(original, forms[form], context, target)
+    kinds = type("Kinds", (Kinds,), {kind: staticmethod(made) if kind == "function" else made})
+    assert ask(kinds) == 7
+    (given,) = seen
+    answer, given = ((given[0],), given[1:]) if form == "after" else ((), given)
+    assert answer in ((), (7,))
+    owners = tuple(one if isinstance(one, type) else type(one) for one in given[: len(bound)])
+    assert (owners, given[len(bound) :]) == ((kinds,) * len(bound), () if kind == "seven" else (7,))
+    assert not context.aside
 
 
 def test_a_look_and_a_shortcut_around_a_method_of_one_object() -> None:
@@ -882,6 +922,11 @@ def each_of(numbers: Any) -> Iterator[Any]:
     yield from numbers
 
 
+@types.coroutine
+def iterable(numbers: Any) -> Iterator[Any]:
+    yield from numbers
+
+
 @functools.wraps(later)
 def decorated(*args: Any, **named: Any) -> Any:
     return later(*args, **named)
@@ -909,6 +954,7 @@ async def yields_later(original: Any, *rest: Any, **named: Any) -> AsyncIterator
         (yields, Release.step, "a generator"),
         (yields, each_of, ""),
         (yields_later, later, "an asynchronous generator"),
+        (awaits, iterable, ""),
         (guard.Before(awaits), later, "a coroutine function"),  # type: ignore[arg-type]  # nobody would await it
         (guard.Shortcut(lambda release, guarded: guarded, awaits), Release.step, "a coroutine function"),
         (before, later, ""),

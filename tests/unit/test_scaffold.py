@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from vllm_livepatch.sitecustomize.facts import to_patch
 from vllm_livepatch.sitecustomize.settings import GROUPS
 from vllm_livepatch.tools.bundles import catalogue
 from vllm_livepatch.tools.commands import rendering, scaffold
@@ -72,6 +73,17 @@ def test_what_a_patch_of_this_project_does_not_say_is_named() -> None:
         "patch.toml does not say: about.gone",
         f"patch.toml: under in [[about.seen]] is none of {', '.join(rendering.SEEN)}",
     ]
+
+
+@pytest.mark.parametrize("length", [26, 27])
+def test_what_is_blank_or_too_long_is_named(tmp_path: Path, length: int) -> None:
+    told = {"fault": "x" * length, **dict.fromkeys(("symptom", "why", "change", "origin"), "x"), "threads": []}
+    facts = {"title": " ", "package": "engine", "targets": ["engine.a:f"], "about": told}
+    first, *more = scaffold.untold(tmp_path / "one", to_patch("one", facts))
+    assert first == "patch.toml does not say: title"
+    assert [line.partition(", ")[0] for line in more] == ["patch.toml: fault has more than 26 characters"] * (
+        length - 26
+    )
 
 
 def test_a_new_folder_names_all_that_is_asked_of_one_of_this_project(sandbox: Sandbox, out: Path, cli: Cli) -> None:

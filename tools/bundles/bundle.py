@@ -165,12 +165,9 @@ def _rooms(package: ModuleType) -> Path:
 
 
 def _targets(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Each module that a patch names, and what is done to it, in the entry's words.
-
-    The package of one that must be applied is among them: where its modules are gone, no import would name it.
-    """
-    targets = {item.patch.package: "wrapped" for item in entries.values() if item.patch.must}
-    targets |= {name: "wrapped" for item in entries.values() for name in item.patch.modules}
+    """Each module that a patch names, and what is done to it, in the entry's words."""
+    modules = [name for item in entries.values() for name in item.patch.modules]
+    targets = {name.partition(".")[0]: "package" for name in modules} | dict.fromkeys(modules, "wrapped")
     for item in entries.values():
         for change in item.changes() if item.patch.diff else ():
             added = "added package" if change.package else "added"

@@ -27,8 +27,12 @@ which of them your release needs. From a message in the log to its patch: [troub
 `auto`, the default, applies a patch wherever the release needs it, unless its page says else; `LIVEPATCH=off` turns
 everything off. Every patch on every release: [compatibility](../compatibility.md). What replaces a recipe's own edit of
 site-packages: [recipes](../recipes.md). What a patch keeps in memory, until when and how much:
-`keeps` in its `patch.toml`.
+`keeps` in its `patch.toml`. A patch whose page does not say what counts as gone takes no peer for gone, and ends no
+hold.
 """
+
+NOTHING = "The patch takes no peer for gone, and ends no hold."
+"""`about.gone` of most patches: the head of the index says it for all."""
 
 
 def page(patch: Patch) -> str:
@@ -60,10 +64,11 @@ def page(patch: Patch) -> str:
             lines.append(f"| {names} | `{option.default}` | {_cell(rendering.explained(option))} |")
         lines.append("")
     if "counters" in about:
-        lines += ["## What `status` counts", "", "| counter | meaning |", "|---|---|"]
-        lines += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in about["counters"].items()]
+        lines += ["## What `status` counts", ""]
+        lines += [f"- `{name}`: {_cell(meaning)}" for name, meaning in about["counters"].items()]
         lines.append("")
-    lines += ["## What counts as gone", "", _text(about["gone"]), ""] if "gone" in about else []
+    if about.get("gone", NOTHING) != NOTHING:
+        lines += ["## What counts as gone", "", _text(about["gone"]), ""]
     lines += ["## Where it comes from", ""]
     lines += [f"- {entry.replace('_', ' ')}: {_text(about[entry])}" for entry in _SOURCES if entry in about]
     if about.get("threads"):

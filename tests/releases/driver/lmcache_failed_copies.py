@@ -509,8 +509,8 @@ class Worker(lmcache_server.Caches):
         }
         if hasattr(self.module, "ParallelStrategy"):
             fields = inspect.signature(self.module.ParallelStrategy).parameters
-            alone = {name: 0 if name.endswith(("_id", "_mla", "mla_only")) else 1 for name in fields}
-            given["parallel_strategy"] = self.module.ParallelStrategy(**alone)
+            ranks = {name: 0 if name.endswith(("_id", "_mla", "mla_only")) else 1 for name in fields}
+            given["parallel_strategy"] = self.module.ParallelStrategy(**ranks)
         else:  # to 0.4.3
             given |= {"world_size": 1, "kv_rank": 0}
         fields = inspect.signature(self.module.LMCacheMPWorkerAdapter).parameters
