@@ -255,12 +255,9 @@ def decide(patch: Patch, installed: Installed, environment: Environment) -> Deci
     # Who asks for what the release has mended, or never had, has it.
     wanted = verdict == "drifted" and (needs or toggle in ("on", "force"))
     if verdict == "drifted" and not wanted:
-        before = _newest_before(patch, installed.release) is not None
-        why = (
-            "the newest listed release before it does not need this patch"
-            if before
-            else "no release before it is listed"
-        )
+        why = "the newest listed release before it does not need this patch"
+        if _newest_before(patch, installed.release) is None:
+            why = "no release before it is listed"
         why = f"{detail}; {why}, {variable(patch.name)}=on asks for it"
         return Decision(verdict, False, False, "unneeded", why, variant)
     reason = "disproven" if disproven else "gone" if gone else verdict

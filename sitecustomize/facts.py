@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .conditions import When
-from .decision import UNKNOWN, Option, Patch, PatchError, Proof, Variant, module_of
+from .decision import UNKNOWN, Option, Patch, PatchError, Proof, Variant, module_of, variable
 from .order import Order
 
 FORMAT = 1
@@ -82,6 +82,10 @@ def to_patch(name: str, facts: Mapping[str, Any]) -> Patch:
     if len(set(patch.targets)) < len(patch.targets):
         twice = next(target for target in patch.targets if patch.targets.count(target) > 1)
         raise PatchError(f"patch {name}: targets names {twice} twice")
+    options = [variable(name, option.name) for option in patch.options]
+    if len(set(options)) < len(options):
+        twice = next(option for option in options if options.count(option) > 1)
+        raise PatchError(f"patch {name}: two options are {twice}")
     for proof in patch.proofs:
         if not set(patch.targets) & set(proof.code) or not set(proof.code) <= set(patch.names):
             raise PatchError(

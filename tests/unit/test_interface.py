@@ -11,6 +11,7 @@ import pytest
 from tests.unit.support import STEP, Done, Sandbox, finish
 
 ROOT = Path(__file__).resolve().parents[2]
+WORKER = "fakeengine.worker:work"
 WORK = "from fakeengine.scheduler import Scheduler\nprint(Scheduler().step(7))\n"
 
 
@@ -127,6 +128,19 @@ livepatch.require("around")
     done = run(sandbox, code)
     assert (done.code, done.out) == (1, "[7]\n")
     assert "UserError: around is required, and the bundle cannot be used" in done.err
+
+
+def test_what_is_gone_is_not_waited_for(sandbox: Sandbox) -> None:
+    """Where no other target is imported, the process has no report that would say so."""
+    sandbox.patch()
+    sandbox.patch("other", [WORKER])
+    sandbox.generate()
+    code = f"livepatch.arm({str(sandbox.bundle)!r})\nlivepatch.require('around')\nimport fakeengine\n"
+    assert run(sandbox, f"{code}livepatch.require('around')").code == 0, "its module is not imported yet"
+    (sandbox.site / "fakeengine/scheduler.py").rename(sandbox.site / "fakeengine/moved.py")
+    done = run(sandbox, f"{code}livepatch.require('around')")
+    assert "UserError: around is required, and fakeengine has no fakeengine.scheduler here" in done.err
+    assert run(sandbox, f"{code}livepatch.require('other')").code == 0
 
 
 def test_a_version_can_be_required(sandbox: Sandbox) -> None:

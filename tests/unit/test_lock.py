@@ -99,6 +99,10 @@ def test_dates_are_texts(sandbox: Sandbox) -> None:
     [
         ('about = "x"', "patch my-fix: about must be a table"),
         (f"about = {'[' * 5000}{']' * 5000}", "nested too deeply"),
+        (
+            '[[option]]\nname = "limit"\ndefault = 1\n[[option]]\nname = "LIMIT"\ndefault = 2',
+            "patch my-fix: two options are LIVEPATCH_MY_FIX_LIMIT",
+        ),
         (f'targets = ["{F}", "{G}", "{F}"]', f"patch my-fix: targets names {F} twice"),
     ],
 )

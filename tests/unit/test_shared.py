@@ -36,3 +36,20 @@ def test_those_of_this_project_fit_and_a_strangers_may_not(tmp_path: Path) -> No
     patch = dataclasses.replace(ours[0].patch, name="strange", targets=(twice,))
     (line,) = shared.sentences([*ours, catalogue.Entry(tmp_path / "strange", {}, patch)])
     assert f" and strange have one target, {twice}: " in line
+
+
+@pytest.mark.parametrize("facts", [{"calls": [STEP]}, {"targets": [STEP]}])
+def test_a_class_that_one_changes_and_a_method_that_the_other_needs(
+    sandbox: Sandbox, cli: Cli, facts: dict[str, list[str]]
+) -> None:
+    cls = STEP.rpartition(".")[0]
+    code = "def wrappers(livepatch): return {target: livepatch.after_import(print, print) for target in TARGETS}"
+    sandbox.patch("changes", [cls], code=code)
+    sandbox.patch("needs", facts.get("targets", [WORK]), calls=facts.get("calls", []))
+    place = ["--patch-dir", str(sandbox.patches)]
+    line = f"changes changes {cls}, and needs wraps or calls {STEP}: "
+    generate = ("generate", *place, "--patch", "changes", "--patch", "needs", "--out", str(sandbox.bundle))
+    assert line in cli(*generate).err
+    assert line in cli("check", *place, "--only", "--site-packages", str(sandbox.site)).out
+    sandbox.patch("changes", [cls], code=code, instead_of=["needs"])
+    assert line not in cli(*generate).err

@@ -1,9 +1,11 @@
-"""Targets that two patches wrap: each call goes through both, which is right only where the two fit."""
+"""Targets that two patches wrap: each call goes through both, which is right only where the two fit. And classes that
+one of them changes, of which the other one wraps or calls methods.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import combinations
+from itertools import combinations, permutations
 
 from vllm_livepatch.tools.bundles.catalogue import Entry
 from vllm_livepatch.tools.bundles.displaced import is_shipped
@@ -14,6 +16,7 @@ def sentences(entries: Iterable[Entry]) -> Iterator[str]:
 
     None where patch.toml says of each two how they stand to each other.
     """
+    entries = list(entries)
     by_target: dict[str, list[Entry]] = {}
     for entry in entries:
         for target in () if entry.patch.diff else entry.patch.targets:
@@ -25,6 +28,15 @@ def sentences(entries: Iterable[Entry]) -> Iterator[str]:
                 f"{' and '.join(names)} have one target, {target}: each call goes through the wrappers of all of them. "
                 "inside, outside or instead_of in one's patch.toml says how they stand to each other"
             )
+    for one, other in permutations(entries, 2):
+        for target in () if one.patch.diff or not _may_not_fit(one, other) else one.patch.targets:
+            methods = sorted(name for name in other.patch.names if name.startswith(f"{target}."))
+            if methods:
+                yield (
+                    f"{one.patch.name} changes {target}, and {other.patch.name} wraps or calls {', '.join(methods)}: "
+                    f"where another class is put there, {other.patch.name} may not be applied (relied-on). "
+                    "instead_of in one's patch.toml says which one is to be"
+                )
 
 
 def _may_not_fit(one: Entry, other: Entry) -> bool:

@@ -122,6 +122,9 @@ def require(name: str) -> None:
     patch = known[asked]
     if patch.get("state", "armed") not in ("applied", "armed"):
         raise UserError(f"{asked} is required, and is {patch['state']} here ({patch['reason']}): {patch['detail']}")
+    if not found["patches"] and _is_gone(patch["facts"]):
+        module = patch["facts"]["targets"][0].partition(":")[0]
+        raise UserError(f"{asked} is required, and {patch['facts']['package']} has no {module} here")
     if version and not (version.isdecimal() and (patch["version"] or 0) >= int(version)):
         raise UserError(f"{name} is required, and {asked} is of version {patch['version'] or 'unknown'}")
 
@@ -141,6 +144,16 @@ def _made() -> dict[str, tuple[Any, str]]:
     return made
 
 
+def _is_gone(facts: dict[str, Any]) -> bool:
+    """Whether the patched package is imported and has none of the modules with a target: no import will name them."""
+    from vllm_livepatch.sitecustomize.installed import Process
+
+    if facts["package"] not in sys.modules:
+        return False
+    modules = {target.partition(":")[0] for target in facts["targets"]}
+    return sys.modules.keys().isdisjoint(modules) and not any(map(Process().origin, modules))
+
+
 def _named(place: str) -> dict[str, dict[str, Any]]:
     """The patches of a bundle, by name. It may be a zip file. Raises UserError."""
     import json
@@ -157,6 +170,7 @@ def _named(place: str) -> dict[str, dict[str, Any]]:
         else:
             with open(os.path.join(place, name), "rb") as file:
                 text = file.read()
-        return {key: {"version": facts.get("version")} for key, facts in json.loads(text)["patches"].items()}
+        patches = json.loads(text)["patches"]
+        return {key: {"version": facts.get("version"), "facts": facts} for key, facts in patches.items()}
     except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
         raise UserError(f"{place} serves this process, and cannot be read: {error}") from error
