@@ -235,6 +235,7 @@ def test_wrappers_that_a_process_would_refuse_are_refused_by_all(
     done = cli(*check)
     (found,) = json.loads(done.out)["patches"]
     assert (done.code, found["reason"], found["detail"]) == (1, "mismatch", f"wrappers.py {said}")
+    assert f"my-fix: a process refuses it: wrappers.py {said}" in cli(*check[:-1]).out
     assert f"wrappers.py {said}" in cli("ready", str(folder)).out
 
 

@@ -53,7 +53,7 @@ def print_check(
     hint = "" if verbose or not off else f"; {variable('NAME')}=on applies one that is off; --verbose says more"
     console.print(Text(f"{applied} of {len(answers)} apply{hint}"))
     for answer in answers:
-        if answer.decision.reason == "unwrappable" and not verbose:
+        if answer.decision.reason in ("mismatch", "unwrappable") and not verbose:
             console.print(Text(f"{answer.patch.name}: a process refuses it: {answer.decision.detail}"), soft_wrap=True)
         for holder in (one for one in answer.held if not one.covered):
             refuses = "a process refuses it (captured)" if holder.certain else "a process may refuse it (captured)"
