@@ -230,11 +230,11 @@ def test_a_package_can_be_a_target(sandbox: Sandbox) -> None:
 def test_a_target_that_is_not_there_is_missing_as_ever(patched: Sandbox) -> None:
     (patched.site / "fakeengine/scheduler.py").unlink()
     bare, armed = patched.bare("import fakeengine.scheduler"), patched.python("import fakeengine.scheduler")
-    assert (armed.code, armed.out, armed.err) == (bare.code, bare.out, bare.err)
-    assert armed.lines[-1] == "ModuleNotFoundError: No module named 'fakeengine.scheduler'"
-    assert not patched.state.exists()
+    assert (armed.code, armed.out) == (bare.code, bare.out)
+    assert armed.err.startswith(bare.err)
+    assert "around is not applied (gone)" in armed.err  # it is the only target that the package would have
     code = "import importlib.util, fakeengine; print(importlib.util.find_spec('fakeengine.scheduler'))"
-    assert patched.python(code) == Done(0, "None\n", "")
+    assert patched.python(code).out == "None\n"
     assert STOCK != PATCHED
 
 
