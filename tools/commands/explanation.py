@@ -108,7 +108,7 @@ def _short(answer: Checked, stops: Sequence[Stop]) -> str:
 
 
 def _print_stop(console: Console, number: int, stop: Stop) -> None:
-    console.print(Text(f"\n{number}. {stop.name}", style="bold"), soft_wrap=True)
+    console.print(Text(f"{'' if number == 1 else chr(10)}{number}. {stop.name}", style="bold"), soft_wrap=True)
     if stop.gone:
         names = [name or "the module itself" for name in stop.gone]
         more = f" and {len(names) - MOST} more" if len(names) > MOST else ""

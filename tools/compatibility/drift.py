@@ -28,7 +28,7 @@ from vllm_livepatch.sitecustomize.matching import differences
 from vllm_livepatch.tools.compatibility import moved
 from vllm_livepatch.tools.releases.sources import SourcesError
 
-CONTEXT = 2
+CONTEXT = 1
 """Lines of a diff before and after what differs."""
 _LINE_END = re.compile("\r\n|\r|\n")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
