@@ -312,7 +312,7 @@ def _awaitable(original: Any, wrapper: Wrapper) -> Wrapper:
             raise TypeError(f"what is to be awaited is a {type(answer).__name__}")
         return answer
 
-    return awaitable
+    return functools.update_wrapper(awaitable, wrapper, updated=())
 
 
 def _bound(original: Any, instance: Any) -> Any:
