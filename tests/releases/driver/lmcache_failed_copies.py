@@ -503,7 +503,7 @@ class Worker(lmcache_server.Caches):
             place.vllm_layout_hints = lambda *args: hints  # type: ignore[attr-defined]
         url = f"tcp://127.0.0.1:{server.port}"
         given: dict[str, Any] = {
-            "mq_timeout": 20.0 if copies else PATIENCE,
+            "mq_timeout": 20.0 if copies or alone else PATIENCE,  # what is asked of a forgotten worker waits it out
             "heartbeat_interval": 3600.0,
             "vllm_block_size": BLOCK,
         }
